@@ -1,0 +1,29 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHONSAFEPATH := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint bench docs
+
+$(VENV)/.ready: pyproject.toml setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -e ".[test,eval,report,notebook]"
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/visspec demo
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+bench: $(VENV)/.ready
+	$(BIN)/visspec bench caption --json out/bench-caption.json
+
+docs: $(VENV)/.ready
+	$(BIN)/python docs/build.py
