@@ -1,0 +1,20 @@
+"""visspec: several tokens per pass for vision-language models and autoregressive image models. Lazy public API."""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+_PUBLIC = {
+    "accelerate": "visspec.api",
+    "speculative": "visspec.api",
+    "Exact": "visspec.accept.exact",
+    "Sampling": "visspec.types",
+    "Stats": "visspec.stats",
+}
+__all__ = [*_PUBLIC, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'visspec' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

@@ -1,0 +1,75 @@
+"""Prompt lookup: what followed the last time the newest tokens were seen (Saxena, "Prompt lookup decoding", 2023).
+
+Works for every target, costs nothing on the device, pays where the answer repeats the prompt or itself. The search runs
+on the host over ids the host already has; placeholders of images are never matched into a draft (the guard bans them).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from visspec import tree as trees
+from visspec.types import ABSENT, Draft, Outcome, Scores, State, Verdict
+
+
+class NGram:
+    """Drafts the continuation of the longest match (at most `longest`, at least `shortest` tokens) in prompt + output."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, longest: int = 3, shortest: int = 1):
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"shortest: got {shortest} with longest {longest}, expected 1 <= shortest <= longest")
+        self.longest, self.shortest = longest, shortest
+
+    def start(self, state: State, scores: Scores) -> None:
+        state.memory = _Histories(state.request.prompt.tolist(), self.longest)
+        self._extend(state)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        found = [state.memory.continuation(r, depth, self.shortest) for r in state.rows]
+        width = max(map(len, found))
+        if width == 0:
+            return trees.root(state.pending)
+        padded = [f + [ABSENT] * (width - len(f)) for f in found]
+        return trees.chain_draft(state.pending, torch.tensor(padded, device=state.pending.device))
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        self._extend(state)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        """Histories are kept by original row: nothing to do."""
+
+    def _extend(self, state: State) -> None:
+        for row in state.rows:
+            state.memory.extend(row, state.tokens[row])
+
+
+class _Histories:
+    """Per row: prompt + output, and for every n-gram where its newest continuation starts."""
+
+    def __init__(self, prompts: list[list[int]], longest: int):
+        self.longest = longest
+        self.ids: list[list[int]] = [[] for _ in prompts]
+        self.prompt = [len(p) for p in prompts]
+        self.seen: list[dict[tuple[int, ...], int]] = [{} for _ in prompts]
+        for row, prompt in enumerate(prompts):
+            self._append(row, prompt)
+
+    def extend(self, row: int, tokens: list[int]) -> None:
+        self._append(row, tokens[len(self.ids[row]) - self.prompt[row] :])
+
+    def _append(self, row: int, tokens: list[int]) -> None:
+        ids, seen = self.ids[row], self.seen[row]
+        for token in tokens:
+            for n in range(1, min(self.longest, len(ids)) + 1):
+                seen[tuple(ids[-n:])] = len(ids)
+            ids.append(token)
+
+    def continuation(self, row: int, limit: int, shortest: int) -> list[int]:
+        ids, seen = self.ids[row], self.seen[row]
+        for n in range(min(self.longest, len(ids)), shortest - 1, -1):
+            start = seen.get(tuple(ids[-n:]))
+            if start is not None:
+                return ids[start : start + limit]
+        return []

@@ -1,0 +1,199 @@
+"""Any stock transformers decoder as a target: driven through its mask, its positions and its cache, never modified.
+
+Covers plain text decoders and vision-language models alike: what differs between families is read from the model's
+configuration once (`describe`). Shapes: B rows, L prompt, N nodes, S slots, V vocabulary, F features, d hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.cache import SlotCache, visibility
+from visspec.models.targets.slot_layers import SlotLayers
+from visspec.sampling import process
+from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
+
+ATTENTION_WITH_TREES = {"sdpa", "eager"}
+CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
+
+
+class HFDecoder:
+    """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
+
+    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm) to hand to the drafter,
+    concatenated; `embeddings` asks for the prompt's input embeddings as well. Raises ValueError for a model that can't
+    be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask).
+    """
+
+    def __init__(self, model: nn.Module, features: tuple[int, ...] = (), embeddings: bool = False):
+        self.model = model
+        self.capabilities = describe(model, features)
+        self.embeddings = embeddings
+        text = model.config.get_text_config()
+        self.window = _sliding_window(text)
+        self.mixed = bool(getattr(text, "layer_types", None))  # such models take a mask per kind of layer
+        self.dtype = next(model.get_decoder().parameters()).dtype
+        self._outputs = {"output_hidden_states": list(features)} if features else {}
+        self._bias: tuple[Tree | None, Tensor] = (None, torch.empty(0))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        """Run the prompt as transformers' own generate would. `request.inputs` are its prepared model arguments.
+
+        Scores: logits (B, 1, V) after the prompt; features (B, L, F); aux: embeddings (B, L, d), positions
+        (B, L) or (3|4, B, L), attention (B, L) bool or None.
+        """
+        inputs = dict(request.inputs)
+        rows, length = request.prompt.shape
+        cache = SlotLayers(rows)
+        cache.slots.open(length, self.device)
+        inputs["past_key_values"] = cache
+        attention = inputs.get("attention_mask")
+        arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
+        arguments.update(self._outputs)
+        seen: dict[str, Any] = {}
+        hook = self.model.get_decoder().register_forward_pre_hook(_recorder(seen), with_kwargs=True)
+        try:
+            output = self.model(**arguments, return_dict=True)
+        finally:
+            hook.remove()
+        cache.slots.commit([list(range(length))] * rows)
+        if attention is not None and not bool(attention.all()):
+            cache.slots.padding = attention.bool()
+        positions = seen.get("position_ids")
+        if positions is None:
+            positions = torch.arange(length, device=self.device).expand(rows, length)
+        # M-RoPE positions have three or four rows and run ahead of the length by the request's own delta
+        newest = positions[..., -1] if positions.dim() == 2 else positions[-3:].amax(dim=(0, 2))
+        state = State(request, pending=request.prompt[:, -1], position=newest, cache=cache, rows=list(range(rows)))
+        state.tokens = [[] for _ in range(rows)]
+        aux = {"positions": positions, "attention": cache.slots.padding}
+        if self.embeddings:
+            aux["embeddings"] = seen["inputs_embeds"]
+        logits = process(output.logits[:, -1:], trees.root(state.pending), state)
+        return state, Scores(logits, self._features(output), aux)
+
+    def verify(self, state: State, draft: Draft) -> Scores:
+        """One pass over all nodes of all rows. Scores for (B, N)."""
+        slots: SlotCache = state.cache.slots
+        tree = draft.tree
+        extent = slots.open(tree.size, self.device)
+        output = self.model(
+            input_ids=draft.tokens.clamp(min=0),
+            attention_mask=self._mask(state, tree, extent),
+            position_ids=state.position[:, None] + tree.depth,
+            past_key_values=state.cache,
+            use_cache=True,
+            return_dict=True,
+            **self._outputs,
+        )
+        return Scores(process(output.logits, draft, state), self._features(output))
+
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        state.cache.slots.commit(outcome.path)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.cache.slots.select(keep)
+
+    def _features(self, output) -> Tensor | None:
+        layers = self.capabilities.feature_layers
+        if not layers:
+            return None
+        states = output.hidden_states
+        return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
+
+    def _mask(self, state: State, tree: Tree, extent: int) -> Tensor | dict[str, Tensor] | None:
+        """The additive attention mask of a pass, (1|B, 1, N, extent), a dict of two where layers have windows."""
+        slots: SlotCache = state.cache.slots
+        if slots.uniform and slots.padding is None and not self.window and tree.parent.shape[0] == 1:
+            return None if tree.size == 1 else self._shared_bias(tree, slots.length)
+        seen_BNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
+        full = self._additive(seen_BNS)
+        if not self.window:
+            return full
+        near_BNS = nearby(tree.depth, slots.lengths, extent, self.window)
+        sliding = self._additive(seen_BNS & near_BNS)
+        return {"full_attention": full, "sliding_attention": sliding} if self.mixed else sliding
+
+    def _additive(self, seen_BNS: Tensor) -> Tensor:
+        bias = torch.zeros(seen_BNS.shape, dtype=self.dtype, device=seen_BNS.device)
+        return bias.masked_fill_(~seen_BNS, torch.finfo(self.dtype).min)[:, None]
+
+    def _shared_bias(self, tree: Tree, length: int) -> Tensor:
+        """The mask when all rows look alike: a view into one buffer of [zeros | tree], so that a round builds nothing."""
+        known, buffer = self._bias
+        room = buffer.shape[-1] - tree.size
+        if known is not tree or room < length:
+            room = 2 * length
+            own = self._additive(tree.ancestor)
+            buffer = torch.cat([own.new_zeros(1, 1, tree.size, room), own], dim=-1)
+            self._bias = (tree, buffer)
+        return buffer[..., room - length :]
+
+
+def _recorder(seen: dict[str, Any]):
+    """A pre-hook that keeps the text decoder's keyword arguments: merged embeddings and positions of any family."""
+
+    def hook(module, args, kwargs):
+        seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
+
+    return hook
+
+
+def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tensor:
+    """Sliding windows, (B, N, extent) bool: a node sees what lies less than `window` tokens above it on its own path."""
+    length_B = torch.tensor(lengths, device=depth.device)
+    rows, size = len(lengths), depth.shape[-1]
+    depth_BN = depth.expand(rows, size)
+    slot = torch.arange(extent, device=depth.device).expand(rows, extent)
+    node = slot - length_B[:, None]
+    inside = (node >= 0) & (node < size)
+    index_BS = torch.where(inside, length_B[:, None] + depth_BN.gather(1, node.clamp(0, size - 1)), slot)
+    return (length_B[:, None] + depth_BN)[..., None] - index_BS[:, None] < window
+
+
+def describe(model: nn.Module, features: tuple[int, ...] = ()) -> Capabilities:
+    """What a loaded model can do, from its configuration. Raises ValueError for what can't be verified correctly."""
+    config = model.config
+    text = config.get_text_config()
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"model: {name} is an encoder-decoder, expected a decoder that generates from its own prompt")
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"} or getattr(model, "_is_stateful", False):
+        strange = ", ".join(sorted(kinds - {"full_attention", "sliding_attention"})) or "recurrent layers"
+        raise ValueError(
+            f"model: {name} has {strange}, expected full or sliding attention (rejected tokens could not be undone)"
+        )
+    attention = text._attn_implementation
+    if attention not in ATTENTION_WITH_TREES:
+        raise ValueError(
+            f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' (a draft needs its own mask)"
+        )
+    depth = text.num_hidden_layers
+    for index in features:
+        if not -depth - 1 <= index <= depth:
+            raise ValueError(f"features: got layer {index}, expected one of {-depth - 1}..{depth} ({name})")
+    never = {getattr(c, key, None) for c in (config, text) for key in CONTENT_IDS}
+    return Capabilities(
+        vocab=model.get_output_embeddings().weight.shape[0],
+        hidden=text.hidden_size,
+        family=config.model_type,
+        never_drafted=frozenset(i for i in never if isinstance(i, int)),
+        feature_layers=tuple(features),
+    )
+
+
+def _sliding_window(text) -> int:
+    """The window in tokens if any layer slides, else 0."""
+    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    if not slides and not getattr(text, "layer_types", None):
+        slides = bool(getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None))
+    return int(text.sliding_window) if slides and text.sliding_window else 0

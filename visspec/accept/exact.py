@@ -1,0 +1,61 @@
+"""Exact acceptance of point-mass drafts: the target draws its own token at every node; a child that equals it is kept.
+
+With law p at a node and children x_1..x_m fixed beforehand, the target's draw y ~ p picks the child y where there is
+one, and is the corrected token where there is none. So each child is accepted with probability p(x), and the token that
+follows a rejection has the law p with all children removed, renormalised: the sequential scheme for point masses, with
+one draw. The draw uses the position's own noise (`sampling.Noise`), hence the output is token for token the output of
+plain sampling with the same seed, whatever is drafted. Greedy decoding is the case without noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from visspec import sampling
+from visspec.tree import paths
+from visspec.types import Draft, Scores, Tree, Verdict
+
+
+class Exact:
+    """The default rule: exact for greedy and sampling, for chains and trees. Takes point-mass or coupled drafts."""
+
+    guarantee = "exact"
+    needs: frozenset[str] = frozenset()
+    takes: frozenset[str] = frozenset()
+
+    def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> sampling.Noise:
+        return sampling.Noise(generators, vocab, "gumbel")
+
+    def __call__(self, draft: Draft, scores: Scores, noise: sampling.Noise | None) -> Verdict:
+        chosen_BN = sampling.choose(scores.logits, draft.tree.depth, noise, draft.levels)
+        return follow(draft, chosen_BN)
+
+
+def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
+    """The path of nodes that the target's choices run through, and the first choice that no node holds."""
+    tree = draft.tree
+    if tree.chain:
+        agreed = draft.tokens[:, 1:] == chosen_BN[:, :-1]
+        length_B = agreed.long().cumprod(dim=1).sum(dim=1) + 1
+        index = torch.arange(tree.size, device=chosen_BN.device)
+        path_BD = torch.where(index < length_B[:, None], index, -1)
+        return Verdict(path_BD, length_B, chosen_BN.gather(1, length_B[:, None] - 1)[:, 0])
+    parent_BN = tree.parent.expand_as(draft.tokens)
+    agreed = draft.tokens == chosen_BN.gather(1, parent_BN.clamp(min=0))
+    return deepest(tree, agreed | (parent_BN < 0), chosen_BN)
+
+
+def deepest(tree: Tree, kept_BN: Tensor, next_BN: Tensor) -> Verdict:
+    """The deepest node whose ancestors are all kept. next_BN holds the token that would follow each node.
+
+    The rule must keep at most one child of a kept node; of several kept twins the first counts.
+    """
+    alive_BN = ~(tree.ancestor & ~kept_BN[:, None, :]).any(dim=-1)
+    depth_BN = torch.where(alive_BN, tree.depth, -1)
+    last_B1 = depth_BN.argmax(dim=1, keepdim=True)
+    path = paths(tree)
+    path_BD = path.expand(last_B1.shape[0], -1, -1).gather(1, last_B1[..., None].expand(-1, 1, path.shape[-1]))[:, 0]
+    return Verdict(path_BD, depth_BN.gather(1, last_B1)[:, 0] + 1, next_BN.gather(1, last_B1)[:, 0])

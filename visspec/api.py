@@ -1,0 +1,130 @@
+"""What users type: `accelerate(model, drafter)` and `speculative(drafter)` for transformers' own `custom_generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from visspec import requests, zoo
+from visspec.engine import decode
+from visspec.guard import Guarded
+from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.pace import Pace
+from visspec.stats import Stats
+from visspec.types import Acceptance, Drafter, State
+
+
+def accelerate(
+    model: nn.Module,
+    drafter: str | Drafter | None = "ngram",
+    *,
+    acceptance: str | Acceptance = "exact",
+    levels: int | None = None,
+    adaptive: bool = True,
+) -> Accelerated:
+    """Make a loaded transformers model generate several tokens a pass. The model itself is not changed.
+
+    drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None.
+    acceptance: "exact" (default), "typical:epsilon=0.3", ..., or a rule. levels: how deep to draft at most.
+    adaptive: draft less, or not at all, where that is measured to be faster.
+    Raises ValueError in one sentence when the model can't be verified or the drafter was made for another target.
+    """
+    return Accelerated(model, drafter, acceptance, levels, adaptive)
+
+
+def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculative:
+    """A callable for `model.generate(..., custom_generate=visspec.speculative(...))`. Options as in `accelerate`."""
+    return Speculative(drafter, options)
+
+
+class Accelerated:
+    """A model with a faster `generate`. Anything else is the model's own: attributes are passed through."""
+
+    def __init__(self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True):
+        self.model = model
+        self.rule: Acceptance = zoo.acceptance(acceptance) if isinstance(acceptance, str) else acceptance
+        inner, self.name = zoo.drafter(drafter, model)
+        needs = inner.needs if inner is not None else frozenset()
+        layers = getattr(inner, "feature_layers", ()) if "features" in needs else ()
+        self.target = HFDecoder(model, tuple(layers), embeddings="embeddings" in needs)
+        check_pairing(inner, self.rule)
+        self.drafter = None if inner is None else Guarded(inner, self.target.capabilities, model.device)
+        self.pace = Pace(levels or getattr(inner, "levels", 8), adaptive)
+        self.last_stats: Stats | None = None
+        self.last_state: State | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
+
+    def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
+        """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`
+        makes sampling repeatable without touching the global state; without them torch's global seed decides.
+        """
+        requests.check(kwargs)
+        requests.adopt_stop_strings(kwargs)
+        return self.model.generate(*args, custom_generate=_Run(self, streamer, generator, seed), **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+class _Run:
+    """One call of generate: transformers prepares everything, then calls this instead of its own loop."""
+
+    def __init__(self, fast: Accelerated, streamer=None, generator=None, seed=None):
+        self.fast, self.streamer, self.generator, self.seed = fast, streamer, generator, seed
+
+    def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        fast = self.fast
+        request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        if not request.sampling.greedy:
+            request.generators = requests.generators(self.generator, self.seed, input_ids)
+        if self.streamer is not None:
+            request.on_tokens = requests.streaming(self.streamer, input_ids)
+        state = decode(fast.target, fast.drafter, fast.rule, request, fast.pace)
+        if fast.drafter is not None:
+            fast.drafter.finish(state)
+        if self.streamer is not None:
+            self.streamer.end()
+        fast.last_state, fast.last_stats = state, Stats.of(state, fast.name, fast.rule)
+        return requests.package(state, input_ids, generation_config)
+
+
+class Speculative:
+    """The same as transformers' hook: `model.generate(..., custom_generate=speculative("ngram"))`.
+
+    transformers drops `streamer` and `tokenizer` for hooks; pass `tok_streamer`, `generator` or `seed` to generate instead.
+    """
+
+    def __init__(self, drafter, options: dict[str, Any]):
+        self.drafter, self.options = drafter, options
+        self.fast: Accelerated | None = None
+
+    def __call__(
+        self, model, input_ids, logits_processor, stopping_criteria, generation_config,
+        tok_streamer=None, generator=None, seed=None, **model_kwargs,
+    ):  # fmt: skip
+        if self.fast is None or self.fast.model is not model:
+            self.fast = accelerate(model, self.drafter, **self.options)
+        run = _Run(self.fast, tok_streamer, generator, seed)
+        if tok_streamer is not None:
+            tok_streamer.put(input_ids.cpu())  # generate has put the prompt into a streamer it knows; not into this one
+        return run(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+
+    @property
+    def last_stats(self) -> Stats | None:
+        return None if self.fast is None else self.fast.last_stats
+
+
+def check_pairing(drafter: Drafter | None, rule: Acceptance) -> None:
+    """Once, when they are built: can this rule judge this drafter's drafts?"""
+    sampled = bool(getattr(drafter, "samples", False))
+    if "q" in rule.needs and drafter is not None and not sampled:
+        raise ValueError(
+            f"acceptance: {type(rule).__name__} needs sampled drafts, got {type(drafter).__name__} of point masses"
+        )
+    if sampled and "q" not in rule.takes:
+        raise ValueError(
+            f"drafter: {type(drafter).__name__} samples its drafts, expected one of point masses for {type(rule).__name__}"
+        )

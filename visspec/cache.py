@@ -1,0 +1,111 @@
+"""Keys and values addressed by slot: rollback is not advancing a length.
+
+Every layer holds (B, H, S, E) tensors. Row b owns slots [0, length_b); a draft's node n is written at slot length_b + n,
+and `commit` moves the accepted nodes down to the front of that range. Keys are rotated at depth-based positions before
+they are stored, so moving them needs no re-rotation. Shapes: B rows, H heads, S slots, E head size, N nodes, D path.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROW = 128  # slots added beyond the need when the store must grow: few copies, little memory held for nothing
+
+
+class SlotCache:
+    """Preallocated keys and values of all layers of one request. Layers appear as they are first written."""
+
+    def __init__(self, rows: int):
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.lengths = [0] * rows  # committed slots of each row, on the host
+        self.padding: Tensor | None = None  # (B, L) bool: which prompt slots are real; None when all are
+        self._slots: Tensor | None = None  # (B, N) where this pass writes, when rows differ
+        self._start = self._extent = 0
+
+    @property
+    def length(self) -> int:
+        """The longest row."""
+        return max(self.lengths)
+
+    @property
+    def uniform(self) -> bool:
+        return min(self.lengths) == max(self.lengths)
+
+    def open(self, nodes: int, device: torch.device | str) -> int:
+        """Announce a pass that writes `nodes` slots a row. Returns the extent: slots that the pass will see."""
+        self._start, self._extent = self.length, self.length + nodes
+        self._slots = None
+        if not self.uniform:
+            starts = torch.tensor(self.lengths, device=device)
+            self._slots = starts[:, None] + torch.arange(nodes, device=device)
+        return self._extent
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one layer's new (B, H, N, E) pair; return views of that layer's slots [0, extent)."""
+        if layer == len(self.keys):
+            self.keys.append(self._allocate(key, self._extent))
+            self.values.append(self._allocate(value, self._extent))
+        elif self.keys[layer].shape[2] < self._extent:
+            self.keys[layer] = self._grown(self.keys[layer])
+            self.values[layer] = self._grown(self.values[layer])
+        keys, values = self.keys[layer], self.values[layer]
+        if self._slots is None:
+            keys[:, :, self._start : self._extent] = key
+            values[:, :, self._start : self._extent] = value
+        else:
+            rows = torch.arange(key.shape[0], device=key.device)[:, None]
+            slots = self._slots.to(key.device)
+            keys[rows, :, slots] = key.transpose(1, 2)
+            values[rows, :, slots] = value.transpose(1, 2)
+        return keys[:, :, : self._extent], values[:, :, : self._extent]
+
+    def _allocate(self, like: Tensor, slots: int) -> Tensor:
+        rows, heads, _, size = like.shape
+        # zeros, not empty: masked slots still enter 0 * value products, and stale NaN would poison them
+        return torch.zeros(rows, heads, slots + GROW, size, dtype=like.dtype, device=like.device)
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = self._allocate(old, self._extent)
+        new[:, :, : old.shape[2]] = old
+        return new
+
+    def commit(self, paths: list[list[int]]) -> None:
+        """Keep the nodes of each row's path, in order, and advance the row's length. Paths start with node 0."""
+        moves = [(b, path) for b, path in enumerate(paths) if path != list(range(len(path)))]
+        for b, path in moves:
+            start = self.lengths[b]
+            for keys, values in zip(self.keys, self.values):
+                source = torch.tensor(path, device=keys.device) + start
+                for store in (keys, values):
+                    store[b, :, start : start + len(path)] = store[b].index_select(1, source)
+        self.lengths = [n + len(path) for n, path in zip(self.lengths, paths)]
+
+    def select(self, keep: list[int]) -> None:
+        """Drop all rows but these."""
+        for store in (self.keys, self.values):
+            for layer, tensor in enumerate(store):
+                store[layer] = tensor[keep]
+        self.lengths = [self.lengths[b] for b in keep]
+        if self.padding is not None:
+            self.padding = self.padding[keep]
+
+
+def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | None, extent: int) -> Tensor:
+    """Which slots each draft node may attend: (B, N, extent) bool.
+
+    Committed slots of its row that are not padding (`padding_BS`: true for real prompt slots, S prompt slots), and its
+    ancestors and itself among the slots written in this pass. tree_ancestor is (1|B, N, N).
+    """
+    device, size = tree_ancestor.device, tree_ancestor.shape[-1]
+    length_B = torch.tensor(lengths, device=device)
+    slot = torch.arange(extent, device=device)
+    seen = slot < length_B[:, None]
+    if padding_BS is not None:
+        seen[:, : padding_BS.shape[1]] &= padding_BS
+    rows = len(lengths)
+    node_B1S = (slot - length_B[:, None])[:, None].expand(rows, size, extent)
+    inside = (node_B1S >= 0) & (node_B1S < size)
+    drafted = tree_ancestor.expand(rows, size, size).gather(2, node_B1S.clamp(0, size - 1)) & inside
+    return seen[:, None] | drafted

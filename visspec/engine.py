@@ -1,0 +1,124 @@
+"""The decode loop: draft, verify, accept, commit, observe.
+
+One loop for plain decoding (nothing drafted), text of vision-language models and discrete image tokens. It knows no
+model class: targets, drafters and rules are passed in (`types.Target`, `types.Drafter`, `types.Acceptance`). Each round
+synchronises host and device once, in `settle`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from visspec import tree as trees
+from visspec.pace import Pace
+from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, Trace, Verdict
+
+
+@torch.inference_mode()
+def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request: Request, pace: Pace) -> State:
+    """Decode a batch. Returns the finished state: `tokens` per row (stop trimmed), `trace`, `laws` when asked for.
+
+    A fault of the target raises; a fault of the drafter has been turned into an empty draft before it gets here.
+    """
+    state, scores = open_request(target, accept, request)
+    if not state.live:
+        return state
+    trace = state.trace
+    if drafter is not None:
+        with trace.stage("draft_prefill"):
+            drafter.start(state, scores)
+    while state.live:
+        depth = pace.depth(state) if drafter is not None else 0
+        with trace.stage("draft"):
+            draft = drafter.propose(state, depth) if depth else trees.root(state.pending)
+        with trace.stage("verify"):
+            scores = target.verify(state, draft)
+        with trace.stage("accept"):
+            verdict = accept(draft, scores, state.noise)
+            outcome = settle(state, draft, scores, verdict)
+        with trace.stage("commit"):
+            target.commit(state, draft, outcome)
+        if drafter is not None:
+            with trace.stage("observe"):
+                drafter.observe(state, draft, scores, verdict, outcome)
+            pace.observe(state, draft, outcome)
+        retire(state, target, drafter)
+    return state
+
+
+def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[State, Scores]:
+    """Prefill, and the first token of every row: the acceptance of an empty draft below the prompt's last token."""
+    trace = Trace()
+    with trace.stage("prefill"):
+        state, scores = target.prefill(request)
+        rows = len(state.rows)
+        state.trace, trace.origin = trace, [[] for _ in range(rows)]
+        state.tokens, state.laws = [[] for _ in range(rows)], [[] for _ in range(rows)]
+        if request.generators is not None and not request.sampling.greedy:
+            state.noise = accept.make_noise(request.generators, scores.logits.shape[-1])
+        draft = trees.root(state.pending)
+        outcome = settle(state, draft, scores, accept(draft, scores, state.noise))
+    trace.rounds.clear()  # the prefill is not a round: tau counts passes over drafts
+    retire(state, target, None)
+    return state, scores
+
+
+def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outcome:
+    """Bring the verdict to the host (the round's one synchronisation), trim at stops, and hand the tokens out."""
+    gained_BD = draft.tokens.gather(1, verdict.path.clamp(min=0))
+    packed = torch.cat([verdict.length[:, None], verdict.next[:, None], verdict.path, gained_BD], dim=1).tolist()
+    width = verdict.path.shape[1]
+    outcome = Outcome(path=[], tokens=[])
+    for b, (length, following, *rest) in enumerate(packed):
+        outcome.path.append(rest[:length])
+        outcome.tokens.append([*rest[width + 1 : width + length], following])
+        emit(state, b, outcome.tokens[b], draft.levels)
+        if state.request.keep_logits:
+            laws, tokens = state.laws[state.rows[b]], state.tokens[state.rows[b]]
+            laws.extend(scores.logits[b, outcome.path[b][: len(tokens) - len(laws)]])
+    if verdict.drift is not None:
+        if state.drift is None:
+            state.drift = torch.zeros(len(state.tokens), device=verdict.drift.device)
+        state.drift[state.rows] += verdict.drift
+    state.trace.rounds.append((draft.levels, [len(t) for t in outcome.tokens]))
+    state.pending, state.position = verdict.next, state.position + verdict.length
+    if state.noise is not None:
+        state.noise.advance([len(t) for t in outcome.tokens])
+    return outcome
+
+
+def emit(state: State, b: int, gained: list[int], levels: int) -> None:
+    """Append a live row's new tokens up to its first stop.
+
+    Tokens behind a stop inside an accepted block are dropped, so the output is what plain decoding gives.
+    """
+    request, row = state.request, state.rows[b]
+    tokens, origin = state.tokens[row], state.trace.origin[row]
+    last = "plain" if levels == 0 else "bonus" if len(gained) == levels + 1 else "corrected"
+    before = len(tokens)
+    for i, token in enumerate(gained):
+        tokens.append(token)
+        origin.append(last if i == len(gained) - 1 else "drafted")
+        over = token in request.eos or len(tokens) >= request.max_new_tokens
+        if over or (request.stop is not None and request.stop(state.ids(b))):
+            state.finished.add(row)
+            break
+    if request.on_tokens is not None:
+        request.on_tokens(tokens[before:])
+
+
+def retire(state: State, target: Target, drafter: Drafter | None) -> None:
+    """Let finished rows leave: the batch that goes on is as if they had never been in it."""
+    keep = [b for b, row in enumerate(state.rows) if row not in state.finished]
+    if len(keep) == len(state.rows):
+        return
+    state.rows = [state.rows[b] for b in keep]
+    if not keep:
+        return
+    index = torch.tensor(keep, device=state.pending.device)
+    state.pending, state.position = state.pending[index], state.position[index]
+    if state.noise is not None:
+        state.noise.select(keep)
+    target.select(state, keep)
+    if drafter is not None:
+        drafter.select(state, keep)

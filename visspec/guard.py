@@ -1,0 +1,110 @@
+"""A drafter that can't hurt: whatever goes wrong in it costs speed, never output.
+
+Exceptions (out of memory included) and malformed drafts end drafting for the request; single bad nodes (ids out of
+range or standing for image content, a law q that is no law, or q = 0 at the drafted token) become ABSENT. Each is
+counted in the trace, and the first one warns. The target is never guarded: its faults are errors.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.types import ABSENT, Capabilities, Draft, Drafter, Outcome, Scores, State, Verdict
+
+MAX_NODES = 1024
+SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1e-4
+
+
+class Guarded:
+    """Wraps a drafter for one target. Same protocol."""
+
+    def __init__(self, drafter: Drafter, capabilities: Capabilities, device: torch.device | str = "cpu"):
+        self.inner, self.needs = drafter, drafter.needs
+        self.vocab = capabilities.vocab
+        self.trees = capabilities.trees
+        self.allowed = torch.ones(self.vocab, dtype=torch.bool, device=device)
+        banned = [i for i in capabilities.never_drafted if 0 <= i < self.vocab]
+        self.allowed[banned] = False
+        self.broken = False
+        self.warned = False
+        self.refused = torch.zeros((), dtype=torch.long, device=device)  # bad nodes of this request, on the device
+
+    def start(self, state: State, scores: Scores) -> None:
+        self.broken = False
+        self.refused.zero_()
+        self._try(state, self.inner.start, state, scores)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        draft = None if self.broken else self._try(state, self._checked, state, depth)
+        return trees.root(state.pending) if draft is None else draft
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        if not self.broken:
+            self._try(state, self.inner.observe, state, draft, scores, verdict, outcome)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        if not self.broken:
+            self._try(state, self.inner.select, state, keep)
+
+    def finish(self, state: State) -> None:
+        """After the request: count the refused nodes, and warn of the first."""
+        refused = int(self.refused)
+        state.trace.faults += refused
+        if refused:
+            self._warn(f"{refused} drafted nodes had an id or a law that can't be")
+
+    def _warn(self, what: str) -> None:
+        if not self.warned:
+            self.warned = True
+            name = type(self.inner).__name__
+            warnings.warn(f"drafter {name}: {what}; decoding goes on without it", RuntimeWarning, stacklevel=3)
+
+    def _try(self, state: State, call, *args):
+        try:
+            return call(*args)
+        except Exception as error:
+            self.broken = True
+            state.memory = None
+            state.trace.faults += 1
+            self._warn(f"{type(error).__name__}: {error}")
+            return None
+
+    def _checked(self, state: State, depth: int) -> Draft:
+        draft = self.inner.propose(state, depth)
+        rows = len(state.rows)
+        if not isinstance(draft, Draft):
+            raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft")
+        tokens, size = draft.tokens, draft.tree.size
+        if tokens.shape != (rows, size) or tokens.dtype != torch.long or size > MAX_NODES:
+            raise ValueError(
+                f"tokens: got shape {tuple(tokens.shape)} of {tokens.dtype}, expected ({rows}, {size}) of torch.int64"
+            )
+        if draft.levels > depth:
+            raise ValueError(f"levels: got {draft.levels}, expected at most {depth}")
+        if not (self.trees or draft.tree.chain):
+            raise ValueError("tree: got a branching draft, expected a chain (the target takes no trees)")
+        if size == 1:
+            return trees.root(state.pending)
+        q, inside = draft.q, (tokens >= 0) & (tokens < self.vocab)
+        wrong = ~inside & (tokens != ABSENT)
+        tokens = torch.where(inside & self.allowed[tokens.clamp(0, self.vocab - 1)], tokens, ABSENT)
+        if q is not None:
+            if q.shape != (rows, size, self.vocab):
+                raise ValueError(f"q: got shape {tuple(q.shape)}, expected ({rows}, {size}, {self.vocab})")
+            lawful = _lawful(q, tokens)
+            wrong |= ~lawful & (tokens != ABSENT)
+            tokens, q = torch.where(lawful, tokens, ABSENT), torch.where(lawful[..., None], q, 0.0)
+        self.refused += wrong[:, 1:].sum()
+        tokens = torch.cat([state.pending[:, None], tokens[:, 1:]], dim=1)
+        return Draft(tokens, draft.tree, q)
+
+
+def _lawful(q: Tensor, tokens: Tensor) -> Tensor:
+    """Which nodes carry a law that could have yielded them: finite, not negative, sums to one, positive at the token."""
+    drawn = q.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    sums = (q.sum(dim=-1) - 1.0).abs() <= SUM_TOLERANCE
+    return q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & (drawn > 0) & (tokens >= 0)

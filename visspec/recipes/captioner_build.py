@@ -1,0 +1,164 @@
+"""The parts of the captioner: word-level tokenizer, processor, stock LLaVA model, and its accuracy on held-out scenes."""
+
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionModel,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+
+from visspec.eval.world.captions import REQUESTS, missing, score, vocabulary
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+from visspec.recipes.captioner_vision import IMAGE_SIZE, MEAN, PATCH_SIZE, STD, vision_config
+
+PAD, BOS, EOS, UNK, IMAGE = "<pad>", "<s>", "</s>", "<unk>", "<image>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }} : "
+    "{% if message['content'] is string %}{{ message['content'] }} {% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} "
+    "{% endif %}{% endfor %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}</s> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant :{% endif %}"
+)
+# Text models. The full one is deep on purpose: a target's depth against its drafter's is what acceleration lives on.
+TEXT = {
+    False: {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 6},
+    True: {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word or mark, lower-cased; decoding joins words with spaces and sets marks against the word before."""
+    names = [PAD, BOS, EOS, UNK, IMAGE, "user", "assistant", ":", *vocabulary()]
+    table = {name: i for i, name in enumerate(names)}
+    core = Tokenizer(models.WordLevel(table, unk_token=UNK))
+    core.normalizer = normalizers.Lowercase()
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, table[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        extra_special_tokens={"image_token": IMAGE},
+        padding_side="left",
+        model_max_length=1024,
+    )
+
+
+def build_processor() -> LlavaProcessor:
+    """Tokenizer, image processor and chat template as one LlavaProcessor; it expands <image> to one token a patch."""
+    images = CLIPImageProcessor(
+        size={"shortest_edge": IMAGE_SIZE},
+        crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        image_mean=list(MEAN),
+        image_std=list(STD),
+    )
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=build_tokenizer(),
+        patch_size=PATCH_SIZE,
+        vision_feature_select_strategy="default",
+        chat_template=CHAT_TEMPLATE,
+        image_token=IMAGE,
+        num_additional_image_tokens=1,
+    )
+
+
+def build_model(tower: dict[str, torch.Tensor], small: bool = False) -> LlavaForConditionalGeneration:
+    """A LLaVA with fresh text weights over a taught vision tower (a state dict of CLIPVisionModel)."""
+    tokenizer = build_tokenizer()
+    text = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=1024,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+        **TEXT[small],
+    )
+    config = LlavaConfig(
+        vision_config=vision_config(),
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2,
+        tie_word_embeddings=False,
+    )
+    model = LlavaForConditionalGeneration(config)
+    taught = CLIPVisionModel(vision_config())
+    taught.load_state_dict(tower)
+    target = model.model.vision_tower
+    missing_keys, unexpected = target.load_state_dict(taught.state_dict(), strict=False)
+    if missing_keys or unexpected:
+        raise RuntimeError(f"the tower does not fit: missing {missing_keys}, unexpected {unexpected}")
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=160,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+def prompt(processor: LlavaProcessor, request: str = REQUESTS[0]) -> str:
+    """The chat prompt of one image and one request, up to and including "assistant :"."""
+    content = [{"type": "image"}, {"type": "text", "text": request}]
+    return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
+@torch.no_grad()
+def evaluate(model: LlavaForConditionalGeneration, processor: LlavaProcessor, n: int = 64, batch: int = 64) -> dict:
+    """Greedy captions of the first `n` held-out scenes, parsed: facts right, stated, missing, lengths in tokens."""
+    begun, right, stated, absent, lengths, perfect, sample = time.time(), 0, 0, 0, [], 0, ""
+    for start in range(0, n, batch):
+        scenes = [scene_from_seed(HELD_OUT_SEED + i) for i in range(start, min(n, start + batch))]
+        texts = [prompt(processor, REQUESTS[i % len(REQUESTS)]) for i in range(len(scenes))]
+        inputs = processor(text=texts, images=[to_image(s) for s in scenes], return_tensors="pt", padding=True)
+        new = model.generate(**inputs, do_sample=False, max_new_tokens=160)[:, inputs["input_ids"].shape[1] :]
+        for row, scene in zip(new, scenes):
+            text = processor.tokenizer.decode(row, skip_special_tokens=True)
+            r, s = score(text, scene)
+            right, stated, absent = right + r, stated + s, absent + missing(text, scene)
+            perfect += r == s and not missing(text, scene)
+            lengths.append(int((row != model.generation_config.pad_token_id).sum()))
+            sample = sample or text
+    return {
+        "scenes": n,
+        "right": right,
+        "stated": stated,
+        "missing": absent,
+        "accuracy": round(right / max(1, stated), 4),
+        "perfect_captions": perfect,
+        "tokens_mean": round(sum(lengths) / n, 1),
+        "tokens_range": [min(lengths), max(lengths)],
+        "seconds": round(time.time() - begun, 1),
+        "sample": sample,
+    }
+
+
+def save(model: LlavaForConditionalGeneration, processor: LlavaProcessor, folder: Path, dtype: torch.dtype) -> None:
+    """Write a complete, loadable folder with weights stored in `dtype`; the model in memory is left as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = model.dtype
+    weights = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    model.config.dtype = dtype
+    model.save_pretrained(folder, state_dict=weights)
+    model.config.dtype = before
+    processor.save_pretrained(folder)

@@ -1,0 +1,78 @@
+"""Training batches of the captioner's text model: token ids, the loss weight of every position, image features.
+
+Every row starts with the same prefix, `<s> user : <image>*36`, so that image features lie at fixed positions; rows
+are padded on the right, which a causal model without padding needs no mask for.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from visspec.eval.world.captions import NUMBERS, REQUESTS, caption, questions
+from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
+from visspec.eval.world.scene import Scene, scene_from_seed
+from visspec.recipes.captioner_vision import SIDE
+
+IMAGE_TOKENS = SIDE * SIDE
+FIRST_SEED = 1 << 28  # scenes the vision stage has not seen, still below the held-out ones
+QUESTION_SHARE = 1 / 8
+FACT_WEIGHT = 3.0  # words that must be read from the image weigh more than the sentences around them
+_FACT_WORDS = {*CLASSES, *COLOURS, *SIZES, *GROUNDS, *NUMBERS, "top", "bottom", "left", "right", "centre", "middle"}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """ids int64 (B, L), weight float32 (B, L): loss weight of predicting that token, 0 for prompts and padding."""
+
+    scenes: list[Scene]
+    ids: torch.Tensor
+    weight: torch.Tensor
+
+
+def _turns(scene: Scene, rng: np.random.Generator) -> list[tuple[str, str]]:
+    """(request, answer) turns of one row: a caption, or several questions in random order."""
+    if rng.random() >= QUESTION_SHARE:
+        return [(REQUESTS[int(rng.integers(len(REQUESTS)))], caption(scene, rng))]
+    asked = questions(scene)
+    return [asked[i] for i in rng.permutation(len(asked))[:7]]
+
+
+class Encoder:
+    """Turns sampled rows into ids and weights by one table look-up a word."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self.table = tokenizer.get_vocab()
+        self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self.prefix = self._ids("<s> user :") + [self.table["<image>"]] * IMAGE_TOKENS
+
+    def _ids(self, text: str) -> list[int]:
+        return [self.table[word] for word in text.split()]
+
+    def row(self, turns: list[tuple[str, str]]) -> tuple[list[int], list[float]]:
+        """Ids and weights of one conversation about one image."""
+        ids, weight = list(self.prefix), [0.0] * len(self.prefix)
+        for i, (request, answer) in enumerate(turns):
+            asked = self._ids(("" if i == 0 else "user : ") + request + " assistant :")
+            said = answer.split()
+            ids += asked + self._ids(answer) + [self.eos]
+            weight += [0.0] * len(asked) + [FACT_WEIGHT if w in _FACT_WORDS else 1.0 for w in said] + [1.0]
+        return ids, weight
+
+    def batches(self, step: int, rows: int, group: int = 4, pairs: str = "any") -> list[Batch]:
+        """`group` batches of `rows` fresh rows, sorted by length to save padding; a pure function of `step`."""
+        rng = np.random.default_rng(FIRST_SEED + step)
+        scenes = [scene_from_seed(FIRST_SEED + step * rows + i, pairs) for i in range(rows * group)]
+        coded = [(scene, *self.row(_turns(scene, rng))) for scene in scenes]
+        coded.sort(key=lambda item: len(item[1]))
+        out = []
+        for i in rng.permutation(group):
+            part = coded[i * rows : (i + 1) * rows]
+            length = -(-max(len(ids) for _, ids, _ in part) // 16) * 16  # multiples of 16: few distinct shapes
+            ids = np.full((rows, length), self.pad, np.int64)
+            weight = np.zeros((rows, length), np.float32)
+            for row, (_, row_ids, row_weight) in enumerate(part):
+                ids[row, : len(row_ids)], weight[row, : len(row_ids)] = row_ids, row_weight
+            out.append(Batch([scene for scene, _, _ in part], torch.from_numpy(ids), torch.from_numpy(weight)))
+        return out

@@ -1,0 +1,156 @@
+"""Between transformers' generate and the loop: its arguments into a `Request`, a finished `State` into its return value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+
+from visspec.types import Request, Sampling, State
+
+OTHER_DECODING = {  # options of generate that choose another way of decoding, with the value that doesn't
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "assistant_model": None,
+    "guidance_scale": None,
+    "output_attentions": False,
+    "output_hidden_states": False,
+}
+
+
+def check(options: dict[str, Any]) -> None:
+    """Refuse, before work starts, what this loop does not do. Raises ValueError that names the option."""
+    config = options.get("generation_config")
+    for name, neutral in OTHER_DECODING.items():
+        value = options.get(name, getattr(config, name, neutral))
+        if value not in (None, neutral):
+            shown = value if isinstance(value, (int, float, str)) else type(value).__name__
+            raise ValueError(f"{name}: got {shown}, expected {neutral}: accelerated decoding is greedy or sampling")
+    limit = options.get("max_new_tokens", getattr(config, "max_new_tokens", None))
+    if limit is not None and limit < 1:
+        raise ValueError(f"max_new_tokens: got {limit}, expected at least 1")
+    temperature = options.get("temperature", None)
+    if temperature is not None and temperature < 0:
+        raise ValueError(f"temperature: got {temperature}, expected a number above 0 (or do_sample=False for greedy)")
+    if temperature == 0 and options.get("do_sample"):
+        raise ValueError("temperature: got 0 with do_sample=True, expected do_sample=False for greedy decoding")
+
+
+def adopt_stop_strings(options: dict[str, Any]) -> None:
+    """generate drops `tokenizer` for custom decoding, and `stop_strings` needs it: make the criterion here instead."""
+    config = options.get("generation_config")
+    strings = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    tokenizer = options.pop("tokenizer", None)
+    if strings is None:
+        return
+    if tokenizer is None:
+        raise ValueError("stop_strings: got no tokenizer, expected tokenizer=... beside it")
+    given = options.get("stopping_criteria") or []
+    options["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
+
+
+def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any]) -> Request:
+    """From what generate hands to a custom decoding function. Raises ValueError as `check`."""
+    check({"generation_config": config})
+    past = model_kwargs.pop("past_key_values", None)
+    if past is not None and past.get_seq_length() > 0:
+        raise ValueError(f"past_key_values: got {past.get_seq_length()} cached tokens, expected an empty cache")
+    model_kwargs.pop("logits_to_keep", None)
+    limit = min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=1 << 30)
+    eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}
+    others = [c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
+    return Request(
+        inputs={**model_kwargs, "logits_to_keep": 1},
+        prompt=input_ids,
+        max_new_tokens=limit - input_ids.shape[1],
+        sampling=sampling_of(processors, bool(config.do_sample)),
+        eos=frozenset(eos),
+        stop=(lambda ids: any(bool(c(ids, None).any()) for c in others)) if others else None,
+        keep_logits=bool(config.return_dict_in_generate and config.output_scores),
+    )
+
+
+def sampling_of(processors: Sequence[Callable], do_sample: bool) -> Sampling:
+    """The list of processors as a `Sampling`: a closing run of temperature, top-k, top-p becomes numbers, in that order;
+    whatever stands before it stays a list of callables, run at every node.
+    """
+    rest = list(processors)
+    numbers: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
+    for kind, name in (
+        (TopPLogitsWarper, "top_p"),
+        (TopKLogitsWarper, "top_k"),
+        (TemperatureLogitsWarper, "temperature"),
+    ):
+        if rest and do_sample and type(rest[-1]) is kind:
+            numbers[name] = getattr(rest.pop(), name)
+    for processor in rest:
+        if hasattr(processor, "model"):
+            raise ValueError(
+                f"logits_processor: got {type(processor).__name__}, which runs a model of its own, expected none"
+            )
+    return Sampling(processors=tuple(rest), **numbers)
+
+
+def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
+    """One generator a row. A list is taken as it is; one generator, or torch's global one, seeds a fresh one for each
+    row; an int seed gives row b the seed `seed + b`, a list of ints gives each its own.
+    """
+    rows, device = input_ids.shape[0], input_ids.device
+    given = seed if seed is not None else generator
+    if isinstance(given, (list, tuple)):
+        if len(given) != rows:
+            raise ValueError(
+                f"{'seed' if seed is not None else 'generator'}: got {len(given)} entries, expected {rows} (one a row)"
+            )
+        if all(isinstance(g, torch.Generator) for g in given):
+            return list(given)
+        seeds = [int(s) for s in given]
+    elif isinstance(given, int):
+        seeds = [given + b for b in range(rows)]
+    else:
+        where = given.device if given is not None else "cpu"
+        seeds = torch.randint(2**62, (rows,), generator=given, device=where).tolist()
+    return [torch.Generator(device).manual_seed(s) for s in seeds]
+
+
+def streaming(streamer, input_ids: Tensor) -> Callable[[list[int]], None]:
+    """Feed a transformers streamer token by token. Raises ValueError for a batch."""
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"streamer: got a batch of {input_ids.shape[0]}, expected 1")
+
+    def put(gained: list[int]) -> None:
+        for token in gained:
+            streamer.put(torch.tensor([token]))
+
+    return put
+
+
+def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoderOnlyOutput:
+    """Sequences as generate returns them: prompt, tokens, right-padded to the longest row."""
+    longest = max(map(len, state.tokens))
+    pad = getattr(config, "_pad_token_tensor", None)
+    pad = int(pad) if pad is not None else int(config.pad_token_id or 0)
+    gained = [row + [pad] * (longest - len(row)) for row in state.tokens]
+    sequences = torch.cat([input_ids, torch.tensor(gained, device=input_ids.device)], dim=1)
+    if not config.return_dict_in_generate:
+        return sequences
+    scores = None
+    if config.output_scores:
+        filler = torch.zeros_like(state.laws[0][0])
+        at = [[laws[t] if t < len(laws) else filler for laws in state.laws] for t in range(longest)]
+        scores = tuple(torch.stack(step) for step in at)
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)

@@ -1,0 +1,99 @@
+"""What a call did, for people: prints as a table, renders in a notebook with the text coloured by origin."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from visspec.types import State
+
+COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700"}
+MEANING = {
+    "plain": "no draft",
+    "drafted": "drafted and accepted",
+    "bonus": "bonus after a full path",
+    "corrected": "corrected by the target",
+}
+
+
+@dataclass
+class Stats:
+    """Figures of one `generate` call. tau counts the bonus token; `tau_without_bonus` does not."""
+
+    tokens: int
+    rounds: int
+    tau: float
+    tau_without_bonus: float
+    acceptance_by_depth: list[float]  # accepted / reached
+    times: dict[str, float]  # seconds by stage
+    guarantee: str
+    drafter: str
+    acceptance: str
+    drift_per_token: float
+    faults: int
+    gave_up: int
+    pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
+
+    @classmethod
+    def of(cls, state: State, drafter: str, rule, decode: Callable[[int], str] | None = None) -> Stats:
+        """From a finished state. `decode` turns an id into text (default: the id itself)."""
+        trace = state.trace
+        passes = sum(len(gained) for _, gained in trace.rounds)
+        gained = sum(sum(g) for _, g in trace.rounds)
+        tokens = sum(map(len, state.tokens))
+        drift = 0.0 if state.drift is None else float(state.drift.sum())
+        show = decode or (lambda i: f" {i}")
+        return cls(
+            tokens=tokens,
+            rounds=len(trace.rounds),
+            tau=gained / max(passes, 1),
+            tau_without_bonus=(gained - passes) / max(passes, 1),
+            acceptance_by_depth=acceptance_by_depth(trace.rounds),
+            times=dict(trace.times),
+            guarantee=rule.guarantee,
+            drafter=drafter,
+            acceptance=type(rule).__name__,
+            drift_per_token=drift / max(tokens, 1),
+            faults=trace.faults,
+            gave_up=trace.gave_up,
+            pieces=[[(show(t), o) for t, o in zip(row, origin)] for row, origin in zip(state.tokens, trace.origin)],
+        )
+
+    def __str__(self) -> str:
+        depth = " ".join(f"{a:.2f}" for a in self.acceptance_by_depth) or "-"
+        spent = "  ".join(f"{k} {1e3 * v:.1f}" for k, v in self.times.items())
+        lines = [
+            f"{self.tokens} tokens in {self.rounds} rounds of drafter {self.drafter!r}: tau {self.tau:.2f} "
+            f"(without bonus {self.tau_without_bonus:.2f})",
+            f"guarantee: {self.guarantee}; drift per token {self.drift_per_token:.4f}",
+            f"accepted / reached by depth: {depth}",
+            f"milliseconds: {spent}",
+        ]
+        if self.gave_up or self.faults:
+            lines.append(
+                f"rounds without drafting because it did not pay: {self.gave_up}; drafter faults: {self.faults}"
+            )
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        legend = " · ".join(f'<b style="color:{COLOURS[o]}">{MEANING[o]}</b>' for o in COLOURS)
+        rows = "".join(f"<p>{coloured(row)}</p>" for row in self.pieces)
+        return f'<div style="font-family:sans-serif">{rows}<p>{legend}</p><pre>{html.escape(str(self))}</pre></div>'
+
+
+def coloured(pieces: list[tuple[str, str]]) -> str:
+    """Text pieces as HTML spans, coloured by origin, escaped."""
+    return "".join(f'<span style="color:{COLOURS[origin]}">{html.escape(text)}</span>' for text, origin in pieces)
+
+
+def acceptance_by_depth(rounds: list[tuple[int, list[int]]]) -> list[float]:
+    """accepted at depth i / reached depth i, over all rounds and rows."""
+    deepest = max((levels for levels, _ in rounds), default=0)
+    reached, accepted = [0] * deepest, [0] * deepest
+    for levels, gained in rounds:
+        for g in gained:
+            for d in range(min(g, levels)):
+                reached[d] += 1
+                accepted[d] += g - 1 > d
+    return [a / r for a, r in zip(accepted, reached) if r]

@@ -1,0 +1,127 @@
+"""Shapes of drafts: chains, static trees and trees grown from any per-node law.
+
+Shapes: B rows, N nodes, W frontier width, V vocabulary. The root is node 0; parents come before children.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from visspec.types import Draft, Tree
+
+
+@lru_cache(maxsize=256)
+def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
+    """A tree known before the round, from its parent array ((-1, 0, 0, 1, ...)); shared by all rows, built once.
+
+    Raises ValueError when a parent does not come before its child.
+    """
+    if not parent or parent[0] != -1:
+        raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1")
+    depth, ancestor = [0], torch.eye(len(parent), dtype=torch.bool)
+    for n, p in enumerate(parent[1:], start=1):
+        if not 0 <= p < n:
+            raise ValueError(f"parent: node {n} has parent {p}, expected an earlier node")
+        depth.append(depth[p] + 1)
+        ancestor[n] |= ancestor[p]
+    return Tree(
+        parent=torch.tensor([parent], device=device),
+        depth=torch.tensor([depth], device=device),
+        ancestor=ancestor[None].to(device),
+        levels=max(depth),
+        chain=all(p == n - 1 for n, p in enumerate(parent)),
+    )
+
+
+def chain(levels: int, device: str = "cpu") -> Tree:
+    """The root and `levels` nodes, one below the other."""
+    return static(tuple(range(-1, levels)), device)
+
+
+def root(pending_B: Tensor) -> Draft:
+    """A draft of the pending token alone: plain decoding."""
+    return Draft(pending_B[:, None], chain(0, str(pending_B.device)))
+
+
+def chain_draft(pending_B: Tensor, proposed_BT: Tensor) -> Draft:
+    """A chain below the pending token; ABSENT ends a shorter row."""
+    tokens_BN = torch.cat([pending_B[:, None], proposed_BT], dim=1)
+    return Draft(tokens_BN, chain(proposed_BT.shape[1], str(pending_B.device)))
+
+
+def paths(tree: Tree) -> Tensor:
+    """(1|B, N, levels + 1) indices of each node's ancestors from the root to itself, padded with -1."""
+    size = tree.size
+    index = torch.arange(size, device=tree.parent.device)
+    found = torch.where(tree.ancestor, index, size).sort(dim=-1).values[..., : tree.levels + 1]
+    return torch.where(found == size, -1, found)
+
+
+class Growing:
+    """A tree under growth: give it one level's laws at a time, take the frontier it asks to expand next.
+
+    Best-first by summed log-law (EAGLE-2): every frontier node proposes `width` children, the best `width` of all
+    children become the next frontier, and `finish` keeps the best `nodes` of everything that was proposed. Any per-node
+    law will do; with noise added to the logits the same code draws coupled or without-replacement trees.
+    """
+
+    def __init__(self, pending_B: Tensor, width: int):
+        self.width, self.device = width, pending_B.device
+        rows = pending_B.shape[0]
+        self.tokens = [pending_B[:, None]]
+        self.parent = [torch.full((rows, 1), -1, device=self.device)]
+        self.total = [torch.zeros(rows, 1, device=self.device)]
+        self.frontier_index = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
+        self.frontier_total = self.total[0]
+        self.levels, self.size = 0, 1
+
+    def grow(self, logp_BWV: Tensor, ranking_BWV: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Add a level. Returns the new frontier's tokens (B, width) and which old frontier node each hangs from.
+
+        `ranking` (default: logp) chooses the children; logp is what is summed.
+        """
+        width = min(self.width, logp_BWV.shape[-1])
+        rank = logp_BWV if ranking_BWV is None else ranking_BWV
+        child_BWK = rank.topk(width, dim=-1).indices
+        total_BWK = self.frontier_total[..., None] + logp_BWV.gather(-1, child_BWK)
+        rows, frontier = child_BWK.shape[:2]
+        parent_BM = self.frontier_index[..., None].expand(rows, frontier, width).reshape(rows, -1)
+        total_BM, token_BM = total_BWK.reshape(rows, -1), child_BWK.reshape(rows, -1)
+        best_BK = total_BM.topk(min(self.width, total_BM.shape[1]), dim=-1).indices
+        self.tokens.append(token_BM)
+        self.parent.append(parent_BM)
+        self.total.append(total_BM)
+        self.frontier_index = best_BK + self.size
+        self.frontier_total = total_BM.gather(1, best_BK)
+        self.size += total_BM.shape[1]
+        self.levels += 1
+        return token_BM.gather(1, best_BK), best_BK // width
+
+    def finish(self, nodes: int) -> Draft:
+        """The best `nodes` proposals (the root aside) as a draft. A child never outranks its parent, so it is a tree."""
+        total, tokens, parent = (torch.cat(x, dim=1) for x in (self.total, self.tokens, self.parent))
+        nodes = min(nodes, total.shape[1] - 1)
+        keep = total[:, 1:].topk(nodes, dim=-1).indices.sort(dim=-1).values + 1
+        keep = torch.cat([torch.zeros_like(keep[:, :1]), keep], dim=1)
+        renamed = torch.zeros_like(parent).scatter_(
+            1, keep, torch.arange(nodes + 1, device=self.device).expand_as(keep)
+        )
+        parent = parent.gather(1, keep)
+        parent = torch.where(parent < 0, parent, renamed.gather(1, parent.clamp(min=0)))
+        return Draft(tokens.gather(1, keep), from_parents(parent, self.levels))
+
+
+def from_parents(parent_BN: Tensor, levels: int) -> Tree:
+    """A tree per row from parents on the device; `levels` bounds the depth. No synchronisation."""
+    rows, size = parent_BN.shape
+    eye = torch.eye(size, dtype=torch.bool, device=parent_BN.device).expand(rows, size, size)
+    up = torch.nn.functional.one_hot(parent_BN.clamp(min=0), size).bool() & (parent_BN >= 0)[..., None]
+    step = (eye | up).float()
+    reach = step
+    for _ in range(max(levels - 1, 0).bit_length()):  # doubling: after k squarings, ancestors up to 2**k levels
+        reach = (reach @ reach).clamp_(max=1.0)
+    ancestor = reach > 0
+    return Tree(parent_BN, ancestor.sum(-1) - 1, ancestor, levels, chain=False)

@@ -1,0 +1,214 @@
+"""Records that pass between the stages of a round, and the protocols the stages obey.
+
+Shapes: B rows, N draft nodes, D path length, L prompt length, V vocabulary, F features. All ids are int64.
+A *node* is the unit of commitment. Node 0 of a draft is the pending token: committed, not yet in the cache.
+Records are frozen; `State` is the only mutable object of a request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+ABSENT = -1  # id of a node that is not there (short rows of a ragged draft, refused proposals): it can't be accepted
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a law is made from logits. temperature 0 is greedy; top_k 0 and top_p 1 switch those cuts off.
+
+    `processors` are transformers-style callables (ids (1, length), logits (1, V)) -> logits, called in order at every
+    node with that node's real prefix, before temperature, top-k and top-p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Shape of a draft. The leading dimension is 1 when all rows share the shape, else B."""
+
+    parent: Tensor  # (1|B, N) index of the parent node; the root's is -1; parents come before children
+    depth: Tensor  # (1|B, N) levels below the root
+    ancestor: Tensor  # (1|B, N, N) bool: [n, m] is true when m is n or above n
+    levels: int  # greatest depth, known to the host
+    chain: bool  # true when node n's parent is n - 1 in every row
+
+    @property
+    def size(self) -> int:
+        return self.parent.shape[-1]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree of proposed tokens. `q` is the law each node was drawn from, given the siblings before it.
+
+    q None says the nodes are point masses: fixed before the target's coin for that position is tossed, or coupled to
+    the very noise the target will use. Only a rule that tosses its own coins may be given a q.
+    """
+
+    tokens: Tensor  # (B, N); ABSENT where a row has no such node
+    tree: Tree
+    q: Tensor | None = None  # (B, N, V) float, row 0 unused
+
+    @property
+    def levels(self) -> int:
+        return self.tree.levels
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one pass of the target says about a draft."""
+
+    logits: (
+        Tensor  # (B, N, V) float32 log-law after each node, up to a constant, warped (temperature, cuts, processors)
+    )
+    features: Tensor | None = None  # (B, N, F) hidden states of the declared layers, concatenated
+    aux: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def p(self) -> Tensor:
+        """The warped target law after each node, (B, N, V) float32."""
+        return torch.softmax(self.logits, dim=-1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an acceptance rule decided. `path` starts with node 0 and is padded with -1."""
+
+    path: Tensor  # (B, D)
+    length: Tensor  # (B,) nodes on the path, node 0 included
+    next: Tensor  # (B,) bonus, residual or repaired token: the next pending token
+    drift: Tensor | None = None  # (B,) estimate of this round's total variation; None for exact rules
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verdict on the host: the result of the round's one synchronisation."""
+
+    path: list[list[int]]  # accepted node indices of each row, node 0 first
+    tokens: list[list[int]]  # tokens that each row gained: the path without its root, then `next`
+
+
+@dataclass
+class Request:
+    """One batch to decode. `inputs` is what the target's `prefill` takes; everything else belongs to the loop."""
+
+    inputs: Any
+    prompt: Tensor  # (B, L) ids as the user gave them, padding included
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    eos: frozenset[int] = frozenset()
+    stop: Callable[[Tensor], bool] | None = None  # called with (1, length) ids after each token; true ends the row
+    generators: Sequence[torch.Generator] | None = None  # one per row; None with greedy sampling
+    on_tokens: Callable[[list[int]], None] | None = None  # batch 1 only: called with each round's new tokens
+    keep_logits: bool = False  # keep the warped law at every emitted token
+
+
+@dataclass
+class Trace:
+    """What happened, round by round. Times are host seconds; a stage's time ends when its call returns."""
+
+    times: dict[str, float] = field(default_factory=dict)
+    rounds: list[tuple[int, list[int]]] = field(default_factory=list)  # levels drafted, tokens gained by each live row
+    origin: list[list[str]] = field(default_factory=list)  # per row and token: plain, drafted, bonus, corrected
+    latest: dict[str, float] = field(default_factory=dict)  # seconds of each stage's newest run
+    faults: int = 0  # drafts refused or drafters that raised
+    gave_up: int = 0  # rounds in which drafting was judged not to pay
+
+    @contextmanager
+    def stage(self, name: str):
+        start = time.perf_counter()
+        yield
+        self.latest[name] = time.perf_counter() - start
+        self.times[name] = self.times.get(name, 0.0) + self.latest[name]
+
+
+@dataclass
+class State:
+    """The one mutable object of a request. Rows leave it as they finish; `rows` keeps their original index."""
+
+    request: Request
+    pending: Tensor  # (B,) committed, not yet cached
+    position: Tensor  # (B,) position id of the pending token
+    cache: Any  # the target's cache
+    rows: list[int]
+    noise: Any = None
+    tokens: list[list[int]] = field(default_factory=list)  # emitted tokens of every original row
+    laws: list[list[Tensor]] = field(default_factory=list)  # with keep_logits: (V,) for every emitted token
+    finished: set[int] = field(default_factory=set)  # original rows that met a stop
+    drift: Tensor | None = None  # (original rows,) summed drift, on the device
+    memory: Any = None  # the drafter's per-request state; has select(index) where rows can leave
+    trace: Trace = field(default_factory=Trace)
+
+    @property
+    def live(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def budget(self) -> int:
+        """Tokens that the hungriest live row may still gain."""
+        return self.request.max_new_tokens - min(len(self.tokens[r]) for r in self.rows)
+
+    def ids(self, live_row: int) -> Tensor:
+        """Prompt and emitted tokens of a live row, (1, length)."""
+        row = self.rows[live_row]
+        gained = torch.tensor([self.tokens[row]], dtype=torch.long, device=self.request.prompt.device)
+        return torch.cat([self.request.prompt[row : row + 1], gained], dim=1)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a target can do. Pairings are checked against this once, when they are built."""
+
+    trees: bool = True
+    vocab: int = 0
+    hidden: int = 0
+    family: str = ""
+    never_drafted: frozenset[int] = frozenset()  # ids that stand for image, video or audio content
+    feature_layers: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class Target(Protocol):
+    capabilities: Capabilities
+
+    def prefill(self, request: Request) -> tuple[State, Scores]: ...
+    def verify(self, state: State, draft: Draft) -> Scores: ...
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None: ...
+    def select(self, state: State, keep: list[int]) -> None: ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A cheap proposer. `propose` may draft fewer levels than asked, never more."""
+
+    needs: frozenset[str]  # of {"features", "embeddings"}: what the target must hand over
+
+    def start(self, state: State, scores: Scores) -> None: ...
+    def propose(self, state: State, depth: int) -> Draft: ...
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None: ...
+    def select(self, state: State, keep: list[int]) -> None: ...
+
+
+@runtime_checkable
+class Acceptance(Protocol):
+    guarantee: str  # "exact", "exact for the declared target" or "approximate"
+    needs: frozenset[str]  # of {"q", "neighbours", "trajectory"}
+    takes: frozenset[str]  # {"q"} where sampled drafts are judged by their law
+
+    def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> Any: ...
+    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict: ...
