@@ -1,0 +1,100 @@
+"""Safe opening of image files, shared by every metric and by the command line: three formats, a pixel cap, no surprise.
+
+A file that cannot be read is an exception with one sentence that names it (`open_image`) or an entry of a list
+(`load_folder`), never silently missing.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from PIL import Image, ImageOps
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+MAX_PIXELS = 64_000_000
+
+
+def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The first frame of a PNG, JPEG or WEBP file as a loaded RGB image, upright as its EXIF orientation asks.
+
+    Transparent pixels are laid over white. Raises FileNotFoundError when there is no such file and ValueError, with
+    one sentence naming the file, for another format, a broken or truncated file, or more than `max_pixels` pixels.
+    """
+    path = Path(path)
+    if max_pixels < 1:
+        raise ValueError(f"max_pixels must be at least 1, not {max_pixels}")
+    if not path.exists():
+        raise FileNotFoundError(f"there is no image file {path}")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file, so it cannot be read as an image")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = _decode(path, max_pixels)
+    except _TooLarge as error:
+        raise ValueError(str(error)) from None
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise ValueError(f"{path} has more pixels than the limit of {max_pixels}") from None
+    except Image.UnidentifiedImageError:
+        raise ValueError(f"{path} is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image") from None
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, MemoryError) as error:
+        raise ValueError(f"{path} is broken or truncated and cannot be decoded ({error})") from None
+    return image
+
+
+class _TooLarge(Exception):
+    pass
+
+
+def _decode(path: Path, max_pixels: int) -> Image.Image:
+    with Image.open(path, formats=FORMATS) as file:
+        width, height = file.size
+        if width * height > max_pixels:
+            raise _TooLarge(f"{path} has {width} x {height} pixels, more than the limit of {max_pixels}")
+        file.load()
+        image = ImageOps.exif_transpose(file)
+    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it
+        image = image.convert("I").point(lambda v: v / 257).convert("L")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def natural_key(path: str | Path) -> list[tuple[int, int, str]]:
+    """Sort key under which `img2.png` comes before `img10.png`, folder by folder."""
+    parts = re.split(r"(\d+)", str(path).lower())
+    return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts if part]
+
+
+def image_files(folder: str | Path, recursive: bool = True) -> list[Path]:
+    """Files of a folder with an image suffix, in natural order; hidden files are left out.
+
+    Raises FileNotFoundError when the folder does not exist and ValueError when it holds no image.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    found = folder.rglob("*") if recursive else folder.iterdir()
+    files = [
+        path for path in found if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
+    ]
+    if not files:
+        raise ValueError(f"the folder {folder} holds no image ({', '.join(SUFFIXES)})")
+    return sorted(files, key=natural_key)
+
+
+def iter_images(
+    files: list[Path], broken: list[tuple[Path, str]], max_pixels: int = MAX_PIXELS
+) -> Iterator[tuple[Path, Image.Image]]:
+    """Open files one at a time, in order; a file that cannot be read is appended to `broken` with the reason."""
+    for path in files:
+        try:
+            image = open_image(path, max_pixels)
+        except (ValueError, FileNotFoundError) as error:
+            broken.append((path, str(error)))
+            continue
+        yield path, image

@@ -1,0 +1,103 @@
+"""Image opening: three formats, a pixel cap, one sentence for everything else."""
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from visspec.eval.images import image_files, iter_images, natural_key, open_image
+
+
+@pytest.fixture
+def picture() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
+
+
+def _png_header(width: int, height: int) -> bytes:
+    """A valid start of a PNG file that announces huge dimensions, without their pixels."""
+    chunks = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks
+    )
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_opens_the_three_formats_as_rgb(tmp_path: Path, picture: Image.Image, suffix: str):
+    picture.save(tmp_path / f"a.{suffix}")
+    image = open_image(tmp_path / f"a.{suffix}")
+    assert image.mode == "RGB" and image.size == (30, 20)
+    if suffix == "png":
+        assert np.array_equal(np.asarray(image), np.asarray(picture))
+
+
+@pytest.mark.parametrize("suffix", ["gif", "bmp", "tiff"])
+def test_refuses_other_formats_even_under_a_png_name(tmp_path: Path, picture: Image.Image, suffix: str):
+    picture.save(tmp_path / f"a.{suffix}")
+    (tmp_path / f"a.{suffix}").rename(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"a\.png is not a readable PNG, JPEG or WEBP"):
+        open_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_names_a_truncated_file(tmp_path: Path, picture: Image.Image, suffix: str):
+    path = tmp_path / f"half.{suffix}"
+    picture.save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match="half"):
+        open_image(path)
+
+
+def test_names_empty_text_and_missing_files(tmp_path: Path):
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "text.png").write_text("hello")
+    for name in ("empty.png", "text.png"):
+        with pytest.raises(ValueError, match=name):
+            open_image(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"none\.png"):
+        open_image(tmp_path / "none.png")
+    with pytest.raises(ValueError, match="not a file"):
+        open_image(tmp_path)
+
+
+def test_pixel_cap_is_checked_before_decoding(tmp_path: Path, picture: Image.Image):
+    picture.save(tmp_path / "a.png")
+    assert open_image(tmp_path / "a.png", max_pixels=600).size == (30, 20)
+    with pytest.raises(ValueError, match="30 x 20 pixels, more than the limit of 599"):
+        open_image(tmp_path / "a.png", max_pixels=599)
+    for side in (10_000, 30_000):  # above our cap; above Pillow's own bomb error too
+        (tmp_path / "bomb.png").write_bytes(_png_header(side, side))
+        with pytest.raises(ValueError, match=r"bomb\.png has .*more .*than the limit"):
+            open_image(tmp_path / "bomb.png")
+
+
+def test_transparency_is_laid_over_white_and_16_bit_grey_is_scaled(tmp_path: Path):
+    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert np.asarray(open_image(tmp_path / "clear.png")).min() == 255
+    Image.fromarray(np.full((4, 4), 128 * 257, np.uint16)).save(tmp_path / "deep.png")
+    assert abs(int(np.asarray(open_image(tmp_path / "deep.png")).mean()) - 128) <= 1
+
+
+def test_folder_is_in_natural_order_and_lists_what_is_broken(tmp_path: Path, picture: Image.Image):
+    for i in (10, 2, 1):
+        picture.save(tmp_path / f"img{i}.png")
+    (tmp_path / "img3.png").write_bytes(b"nothing")
+    (tmp_path / "notes.txt").write_text("x")
+    files = image_files(tmp_path)
+    assert [path.name for path in files] == ["img1.png", "img2.png", "img3.png", "img10.png"]
+    broken: list[tuple[Path, str]] = []
+    opened = [path.name for path, _ in iter_images(files, broken)]
+    assert opened == ["img1.png", "img2.png", "img10.png"]
+    assert [path.name for path, _ in broken] == ["img3.png"] and "img3.png" in broken[0][1]
+
+
+def test_empty_and_missing_folders_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="holds no image"):
+        image_files(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        image_files(tmp_path / "none")
+
+
+def test_natural_key_mixes_digits_and_letters():
+    assert sorted(["b", "a10", "a9", "10", "9"], key=natural_key) == ["9", "10", "a9", "a10", "b"]
