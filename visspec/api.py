@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from visspec import requests, zoo
 from visspec.engine import decode
@@ -63,7 +63,8 @@ class Accelerated:
         """
         requests.check(kwargs)
         requests.adopt_stop_strings(kwargs)
-        return self.model.generate(*args, custom_generate=_Run(self, streamer, generator, seed), **kwargs)
+        media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
+        return self.model.generate(*args, custom_generate=_Run(self, streamer, generator, seed, media), **kwargs)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -72,12 +73,14 @@ class Accelerated:
 class _Run:
     """One call of generate: transformers prepares everything, then calls this instead of its own loop."""
 
-    def __init__(self, fast: Accelerated, streamer=None, generator=None, seed=None):
+    def __init__(self, fast: Accelerated, streamer=None, generator=None, seed=None, media=None):
         self.fast, self.streamer, self.generator, self.seed = fast, streamer, generator, seed
+        self.media = media or {}
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         fast = self.fast
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        request.media, request.copies = self.media, generation_config.num_return_sequences or 1
         if not request.sampling.greedy:
             request.generators = requests.generators(self.generator, self.seed, input_ids)
         if self.streamer is not None:

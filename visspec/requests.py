@@ -18,6 +18,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 
 from visspec.types import Request, Sampling, State
 
+PROMPT = ("input_ids", "inputs", "inputs_embeds")  # tensor arguments of generate that are not media
 OTHER_DECODING = {  # options of generate that choose another way of decoding, with the value that doesn't
     "num_beams": 1,
     "num_beam_groups": 1,

@@ -116,6 +116,8 @@ class Request:
     generators: Sequence[torch.Generator] | None = None  # one per row; None with greedy sampling
     on_tokens: Callable[[list[int]], None] | None = None  # batch 1 only: called with each round's new tokens
     keep_logits: bool = False  # keep the warped law at every emitted token
+    media: Mapping[str, Any] = field(default_factory=dict)  # raw images and such, for drafters with eyes of their own
+    copies: int = 1  # rows made of each prompt (num_return_sequences)
 
 
 @dataclass

@@ -10,6 +10,11 @@ from torch import nn
 
 ACCEPTANCE = {
     "exact": ("visspec.accept.exact:Exact", "greedy and sampling, chains and trees; token-identical to plain decoding"),
+    "rejection": (
+        "visspec.accept.rejection:Rejection",
+        "exact, with coins of its own: for drafts sampled from a reported law",
+    ),
+    "typical": ("visspec.accept.typical:Typical", "keeps what the target finds plausible; drift is measured"),
 }
 DRAFTERS = {
     "none": (None, "plain decoding in our loop"),

@@ -1,0 +1,143 @@
+"""A smaller stock model as the drafter, in our own loop: a vision-language one sees the image, a text one fits any target.
+
+transformers' own assisted generation hands a vision-language assistant no pixels, takes batch 1 only and re-runs its
+prefill; here the small model has its own slot cache per request and is rolled back by addressing. Shapes: B rows,
+M tokens to catch up with, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.models.targets.hf_decoder import HFDecoder, describe
+from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
+
+VOCABULARY_PADDING = 1024  # models of one family round their vocabulary up differently; the ids in use are the same
+
+
+class SmallModel:
+    """Chains from `small`, a loaded transformers model with the target's tokenizer.
+
+    Raises ValueError when the vocabularies differ by more than padding.
+    """
+
+    needs: frozenset[str] = frozenset()
+    levels = 5
+
+    def __init__(self, small: nn.Module, model: nn.Module):
+        self.target = HFDecoder(small)
+        ours, theirs = self.target.capabilities, describe(model)
+        if abs(ours.vocab - theirs.vocab) > VOCABULARY_PADDING:
+            raise ValueError(f"drafter: vocabulary of {ours.vocab}, expected the target's {theirs.vocab}")
+        self.vocab = min(ours.vocab, theirs.vocab)
+        self.content = sorted(theirs.never_drafted)
+        self.sees = bool(ours.never_drafted)
+
+    def start(self, state: State, scores: Scores) -> None:
+        request = state.request
+        pixels = any(name.startswith("pixel") for name in request.media)
+        if self.sees and not pixels and bool(self._is_content(request.prompt).any()):
+            raise ValueError("drafter: got no pixels, expected a call through visspec.accelerate(...).generate")
+        inputs = self._seeing(request) if self.sees else self._blind(request)
+        kept: dict[str, Any] = {}
+
+        def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            model_kwargs.pop("past_key_values", None)
+            quiet = replace(request.sampling, processors=())
+            own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=1, sampling=quiet)
+            kept["state"] = self.target.prefill(own)[0]
+            return input_ids
+
+        self.target.model.generate(**inputs, custom_generate=prefill, max_new_tokens=1)
+        state.memory = _Following(kept["state"], state)
+
+    def _seeing(self, request: Request) -> dict[str, Any]:
+        copies = request.copies
+        return {
+            **request.media,
+            "input_ids": request.prompt[::copies],
+            "num_return_sequences": copies,
+            "do_sample": copies > 1,
+        }
+
+    def _is_content(self, ids: Tensor) -> Tensor:
+        return torch.isin(ids, torch.tensor(self.content, device=ids.device, dtype=ids.dtype))
+
+    def _blind(self, request: Request) -> dict[str, Any]:
+        """The prompt without image content, left-padded again."""
+        prompt = request.prompt
+        keep = ~self._is_content(prompt)
+        if (attention := request.inputs.get("attention_mask")) is not None:
+            keep &= attention.bool()
+        order = keep.long().argsort(dim=1, stable=True)  # dropped ids first: left padding
+        longest = int(keep.sum(dim=1).max())
+        ids = torch.where(keep, prompt, 0).gather(1, order)[:, -longest:]
+        return {"input_ids": ids, "attention_mask": keep.gather(1, order)[:, -longest:].long()}
+
+    def propose(self, state: State, depth: int) -> Draft:
+        memory: _Following = state.memory
+        logits_BV = self._catch_up(state, memory)
+        tokens: list[Tensor] = []
+        for level in range(depth):
+            if level:
+                step = trees.root(tokens[-1])
+                logits_BV = self.target.verify(memory.own, step).logits[:, -1]
+                memory.advance([1] * len(state.rows))
+            tokens.append(self._pick(logits_BV, state, level))
+        memory.drafted = depth - 1  # the last token was proposed, not read
+        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1))
+
+    def _pick(self, logits_BV: Tensor, state: State, level: int) -> Tensor:
+        law = logits_BV[:, : self.vocab]
+        if state.noise is not None:
+            law = law + state.noise.window(level + 1)[:, level, : self.vocab]
+        return law.argmax(dim=-1)
+
+    def _catch_up(self, state: State, memory: _Following) -> Tensor:
+        """Read what was committed since the last draft: (B, V) logits after each row's pending token."""
+        behind = memory.unread
+        width = max(map(len, behind))
+        padded = [tokens + [ABSENT] * (width - len(tokens)) for tokens in behind]
+        tokens = torch.tensor(padded, device=state.pending.device)
+        draft = Draft(tokens, trees.chain(width - 1, str(tokens.device)))
+        logits_BMV = self.target.verify(memory.own, draft).logits
+        last = torch.tensor([len(t) - 1 for t in behind], device=tokens.device)
+        memory.advance([len(t) for t in behind])
+        memory.unread = [[] for _ in behind]
+        return logits_BMV[torch.arange(len(behind), device=tokens.device), last]
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        state.memory.settle(outcome)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        memory: _Following = state.memory
+        self.target.select(memory.own, keep)
+        memory.own.position = memory.own.position[keep]
+        memory.unread = [memory.unread[b] for b in keep]
+
+
+class _Following:
+    """The small model's own state and how far it is behind the target's."""
+
+    def __init__(self, own: State, state: State):
+        self.own = own
+        self.drafted = 0  # drafted tokens that are in the small cache
+        self.own.position = self.own.position + 1
+        self.unread = [state.tokens[row][-1:] for row in state.rows]
+
+    def advance(self, counts: list[int]) -> None:
+        slots = self.own.cache.slots
+        slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
+        self.own.position = self.own.position + torch.tensor(counts, device=self.own.position.device)
+
+    def settle(self, outcome: Outcome) -> None:
+        """Keep the drafted tokens that were accepted, forget the others, note what is still to be read."""
+        held = [min(len(path) - 1, self.drafted) for path in outcome.path]
+        self.advance([h - self.drafted for h in held])
+        self.unread = [unread + tokens[h:] for unread, tokens, h in zip(self.unread, outcome.tokens, held)]
+        self.drafted = 0

@@ -1,0 +1,62 @@
+"""Speculative rejection sampling with coins of its own: exact for drafts that were really sampled, and for point masses.
+
+A node x drawn from q is accepted with probability min(1, p(x)/q(x)); after a rejection p becomes the residual law
+[p - q]+ and the next sibling is tried; the last law yields the bonus or corrected token (Leviathan et al. 2023,
+Chen et al. 2023; trees: SpecInfer, Miao et al. 2023). A point mass has q = 1 at x. Greedy decoding tosses no coins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from visspec import kernels, sampling
+from visspec.accept.exact import Exact
+from visspec.types import ABSENT, Draft, Scores, Tree, Verdict
+
+SIBLINGS = 32  # coins kept for each position; a node has at most this many children
+
+
+class Rejection:
+    """Exact rejection sampling. Subclasses relax it by adding probability mass to a drafted token (`mass`)."""
+
+    guarantee = "exact"
+    needs: frozenset[str] = frozenset()
+    takes: frozenset[str] = frozenset({"q"})
+
+    def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> sampling.Noise:
+        return sampling.Noise(generators, SIBLINGS + 1, "uniform")
+
+    def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor | None:
+        """(B, N) mass added to each node's probability under its parent's law; None for the exact rule."""
+        return None
+
+    def __call__(self, draft: Draft, scores: Scores, noise: sampling.Noise | None) -> Verdict:
+        if noise is None:
+            return Exact()(draft, scores, None)
+        window_BTU = noise.window(draft.levels + 1)
+        coins_BN = toss(draft, window_BTU)
+        p_BNV = scores.p
+        path, length, following, drift = kernels.accept_tree(
+            draft.tokens.clamp(min=0), draft.tree.parent, p_BNV, draft.q, coins_BN, window_BTU[:, 0, -1],
+            self.mass(draft, p_BNV),
+        )  # fmt: skip
+        return Verdict(path, length, following, None if self.guarantee == "exact" else drift)
+
+
+def toss(draft: Draft, window_BTU: Tensor) -> Tensor:
+    """The coin of each node (B, N): its position's own, by rank among its siblings; 2.0 (never accepted) where ABSENT."""
+    tree: Tree = draft.tree
+    rank_BN = ranks(tree)
+    position_BN = (tree.depth - 1).clamp(min=0)
+    rows = window_BTU.shape[0]
+    flat = (position_BN * window_BTU.shape[-1] + rank_BN.clamp(max=SIBLINGS - 1)).expand(rows, -1)
+    return window_BTU.flatten(1).gather(1, flat).masked_fill(draft.tokens == ABSENT, 2.0)
+
+
+def ranks(tree: Tree) -> Tensor:
+    """How many siblings stand before each node, (1|B, N)."""
+    twins = tree.parent[..., :, None] == tree.parent[..., None, :]
+    return twins.tril(-1).sum(dim=-1)

@@ -1,0 +1,35 @@
+"""Typical acceptance: a drafted token that the target finds plausible enough is kept outright.
+
+x is kept when p(x) >= min(epsilon, delta * exp(-H(p))), H the entropy of the target's law (Hewitt et al. 2022 for the
+threshold; Cai et al., "Medusa", 2024, section 2.3.1 for its use in acceptance); otherwise with the exact probability.
+The law of the output changes: each token kept beyond the exact rule adds 1 - min(1, p/q) to the measured drift. At
+temperature 0 the rule is greedy and exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visspec.accept.rejection import Rejection
+from visspec.types import Draft
+
+
+class Typical(Rejection):
+    """epsilon caps the threshold, delta scales its entropy term; larger values are stricter, epsilon > 1 is exact."""
+
+    guarantee = "approximate"
+
+    def __init__(self, epsilon: float = 0.3, delta: float = 0.09):
+        if epsilon <= 0 or delta <= 0:
+            raise ValueError(f"epsilon, delta: got {epsilon}, {delta}, expected numbers above 0")
+        self.epsilon, self.delta = epsilon, delta
+
+    def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
+        """1 where the node is plausible under its parent's law, else 0: (B, N) float32."""
+        entropy_BN = torch.special.entr(p_BNV).sum(dim=-1)
+        threshold_BN = (self.delta * torch.exp(-entropy_BN)).clamp(max=self.epsilon)
+        parent_BN = draft.tree.parent.expand_as(draft.tokens).clamp(min=0)
+        rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
+        drawn_BN = p_BNV[rows, parent_BN, draft.tokens.clamp(min=0)]
+        return (drawn_BN >= threshold_BN.gather(1, parent_BN)).float()
