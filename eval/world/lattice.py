@@ -1,0 +1,163 @@
+"""The lattice tier: 64-pixel pictures that a table of 8x8 patches encodes without loss, 64 tokens a picture.
+
+24-pixel sprites (radius 10) stand on an 8-pixel grid, at least one cell apart, on the plain canvas. All sprites
+together use few distinct patches, so the tokenizer is a lookup table: nothing to train, exact round trip. The scenes
+of a prompt are uniform over a finite set, so the law of the tokens can be enumerated.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from hashlib import blake2b
+from itertools import product
+
+import numpy as np
+from visspec.eval.world.palette import CANVAS, CLASSES, COLOURS
+from visspec.eval.world.render import render
+from visspec.eval.world.scene import Scene, Shape
+from visspec.eval.world.suite import Metadata, colours_for, holds, wanted
+
+SIDE = 64
+PATCH = 8
+CELLS = SIDE // PATCH  # 8 x 8 tokens a picture
+TOKENS = CELLS * CELLS
+SPRITE = 3  # cells
+RADIUS = 10.0
+PLACES = CELLS - SPRITE + 1  # 6 x 6 positions of a sprite
+GROUND = 0  # the canvas's token
+
+
+def shape_at(kind: str, colour: str, place: int) -> Shape:
+    """The sprite whose top left cell is (place % 6, place // 6)."""
+    row, column = divmod(place, PLACES)
+    x, y = ((PATCH * cell + SPRITE * PATCH / 2) / SIDE for cell in (column, row))
+    return Shape(kind, colour, x, y, RADIUS / SIDE)
+
+
+def picture(scene: Scene) -> np.ndarray:
+    """Pixels of a lattice scene, uint8 (64, 64, 3)."""
+    return render(scene, SIDE)
+
+
+@cache
+def codebook() -> np.ndarray:
+    """Every distinct patch, uint8 (n, 8, 8, 3), the canvas first, then in the order of colours, classes and cells."""
+    seen: dict[bytes, np.ndarray] = {}
+    canvas = np.empty((PATCH, PATCH, 3), np.uint8)
+    canvas[:] = CANVAS
+    seen[canvas.tobytes()] = canvas
+    for colour, kind in product(COLOURS, CLASSES):
+        for patch in _patches(picture(Scene((shape_at(kind, colour, 0),)))):
+            seen.setdefault(patch.tobytes(), patch)
+    book = np.stack(list(seen.values()))
+    book.flags.writeable = False
+    return book
+
+
+def fingerprint() -> str:
+    """Hash of the codebook: tokens of two versions of the world are the same language only when it agrees."""
+    return blake2b(codebook().tobytes(), digest_size=8).hexdigest()
+
+
+def vocabulary_size() -> int:
+    """Number of tokens."""
+    return len(codebook())
+
+
+def _patches(image: np.ndarray) -> np.ndarray:
+    """(64, 64, 3) -> (64, 8, 8, 3) in raster order."""
+    return image.reshape(CELLS, PATCH, CELLS, PATCH, 3).swapaxes(1, 2).reshape(TOKENS, PATCH, PATCH, 3)
+
+
+@cache
+def _index() -> dict[bytes, int]:
+    return {patch.tobytes(): i for i, patch in enumerate(codebook())}
+
+
+def encode(image: np.ndarray, exact: bool = True) -> np.ndarray:
+    """Tokens int64 (64,) in raster order of one picture uint8 (64, 64, 3).
+
+    A patch that is in no sprite raises ValueError, or with `exact=False` becomes the nearest patch in squared error.
+    """
+    image = np.asarray(image)
+    if image.shape != (SIDE, SIDE, 3) or image.dtype != np.uint8:
+        raise ValueError(f"image must be uint8 (64, 64, 3), not {image.dtype} {image.shape}")
+    patches = np.ascontiguousarray(_patches(image))
+    tokens = np.array([_index().get(patch.tobytes(), -1) for patch in patches], np.int64)
+    for i in np.flatnonzero(tokens < 0):
+        if exact:
+            raise ValueError(f"the patch in row {i // CELLS}, column {i % CELLS} is in no sprite of the lattice tier")
+        tokens[i] = ((codebook().astype(np.float32) - patches[i]) ** 2).sum((1, 2, 3)).argmin()
+    return tokens
+
+
+def decode(tokens: np.ndarray) -> np.ndarray:
+    """Pixels uint8 (..., 64, 64, 3) of tokens (..., 64); ValueError for a token outside the codebook."""
+    tokens = np.asarray(tokens)
+    if tokens.shape[-1:] != (TOKENS,) or tokens.dtype.kind not in "iu":
+        raise ValueError(f"tokens must be integers (..., {TOKENS}), not {tokens.dtype} {tokens.shape}")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocabulary_size():
+        raise ValueError(f"tokens must lie in 0..{vocabulary_size() - 1}, found {tokens.min()}..{tokens.max()}")
+    grid = codebook()[tokens.reshape(-1, CELLS, CELLS)].swapaxes(2, 3)
+    return grid.reshape(*tokens.shape[:-1], SIDE, SIDE, 3)
+
+
+def _apart(a: int, b: int) -> bool:
+    """Whether at least one cell lies between two sprites."""
+    (y, x), (v, u) = divmod(a, PLACES), divmod(b, PLACES)
+    return max(abs(x - u), abs(y - v)) > SPRITE
+
+
+@cache
+def layouts(count: int, relation: str | None = None) -> tuple[tuple[int, ...], ...]:
+    """Every ordered placement of `count` sprites; with a relation, those where the second stands so to the first."""
+    out: list[tuple[int, ...]] = [()]
+    for _ in range(count):
+        out = [(*done, p) for done in out for p in range(PLACES**2) if all(_apart(p, q) for q in done)]
+    if relation is not None:
+        centre = [((p % PLACES), p // PLACES) for p in range(PLACES**2)]
+        out = [places for places in out if holds(relation, centre[places[1]], centre[places[0]])]
+    return tuple(out)
+
+
+def _relation(metadata: Metadata) -> str | None:
+    return next((item["position"][0] for item in metadata["include"] if "position" in item), None)
+
+
+def _scene(items: list[tuple[str, str | None]], colours: tuple[str, ...], places: tuple[int, ...]) -> Scene:
+    order = np.argsort(places)
+    return Scene(tuple(shape_at(items[i][0], colours[i], places[i]) for i in order))
+
+
+def sample_scene(metadata: Metadata, rng: np.random.Generator, pairs: str = "any") -> Scene:
+    """A scene that shows what a prompt asks for: placement and open colours uniform (`pairs="train"`: the split's)."""
+    items = wanted(metadata)
+    options = layouts(len(items), _relation(metadata))
+    places = options[int(rng.integers(len(options)))]
+    return _scene(items, tuple(colours_for(rng, items, pairs)), places)
+
+
+def every_scene(metadata: Metadata) -> Iterator[Scene]:
+    """The equally likely outcomes of `sample_scene` (pairs="any"): placements times colours, repeats included."""
+    items = wanted(metadata)
+    palettes = [[colour] if colour else list(COLOURS) for _, colour in items]
+    for places in layouts(len(items), _relation(metadata)):
+        for colours in product(*palettes):
+            yield _scene(items, colours, places)
+
+
+def law(metadata: Metadata) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct token sequences int64 (n, 64) of a prompt and their probabilities float64 (n,).
+
+    Meant for prompts with few outcomes: a coloured object has 36, an open one 360; ValueError above 100,000.
+    """
+    items = wanted(metadata)
+    free = sum(colour is None for _, colour in items)
+    size = len(layouts(len(items), _relation(metadata))) * len(COLOURS) ** free
+    if size > 100_000:
+        raise ValueError(f"the prompt {metadata['prompt']!r} has {size} outcomes, more than 100000")
+    count: dict[bytes, int] = {}
+    for scene in every_scene(metadata):
+        key = encode(picture(scene)).tobytes()
+        count[key] = count.get(key, 0) + 1
+    tokens = np.stack([np.frombuffer(key, np.int64) for key in count])
+    return tokens, np.array(list(count.values()), np.float64) / size
