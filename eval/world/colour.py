@@ -1,6 +1,7 @@
 """sRGB to CIE Lab (D65), and the palette in it: the space in which colours of the shape world are told apart."""
 
 import numpy as np
+
 from visspec.eval.world.palette import CANVAS, COLOURS
 
 NAMES = tuple(COLOURS)

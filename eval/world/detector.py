@@ -1,4 +1,4 @@
-"""Exact detector of the shape world by analysis by synthesis: every blob is explained by a rendered template or refused.
+"""Exact detector of the shape world by analysis by synthesis: a rendered template explains every blob, or it is refused.
 
 1. Noise is estimated from the colour differences (grounds are grey) and smoothed away when it is strong.
 2. Pixels nearer to a palette colour than to the grey ground, in Lab, form 8-connected components; a component with two
@@ -12,11 +12,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import ceil, floor
 
 import numpy as np
 from PIL import Image
+
 from visspec.eval.world.colour import CANVAS_RGB, NAMES, PALETTE_RGB, lab, nearest, to_palette
 from visspec.eval.world.components import components, grow, shrink
 from visspec.eval.world.palette import CLASSES
@@ -52,7 +53,7 @@ class Analysis:
     coverage: np.ndarray = field(repr=False, compare=False)  # (n, height, width) float32, template of each shape
 
 
-@lru_cache(maxsize=None)
+@cache
 def _moments(kind: str) -> tuple[float, float, tuple[float, float, float, float]]:
     """Area, centroid's y and bounding box (x0, y0, x1, y1) of a class's unit template, measured on a fine grid."""
     axis = (np.arange(1200) + 0.5) / 500 - 1.2

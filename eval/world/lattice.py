@@ -11,6 +11,7 @@ from hashlib import blake2b
 from itertools import product
 
 import numpy as np
+
 from visspec.eval.world.palette import CANVAS, CLASSES, COLOURS
 from visspec.eval.world.render import render
 from visspec.eval.world.scene import Scene, Shape

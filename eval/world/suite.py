@@ -13,6 +13,7 @@ from itertools import permutations, product
 from pathlib import Path
 
 import numpy as np
+
 from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS
 from visspec.eval.world.scene import HELD_OUT_PAIRS, Scene, Shape
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
 from visspec.eval.images import image_files, iter_images, natural_key, open_image
 
 
