@@ -70,8 +70,7 @@ class HFDecoder:
         positions = seen.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=self.device).expand(rows, length)
-        # M-RoPE positions have three or four rows and run ahead of the length by the request's own delta
-        newest = positions[..., -1] if positions.dim() == 2 else positions[-3:].amax(dim=(0, 2))
+        newest = _last_position(positions).expand(rows)
         state = State(request, pending=request.prompt[:, -1], position=newest, cache=cache, rows=list(range(rows)))
         state.tokens = [[] for _ in range(rows)]
         aux = {"positions": positions, "attention": cache.slots.padding}
@@ -136,6 +135,19 @@ class HFDecoder:
             buffer = torch.cat([own.new_zeros(1, 1, tree.size, room), own], dim=-1)
             self._bias = (tree, buffer)
         return buffer[..., room - length :]
+
+
+def _last_position(positions: Tensor) -> Tensor:
+    """The position of each row's last prompt token, (1|B,); generate counts on from there, M-RoPE included.
+
+    Raises ValueError when its M-RoPE rows (time, height, width) differ: the prompt ends inside an image or a video.
+    """
+    if positions.dim() == 2:
+        return positions[:, -1]
+    time, height, width = positions[-3:, :, -1]
+    if not torch.equal(time, height) or not torch.equal(time, width):
+        raise ValueError("input_ids: got a prompt that ends inside an image or a video, expected text after it")
+    return time
 
 
 def _recorder(seen: dict[str, Any]):
