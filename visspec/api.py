@@ -97,7 +97,7 @@ class _Run:
 class Speculative:
     """The same as transformers' hook: `model.generate(..., custom_generate=speculative("ngram"))`.
 
-    transformers drops `streamer` and `tokenizer` for hooks; pass `tok_streamer`, `generator` or `seed` to generate instead.
+    transformers drops `streamer` and `tokenizer` for hooks: pass `tok_streamer`, `generator` or `seed` to generate.
     """
 
     def __init__(self, drafter, options: dict[str, Any]):
@@ -129,5 +129,5 @@ def check_pairing(drafter: Drafter | None, rule: Acceptance) -> None:
         )
     if sampled and "q" not in rule.takes:
         raise ValueError(
-            f"drafter: {type(drafter).__name__} samples its drafts, expected one of point masses for {type(rule).__name__}"
+            f"drafter: {type(drafter).__name__} samples, expected point masses for the rule {type(rule).__name__}"
         )

@@ -57,7 +57,7 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
         if request.generators is not None and not request.sampling.greedy:
             state.noise = accept.make_noise(request.generators, scores.logits.shape[-1])
         draft = trees.root(state.pending)
-        outcome = settle(state, draft, scores, accept(draft, scores, state.noise))
+        settle(state, draft, scores, accept(draft, scores, state.noise))
     trace.rounds.clear()  # the prefill is not a round: tau counts passes over drafts
     retire(state, target, None)
     return state, scores

@@ -104,7 +104,7 @@ class Guarded:
 
 
 def _lawful(q: Tensor, tokens: Tensor) -> Tensor:
-    """Which nodes carry a law that could have yielded them: finite, not negative, sums to one, positive at the token."""
+    """Which nodes carry a law that could have yielded them: finite, no negatives, sum one, positive at the token."""
     drawn = q.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
     sums = (q.sum(dim=-1) - 1.0).abs() <= SUM_TOLERANCE
     return q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & (drawn > 0) & (tokens >= 0)

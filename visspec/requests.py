@@ -1,4 +1,4 @@
-"""Between transformers' generate and the loop: its arguments into a `Request`, a finished `State` into its return value."""
+"""Between transformers' generate and the loop: its arguments into a `Request`, a finished `State` into its result."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
 
 
 def sampling_of(processors: Sequence[Callable], do_sample: bool) -> Sampling:
-    """The list of processors as a `Sampling`: a closing run of temperature, top-k, top-p becomes numbers, in that order;
-    whatever stands before it stays a list of callables, run at every node.
+    """The list of processors as a `Sampling`: a closing run of temperature, top-k, top-p becomes numbers, in that
+    order; whatever stands before it stays a list of callables, run at every node.
     """
     rest = list(processors)
     numbers: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}

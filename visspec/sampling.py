@@ -118,6 +118,22 @@ def choose(logits_BNV: Tensor, depth_N: Tensor, noise: Noise | None, levels: int
     return perturbed.argmax(dim=-1)
 
 
+def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Tensor | None]:
+    """One drafted token a row, in the form that the request's rule can judge: (tokens (B,), q (B, V) or None).
+
+    Greedy: the argmax. A coupled rule: the argmax under the very noise of that position (level 0 is the position after
+    the pending token), a point mass. A rule with coins of its own: a real draw, and the law it came from.
+    """
+    law = warp(logits_BV, state.request.sampling)
+    if state.noise is None:
+        return law.argmax(dim=-1), None
+    window = state.noise.window(level + 1)[:, level]
+    if state.noise.kind == "gumbel":
+        return (law + window[:, : law.shape[-1]]).argmax(dim=-1), None
+    q = law.softmax(dim=-1)
+    return draw(q, window[:, -1]), q
+
+
 def draw(p: Tensor, u: Tensor) -> Tensor:
     """Inverse-CDF draw from a law p (..., V) with a uniform number u (...): never an id of zero probability."""
     total = p.cumsum(dim=-1)

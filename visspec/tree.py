@@ -46,10 +46,10 @@ def root(pending_B: Tensor) -> Draft:
     return Draft(pending_B[:, None], chain(0, str(pending_B.device)))
 
 
-def chain_draft(pending_B: Tensor, proposed_BT: Tensor) -> Draft:
-    """A chain below the pending token; ABSENT ends a shorter row."""
+def chain_draft(pending_B: Tensor, proposed_BT: Tensor, q_BNV: Tensor | None = None) -> Draft:
+    """A chain below the pending token; ABSENT ends a shorter row. q_BNV includes the root's unused row."""
     tokens_BN = torch.cat([pending_B[:, None], proposed_BT], dim=1)
-    return Draft(tokens_BN, chain(proposed_BT.shape[1], str(pending_B.device)))
+    return Draft(tokens_BN, chain(proposed_BT.shape[1], str(pending_B.device)), q_BNV)
 
 
 def paths(tree: Tree) -> Tensor:
@@ -101,7 +101,7 @@ class Growing:
         return token_BM.gather(1, best_BK), best_BK // width
 
     def finish(self, nodes: int) -> Draft:
-        """The best `nodes` proposals (the root aside) as a draft. A child never outranks its parent, so it is a tree."""
+        """The best `nodes` proposals, the root aside, as a draft. No child outranks its parent, so they form a tree."""
         total, tokens, parent = (torch.cat(x, dim=1) for x in (self.total, self.tokens, self.parent))
         nodes = min(nodes, total.shape[1] - 1)
         keep = total[:, 1:].topk(nodes, dim=-1).indices.sort(dim=-1).values + 1

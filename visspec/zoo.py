@@ -1,4 +1,4 @@
-"""The one table of names: drafters, acceptance rules, shipped checkpoints. Lazy: nothing is imported before it is used."""
+"""The one table of names: drafters, acceptance rules, shipped checkpoints. Lazy: imports nothing before its use."""
 
 from __future__ import annotations
 

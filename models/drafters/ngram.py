@@ -13,7 +13,7 @@ from visspec.types import ABSENT, Draft, Outcome, Scores, State, Verdict
 
 
 class NGram:
-    """Drafts the continuation of the longest match (at most `longest`, at least `shortest` tokens) in prompt + output."""
+    """Drafts what followed the longest match (at most `longest`, at least `shortest` tokens) in prompt + output."""
 
     needs: frozenset[str] = frozenset()
 

@@ -1,4 +1,4 @@
-"""A smaller stock model as the drafter, in our own loop: a vision-language one sees the image, a text one fits any target.
+"""A smaller stock model as the drafter, in our own loop: a vision-language one sees the image, a text one fits all.
 
 transformers' own assisted generation hands a vision-language assistant no pixels, takes batch 1 only and re-runs its
 prefill; here the small model has its own slot cache per request and is rolled back by addressing. Shapes: B rows,
@@ -7,7 +7,6 @@ M tokens to catch up with, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class SmallModel:
         ours, theirs = self.target.capabilities, describe(model)
         if abs(ours.vocab - theirs.vocab) > VOCABULARY_PADDING:
             raise ValueError(f"drafter: vocabulary of {ours.vocab}, expected the target's {theirs.vocab}")
-        self.vocab = min(ours.vocab, theirs.vocab)
+        self.vocab, self.full = min(ours.vocab, theirs.vocab), theirs.vocab
         self.content = sorted(theirs.never_drafted)
         self.sees = bool(ours.never_drafted)
 
@@ -48,8 +47,7 @@ class SmallModel:
 
         def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             model_kwargs.pop("past_key_values", None)
-            quiet = replace(request.sampling, processors=())
-            own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=1, sampling=quiet)
+            own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=1)  # greedy: laws come unwarped
             kept["state"] = self.target.prefill(own)[0]
             return input_ids
 
@@ -83,20 +81,23 @@ class SmallModel:
         memory: _Following = state.memory
         logits_BV = self._catch_up(state, memory)
         tokens: list[Tensor] = []
+        laws: list[Tensor | None] = []
         for level in range(depth):
             if level:
-                step = trees.root(tokens[-1])
-                logits_BV = self.target.verify(memory.own, step).logits[:, -1]
+                logits_BV = self.target.verify(memory.own, trees.root(tokens[-1])).logits[:, -1]
                 memory.advance([1] * len(state.rows))
-            tokens.append(self._pick(logits_BV, state, level))
+            token, q = propose(logits_BV[:, : self.vocab], state, level)
+            tokens.append(token)
+            laws.append(q)
         memory.drafted = depth - 1  # the last token was proposed, not read
-        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1))
+        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), self._law(laws))
 
-    def _pick(self, logits_BV: Tensor, state: State, level: int) -> Tensor:
-        law = logits_BV[:, : self.vocab]
-        if state.noise is not None:
-            law = law + state.noise.window(level + 1)[:, level, : self.vocab]
-        return law.argmax(dim=-1)
+    def _law(self, laws: list[Tensor | None]) -> Tensor | None:
+        """The laws of a chain's nodes over the target's vocabulary, (B, 1 + depth, V); None for point masses."""
+        if laws[0] is None:
+            return None
+        q = torch.stack([torch.zeros_like(laws[0]), *laws], dim=1)
+        return nn.functional.pad(q, (0, self.full - q.shape[-1]))
 
     def _catch_up(self, state: State, memory: _Following) -> Tensor:
         """Read what was committed since the last draft: (B, V) logits after each row's pending token."""

@@ -1,4 +1,4 @@
-"""Speculative rejection sampling with coins of its own: exact for drafts that were really sampled, and for point masses.
+"""Speculative rejection sampling with coins of its own: exact for really sampled drafts and for point masses.
 
 A node x drawn from q is accepted with probability min(1, p(x)/q(x)); after a rejection p becomes the residual law
 [p - q]+ and the next sibling is tried; the last law yields the bonus or corrected token (Leviathan et al. 2023,
@@ -17,6 +17,7 @@ from visspec.accept.exact import Exact
 from visspec.types import ABSENT, Draft, Scores, Tree, Verdict
 
 SIBLINGS = 32  # coins kept for each position; a node has at most this many children
+COLUMNS = SIBLINGS + 2  # the coins, the draw of the residual, the drafter's own draw (`sampling.propose`)
 
 
 class Rejection:
@@ -27,7 +28,7 @@ class Rejection:
     takes: frozenset[str] = frozenset({"q"})
 
     def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> sampling.Noise:
-        return sampling.Noise(generators, SIBLINGS + 1, "uniform")
+        return sampling.Noise(generators, COLUMNS, "uniform")
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor | None:
         """(B, N) mass added to each node's probability under its parent's law; None for the exact rule."""
@@ -40,14 +41,14 @@ class Rejection:
         coins_BN = toss(draft, window_BTU)
         p_BNV = scores.p
         path, length, following, drift = kernels.accept_tree(
-            draft.tokens.clamp(min=0), draft.tree.parent, p_BNV, draft.q, coins_BN, window_BTU[:, 0, -1],
+            draft.tokens.clamp(min=0), draft.tree.parent, p_BNV, draft.q, coins_BN, window_BTU[:, 0, SIBLINGS],
             self.mass(draft, p_BNV),
         )  # fmt: skip
         return Verdict(path, length, following, None if self.guarantee == "exact" else drift)
 
 
 def toss(draft: Draft, window_BTU: Tensor) -> Tensor:
-    """The coin of each node (B, N): its position's own, by rank among its siblings; 2.0 (never accepted) where ABSENT."""
+    """Each node's coin (B, N): its position's own, by rank among its siblings; 2.0 (never accepted) where ABSENT."""
     tree: Tree = draft.tree
     rank_BN = ranks(tree)
     position_BN = (tree.depth - 1).clamp(min=0)

@@ -1,0 +1,148 @@
+"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/benchmarks.md).
+
+An *arm* is a callable prompt -> Run. Arms run prompt by prompt, in an order that alternates, after a warm-up; ratios
+are taken prompt by prompt, so that a machine whose speed drifts does not favour anyone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Run:
+    """One arm's answer to one prompt. Ids are what the model emitted after stop trimming, never re-tokenised text."""
+
+    seconds: float
+    tokens: list[list[int]]  # per row
+    first: float = 0.0  # seconds until the first token was there (prefill, vision tower, preparation)
+    stages: dict[str, float] = field(default_factory=dict)
+    rounds: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.tokens))
+
+
+Arm = Callable[[Any], Run]
+
+
+def interleave(
+    arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: int = 3, progress: Callable = lambda x: x
+) -> tuple[dict[str, list[Run]], list[str]]:
+    """Every arm on every prompt. Returns runs by arm, and the failures (a prompt that fails in one arm is left out
+    of all, and listed).
+    """
+    names = list(arms)
+    for prompt in list(prompts)[:warmup]:
+        for name in names:
+            arms[name](prompt)
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    failures: list[str] = []
+    for i, prompt in enumerate(progress(prompts)):
+        order = names if i % 2 == 0 else names[::-1]
+        shift = (i // 2) % len(names)
+        order = order[shift:] + order[:shift]
+        try:
+            found = {name: arms[name](prompt) for name in order}
+        except Exception as error:
+            failures.append(f"prompt {i}: {type(error).__name__}: {error}")
+            continue
+        for name in names:
+            runs[name].append(found[name])
+    return runs, failures
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
+
+
+def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
+    """95 % interval of the geometric mean, resampling prompts with replacement."""
+    if len(values) < 2:
+        return (float("nan"), float("nan"))
+    rng, logs = random.Random(seed), [math.log(v) for v in values]
+    means = sorted(sum(rng.choices(logs, k=len(logs))) / len(logs) for _ in range(resamples))
+    return math.exp(means[int(0.025 * resamples)]), math.exp(means[int(0.975 * resamples)])
+
+
+def compare(slow: Sequence[Run], fast: Sequence[Run], per_token: bool = False) -> dict[str, Any]:
+    """Speed-up of `fast` over `slow`, pair by pair. `per_token` divides each time by its own tokens first: for sampled
+    outputs, whose lengths differ.
+    """
+
+    def cost(run: Run, seconds: float) -> float:
+        return seconds / max(run.count, 1) if per_token else seconds
+
+    whole = [cost(s, s.seconds) / cost(f, f.seconds) for s, f in zip(slow, fast)]
+    decode = [
+        cost(s, s.seconds - s.first) / cost(f, f.seconds - f.first)
+        for s, f in zip(slow, fast)
+        if s.seconds > s.first and f.seconds > f.first
+    ]
+    total = sum(s.seconds for s in slow) / sum(f.seconds for f in fast) if fast else float("nan")
+    return {
+        "speedup": geometric_mean(whole),
+        "speedup_ci95": list(bootstrap(whole)),
+        "speedup_decode_only": geometric_mean(decode),
+        "speedup_total_time": total,
+        "ratios": [round(r, 4) for r in whole],
+        "identical": sum(s.tokens == f.tokens for s, f in zip(slow, fast)),
+        "compared": len(whole),
+    }
+
+
+def tau(runs: Sequence[Run]) -> dict[str, Any]:
+    """Block efficiency, bonus included: tokens per target pass, over all rounds (micro) and mean by prompt (macro)."""
+    passes = [sum(len(g) for _, g in r.rounds) for r in runs]
+    gained = [sum(sum(g) for _, g in r.rounds) for r in runs]
+    micro = sum(gained) / max(sum(passes), 1)
+    macro = [g / p for g, p in zip(gained, passes) if p]
+    return {
+        "tau": micro,
+        "tau_without_bonus": micro - 1.0,
+        "tau_macro": sum(macro) / max(len(macro), 1),
+        "nfe": sum(len(r.rounds) + 1 for r in runs) / max(len(runs), 1),
+    }
+
+
+def ideal(plain: Sequence[Run], fast: Sequence[Run]) -> dict[str, Any]:
+    """The decode speed-up that tau allows at the measured costs, in units of one plain one-token pass.
+
+    ideal = tau / (v + c + o): v a verification pass, c drafting, o everything else of a round. What separates it from
+    tau is listed term by term; `gap` is what each term costs when it alone is taken away.
+    """
+    unit = sum(r.stages.get("verify", 0.0) for r in plain) / max(sum(len(r.rounds) for r in plain), 1)
+    rounds = max(sum(len(r.rounds) for r in fast), 1)
+
+    def share(*names: str) -> float:
+        return sum(r.stages.get(n, 0.0) for r in fast for n in names) / rounds / unit
+
+    v, c, o = share("verify"), share("draft", "observe", "draft_prefill"), share("accept", "commit")
+    reach = tau(fast)["tau"]
+    best = reach / (v + c + o)
+    return {
+        "ideal_speedup": best,
+        "verify_over_plain": v,
+        "draft_over_plain": c,
+        "host_over_plain": o,
+        "gap": {
+            "tau": reach,
+            "after_verify": reach / v,
+            "after_draft": reach / (v + c),
+            "after_host": best,
+        },
+    }
+
+
+def in_words(speedup: float, reach: float) -> str:
+    """A ratio in words: under 1 is a slowdown, above tau is suspect."""
+    if speedup < 1.0:
+        return f"a slowdown: {1 / speedup:.2f} times the time"
+    if speedup > reach > 0:
+        return f"{speedup:.2f} times faster, SUSPECT: more than tau {reach:.2f}"
+    return f"{speedup:.2f} times faster"

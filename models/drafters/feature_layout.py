@@ -1,0 +1,108 @@
+"""From a prompt to the draft sequence: which elements it has, where each comes from, and their layer inputs.
+
+Text token t becomes the element (feature of t, embedding of t + 1). The slots of an image run become `image_latents`
+elements at the *original* positions of the run's last slots. Everything is planned on the host, once per request.
+
+Shapes: B rows, L prompt, T elements (rows are packed to the left, padded on the right), R runs, S slots of a run,
+d hidden size, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visspec.models.nets.feature_head import FeatureHead
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The elements of a batch of prompts. Index tensors are (B, T); 0 where a row has no such element."""
+
+    lengths: list[int]  # elements of each row
+    token: Tensor  # index t of a text element's feature
+    slot: Tensor  # prompt index whose position ids the element takes
+    latent: Tensor  # 1 + index among all latents of the batch, or 0 for text
+    image: Tensor  # 1 + index of the newest run before the element, or 0
+    last_image: Tensor  # (B,) the same for everything that is generated
+    runs: list[tuple[int, int, int]]  # (row, start, end) of every image run
+
+
+def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], latents: int) -> Layout:
+    """Plan the elements of prompts, all but the one that waits for the first generated token (their last).
+
+    ids: prompts of equal length. real: false at padding. With latents 0 image slots vanish.
+    """
+    runs: list[tuple[int, int, int]] = []
+    rows, newest = [], []
+    for b, row in enumerate(ids):
+        entries, start, image = [], None, 0
+        for t, token in enumerate(row):
+            if real is not None and not real[b][t]:
+                continue
+            if token in image_ids:
+                start = t if start is None else start
+                if t + 1 == len(row) or row[t + 1] not in image_ids:
+                    if latents:
+                        count = len(runs)
+                        runs.append((b, start, t + 1))
+                        image = count + 1
+                        spots = range(t + 1 - latents, t + 1)
+                        entries += [(0, max(s, start), 1 + count * latents + q, image) for q, s in enumerate(spots)]
+                    start = None
+            elif t + 1 < len(row):
+                entries.append((t, t, 0, image))
+        rows.append(entries)
+        newest.append(image)
+    width = max(map(len, rows), default=0)
+    padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
+    index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4).unbind(-1)
+    return Layout([len(r) for r in rows], *index, torch.tensor(newest), runs)
+
+
+def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
+    zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
+    if not layout.runs:
+        return zero, zero
+    longest = max(end - start for _, start, end in layout.runs)
+    device = embeddings_BLd.device
+    row, start, end = (torch.tensor(x, device=device) for x in zip(*layout.runs))
+    index_RS = start[:, None] + torch.arange(longest, device=device)
+    real_RS = index_RS < end[:, None]
+    index_RS = torch.minimum(index_RS, end[:, None] - 1)
+    out = head.adaptor(embeddings_BLd[row[:, None], index_RS].to(head.fc.weight.dtype), real_RS)
+    return torch.cat([zero.to(out.dtype), out[:, :-1].flatten(0, 1)]), torch.cat([zero.to(out.dtype), out[:, -1]])
+
+
+def layer_inputs(
+    head: FeatureHead, layout: Layout, embed_BTd: Tensor, feature_BTd: Tensor, latents: Tensor, globals_: Tensor
+) -> Tensor:
+    """Layer inputs (B, T, d): text elements join their (reduced) feature and embedding, latents enter as they are."""
+    device = embed_BTd.device
+    text = head.join(embed_BTd, feature_BTd, globals_[layout.image.to(device)])
+    if latents.shape[0] == 1:
+        return text
+    latent = layout.latent.to(device)
+    return torch.where((latent > 0)[..., None], latents[latent], text)
+
+
+def pick(x_BL: Tensor, index_BT: Tensor) -> Tensor:
+    """x[b, index[b, t]] for x of shape (B, L) or (B, L, ...)."""
+    index = index_BT.to(x_BL.device)
+    return x_BL[torch.arange(x_BL.shape[0], device=x_BL.device)[:, None], index]
+
+
+def positions_at(positions: Tensor, layout: Layout, rows: int, section: tuple[int, ...]) -> Tensor:
+    """Position ids of the elements, (B, T), or (3, B, T) for a drafter with M-RoPE.
+
+    positions: (B, L), or (3 | 4, B, L) where row 0 of four is the plain text position; a single row is shared by all.
+    """
+    if positions.dim() == 3:
+        positions = positions[-3:] if section else positions[0]
+    positions = positions.expand(*positions.shape[:-2], rows, positions.shape[-1])
+    index = layout.slot.to(positions.device)
+    found = positions.gather(-1, index.expand(*positions.shape[:-1], index.shape[-1]))
+    return found.expand(3, *found.shape) if section and found.dim() == 2 else found

@@ -1,0 +1,194 @@
+"""`visspec bench caption`: our loop with and without a drafter against transformers' generate and its assisted modes.
+
+One process, one set of prompts and pixels, same dtype, attention, threads, stop rule and cap; arms interleaved per
+prompt. Every arm goes through the same `model.generate` entry, so preparation and the vision tower are in every time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from visspec.api import accelerate
+from visspec.captioning import PROMPT, prepare
+from visspec.eval import speed
+from visspec.eval.speed import Run
+from visspec.provenance import provenance
+
+LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
+ASSISTANT_LENGTHS = (3, 5, 8)
+
+
+def bench_caption(
+    model, processor, images: Sequence, *, drafter="vispec", assistant=None, acceptance: str = "exact",
+    batch_size: int = 1, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0, request: str = PROMPT,
+    warmup: int = 3,
+) -> dict[str, Any]:  # fmt: skip
+    """Run all arms on all images; returns the JSON object of docs/benchmarks.md.
+
+    assistant: a smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
+    """
+    device, dtype = model.device, model.dtype
+    groups = [images[i : i + batch_size] for i in range(0, len(images), batch_size)]
+    prompts = [(i, prepare(processor, group, request, device, dtype)) for i, group in enumerate(groups)]
+    base: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        base |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    arms = {
+        "transformers_generate": stock_arm(model, base, seed),
+        "plain": our_arm(accelerate(model, None), base, seed),
+        "ours": our_arm(accelerate(model, drafter, acceptance=acceptance), base, seed),
+    }
+    if batch_size == 1:
+        warm = prompts[: max(warmup, 1)]
+        lookup = [base | {"prompt_lookup_num_tokens": n} for n in LOOKUP_LENGTHS]
+        arms["transformers_prompt_lookup"] = fastest(model, lookup, warm, seed)
+        if assistant is not None:
+            assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
+            arms["transformers_assisted"] = fastest(model, assisted, warm, seed)
+    runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench caption", leave=False))
+    record = summarise(runs, failures, arms, temperature)
+    return record | {
+        "target": getattr(model.config, "_name_or_path", ""), "drafter": str(drafter), "acceptance": acceptance,
+        "n_prompts": len(images), "batch_size": batch_size, "max_new_tokens": max_new_tokens,
+        "temperature": temperature, "seed": seed, "provenance": provenance(model, seed=seed),
+    }  # fmt: skip
+
+
+def stock_arm(model, options: dict[str, Any], seed: int) -> Callable[[Any], Run]:
+    """transformers' own generate. `first` is a call of its own that stops after one token: nothing rides along."""
+
+    def arm(prompt) -> Run:
+        index, inputs = prompt
+        torch.manual_seed(seed + index)
+        start = time.perf_counter()
+        out = model.generate(**inputs, **options)
+        seconds = time.perf_counter() - start
+        model.generate(**inputs, **(options | {"max_new_tokens": 1}))
+        first = time.perf_counter() - start - seconds
+        return Run(seconds, trimmed(out[:, inputs["input_ids"].shape[1] :], model.generation_config), first)
+
+    arm.options = {k: v for k, v in options.items() if isinstance(v, (int, float))}
+    return arm
+
+
+def our_arm(fast, options: dict[str, Any], seed: int) -> Callable[[Any], Run]:
+    """The same through `fast.generate`."""
+
+    def arm(prompt) -> Run:
+        index, inputs = prompt
+        row_seeds = [1000 * (seed + index) + row for row in range(inputs["input_ids"].shape[0])]
+        start = time.perf_counter()
+        fast.generate(**inputs, **options, seed=row_seeds)
+        seconds = time.perf_counter() - start
+        trace = fast.last_state.trace
+        first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
+        run = Run(seconds, [list(t) for t in fast.last_state.tokens], first, dict(trace.times), list(trace.rounds))
+        run.stages["other"] = seconds - sum(trace.times.values())
+        run.drift = fast.last_stats.drift_per_token
+        return run
+
+    arm.fast = fast
+    return arm
+
+
+def fastest(model, candidates: list[dict[str, Any]], prompts: Sequence, seed: int) -> Callable[[Any], Run]:
+    """The stock arm whose options take the least time on a few prompts: a baseline at its best setting."""
+    arms = [stock_arm(model, options, seed) for options in candidates]
+    for arm in arms:
+        arm(prompts[0])
+    return min(arms, key=lambda arm: sum(arm(p).seconds for p in prompts))
+
+
+def trimmed(new: torch.Tensor, config) -> list[list[int]]:
+    """Rows of new ids up to and including their first end token."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    rows = []
+    for row in new.tolist():
+        stop = next((i for i, t in enumerate(row) if t in ends), len(row) - 1)
+        rows.append(row[: stop + 1])
+    return rows
+
+
+def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature: float) -> dict[str, Any]:
+    """Ratios of every arm to ours, tau, the gap to ideal, times by stage."""
+    ours, plain, sampled = runs["ours"], runs["plain"], temperature > 0
+    against = speed.compare(runs["transformers_generate"], ours, per_token=sampled)
+    rule, fast = arms["ours"].fast.rule, arms["ours"].fast
+    count = max(len(ours), 1)
+    names = {stage for run in ours for stage in run.stages}
+    baselines = {}
+    for name, found in runs.items():
+        if name == "ours":
+            continue
+        ratio = speed.compare(found, ours, per_token=sampled and name != "plain")
+        baselines[name] = {
+            "seconds_per_prompt": sum(r.seconds for r in found) / count,
+            "tokens_per_prompt": sum(r.count for r in found) / count,
+            "ours_is_faster_by": ratio["speedup"],  # end to end, geometric mean over prompts
+            "ci95": ratio["speedup_ci95"],
+            "identical": ratio["identical"],
+            "options": getattr(arms[name], "options", {}),
+        }
+    without = speed.compare(runs["transformers_generate"], plain, per_token=sampled)
+    record = {
+        "bench": "caption",
+        "guarantee": rule.guarantee,
+        **{k: v for k, v in against.items() if k != "ratios"},
+        "ratios": against["ratios"],
+        "identical_to": "transformers_generate",
+        **speed.tau(ours),
+        "acceptance_by_depth": acceptance(ours),
+        "nfe_plain": speed.tau(plain)["nfe"],
+        **speed.ideal(plain, ours),
+        "plain_over_transformers": without["speedup"],
+        "plain_over_transformers_ci95": without["speedup_ci95"],
+        "drift_per_token": sum(r.drift for r in ours) / count,
+        "time_s": {name: sum(r.stages.get(name, 0.0) for r in ours) for name in sorted(names)},
+        "tokens_per_prompt": sum(r.count for r in ours) / count,
+        "baselines": baselines,
+        "failures": failures,
+        "drafter_name": fast.name,
+    }
+    decode = record["speedup_decode_only"]
+    record["measured_over_ideal"] = decode / record["ideal_speedup"]
+    record["in_words"] = speed.in_words(record["speedup"], record["tau"])
+    if sampled:
+        record["identical"], record["compared"] = (
+            baselines["plain"]["identical"], len(ours),
+        )  # fmt: skip
+        record["identical_to"] = "plain (same seeds)"
+    return record
+
+
+def acceptance(runs: Sequence[Run]) -> list[float]:
+    from visspec.stats import acceptance_by_depth
+
+    return acceptance_by_depth([entry for run in runs for entry in run.rounds])
+
+
+def table(record: dict[str, Any]):
+    """A rich table of a record, for the terminal."""
+    from rich.table import Table
+
+    view = Table(
+        title=f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"
+    )
+    for column in ("against", "ms / prompt", "ours is faster by", "95 %", "identical"):
+        view.add_column(column, justify="left" if column == "against" else "right")
+    for name, row in record["baselines"].items():
+        low, high = row["ci95"]
+        view.add_row(
+            name, f"{1e3 * row['seconds_per_prompt']:.1f}", f"{row['ours_is_faster_by']:.2f}",
+            f"{low:.2f}..{high:.2f}", f"{row['identical']}/{record['compared']}",
+        )  # fmt: skip
+    view.caption = (
+        f"ours: {record['in_words']}; tau {record['tau']:.2f} (without bonus {record['tau_without_bonus']:.2f}); "
+        f"decode only {record['speedup_decode_only']:.2f}, ideal {record['ideal_speedup']:.2f}; "
+        f"our loop without a drafter over transformers {record['plain_over_transformers']:.2f}; {record['guarantee']}"
+    )
+    return view

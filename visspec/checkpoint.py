@@ -1,0 +1,97 @@
+"""Checkpoint folders that can be trusted: safetensors only, nothing outside the folder, strict shapes.
+
+Used by every loader of ours. Raises ValueError in one sentence before any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+MAX_JSON_BYTES = 16 << 20
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder, refused when it is absolute, climbs out, or is a link to elsewhere."""
+    root = folder.resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root):
+        raise ValueError(f"checkpoint: {folder} names the file {name!r}, expected a file inside the folder")
+    return path
+
+
+def read_json(folder: Path, name: str) -> dict:
+    """A JSON object of a checkpoint folder."""
+    path = inside(folder, name)
+    if not path.is_file():
+        raise ValueError(f"checkpoint: {folder} has no {name}, expected a folder written by save_pretrained")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"checkpoint: {name} has {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"checkpoint: {path} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"checkpoint: {path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, following its index. Pickled weights alone are refused."""
+    index = sorted(p.name for p in folder.glob("*.safetensors.index.json"))
+    if index:
+        named = set(read_json(folder, index[0]).get("weight_map", {}).values())
+        return [inside(folder, str(name)) for name in sorted(named)]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
+        what = f"pickled weights ({pickled[0]})" if pickled else "no weights"
+        raise ValueError(f"checkpoint: {folder} has {what}, expected .safetensors")
+    return [inside(folder, path.name) for path in found]
+
+
+def check_folder(folder: str | Path) -> Path:
+    """A model folder before transformers opens it: it exists, its weights are safetensors, and all lie inside it."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"checkpoint: {path} is not a folder, expected one with config.json and .safetensors")
+    for entry in path.iterdir():
+        inside(path, entry.name)
+    read_json(path, "config.json")
+    for weights in weight_files(path):
+        if not weights.is_file():
+            raise ValueError(f"checkpoint: {path} names the weights {weights.name}, expected them in the folder")
+    return path
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files."""
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}
+        except Exception as error:
+            raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
+    return tensors
+
+
+def load_strictly(module: nn.Module, tensors: dict[str, Tensor], where: str | Path) -> None:
+    """Copy tensors into a module that must want exactly these names and shapes; values become the module's dtype."""
+    wanted = module.state_dict()
+    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    if missing or extra:
+        name, what = (missing[0], "lacks") if missing else (extra[0], "has the unknown")
+        raise ValueError(f"checkpoint: {where} {what} tensor {name!r}, expected exactly the module's {len(wanted)}")
+    for name, value in tensors.items():
+        if value.shape != wanted[name].shape:
+            found, expected = tuple(value.shape), tuple(wanted[name].shape)
+            raise ValueError(f"checkpoint: tensor {name!r} of {where} has shape {found}, expected {expected}")
+    with torch.no_grad():
+        for name, value in tensors.items():
+            wanted[name].copy_(value)

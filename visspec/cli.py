@@ -1,0 +1,277 @@
+"""The command line: demo, caption, bench, train, list, doctor. Exit code 2 for bad input, 1 when some files failed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Returns the exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except (ValueError, FileNotFoundError) as error:
+        print(f"visspec: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("visspec: interrupted; finished results are kept", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="visspec", description="Several tokens per pass of the big model.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    _demo(commands.add_parser("demo", help="caption rendered scenes with and without acceleration, side by side"))
+    _caption(commands.add_parser("caption", help="caption image files"))
+    bench = commands.add_parser("bench", help="measure").add_subparsers(dest="what", required=True, metavar="what")
+    _bench_caption(bench.add_parser("caption", help="captioning against transformers' generate and assisted modes"))
+    _bench_kernels(bench.add_parser("kernels", help="time and bandwidth of each kernel"))
+    train = commands.add_parser("train", help="train").add_subparsers(dest="what", required=True, metavar="what")
+    _train_drafter(train.add_parser("drafter", help="distil a feature drafter for a target, in process"))
+    _add(commands.add_parser("list", help="names of drafters, rules, checkpoints"), run_list)
+    _add(commands.add_parser("doctor", help="versions, device, what will run and what will not"), run_doctor)
+    return top
+
+
+def _add(sub: argparse.ArgumentParser, run: Callable) -> argparse.ArgumentParser:
+    sub.set_defaults(run=run)
+    return sub
+
+
+def _model_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
+    sub.add_argument("--drafter", help="name, folder or hub id (default: vispec for the embedded model, else ngram)")
+    sub.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.3")
+    sub.add_argument("--device", default="cpu")
+    sub.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    sub.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")
+
+
+def _decode_options(sub: argparse.ArgumentParser, max_new_tokens: int = 128) -> None:
+    sub.add_argument("--batch-size", type=positive, default=1)
+    sub.add_argument("--max-new-tokens", type=positive, default=max_new_tokens)
+    sub.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    sub.add_argument("--top-k", type=int)
+    sub.add_argument("--top-p", type=float)
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--prompt", default=None, help="what to ask of each image")
+    sub.add_argument("--json", type=Path, help="write the results to this file")
+
+
+def positive(text: str) -> int:
+    """An argparse type. Raises ArgumentTypeError, which names the argument and exits with 2."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least 1")
+    return value
+
+
+def _demo(sub: argparse.ArgumentParser) -> None:
+    _add(sub, run_demo)
+    sub.add_argument("--images", type=positive, default=4, help="how many scenes")
+    sub.add_argument("--out", type=Path, default=Path("out/demo"), help="where the pictures and the page go")
+
+
+def _caption(sub: argparse.ArgumentParser) -> None:
+    _add(sub, run_caption)
+    sub.add_argument("image", nargs="+", type=Path, help="PNG, JPEG or WEBP files")
+    sub.add_argument("--max-pixels", type=positive, default=64_000_000)
+    sub.add_argument("--stats", action="store_true", help="print rounds, tau and times of the last batch")
+    _model_options(sub)
+    _decode_options(sub)
+
+
+def _bench_caption(sub: argparse.ArgumentParser) -> None:
+    _add(sub, run_bench_caption)
+    sub.add_argument("--images", type=positive, default=64, help="how many held-out scenes")
+    sub.add_argument("--threads", type=positive, help="torch threads")
+    _model_options(sub)
+    _decode_options(sub)
+
+
+def _bench_kernels(sub: argparse.ArgumentParser) -> None:
+    _add(sub, run_bench_kernels)
+    sub.add_argument("--device", default="cpu")
+    sub.add_argument("--quick", action="store_true", help="small shapes only")
+    sub.add_argument("--json", type=Path)
+
+
+def _train_drafter(sub: argparse.ArgumentParser) -> None:
+    _add(sub, run_train_drafter)
+    sub.add_argument("--target", required=True, help="folder or hub id of the target")
+    sub.add_argument("--data", required=True, type=Path, help="folder of images, or JSONL of {image, prompt}")
+    sub.add_argument("--out", required=True, type=Path)
+    sub.add_argument("--steps", type=positive, default=2000)
+    sub.add_argument("--loss", default="tv", choices=["tv", "soft_ce", "kl"])
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--resume", action="store_true")
+
+
+def load(arguments) -> tuple[Any, Any, Any]:
+    """(accelerated model, processor, drafter name) from the command line's options."""
+    from visspec import targets
+    from visspec.api import accelerate
+
+    model, processor = targets.load(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    drafter = arguments.drafter or ("ngram" if arguments.model else "vispec")
+    return accelerate(model, drafter, acceptance=arguments.acceptance), processor, drafter
+
+
+def decode_options(arguments) -> dict[str, Any]:
+    """generate's keyword arguments. Raises ValueError for sampling options that contradict greedy decoding."""
+    sampled = arguments.temperature > 0
+    if arguments.temperature < 0:
+        raise ValueError(f"--temperature: got {arguments.temperature}, expected 0 (greedy) or more")
+    for name in ("top_k", "top_p"):
+        value = getattr(arguments, name)
+        if value is not None and not sampled:
+            raise ValueError(
+                f"--{name.replace('_', '-')}: got {value} at temperature 0, expected a temperature above 0"
+            )
+    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
+        raise ValueError(f"--top-p: got {arguments.top_p}, expected a number in (0, 1]")
+    if arguments.top_k is not None and arguments.top_k < 0:
+        raise ValueError(f"--top-k: got {arguments.top_k}, expected 0 (off) or more")
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": sampled}
+    if sampled:
+        options |= {
+            "temperature": arguments.temperature,
+            "top_k": arguments.top_k or 0,
+            "top_p": arguments.top_p or 1.0,
+        }
+        options["seed"] = arguments.seed
+    return options
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write-then-rename, so that a kill leaves the old file or the new one."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(value, indent=1) + "\n")
+    draft.replace(path)
+
+
+def run_caption(arguments) -> int:
+    from tqdm import tqdm
+
+    from visspec.captioning import PROMPT, caption_files
+    from visspec.provenance import provenance
+
+    options = decode_options(arguments)
+    fast, processor, drafter = load(arguments)
+    results, failed = [], 0
+    stream = caption_files(
+        fast, processor, arguments.image, request=arguments.prompt or PROMPT,
+        batch_size=arguments.batch_size, max_pixels=arguments.max_pixels, **options,
+    )  # fmt: skip
+    hidden = len(arguments.image) < 2 or not sys.stderr.isatty()
+    for found, _ in tqdm(stream, total=len(arguments.image), disable=hidden, leave=False):
+        if found.error:
+            failed += 1
+            print(f"visspec: {found.error}", file=sys.stderr)
+        else:
+            print(f"{found.path}: {found.text}" if len(arguments.image) > 1 else found.text)
+        results.append({"path": found.path, "caption": found.text, "tokens": found.tokens, "error": found.error})
+    if arguments.stats and fast.last_stats:
+        print(fast.last_stats)
+    record = {"drafter": drafter, "guarantee": fast.rule.guarantee, "provenance": provenance(fast.model)}
+    write_json(arguments.json, {"results": results, **record})
+    return 0 if not failed else 1 if failed < len(results) else 2
+
+
+def run_demo(arguments) -> int:
+    from visspec.demo import run
+
+    return run(arguments.images, arguments.out)
+
+
+def run_bench_caption(arguments) -> int:
+    import torch
+    from rich.console import Console
+
+    from visspec import bench, targets, zoo
+    from visspec.captioning import PROMPT
+    from visspec.eval.world.render import to_image
+    from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    options = decode_options(arguments)
+    model, processor = targets.load(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    small = zoo.CHECKPOINTS / "captioner-small"
+    assistant = targets.load(str(small))[0] if not arguments.model and small.is_dir() else None
+    images = [to_image(scene_from_seed(HELD_OUT_SEED + i)) for i in range(arguments.images)]
+    record = bench.bench_caption(
+        model, processor, images, drafter=arguments.drafter or ("ngram" if arguments.model else "vispec"),
+        assistant=assistant, acceptance=arguments.acceptance, batch_size=arguments.batch_size,
+        max_new_tokens=options["max_new_tokens"], temperature=arguments.temperature, seed=arguments.seed,
+        request=arguments.prompt or PROMPT,
+    )  # fmt: skip
+    Console().print(bench.table(record))
+    write_json(arguments.json, record)
+    return 0
+
+
+def run_bench_kernels(arguments) -> int:
+    from visspec.eval.kernels import run
+
+    run(arguments.device, arguments.json, arguments.quick)
+    return 0
+
+
+def run_train_drafter(arguments) -> int:
+    from visspec.recipes.train_drafter import run
+
+    run(
+        arguments.target, arguments.data, arguments.out, steps=arguments.steps, loss=arguments.loss,
+        seed=arguments.seed, resume=arguments.resume,
+    )  # fmt: skip
+    return 0
+
+
+def run_list(arguments) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from visspec import zoo
+
+    view = Table("kind", "name", "what it is")
+    for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE)):
+        for name, (_, what) in entries.items():
+            view.add_row(kind, name, what)
+    for folder in sorted(p for p in zoo.CHECKPOINTS.iterdir() if (p / "config.json").is_file()):
+        size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
+        view.add_row("checkpoint", folder.name, f"{size:.1f} MB, shipped with the package")
+    Console().print(view)
+    return 0
+
+
+def run_doctor(arguments) -> int:
+    from visspec.doctor import report
+
+    print(report())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
