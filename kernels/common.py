@@ -1,0 +1,78 @@
+"""What the kernel files share: the optional Triton import and one-sentence argument checks."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a torch-only machine: every operator keeps its torch body
+
+    class _Absent:
+        """Stands in for Triton so that kernel signatures still parse."""
+
+        constexpr = None
+
+    triton, tl = None, _Absent
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTS = (torch.int32, torch.int64)
+TINY = 1e-30
+
+
+def jit(fn):
+    """`triton.jit` where Triton is installed, else the plain function (never launched)."""
+    return fn if triton is None else triton.jit(fn)
+
+
+def launchable(tensor: torch.Tensor) -> None:
+    """Refuses to launch a Triton kernel where it cannot run."""
+    if triton is None:
+        raise RuntimeError("triton: not installed, expected it for a CUDA tensor")
+    if not tensor.is_cuda and not triton.knobs.runtime.interpret:
+        raise RuntimeError(f"device: {tensor.device} without TRITON_INTERPRET=1, expected cuda")
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def as_float32(value: float) -> float:
+    """The value a Triton scalar argument really has: both paths compare with the same number."""
+    return ctypes.c_float(value).value
+
+
+def require(condition: bool, name: str, found, expected) -> None:
+    """Raises one sentence that names the argument, the value found and the value expected."""
+    if not condition:
+        raise ValueError(f"{name}: found {found}, expected {expected}")
+
+
+def check_tensor(name: str, tensor, shape: tuple, dtypes: tuple, device=None) -> None:
+    """Checks type, dtype, shape (None matches any size) and device of one argument."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: found {type(tensor).__name__}, expected a tensor")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}")
+    sizes = tuple(tensor.shape)
+    fits = len(sizes) == len(shape) and all(want is None or want == size for want, size in zip(shape, sizes))
+    require(fits, name, f"shape {sizes}", f"shape {tuple('any' if s is None else s for s in shape)}")
+    if device is not None:
+        require(tensor.device == device, name, f"device {tensor.device}", f"device {device}")
+
+
+def check_laws(name: str, law: torch.Tensor, tolerance: float) -> None:
+    """Debugging check (it synchronises): rows are finite, non-negative and sum to one within `tolerance`."""
+    total = law.double().sum(-1)
+    worst = float((total - 1).abs().max()) if total.numel() else 0.0
+    finite = bool(torch.isfinite(law).all()) and bool((law >= 0).all())
+    require(finite, name, "negative or non-finite probabilities", "rows of probabilities")
+    require(worst <= tolerance, name, f"a row that sums to one only within {worst:.3g}", f"within {tolerance:.3g}")
+
+
+def law_tolerance(dtype: torch.dtype) -> float:
+    """Half a percent for 16-bit laws (eight bits of mantissa), 1e-4 otherwise."""
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 5e-3

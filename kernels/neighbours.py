@@ -1,0 +1,166 @@
+"""Mass of the codebook neighbours of a drafted token, the relaxation of LANTERN and LANTERN++.
+
+With n_1, n_2, ... the neighbours of x, nearest first, and c_j = p(n_1) + ... + p(n_j):
+
+    mass(x) = c_m,  m the largest j with c_j <= delta              (LANTERN, Jang et al., ICLR 2025)
+                    m the largest j with c_j <= (lam - 1) p(x)     (LANTERN++, Park et al., ICLR-W 2025)
+
+and x is accepted with probability min(1, (p(x) + mass)/q(x)). delta bounds the total variation between p and the law in
+which x has taken its neighbours' mass. R rows, V vocabulary, K neighbours.
+"""
+
+import torch
+
+from visspec.kernels.common import (
+    FLOATS,
+    INTS,
+    as_float32,
+    check_tensor,
+    jit,
+    launchable,
+    next_power_of_2,
+    require,
+    tl,
+)
+
+
+def reference(p, token, neighbours, delta=None, lam=None, row=None):
+    """The definition: (R,) fp64."""
+    masses = []
+    for r, x in enumerate(token.tolist()):
+        law = p[r if row is None else int(row[r])].double()
+        bound, mass = (float(law[x]) * (lam - 1.0) if delta is None else delta), 0.0
+        for y in neighbours[x].tolist():
+            if mass + float(law[y]) > bound:
+                break
+            mass += float(law[y])
+        masses.append(mass)
+    return torch.tensor(masses, dtype=torch.float64, device=p.device)
+
+
+def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
+    """The CPU path: gather every neighbour, running sum, largest prefix within the bound."""
+    R, V = token.shape[0], p.shape[1]
+    start = (torch.arange(R, device=p.device) if row is None else row).unsqueeze(1) * V
+    summed = torch.take(p, neighbours[token] + start).cumsum(1, dtype=torch.float64)
+    if delta is not None:
+        kept = summed <= delta
+    else:
+        kept = summed <= torch.take(p, token.unsqueeze(1) + start).double() * (lam - 1.0)
+    return summed.mul_(kept).amax(1).float()
+
+
+@jit
+def _neighbour_mass_kernel(
+    p, token, neighbours, row, out, V, K, delta, lam,
+    ROW: tl.constexpr, LAM: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program per drafted token: prefix scan in chunks, left as soon as the bound is passed."""
+    r = tl.program_id(0).to(tl.int64)
+    x = tl.load(token + r).to(tl.int64)
+    known = (x >= 0) & (x < V)
+    safe = tl.where(known, x, 0)
+    line = r
+    if ROW:
+        line = tl.load(row + r).to(tl.int64)
+    law = p + line * V
+    bound = tl.full((), 0.0, tl.float64) + delta
+    if LAM:
+        bound = tl.load(law + safe).to(tl.float64) * (lam - 1.0)
+    mass = tl.full((), 0.0, tl.float64)
+    total = tl.full((), 0.0, tl.float64)
+    k = tl.full((), 0, tl.int32)
+    limit = tl.full((), 0, tl.int32) + K
+    while k < limit:
+        at = k + tl.arange(0, BLOCK_K)
+        near = tl.load(neighbours + safe * K + at, mask=at < K, other=-1).to(tl.int64)
+        weight = tl.load(law + near, mask=(near >= 0) & (near < V), other=0.0).to(tl.float64)
+        summed = total + tl.cumsum(weight, 0)
+        mass = tl.maximum(mass, tl.max(tl.where(summed <= bound, summed, 0.0), 0))
+        total += tl.sum(weight, 0)
+        k += BLOCK_K
+        limit = tl.where(total <= bound, limit, 0)
+    tl.store(out + r, tl.where(known, mass, 0.0).to(tl.float32))
+
+
+def neighbour_mass_triton(p, token, neighbours, delta, lam, row):
+    launchable(p)
+    R, (V, K) = token.shape[0], neighbours.shape
+    p, token, neighbours = p.contiguous(), token.contiguous(), neighbours.contiguous()
+    out = torch.empty(R, dtype=torch.float32, device=p.device)
+    _neighbour_mass_kernel[(R,)](
+        p, token, neighbours, token if row is None else row.contiguous(), out, V, K,
+        0.0 if delta is None else delta, 1.0 if lam is None else lam,
+        ROW=row is not None, LAM=delta is None, BLOCK_K=min(128, next_power_of_2(K)), num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("visspec::neighbour_mass", mutates_args=())
+def _neighbour_mass_op(
+    p: torch.Tensor,
+    token: torch.Tensor,
+    neighbours: torch.Tensor,
+    delta: float | None,
+    lam: float | None,
+    row: torch.Tensor | None,
+) -> torch.Tensor:
+    return neighbour_mass_torch(p, token, neighbours, delta, lam, row)
+
+
+@_neighbour_mass_op.register_kernel("cuda")
+def _neighbour_mass_cuda(p, token, neighbours, delta, lam, row):
+    return neighbour_mass_triton(p, token, neighbours, delta, lam, row)
+
+
+@_neighbour_mass_op.register_fake
+def _neighbour_mass_fake(p, token, neighbours, delta, lam, row):
+    return p.new_empty(token.shape[0], dtype=torch.float32)
+
+
+def neighbour_mass(p, token, neighbours, delta=None, lam=None, row=None):
+    """Mass of the neighbours of each token under its law: (R,) fp32.
+
+    p (R, V), or (any, V) with row (R,) naming the law of each token; token (R,) int; neighbours (V, K) int, nearest
+    first, self excluded; exactly one of delta in [0, 1] and lam >= 1. Raises ValueError or TypeError by argument.
+    """
+    check_tensor("p", p, (None, None), FLOATS)
+    check_tensor("token", token, (None,), INTS, p.device)
+    R, V = token.shape[0], p.shape[1]
+    require(row is not None or p.shape[0] == R, "p", f"{p.shape[0]} rows", f"one row per token ({R})")
+    check_tensor("neighbours", neighbours, (V, None), INTS, p.device)
+    require(neighbours.shape[1] > 0, "neighbours", "no columns", "at least one neighbour per token")
+    require((delta is None) != (lam is None), "delta", f"delta={delta} and lam={lam}", "exactly one of the two")
+    require(delta is None or delta >= 0, "delta", delta, "a mass of at least 0")
+    require(lam is None or lam >= 1, "lam", lam, "a factor of at least 1")
+    if row is not None:
+        check_tensor("row", row, (R,), INTS, p.device)
+    delta, lam = (None if v is None else as_float32(v) for v in (delta, lam))
+    try:
+        return torch.ops.visspec.neighbour_mass(p, token, neighbours, delta, lam, row)
+    except (IndexError, RuntimeError) as error:
+        if "out of" in str(error):
+            raise ValueError(f"token: found an id outside [0, {V}), expected ids of the vocabulary") from error
+        raise
+
+
+def random_case(seed, rows=5, vocabulary=23, k=9, delta=None, lam=None, dtype=torch.float32, indirect=False):
+    """Arguments of `neighbour_mass` for the tests."""
+    g = torch.Generator().manual_seed(seed)
+    p = (torch.randn(rows, vocabulary, generator=g) * 1.5).softmax(-1)
+    neighbours = torch.rand(vocabulary, vocabulary, generator=g).argsort(1)[:, :k]
+    case = {"p": p.to(dtype), "token": torch.randint(vocabulary, (rows,), generator=g), "neighbours": neighbours}
+    if indirect:
+        case["row"] = torch.randint(rows, (rows,), generator=g)
+    return {**case, "delta": delta, "lam": lam}
+
+
+CASES = [
+    {"delta": 0.1},
+    {"lam": 3.0},
+    {"delta": 0.0},
+    {"delta": 2.0},
+    {"delta": 0.3, "k": 300, "vocabulary": 301},
+    {"lam": 5.0, "indirect": True, "dtype": torch.bfloat16},
+]
