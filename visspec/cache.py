@@ -2,7 +2,8 @@
 
 Every layer holds (B, H, S, E) tensors. Row b owns slots [0, length_b); a draft's node n is written at slot
 length_b + n, and `commit` moves the accepted nodes down to the front of that range. Keys are rotated at depth-based
-positions before they are stored, so moving them needs no re-rotation. Shapes: B rows, H heads, S slots, E head size, N nodes, D path.
+positions before they are stored, so moving them needs no re-rotation. Shapes: B rows, H heads, S slots, E head size,
+N nodes, D path.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.models.targets.hf_decoder import HFDecoder, describe
+from visspec.sampling import propose
 from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
 
 VOCABULARY_PADDING = 1024  # models of one family round their vocabulary up differently; the ids in use are the same
