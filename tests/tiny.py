@@ -326,7 +326,9 @@ SHAPES = {  # what is between the pictures: numbers are ordinary ids, "i" a pict
 TEXT_SHAPES = {"one": ["14"], "several": ["25"], "even": ["10", "10"], "ragged": ["19", "12", "3"]}
 
 
-def row_of(name: str, parts: str, generator: torch.Generator) -> tuple[list[int], list[int], dict[str, list[list[int]]]]:
+def row_of(
+    name: str, parts: str, generator: torch.Generator
+) -> tuple[list[int], list[int], dict[str, list[list[int]]]]:
     """Ids, token types, and the grids of the pictures and videos of one prompt."""
     family = FAMILIES[name]
     ids, types = [BOS], [0]
@@ -335,11 +337,15 @@ def row_of(name: str, parts: str, generator: torch.Generator) -> tuple[list[int]
         if part == "i":
             grid = GRIDS[len(grids["image"]) % 3] if family.grid else [1, 4, 4]
             grids["image"].append(grid)
-            block = [VISION_START, *[IMAGE] * (grid[1] * grid[2] // 4), VISION_END] if family.grid else list(family.image)
+            block = (
+                [VISION_START, *[IMAGE] * (grid[1] * grid[2] // 4), VISION_END] if family.grid else list(family.image)
+            )
         elif part == "v":
             grids["video"].append(CLIP)
             frame = [VIDEO] * (CLIP[1] * CLIP[2] // 4)
-            stamped = [i for _ in range(CLIP[0]) for i in [7, VISION_START, *frame, VISION_END]]  # Qwen3-VL: frame by frame
+            stamped = [
+                i for _ in range(CLIP[0]) for i in [7, VISION_START, *frame, VISION_END]
+            ]  # Qwen3-VL: frame by frame
             block = stamped if name == "qwen3_vl" else [VISION_START, *frame * CLIP[0], VISION_END]
         else:
             block = torch.randint(*TEXT_IDS, (int(part),), generator=generator).tolist()

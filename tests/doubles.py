@@ -1,0 +1,174 @@
+"""Drafters for the tests: one that knows the answer, one that errs, one that is hostile, and ways to run a target."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import visspec
+from tests.tiny import FAMILIES, VOCAB, model_of, prompt, shapes
+from visspec import requests
+from visspec import tree as trees
+from visspec.types import ABSENT, Draft, Outcome, Scores, State, Verdict
+
+NEW = 24  # tokens asked for where a test does not say
+
+
+class Double:
+    """A drafter that keeps nothing. Subclasses propose."""
+
+    needs: frozenset[str] = frozenset()
+    levels = 5
+
+    def start(self, state: State, scores: Scores) -> None: ...
+
+    def propose(self, state: State, depth: int) -> Draft:
+        return trees.root(state.pending)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None: ...
+
+    def select(self, state: State, keep: list[int]) -> None: ...
+
+
+class Oracle(Double):
+    """Drafts the known answer of each row, as a chain."""
+
+    def __init__(self, answers: list[list[int]]):
+        self.answers = answers
+
+    def ahead(self, state: State, depth: int) -> list[list[int]]:
+        """The next `depth` tokens of each live row, padded with ABSENT behind the end of the answer."""
+        following = [self.answers[r][len(state.tokens[r]) :][:depth] for r in state.rows]
+        return [f + [ABSENT] * (depth - len(f)) for f in following]
+
+    def propose(self, state: State, depth: int) -> Draft:
+        return trees.chain_draft(state.pending, torch.tensor(self.ahead(state, depth), device=state.pending.device))
+
+
+class TreeOracle(Oracle):
+    """Two children a level below a spine; the spine's node is the right token, or with probability `wrong` another.
+
+    The spine runs through the first or the second child at random, so that accepted paths are not prefixes.
+    """
+
+    def __init__(self, answers: list[list[int]], wrong: float = 0.0, seed: int = 0, per_row: bool = False):
+        super().__init__(answers)
+        self.wrong, self.per_row = wrong, per_row
+        self.random = torch.Generator().manual_seed(seed)
+
+    def _random(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.random)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        rows = len(state.rows)
+        spines, parent = self._random(2, rows if self.per_row else 1, depth).tolist(), []
+        for turns in spines:
+            parent.append([-1])
+            above = 0
+            for level, turn in enumerate(turns):
+                parent[-1] += [above, above]
+                above = 2 * level + 1 + turn
+        tokens = torch.full((rows, 1 + 2 * depth), ABSENT)
+        tokens[:, 1:] = self._random(VOCAB, rows, 2 * depth)
+        right = torch.tensor(self.ahead(state, depth))
+        hit = torch.rand(rows, depth, generator=self.random) >= self.wrong
+        for b in range(rows):
+            for level, turn in enumerate(spines[b % len(spines)]):
+                if hit[b, level]:
+                    tokens[b, 2 * level + 1 + turn] = right[b, level]
+        tokens[:, 0] = state.pending
+        tree = trees.from_parents(torch.tensor(parent), depth) if self.per_row else trees.static(tuple(parent[0]))
+        return Draft(tokens, tree)
+
+
+class Hostile(Double):
+    """Random trees of random shape full of random ids: twins, image ids and absent nodes among them."""
+
+    def __init__(self, seed: int = 0):
+        self.random = torch.Generator().manual_seed(seed)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        parent, below = [-1], [0]
+        for n in range(1, 2 + int(torch.randint(9, (), generator=self.random))):
+            above = int(torch.randint(n, (), generator=self.random))
+            if below[above] == depth:
+                above = 0
+            parent.append(above)
+            below.append(below[above] + 1)
+        few = 6  # ids from a small set collide with the target's choice often enough
+        tokens = torch.randint(-1, few, (len(state.rows), len(parent)), generator=self.random)
+        tokens = torch.where(tokens < few - 1, tokens, torch.randint(VOCAB, tokens.shape, generator=self.random))
+        tokens[:, 0] = state.pending
+        return Draft(tokens, trees.static(tuple(parent)))
+
+
+class Grower(TreeOracle):
+    """Trees grown best-first from noisy laws that favour the right token: every row has its own shape."""
+
+    def propose(self, state: State, depth: int) -> Draft:
+        growing = trees.Growing(state.pending, width=3)
+        right, rows = torch.tensor(self.ahead(state, depth)), len(state.rows)
+        for level in range(depth):
+            width = growing.frontier_index.shape[1]
+            logits = torch.randn(rows, width, VOCAB, generator=self.random)
+            logits.scatter_add_(
+                2,
+                right[:, level, None, None].clamp(min=0).expand(rows, width, 1),
+                torch.tensor(3.0).expand(rows, width, 1),
+            )  # noqa: E501
+            growing.grow(logits.log_softmax(-1))
+        return growing.finish(nodes=8)
+
+
+def new_tokens(output: Any, inputs: dict[str, Tensor]) -> list[list[int]]:
+    sequences = output if isinstance(output, Tensor) else output.sequences
+    return sequences[:, inputs["input_ids"].shape[1] :].tolist()
+
+
+@functools.cache
+def stock(name: str, shape: str, new: int = NEW) -> list[list[int]]:
+    """Greedy output of transformers' own generate."""
+    inputs = prompt(name, shapes(name)[shape])
+    return new_tokens(model_of(name).generate(**inputs, max_new_tokens=new, do_sample=False), inputs)
+
+
+def fast(name: str, drafter: Any, **options) -> visspec.api.Accelerated:
+    return visspec.accelerate(model_of(name), drafter, **{"adaptive": False, **options})
+
+
+def opened(name: str, rows: list[str], seed: int = 0):
+    """Target, state and scores of a request after its prefill and first token."""
+    from visspec.accept.exact import Exact
+    from visspec.engine import open_request
+    from visspec.models.targets.hf_decoder import HFDecoder
+
+    target, kept = HFDecoder(model_of(name)), []
+
+    def take(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        with torch.inference_mode():
+            kept.extend(open_request(target, Exact(), request))
+        return input_ids
+
+    model_of(name).generate(**prompt(name, rows, seed), custom_generate=take, max_new_tokens=200, do_sample=False)
+    return target, *kept
+
+
+def forced(name: str, rows: list[str], tokens_BT: list[list[int]], seed: int = 0) -> Tensor:
+    """Stock logits (B, T + 1, V) after the prompt and after each of the given tokens: generate, led by the hand."""
+    inputs = prompt(name, rows, seed)
+    length, steps = inputs["input_ids"].shape[1], len(tokens_BT[0])
+
+    def lead(row: int, ids: Tensor) -> list[int]:
+        at = ids.shape[0] - length
+        return [tokens_BT[row][at] if at < steps else 0]
+
+    output = model_of(name).generate(
+        **inputs, max_new_tokens=steps + 1, do_sample=False, prefix_allowed_tokens_fn=lead,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    assert FAMILIES[name] and len(output.logits) == steps + 1
+    return torch.stack(output.logits, dim=1)

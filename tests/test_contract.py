@@ -1,0 +1,212 @@
+"""The contract of every stock family: trees, commits, greedy identity, seeds. Equality is asserted in float32."""
+
+import pytest
+import torch
+
+import visspec
+from tests.doubles import (
+    NEW,
+    Double,
+    Grower,
+    Hostile,
+    Oracle,
+    TreeOracle,
+    fast,
+    forced,
+    new_tokens,
+    opened,
+    stock,
+)
+from tests.tiny import FAMILIES, IMAGE, VIDEO, VIDEOS, VISUAL, model_of, prompt, shapes, single_row
+from visspec import tree as trees
+from visspec.engine import settle
+from visspec.types import Draft, Verdict
+
+BRANCHING = (-1, 0, 0, 1, 1, 3, 2, 5)
+CASES = [(name, shape) for name in FAMILIES for shape in shapes(name)]
+each_case = pytest.mark.parametrize("name,shape", CASES, ids=[f"{n}-{s}" for n, s in CASES])
+each_family = pytest.mark.parametrize("name", FAMILIES)
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # logits have a spread of 3 and more; measured differences are below 2e-5
+
+
+def random_draft(state, parent=BRANCHING, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(5, 88, (len(state.rows), len(parent)), generator=generator)
+    tokens[:, 0] = state.pending
+    return Draft(tokens, trees.static(parent))
+
+
+def path_to(parent, node):
+    path = [node]
+    while parent[path[0]] >= 0:
+        path.insert(0, parent[path[0]])
+    return path
+
+
+def check_against_stock(name, rows, state, draft, scores, parent, leaves):
+    """Every node on the way to `leaves` must score as stock decoding of that path alone."""
+    for leaf in leaves:
+        path = path_to(parent, leaf)
+        gained = [state.tokens[b] + draft.tokens[b, path[1:]].tolist() for b in range(len(rows))]
+        alone = forced(name, rows, gained)
+        torch.testing.assert_close(scores.logits[:, path], alone[:, -len(path) :], **CLOSE)
+
+
+def commit(target, state, draft, scores, paths):
+    """Take these paths, whatever the target thinks of them, and a next token of our own."""
+    width = max(map(len, paths))
+    path = torch.tensor([p + [-1] * (width - len(p)) for p in paths])
+    following = torch.arange(20, 20 + len(paths))
+    outcome = settle(state, draft, scores, Verdict(path, torch.tensor([len(p) for p in paths]), following))
+    target.commit(state, draft, outcome)
+
+
+@each_case
+@torch.inference_mode()
+def test_tree_rows_equal_paths_and_commit_equals_prefill(name, shape):
+    """A branching tree scores like each of its paths alone, also after commits of paths that are no prefixes."""
+    rows = shapes(name)[shape]
+    target, state, _ = opened(name, rows)
+    draft = random_draft(state)
+    scores = target.verify(state, draft)
+    check_against_stock(name, rows, state, draft, scores, BRANCHING, leaves=(4, 6, 7))
+    commit(
+        target, state, draft, scores, [[0, 1, 3, 5], [0, 2], [0, 2, 6]][: len(rows)] if len(rows) > 1 else [[0, 2, 6]]
+    )
+    slots = state.cache.slots
+    assert slots.lengths == [state.request.prompt.shape[1] + len(t) - 1 for t in state.tokens]
+    short = min(map(len, state.tokens))
+    if len(set(map(len, state.tokens))) > 1:  # rows of different length: compare each by itself
+        draft = random_draft(state, seed=1)
+        scores = target.verify(state, draft)
+        for b, tokens in enumerate(state.tokens):
+            gained = [tokens + draft.tokens[b, [1, 3, 5, 7]].tolist()] * len(rows)
+            torch.testing.assert_close(scores.logits[b, [0, 1, 3, 5, 7]], forced(name, rows, gained)[b, -5:], **CLOSE)
+        return
+    draft = random_draft(state, seed=1)
+    assert short == len(state.tokens[0])
+    check_against_stock(name, rows, state, draft, target.verify(state, draft), BRANCHING, leaves=(4, 6, 7))
+
+
+def drafters(name, shape):
+    answers = stock(name, shape)
+    return {
+        "none": None,
+        "ngram": "ngram",
+        "oracle": Oracle(answers),
+        "tree": TreeOracle(answers, wrong=0.4),
+        "tree_per_row": TreeOracle(answers, wrong=0.4, per_row=True),
+        "grown": Grower(answers),
+        "hostile": Hostile(),
+    }
+
+
+@each_case
+def test_greedy_equals_stock(name, shape):
+    """Whatever is drafted, the output is that of transformers' generate; good drafts save passes."""
+    inputs = prompt(name, shapes(name)[shape])
+    expected = stock(name, shape)
+    for kind, drafter in drafters(name, shape).items():
+        model = fast(name, drafter)
+        output = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        assert new_tokens(output, inputs) == expected, kind
+        assert model.last_stats.faults == 0, kind
+        if kind == "oracle":
+            content = max(sum(token in (IMAGE, VIDEO) for token in row) for row in expected)  # never drafted
+            assert model.last_stats.rounds <= (NEW - 1 + 5) // 6 + content, "an oracle must be accepted whole"
+        if kind in ("tree", "tree_per_row", "grown"):
+            assert model.last_stats.tau > 1.2, f"{kind}: trees must be accepted in part"
+
+
+@each_family
+def test_adaptive_pace_does_not_change_the_output(name):
+    inputs = prompt(name, shapes(name)["ragged"])
+    model = fast(name, Hostile(), adaptive=True)
+    assert new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == stock(name, "ragged")
+
+
+@each_family
+def test_rows_do_not_depend_on_their_batch(name):
+    """A row of a ragged batch decodes as it does alone, greedy and sampled, drafted and not."""
+    rows = shapes(name)["ragged"]
+    inputs = prompt(name, rows)
+    sampling = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": NEW}
+    expected = new_tokens(fast(name, None).generate(**inputs, **sampling, seed=[11, 12, 13]), inputs)
+    assert expected != stock(name, "ragged")
+    for drafter in (None, "ngram", TreeOracle(expected, wrong=0.3), Hostile()):
+        assert new_tokens(fast(name, drafter).generate(**inputs, **sampling, seed=[11, 12, 13]), inputs) == expected
+    for b in range(len(rows)):
+        alone = single_row(name, rows, inputs, b)
+        drafter = TreeOracle([expected[b]], wrong=0.3)
+        assert new_tokens(fast(name, drafter).generate(**alone, **sampling, seed=[11 + b]), alone) == [expected[b]]
+
+
+class Intruder(Oracle):
+    """Runs another request on the same model between any two passes."""
+
+    def __init__(self, answers, model, other):
+        super().__init__(answers)
+        self.model, self.other, self.visits = model, other, 0
+
+    def propose(self, state, depth):
+        self.visits += 1
+        self.model.generate(**self.other, max_new_tokens=2, do_sample=False)
+        return super().propose(state, min(depth, 2))
+
+
+@pytest.mark.parametrize("name", VISUAL)
+def test_interleaved_requests(name):
+    """M-RoPE families keep the newest request's delta on the module: ours must be the request's own."""
+    inputs, other = prompt(name, shapes(name)["one"]), prompt(name, shapes(name)["several"], seed=5)
+    intruder = Intruder(stock(name, "one"), model_of(name), other)
+    model = fast(name, intruder)
+    assert new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == stock(name, "one")
+    assert intruder.visits >= 5 and model.last_stats.faults == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "llava", "qwen2_5_vl", "gemma3", "paligemma", "smolvlm"])
+def test_eager_attention(name):
+    model = FAMILIES[name].make()
+    model.set_attn_implementation("eager")
+    for shape in ("one", "ragged"):
+        inputs = prompt(name, shapes(name)[shape])
+        expected = new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
+        drafter = TreeOracle(expected, wrong=0.4)
+        output = visspec.accelerate(model, drafter, adaptive=False).generate(
+            **inputs, max_new_tokens=NEW, do_sample=False
+        )
+        assert new_tokens(output, inputs) == expected
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+def test_video_reaches_the_answer(name):
+    """Control of the fixtures: another video, another answer."""
+    answers = []
+    for seed in (0, 1):
+        inputs = prompt(name, shapes(name)["video"])
+        inputs["pixel_values_videos"] = prompt(name, shapes(name)["video"], seed)["pixel_values_videos"]
+        output = model_of(name).generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        answers.append(new_tokens(output, inputs))
+    assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("name", VISUAL)
+def test_pictures_reach_the_answer(name):
+    """Control of the fixtures: other pictures, another answer."""
+    inputs = prompt(name, shapes(name)["several"])
+    inputs["pixel_values"] = prompt(name, shapes(name)["several"], seed=1)["pixel_values"]
+    output = model_of(name).generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert new_tokens(output, inputs) != stock(name, "several")
+
+
+@each_family
+def test_answers_vary(name):
+    """Control of the fixtures: a model that repeats one token would hide most faults."""
+    assert max(len(set(row)) for shape in ("several", "ragged") for row in stock(name, shape)) >= 8
+
+
+def test_a_silent_drafter_is_plain_decoding():
+    inputs = prompt("llama", ["9"])
+    model = fast("llama", Double())
+    model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert model.last_stats.tau == 1.0 and model.last_stats.rounds == NEW - 1
