@@ -1,4 +1,4 @@
-"""The parts of the captioner: word-level tokenizer, processor, stock LLaVA model, and its accuracy on held-out scenes."""
+"""The captioner's parts: word-level tokenizer, processor, stock LLaVA model; its accuracy on held-out scenes."""
 
 import time
 from pathlib import Path
@@ -38,7 +38,7 @@ TEXT = {
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word or mark, lower-cased; decoding joins words with spaces and sets marks against the word before."""
+    """One token a word or mark, lower-cased; decoding joins by spaces, marks stick to the word before."""
     names = [PAD, BOS, EOS, UNK, IMAGE, "user", "assistant", ":", *vocabulary()]
     table = {name: i for i, name in enumerate(names)}
     core = Tokenizer(models.WordLevel(table, unk_token=UNK))

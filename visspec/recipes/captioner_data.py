@@ -18,6 +18,7 @@ from visspec.recipes.captioner_vision import SIDE
 IMAGE_TOKENS = SIDE * SIDE
 FIRST_SEED = 1 << 28  # scenes the vision stage has not seen, still below the held-out ones
 QUESTION_SHARE = 1 / 8
+GROUP = 4  # batches drawn and sorted together
 FACT_WEIGHT = 3.0  # words that must be read from the image weigh more than the sentences around them
 _FACT_WORDS = {*CLASSES, *COLOURS, *SIZES, *GROUNDS, *NUMBERS, "top", "bottom", "left", "right", "centre", "middle"}
 
@@ -45,6 +46,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self.table = tokenizer.get_vocab()
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self.first_image = 3  # after "<s> user :"
         self.prefix = self._ids("<s> user :") + [self.table["<image>"]] * IMAGE_TOKENS
 
     def _ids(self, text: str) -> list[int]:
@@ -60,19 +62,22 @@ class Encoder:
             weight += [0.0] * len(asked) + [FACT_WEIGHT if w in _FACT_WORDS else 1.0 for w in said] + [1.0]
         return ids, weight
 
-    def batches(self, step: int, rows: int, group: int = 4, pairs: str = "any") -> list[Batch]:
-        """`group` batches of `rows` fresh rows, sorted by length to save padding; a pure function of `step`."""
+    def batches(self, step: int, rows: int, rank: int = 0, workers: int = 1) -> list[Batch]:
+        """This worker's next GROUP batches of `rows` fresh rows; a pure function of the arguments.
+
+        Rows are sorted by length, to save padding and to give all workers equally long rows at the same step.
+        """
         rng = np.random.default_rng(FIRST_SEED + step)
-        scenes = [scene_from_seed(FIRST_SEED + step * rows + i, pairs) for i in range(rows * group)]
+        share = rows * workers
+        scenes = [scene_from_seed(FIRST_SEED + step * share + i) for i in range(share * GROUP)]
         coded = [(scene, *self.row(_turns(scene, rng))) for scene in scenes]
         coded.sort(key=lambda item: len(item[1]))
-        out = []
-        for i in rng.permutation(group):
-            part = coded[i * rows : (i + 1) * rows]
-            length = -(-max(len(ids) for _, ids, _ in part) // 16) * 16  # multiples of 16: few distinct shapes
-            ids = np.full((rows, length), self.pad, np.int64)
-            weight = np.zeros((rows, length), np.float32)
-            for row, (_, row_ids, row_weight) in enumerate(part):
-                ids[row, : len(row_ids)], weight[row, : len(row_ids)] = row_ids, row_weight
-            out.append(Batch([scene for scene, _, _ in part], torch.from_numpy(ids), torch.from_numpy(weight)))
-        return out
+        return [self._pad(coded[i * share : (i + 1) * share][rank::workers]) for i in rng.permutation(GROUP)]
+
+    def _pad(self, coded: list[tuple[Scene, list[int], list[float]]]) -> Batch:
+        length = max(len(ids) for _, ids, _ in coded)
+        ids = np.full((len(coded), length), self.pad, np.int64)
+        weight = np.zeros((len(coded), length), np.float32)
+        for row, (_, row_ids, row_weight) in enumerate(coded):
+            ids[row, : len(row_ids)], weight[row, : len(row_ids)] = row_ids, row_weight
+        return Batch([scene for scene, _, _ in coded], torch.from_numpy(ids), torch.from_numpy(weight))
