@@ -8,6 +8,8 @@ _PUBLIC = {
     "accelerate": "visspec.api",
     "speculative": "visspec.api",
     "Exact": "visspec.accept.exact",
+    "Rejection": "visspec.accept.rejection",
+    "Typical": "visspec.accept.typical",
     "Sampling": "visspec.types",
     "Stats": "visspec.stats",
 }

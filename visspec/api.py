@@ -22,15 +22,17 @@ def accelerate(
     acceptance: str | Acceptance = "exact",
     levels: int | None = None,
     adaptive: bool = True,
+    tokenizer: Any = None,
 ) -> Accelerated:
     """Make a loaded transformers model generate several tokens a pass. The model itself is not changed.
 
     drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None.
     acceptance: "exact" (default), "typical:epsilon=0.3", ..., or a rule. levels: how deep to draft at most.
     adaptive: draft less, or not at all, where that is measured to be faster.
+    tokenizer: for `last_stats`, so that it can show text.
     Raises ValueError in one sentence when the model can't be verified or the drafter was made for another target.
     """
-    return Accelerated(model, drafter, acceptance, levels, adaptive)
+    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer)
 
 
 def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculative:
@@ -41,8 +43,8 @@ def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculati
 class Accelerated:
     """A model with a faster `generate`. Anything else is the model's own: attributes are passed through."""
 
-    def __init__(self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True):
-        self.model = model
+    def __init__(self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None):
+        self.model, self.tokenizer = model, tokenizer
         self.rule: Acceptance = zoo.acceptance(acceptance) if isinstance(acceptance, str) else acceptance
         inner, self.name = zoo.drafter(drafter, model)
         needs = inner.needs if inner is not None else frozenset()
@@ -90,7 +92,7 @@ class _Run:
             fast.drafter.finish(state)
         if self.streamer is not None:
             self.streamer.end()
-        fast.last_state, fast.last_stats = state, Stats.of(state, fast.name, fast.rule)
+        fast.last_state, fast.last_stats = state, Stats.of(state, fast.name, fast.rule, fast.tokenizer)
         return requests.package(state, input_ids, generation_config)
 
 

@@ -80,20 +80,8 @@ def caption_files(
 def _caption_batch(fast: Accelerated, processor, opened, request: str, generate: dict[str, Any]):
     inputs = prepare(processor, [image for _, image in opened], request, fast.model.device, fast.model.dtype)
     fast.generate(**inputs, **generate)
-    state, tokenizer = fast.last_state, processor.tokenizer
-    fast.last_stats.pieces = [text_pieces(tokenizer, t, o) for t, o in zip(state.tokens, state.trace.origin)]
     done = {}
-    for (path, _), tokens, pieces in zip(opened, state.tokens, fast.last_stats.pieces):
-        text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    for (path, _), tokens, pieces in zip(opened, fast.last_state.tokens, fast.last_stats.pieces):
+        text = processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
         done[path] = Caption(path, text, len(tokens), pieces=tuple(pieces))
     return done, fast.last_stats
-
-
-def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[str, str]]:
-    """Each token's share of the decoded text, with its origin: the text grows by that much when the token is added."""
-    pieces, before = [], ""
-    for end, kind in enumerate(origin, start=1):
-        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        pieces.append((text[len(before) :] if text.startswith(before) else text[len(before) - 1 :], kind))
-        before = text
-    return pieces

@@ -127,7 +127,8 @@ def load(arguments) -> tuple[Any, Any, Any]:
         trust_remote_code=arguments.trust_remote_code,
     )
     drafter = arguments.drafter or ("ngram" if arguments.model else "vispec")
-    return accelerate(model, drafter, acceptance=arguments.acceptance), processor, drafter
+    fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
+    return fast, processor, drafter
 
 
 def decode_options(arguments) -> dict[str, Any]:

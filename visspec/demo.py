@@ -15,7 +15,7 @@ from rich.text import Text
 
 from visspec import targets
 from visspec.api import accelerate
-from visspec.captioning import PROMPT, prepare, text_pieces
+from visspec.captioning import PROMPT, prepare
 from visspec.eval.speed import geometric_mean
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
@@ -34,7 +34,7 @@ def run(count: int, out: Path) -> int:
     """Caption `count` held-out scenes both ways, print and write out/index.html. Returns 0 when all words are equal."""
     console = Console()
     model, processor = targets.load()
-    fast = accelerate(model, "vispec")
+    fast = accelerate(model, "vispec", tokenizer=processor.tokenizer)
     options = {"max_new_tokens": 128, "do_sample": False}
     images = [to_image(scene_from_seed(HELD_OUT_SEED + 500 + i)) for i in range(count)]
     inputs = [prepare(processor, [image], PROMPT, model.device, model.dtype) for image in images]
@@ -51,8 +51,7 @@ def run(count: int, out: Path) -> int:
         same = torch.equal(stock, ours)
         equal += same
         ratios.append((middle - start) / (end - middle))
-        stats, state = fast.last_stats, fast.last_state
-        pieces = text_pieces(processor.tokenizer, state.tokens[0], state.trace.origin[0])
+        stats, pieces = fast.last_stats, fast.last_stats.pieces[0]
         console.print(f"[bold]scene {i + 1}[/bold] ", _rich(pieces), "\n")
         view.add_row(
             str(i + 1), f"{1e3 * (middle - start):.0f} ms", f"{1e3 * (end - middle):.0f} ms",

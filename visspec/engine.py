@@ -28,7 +28,7 @@ def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request:
         with trace.stage("draft_prefill"):
             drafter.start(state, scores)
     while state.live:
-        depth = pace.depth(state) if drafter is not None else 0
+        depth = pace.depth(state) if drafter is not None and state.drafting else 0
         with trace.stage("draft"):
             draft = drafter.propose(state, depth) if depth else trees.root(state.pending)
         with trace.stage("verify"):

@@ -29,30 +29,25 @@ class Guarded:
         self.allowed = torch.ones(self.vocab, dtype=torch.bool, device=device)
         banned = [i for i in capabilities.never_drafted if 0 <= i < self.vocab]
         self.allowed[banned] = False
-        self.broken = False
         self.warned = False
-        self.refused = torch.zeros((), dtype=torch.long, device=device)  # bad nodes of this request, on the device
 
     def start(self, state: State, scores: Scores) -> None:
-        self.broken = False
-        self.refused.zero_()
+        state.refused = torch.zeros((), dtype=torch.long, device=self.allowed.device)
         self._try(state, self.inner.start, state, scores)
 
     def propose(self, state: State, depth: int) -> Draft:
-        draft = None if self.broken else self._try(state, self._checked, state, depth)
+        draft = self._try(state, self._checked, state, depth)
         return trees.root(state.pending) if draft is None else draft
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        if not self.broken:
-            self._try(state, self.inner.observe, state, draft, scores, verdict, outcome)
+        self._try(state, self.inner.observe, state, draft, scores, verdict, outcome)
 
     def select(self, state: State, keep: list[int]) -> None:
-        if not self.broken:
-            self._try(state, self.inner.select, state, keep)
+        self._try(state, self.inner.select, state, keep)
 
     def finish(self, state: State) -> None:
         """After the request: count the refused nodes, and warn of the first."""
-        refused = int(self.refused)
+        refused = 0 if state.refused is None else int(state.refused)
         state.trace.faults += refused
         if refused:
             self._warn(f"{refused} drafted nodes had an id or a law that can't be")
@@ -64,11 +59,12 @@ class Guarded:
             warnings.warn(f"drafter {name}: {what}; decoding goes on without it", RuntimeWarning, stacklevel=3)
 
     def _try(self, state: State, call, *args):
+        if not state.drafting:
+            return None  # it has failed before in this request
         try:
             return call(*args)
         except Exception as error:
-            self.broken = True
-            state.memory = None
+            state.drafting, state.memory = False, None  # frees what an out-of-memory drafter holds
             state.trace.faults += 1
             self._warn(f"{type(error).__name__}: {error}")
             return None
@@ -98,7 +94,7 @@ class Guarded:
             lawful = _lawful(q, tokens)
             wrong |= ~lawful & (tokens != ABSENT)
             tokens, q = torch.where(lawful, tokens, ABSENT), torch.where(lawful[..., None], q, 0.0)
-        self.refused += wrong[:, 1:].sum()
+        state.refused += wrong[:, 1:].sum()
         tokens = torch.cat([state.pending[:, None], tokens[:, 1:]], dim=1)
         return Draft(tokens, draft.tree, q)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from visspec.types import State
@@ -36,14 +35,13 @@ class Stats:
     pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
 
     @classmethod
-    def of(cls, state: State, drafter: str, rule, decode: Callable[[int], str] | None = None) -> Stats:
-        """From a finished state. `decode` turns an id into text (default: the id itself)."""
+    def of(cls, state: State, drafter: str, rule, tokenizer=None) -> Stats:
+        """From a finished state. With a tokenizer the pieces are text, else ids."""
         trace = state.trace
         passes = sum(len(gained) for _, gained in trace.rounds)
         gained = sum(sum(g) for _, g in trace.rounds)
         tokens = sum(map(len, state.tokens))
         drift = 0.0 if state.drift is None else float(state.drift.sum())
-        show = decode or (lambda i: f" {i}")
         return cls(
             tokens=tokens,
             rounds=len(trace.rounds),
@@ -57,7 +55,7 @@ class Stats:
             drift_per_token=drift / max(tokens, 1),
             faults=trace.faults,
             gave_up=trace.gave_up,
-            pieces=[[(show(t), o) for t, o in zip(row, origin)] for row, origin in zip(state.tokens, trace.origin)],
+            pieces=[text_pieces(tokenizer, row, origin) for row, origin in zip(state.tokens, trace.origin)],
         )
 
     def __str__(self) -> str:
@@ -80,6 +78,19 @@ class Stats:
         legend = " · ".join(f'<b style="color:{COLOURS[o]}">{MEANING[o]}</b>' for o in COLOURS)
         rows = "".join(f"<p>{coloured(row)}</p>" for row in self.pieces)
         return f'<div style="font-family:sans-serif">{rows}<p>{legend}</p><pre>{html.escape(str(self))}</pre></div>'
+
+
+def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[str, str]]:
+    """Each token's share of the decoded text, with its origin: what the text grows by when the token is added."""
+    if tokenizer is None:
+        return [(f" {token}", kind) for token, kind in zip(tokens, origin)]
+    pieces, before = [], ""
+    for end, kind in enumerate(origin, start=1):
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        shared = len(before) if text.startswith(before) else len(before) - 1
+        pieces.append((text[shared:], kind))
+        before = text
+    return pieces
 
 
 def coloured(pieces: list[tuple[str, str]]) -> str:

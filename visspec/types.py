@@ -153,7 +153,9 @@ class State:
     laws: list[list[Tensor]] = field(default_factory=list)  # with keep_logits: (V,) for every emitted token
     finished: set[int] = field(default_factory=set)  # original rows that met a stop
     drift: Tensor | None = None  # (original rows,) summed drift, on the device
-    memory: Any = None  # the drafter's per-request state; has select(index) where rows can leave
+    memory: Any = None  # the drafter's per-request state
+    drafting: bool = True  # false once the drafter has failed in this request
+    refused: Tensor | None = None  # () count of drafted nodes that could not be, on the device
     trace: Trace = field(default_factory=Trace)
 
     @property

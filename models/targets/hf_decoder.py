@@ -6,6 +6,7 @@ configuration once (`describe`). Shapes: B rows, L prompt, N nodes, S slots, V v
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -152,15 +153,17 @@ def _last_position(positions: Tensor) -> Tensor:
 
 def _recorder(seen: dict[str, Any]):
     """A pre-hook that keeps the text decoder's keyword arguments: merged embeddings and positions of any family."""
+    caller = threading.get_ident()
 
     def hook(module, args, kwargs):
-        seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
+        if threading.get_ident() == caller:  # another thread's prefill on the same model is not ours to see
+            seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
 
     return hook
 
 
 def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tensor:
-    """Sliding windows, (B, N, extent) bool: a node sees what lies less than `window` tokens above it on its own path."""
+    """Sliding windows, (B, N, extent) bool: a node sees what lies less than `window` tokens above it on its path."""
     length_B = torch.tensor(lengths, device=depth.device)
     rows, size = len(lengths), depth.shape[-1]
     depth_BN = depth.expand(rows, size)
