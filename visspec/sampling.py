@@ -36,7 +36,7 @@ class Noise:
         if self.kind == "uniform":
             return u
         tiny = torch.finfo(u.dtype).tiny
-        return -torch.log(-torch.log(u.clamp_(min=tiny)).clamp_(min=tiny))
+        return -torch.log((-torch.log(u.clamp_(min=tiny))).clamp_(min=tiny))
 
     def window(self, positions: int) -> Tensor:
         """(B, positions, width): the numbers of each row's next positions. Peeking does not consume them."""
