@@ -1,0 +1,120 @@
+"""What GenEval asks of a detector and of a colour classifier, and the shape world's answer to both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from PIL import Image
+
+from visspec.eval.world.detector import OFF_PALETTE, ShapeDetector
+
+UNKNOWN = "unknown"  # the colour of an object whose colour is none of the ten
+
+
+@dataclass(frozen=True)
+class Detection:
+    """One object: label, score 0..1, box (x0, y0, x1, y1) in pixels, mask bool (height, width), colour if known."""
+
+    label: str
+    score: float
+    box: tuple[float, float, float, float]
+    mask: np.ndarray | None = field(default=None, repr=False, compare=False)
+    colour: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A detector's answer for one image; a non-empty `refused` says why the image fails whatever was found."""
+
+    detections: tuple[Detection, ...]
+    refused: str = ""
+
+
+class Detector(Protocol):
+    """`closed_set` tells whether every class was looked for, not only the prompt's; only then is `strict` defined.
+
+    `fingerprint` identifies weights and settings. `original` is True for GenEval's own detector alone.
+    """
+
+    name: str
+    fingerprint: str
+    closed_set: bool
+    original: bool
+    max_overlap: float  # boxes of one class overlapping more than this are merged; 1.0 keeps all
+
+    def threshold(self, tag: str) -> float:
+        """Scores must exceed this for a task."""
+
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+        """Objects of the given classes in an RGB image (a closed-set detector may return others too)."""
+
+
+class ColourClassifier(Protocol):
+    """Names the colour of detected objects; `original` is True for GenEval's own classifier alone."""
+
+    name: str
+    fingerprint: str
+    original: bool
+
+    def classify(self, image: Image.Image, detections: Sequence[Detection], label: str) -> list[str]:
+        """A colour word for each detection of one class."""
+
+
+def digest(*parts: object) -> str:
+    """Short stable hash of printable settings."""
+    return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def file_digest(path: str | Path, algorithm: str = "sha256") -> str:
+    """Hex digest of a file's bytes, read in pieces."""
+    import hashlib
+
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+class ShapeWorldDetector:
+    """The exact detector of the shape world behind GenEval's interface; it sees all eight classes and their colours."""
+
+    name = "shapes"
+    closed_set = True
+    original = False
+    max_overlap = 1.0
+
+    def __init__(self, detector: ShapeDetector | None = None):
+        self.detector = detector or ShapeDetector()
+        d = self.detector
+        self.fingerprint = digest("shapes-1", d.min_radius, d.max_radius, d.score, d.max_unexplained)
+
+    def threshold(self, tag: str) -> float:
+        """The same for all tasks; `ShapeDetector.score` has already been applied."""
+        return 0.0
+
+    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> Found:
+        """Every shape of the image; refused when too many pixels stay unexplained."""
+        seen = self.detector.analyse(image)
+        detections = tuple(
+            Detection(s.label, s.score, s.box, mask > 0.5, s.colour if s.off_palette < OFF_PALETTE else UNKNOWN)
+            for s, mask in zip(seen.shapes, seen.coverage)
+        )
+        refused = ""
+        if seen.unexplained > self.detector.max_unexplained:
+            refused = (
+                f"{seen.unexplained:.1%} of the pixels are unexplained, more than {self.detector.max_unexplained:.1%}"
+            )
+        return Found(detections, refused)
+
+
+class DetectedColours:
+    """Colours the detector itself measured."""
+
+    name = "detected"
+    fingerprint = "detected-1"
+    original = False
+
+    def classify(self, image: Image.Image, detections: Sequence[Detection], label: str) -> list[str]:
+        """The detections' own colours."""
+        return [d.colour or UNKNOWN for d in detections]

@@ -1,0 +1,300 @@
+"""The suite, its grammar, the lattice tier and the exact detector on clean renders."""
+
+import json
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from visspec.eval.detection import DetectedColours, Detection, Found, ShapeWorldDetector
+from visspec.eval.geneval import judge, kept, strictly
+from visspec.eval.world import lattice, suite
+from visspec.eval.world.components import components
+from visspec.eval.world.detector import Analysis, ShapeDetector, _moments, noise_level
+from visspec.eval.world.palette import GROUNDS
+from visspec.eval.world.render import render
+from visspec.eval.world.scene import Scene, Shape, scene_from_seed
+
+ROWS = suite.suite()
+
+
+def agrees(seen: Analysis, scene: Scene, side: int) -> bool:
+    """Whether detections and shapes match one to one: class, colour, centre and radius within a pixel."""
+    left = list(scene.shapes)
+    for found in seen.shapes:
+        match = next(
+            (k for k in left if (k.kind, k.colour) == (found.label, found.colour) and near(k, found, side)), None
+        )
+        if match is None:
+            return False
+        left.remove(match)
+    return not left
+
+
+def near(shape, found, side: int) -> bool:
+    offsets = (shape.x * side - found.x, shape.y * side - found.y, shape.radius * side - found.radius)
+    return max(abs(v) for v in offsets) <= 1
+
+
+def truth(scene: Scene, side: int, seen: tuple[Detection, ...] = ()) -> dict[str, list[Detection]]:
+    """The scene itself as GenEval's objects, ranked as the detections in the same places are (else all equal)."""
+    found = []
+    for s in scene.shapes:
+        x0, y0, x1, y1 = (v * s.radius for v in _moments(s.kind)[2])
+        box = ((s.x + x0) * side, (s.y + y0) * side, (s.x + x1) * side, (s.y + y1) * side)
+        rank = min(seen, key=lambda d: abs(d.box[0] - box[0]) + abs(d.box[1] - box[1])).score if seen else 1.0
+        found.append(Detection(s.kind, rank, box, None, s.colour))
+    return kept(Found(tuple(found)), 0.0)
+
+
+# --- suite and grammar ---
+
+
+def test_suite_is_fixed_and_balanced():
+    assert Counter(row["tag"] for row in ROWS) == suite.SIZES and len(ROWS) == 368
+    assert len({row["prompt"] for row in ROWS}) == 368
+    digest = suite_digest()
+    assert digest == "524a5cc9902edbe5"
+
+
+def suite_digest() -> str:
+    from hashlib import blake2b
+
+    return blake2b(json.dumps(ROWS).encode(), digest_size=8).hexdigest()
+
+
+def test_splits_partition_the_suite_and_only_the_held_out_names_a_held_out_pair():
+    train, held = suite.suite("train"), suite.suite("held_out")
+    assert len(train) + len(held) == 368 and not {r["prompt"] for r in train} & {r["prompt"] for r in held}
+    assert sum(row["tag"] == "colors" for row in held) == 8
+    assert all({"colors", "color_attr"} >= {row["tag"]} for row in held)
+    rng = np.random.default_rng(0)
+    assert not any(suite.held_out(suite.sample_prompt(rng, "train")) for _ in range(300))
+    with pytest.raises(ValueError, match="split"):
+        suite.suite("test")
+
+
+@pytest.mark.parametrize("tag", suite.TASKS)
+def test_every_prompt_is_read_back_and_uses_the_vocabulary(tag: str):
+    rows = list(suite.every(tag))
+    expected = {"position": 224, "color_attr": 5040}.get(tag, suite.SIZES[tag])
+    assert len(rows) == expected
+    words = set(suite.vocabulary())
+    for row in rows:
+        assert suite.parse(row["prompt"]) == row
+        assert set(row["prompt"].split()) <= words
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "a photo of a red circle and a square",  # colour of one only
+        "a photo of a circle and a circle",
+        "a photo of a orange circle",
+        "a photo of two circle",
+        "a photo of a dog",
+        "a photo of a red circle above a bar",
+        "<b>a photo of a circle</b>",
+        "",
+    ],
+)
+def test_other_sentences_are_refused(prompt: str):
+    with pytest.raises(ValueError, match="not a sentence"):
+        suite.parse(prompt)
+
+
+def test_files_have_the_original_format(tmp_path):
+    suite.write_suite(tmp_path)
+    lines = (tmp_path / "evaluation_metadata.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == ROWS
+    assert (tmp_path / "object_names.txt").read_text().split() == list(suite.CLASSES)
+    counting = next(row for row in ROWS if row["tag"] == "counting")
+    assert counting["exclude"][0]["count"] == counting["include"][0]["count"] + 1
+
+
+def test_scenes_show_what_the_prompt_asks_for():
+    """Ground truth of both tiers satisfies its own prompt under GenEval's rules, for the whole suite."""
+    rng = np.random.default_rng(1)
+    for row in ROWS:
+        for scene, side in ((lattice.sample_scene(row, rng), 64), (suite.free_scene(row, rng), 96)):
+            assert judge(None, truth(scene, side), row, DetectedColours())[0], (row["prompt"], scene)
+
+
+# --- lattice tier ---
+
+
+def test_lattice_tokens_are_lossless_and_few():
+    assert lattice.vocabulary_size() == 501 and lattice.fingerprint() == "e526e979c179b541"
+    rng = np.random.default_rng(2)
+    for row in ROWS[::3]:
+        image = lattice.picture(lattice.sample_scene(row, rng))
+        tokens = lattice.encode(image)
+        assert tokens.shape == (64,) and np.array_equal(lattice.decode(tokens), image)
+
+
+def test_lattice_refuses_foreign_patches_and_tokens():
+    image = lattice.picture(Scene(()))
+    assert (lattice.encode(image) == lattice.GROUND).all()
+    image[20, 30] = 0
+    with pytest.raises(ValueError, match="row 2, column 3"):
+        lattice.encode(image)
+    assert (lattice.encode(image, exact=False) == lattice.GROUND).all()
+    with pytest.raises(ValueError, match="500, found"):
+        lattice.decode(np.full(64, 501))
+    with pytest.raises(ValueError, match="uint8"):
+        lattice.encode(image.astype(np.float32))
+
+
+def test_lattice_law_is_what_sampling_draws():
+    row = suite.parse("a photo of a red star")
+    tokens, p = lattice.law(row)
+    assert tokens.shape == (36, 64) and np.allclose(p, 1 / 36)
+    rng = np.random.default_rng(3)
+    drawn = Counter(lattice.encode(lattice.picture(lattice.sample_scene(row, rng))).tobytes() for _ in range(3600))
+    assert set(drawn) == {t.tobytes() for t in tokens}
+    chi2 = sum((drawn[t.tobytes()] - 100) ** 2 / 100 for t in tokens)
+    assert chi2 < 73  # chi-square with 35 degrees of freedom, level 2e-4
+    assert len(lattice.law(suite.parse("a photo of a star"))[1]) == 360
+    with pytest.raises(ValueError, match="outcomes"):
+        lattice.law(suite.parse("a photo of four stars"))
+
+
+def test_lattice_layouts_keep_a_cell_between_sprites():
+    for places in lattice.layouts(3)[::17]:
+        grid = np.zeros((8, 8), int)
+        for p in places:
+            y, x = divmod(p, 6)
+            grid[y : y + 3, x : x + 3] += 1
+        assert grid.max() == 1
+        assert components(grid.astype(bool))[1] == 3
+    assert [len(lattice.layouts(n)) for n in (1, 2, 3, 4)] == [36, 396, 1560, 1896]
+
+
+# --- detector ---
+
+
+def test_components_match_scipy():
+    ndimage = pytest.importorskip("scipy.ndimage")
+    rng = np.random.default_rng(4)
+    for density in (0.1, 0.4, 0.6, 0.9):
+        mask = rng.random((40, 53)) < density
+        labels, n = components(mask)
+        expected, m = ndimage.label(mask, np.ones((3, 3)))
+        assert n == m and np.array_equal(labels > 0, mask)
+        assert len({(a, b) for a, b in zip(labels[mask], expected[mask])}) == n
+
+
+@pytest.mark.parametrize(("tier", "side"), [("lattice", 64), ("free", 64), ("free", 96)])
+def test_detector_is_exact_on_clean_renders_of_the_whole_suite(tier: str, side: int):
+    """Every shape's class, colour, centre and radius, on all 368 prompts; nothing else; nothing unexplained."""
+    rng, detector = np.random.default_rng(5), ShapeWorldDetector()
+    grounds = Counter()
+    for row in ROWS:
+        scene = lattice.sample_scene(row, rng) if tier == "lattice" else suite.free_scene(row, rng)
+        image = render(scene, side)
+        seen = detector.detector.analyse(image)
+        assert agrees(seen, scene, side), (row["prompt"], scene, seen.shapes)
+        assert seen.unexplained == 0
+        grounds[scene.ground] += 1
+    assert set(grounds) == ({"plain"} if tier == "lattice" else set(GROUNDS))
+
+
+def test_detector_finds_the_small_shapes_of_caption_scenes():
+    detector = ShapeDetector(0.07, 0.135)
+    for seed in range(40):
+        scene = scene_from_seed(seed)
+        assert agrees(detector.analyse(render(scene, 96)), scene, 96), seed
+
+
+@pytest.mark.slow
+def test_no_wrong_prompt_passes_on_a_thousand_clean_images():
+    """Verdicts equal the truth's for the image's own prompt and for six others that may be nearly right."""
+    rng, detector, colours = np.random.default_rng(6), ShapeWorldDetector(), DetectedColours()
+    wrong, checked = 0, 0
+    for i in range(1000):
+        row = suite.sample_prompt(rng)
+        side = (64, 64, 96)[i % 3]
+        scene = suite.free_scene(row, rng) if i % 2 else lattice.sample_scene(row, rng)
+        found = detector.detect(render_image(scene, side))
+        assert not found.refused
+        objects, real = kept(found, 0.0), truth(scene, side, found.detections)
+        assert strictly(objects, row)
+        for other in [row, *(ROWS[int(rng.integers(368))] for _ in range(3)), *neighbours(row, rng)]:
+            got, want = judge(None, objects, other, colours)[0], judge(None, real, other, colours)[0]
+            wrong += got and not want
+            checked += not want
+            assert got == want, (row["prompt"], other["prompt"], scene)
+    assert wrong == 0 and checked > 3000
+
+
+def render_image(scene: Scene, side: int):
+    from PIL import Image
+
+    return Image.fromarray(render(scene, side))
+
+
+def neighbours(row: dict, rng: np.random.Generator) -> list[dict]:
+    """Prompts one word away: the same sentence with another class, colour, number or relation where it has one."""
+    words = row["prompt"].split()
+    out = []
+    for group in (suite.CLASSES, tuple(suite.COLOURS), ("left", "right", "above", "below"), ("two", "three", "four")):
+        for i, word in enumerate(words):
+            if word in group:
+                other = [*words[:i], str(rng.choice([g for g in group if g != word])), *words[i + 1 :]]
+                text = " ".join(other).replace("above of", "above").replace("below of", "below").replace("an a", "a a")
+                try:
+                    out.append(suite.parse(text))
+                except ValueError:
+                    continue
+    return out[:3]
+
+
+@pytest.mark.slow
+def test_detector_takes_at_most_25_ms_at_64_pixels():
+    rng, detector = np.random.default_rng(7), ShapeDetector()
+    images = [render(suite.free_scene(row, rng), 64) for row in ROWS]
+    for image in images[:50]:
+        detector.analyse(image)
+    start = time.process_time()
+    for image in images:
+        detector.analyse(image)
+    assert (time.process_time() - start) / len(images) < 0.025
+
+
+def test_images_it_cannot_explain_are_refused():
+    rng, detector = np.random.default_rng(8), ShapeWorldDetector()
+    from PIL import Image
+
+    noise = Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    blob = lattice.picture(Scene(()))
+    yy, xx = np.indices((64, 64))
+    blob[(np.hypot(xx - 30, yy - 30) < 20) & (np.abs(xx - yy) > 3)] = (214, 32, 32)  # two half discs, far too large
+    red = Image.new("RGB", (64, 64), (214, 32, 32))
+    for image in (noise, Image.fromarray(blob), red):
+        assert "unexplained" in detector.detect(image).refused
+    assert detector.detect(Image.new("RGB", (64, 64), (153, 153, 153))) == Found(())
+
+
+def test_touching_shapes_of_two_colours_are_separated():
+    pair = (Shape("square", "red", 20 / 64, 0.5, 10 / 64), Shape("square", "blue", 38 / 64, 0.5, 10 / 64))
+    image = render(Scene(pair), 64)
+    assert components(np.abs(image.astype(int) - 153).max(-1) > 20)[1] == 1  # they do touch
+    assert agrees(ShapeDetector().analyse(image), Scene(pair), 64)
+
+
+def test_noise_level_ignores_grey_texture_and_sees_colour_noise():
+    rng = np.random.default_rng(9)
+    scene = Scene((), "speckled", 1)
+    image = render(scene, 96).astype(np.float32)
+    assert noise_level(image) < 0.5
+    for sigma in (5.0, 20.0):
+        noisy = image + rng.normal(0, sigma, image.shape)
+        assert abs(noise_level(noisy) - sigma) < 0.1 * sigma
+
+
+def test_detector_names_a_bad_argument():
+    with pytest.raises(ValueError, match="radii"):
+        ShapeDetector(0.2, 0.1)
+    with pytest.raises(ValueError, match="at least 32"):
+        ShapeDetector().analyse(np.zeros((8, 8, 3)))
