@@ -62,6 +62,34 @@ def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozens
     return Layout([len(r) for r in rows], *index, torch.tensor(newest), runs)
 
 
+def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:
+    """A layout that goes on into answers of `answers[b]` tokens: text elements from the prompt's last token on.
+
+    The answer's last token has no feature and the one before it is the last that an element can start from.
+    """
+    device = layout.token.device
+    width = max(n + max(m - 1, 0) for n, m in zip(layout.lengths, answers))
+    index = torch.arange(width, device=device)
+    start, more = torch.tensor(layout.lengths, device=device), torch.tensor(answers, device=device) - 1
+    after = (index - start[:, None]).clamp(min=0)
+    new = (index >= start[:, None]) & (index < (start + more)[:, None])
+    step = torch.minimum(after, (more[:, None] - 1).clamp(min=0)) + prompt_length - 1
+
+    def grown(x: Tensor, value: Tensor | int) -> Tensor:
+        return torch.where(new, value, torch.nn.functional.pad(x, (0, width - x.shape[1])))
+
+    lengths = [n + max(m - 1, 0) for n, m in zip(layout.lengths, answers)]
+    return Layout(
+        lengths,
+        grown(layout.token, step),
+        grown(layout.slot, step),
+        grown(layout.latent, 0),
+        grown(layout.image, layout.last_image[:, None]),
+        layout.last_image,
+        layout.runs,
+    )
+
+
 def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
     zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])

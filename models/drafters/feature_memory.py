@@ -1,0 +1,142 @@
+"""What a feature drafter remembers of a request: draft keys and values by slot, and the features it has yet to read.
+
+Row b owns slots [0, lengths[b]) of elements read with true features; what is drafted is written behind them and simply
+overwritten in the next round. Rows may differ in length; the host knows all lengths, so nothing synchronises.
+
+Shapes: B rows, T elements, S slots, H heads, E head size, C = E / 2 rotations, W frontier width, M drafted tree nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GROW = 128
+
+
+class Memory:
+    """State of one request. `first` is the position, by row, of the first element after the prompt's read."""
+
+    def __init__(self, heads: int, first: list[int]):
+        self.heads = heads
+        self.positions = first  # position of each row's next unread element
+        self.lengths: list[int] = [0] * len(first)
+        self.shift: Tensor | None = None  # (B, d) what the newest global vector adds to a layer input
+        self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.kv = torch.empty(0)
+
+    def write_prompt(self, kv_BTHE: Tensor, lengths: list[int]) -> None:
+        """Store the prompt's keys and values, packed to the left, (B, T, 2H, E)."""
+        self.kv = kv_BTHE.new_zeros(kv_BTHE.shape[0], kv_BTHE.shape[1] + GROW, *kv_BTHE.shape[2:])
+        self.kv[:, : kv_BTHE.shape[1]] = kv_BTHE
+        self._view()
+        self.lengths = list(lengths)
+        self._measure()
+
+    def _view(self) -> None:
+        self._keys = self.kv[:, :, : self.heads].transpose(1, 2)
+        self._values = self.kv[:, :, self.heads :].transpose(1, 2)
+
+    def _measure(self) -> None:
+        """What the next passes need to know of the rows' lengths and positions."""
+        device = self.kv.device
+        self.even = min(self.lengths) == max(self.lengths) and min(self.positions) == max(self.positions)
+        self.end = max(self.lengths)
+        if not self.even:
+            self._length_B = torch.tensor(self.lengths, device=device)
+            self._position_B = torch.tensor(self.positions, device=device)
+            self._row_B = torch.arange(len(self.lengths), device=device)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for this many slots."""
+        if self.kv.shape[1] < slots:
+            grown = self.kv.new_zeros(self.kv.shape[0], slots + GROW, *self.kv.shape[2:])
+            grown[:, : self.kv.shape[1]] = self.kv
+            self.kv = grown
+            self._view()
+
+    def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
+        """Elements to read later: counts[b] real ones in row b, padded on the right."""
+        self.waiting.append((token_BT, feature_BTF, counts))
+
+    def take(self) -> tuple[Tensor, Tensor, list[int]]:
+        """All waiting elements as one block, each row packed to the left."""
+        waiting, self.waiting = self.waiting, []
+        if len(waiting) == 1:
+            return waiting[0]
+        token, feature = (torch.cat([w[i] for w in waiting], dim=1) for i in (0, 1))
+        widths = [w[0].shape[1] for w in waiting]
+        parts = [w[2] for w in waiting]
+        totals = [sum(c[b] for c in parts) for b in range(token.shape[0])]
+        if all(min(c) == width for c, width in zip(parts, widths)):
+            return token, feature, totals
+        starts = [sum(widths[:i]) for i in range(len(widths))]
+        kept = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
+        longest = max(totals)
+        index = torch.tensor([k + [0] * (longest - len(k)) for k in kept], device=token.device)
+        rows = torch.arange(token.shape[0], device=token.device)[:, None]
+        return token[rows, index], feature[rows, index], totals
+
+    def turns(self, table_PC: Tensor, width: int) -> Tensor:
+        """Rotations of the next `width` elements, (1|B, T, C)."""
+        if self.even:
+            return table_PC[None, self.positions[0] : self.positions[0] + width]
+        return table_PC[self._position_B[:, None] + torch.arange(width, device=table_PC.device)]
+
+    def turn(self, table_PC: Tensor, level: int) -> Tensor:
+        """Rotations of the element `level` below the last one read, (1|B, C)."""
+        if self.even:
+            at = self.positions[0] + level
+            return table_PC[at : at + 1]
+        return table_PC[self._position_B + level]
+
+    def write(self, kv_BTHE: Tensor, offset: int = 0) -> None:
+        """Store a block `offset` slots behind what is read. Padding lands on free slots that no query sees."""
+        width = kv_BTHE.shape[1]
+        if self.even:
+            self.kv[:, self.end + offset : self.end + offset + width] = kv_BTHE
+        else:
+            slot = self._length_B[:, None] + torch.arange(offset, offset + width, device=kv_BTHE.device)
+            self.kv[self._row_B[:, None], slot] = kv_BTHE
+
+    def advance(self, counts: list[int]) -> None:
+        """The first counts[b] elements of the block just written are read."""
+        self.lengths = [n + c for n, c in zip(self.lengths, counts)]
+        self.positions = [p + c for p, c in zip(self.positions, counts)]
+        self._measure()
+
+    def attend(self, query_BHE: Tensor, drafted: int) -> Tensor:
+        """One query a row over all it has read and `drafted` elements behind, (B, H * E)."""
+        extent = self.end + drafted
+        mask = None
+        if not self.even:
+            slot = torch.arange(extent, device=query_BHE.device)
+            mask = (slot < (self._length_B + drafted)[:, None])[:, None, None]
+        keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
+        mixed = F.scaled_dot_product_attention(query_BHE[:, :, None], keys, values, attn_mask=mask)
+        return mixed.reshape(query_BHE.shape[0], -1)
+
+    def attend_tree(self, query_BWHE: Tensor, seen_BWM: Tensor) -> Tensor:
+        """A frontier's queries over all that is read and the tree nodes they hang from, (B, W, H * E)."""
+        rows, width, nodes = seen_BWM.shape
+        extent = self.end + nodes
+        if self.even:
+            mask = torch.cat([seen_BWM.new_ones(rows, width, self.end), seen_BWM], dim=2)
+        else:
+            behind = torch.arange(extent, device=seen_BWM.device) - self._length_B[:, None]
+            inside = (behind >= 0) & (behind < nodes)
+            index = behind.clamp(0, nodes - 1)[:, None].expand(rows, width, extent)
+            mask = (behind < 0)[:, None] | (seen_BWM.gather(2, index) & inside[:, None])
+        keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
+        mixed = F.scaled_dot_product_attention(query_BWHE.transpose(1, 2), keys, values, attn_mask=mask[:, None])
+        return mixed.transpose(1, 2).flatten(2)
+
+    def select(self, keep: list[int]) -> None:
+        """Drop all rows but these."""
+        self.kv = self.kv[keep]
+        self._view()
+        self.lengths, self.positions = ([x[b] for b in keep] for x in (self.lengths, self.positions))
+        self.shift = None if self.shift is None else self.shift[keep]
+        self.waiting = [(t[keep], f[keep], [c[b] for b in keep]) for t, f, c in self.waiting]
+        self._measure()

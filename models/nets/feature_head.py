@@ -1,0 +1,263 @@
+"""The one-layer network of a feature drafter in the ViSpec form (NeurIPS 2025, arXiv 2509.15235).
+
+An element of the draft sequence joins the target's feature after token t with the embedding of token t + 1; one
+Llama-like decoder layer turns it into a prediction of the feature after token t + 1, which the *target's own* LM head
+decodes. Each contiguous image run is compressed by learned queries that cross-attend the run's input embeddings: all
+outputs but the last are elements of their own, the last is a global vector, mixed into the features of later text.
+
+Shapes: B rows, T elements, R image runs, S slots of a run, L latents, H heads, E head size, d hidden size, F features,
+V vocabulary. Kept apart from any model class: token embeddings and LM head are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TINY = 1e-6
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Everything that fixes the network's shape, and the target it belongs to.
+
+    feature_layers: indices into the target's hidden_states (-1: last, after the final norm); more than one, or another
+    one, adds a learned reduction F -> d (EAGLE-3). image_latents: elements per image run; 0 drops images altogether,
+    the global vector too. mrope_section: rotary channels per position row where the target has M-RoPE, else ().
+    """
+
+    family: str
+    vocab: int
+    hidden: int
+    target_layers: int
+    heads: int
+    intermediate: int
+    feature_layers: tuple[int, ...] = (-1,)
+    image_latents: int = 1
+    image_ids: tuple[int, ...] = ()
+    rope_theta: float = 10000.0
+    mrope_section: tuple[int, ...] = ()
+    levels: int = 8
+
+    def __post_init__(self):
+        for name in ("feature_layers", "image_ids", "mrope_section"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        half = self.hidden // self.heads // 2
+        if self.hidden != 2 * half * self.heads:
+            raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
+        if self.mrope_section and sum(self.mrope_section) != half:
+            raise ValueError(f"mrope_section: got {self.mrope_section}, expected numbers that sum to {half}")
+        if self.image_latents < 0 or self.levels < 1 or not self.feature_layers:
+            raise ValueError(
+                f"image_latents, levels, feature_layers: got {self.image_latents}, {self.levels}, "
+                f"{self.feature_layers}, expected at least 0, at least 1 and at least one layer"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def reduced(self) -> bool:
+        """Whether features go through a learned reduction before they enter."""
+        return self.feature_layers != (-1,)
+
+    def to_dict(self) -> dict:
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+def unit(x: Tensor) -> Tensor:
+    """x over its root mean square, along the last dimension."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).clamp_(min=TINY)
+    return x * (math.sqrt(x.shape[-1]) / norm).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return unit(x) * self.weight
+
+
+def rotations(length: int, size: int, theta: float, device: torch.device | str) -> Tensor:
+    """exp(i * position * frequency) for positions [0, length), complex64 (length, size / 2)."""
+    frequency = theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def rotations_at(table_PC: Tensor, position: Tensor, section: tuple[int, ...]) -> Tensor:
+    """Rotations of elements, (B, T, C): position is (B, T), or (3, B, T) whose rows own `section` channels each."""
+    if position.dim() == 2:
+        return table_PC[position]
+    if not section:
+        return table_PC[position[0]]
+    starts = [sum(section[:i]) for i in range(len(section))]
+    return torch.cat([table_PC[position[i]][..., s : s + n] for i, (s, n) in enumerate(zip(starts, section))], dim=-1)
+
+
+def rotate(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
+    """Turn neighbouring channel pairs by their rotation. Out of place, differentiable, in float32."""
+    pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn_BTC[..., None, :]).flatten(-2).to(x_BTHE.dtype)
+
+
+class ImageAdaptor(nn.Module):
+    """Learned queries over the input embeddings of one image run: (R, S, d) -> (R, L + 1, d)."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        d, self.heads, count = config.hidden, config.heads, config.image_latents + 1
+        self.norm = RMSNorm(d)
+        self.queries = nn.Parameter(torch.randn(count, config.heads, config.head_size))
+        self.key = nn.Linear(d, d, bias=False)
+        self.value = nn.Linear(d, d, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+
+    def forward(self, image_RSd: Tensor, real_RS: Tensor) -> Tensor:
+        x = self.norm(image_RSd)
+        key, value = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.key, self.value))
+        query = self.queries.transpose(0, 1).expand(x.shape[0], -1, -1, -1).to(key.dtype)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=real_RS[:, None, None])
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class FeatureHead(nn.Module):
+    """Trainable weights of the drafter. Drafting itself runs on a `fold` of them; this is the form that trains."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.config, d, middle = config, config.hidden, config.intermediate
+        if config.reduced:
+            self.reduce = nn.Linear(len(config.feature_layers) * d, d, bias=False)
+        self.embed_norm = RMSNorm(d)
+        self.fc = nn.Linear(2 * d, d)
+        if config.image_latents:
+            self.adaptor = ImageAdaptor(config)
+            self.img_fc = nn.Linear(2 * d, d)
+        self.norm_in = RMSNorm(d)
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+        self.norm_mlp = RMSNorm(d)
+        self.gate_up = nn.Linear(d, 2 * middle, bias=False)
+        self.down = nn.Linear(middle, d, bias=False)
+        self.norm_out = RMSNorm(d)
+        self._initialise()
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        if self.config.image_latents:  # identity on the feature, nothing yet from the image (ViSpec)
+            d = self.config.hidden
+            self.img_fc.weight.copy_(torch.cat([torch.eye(d), torch.zeros(d, d)], dim=1))
+            self.img_fc.bias.zero_()
+            self.adaptor.queries.mul_(self.config.head_size**-0.5)
+        for layer in (self.out, self.down):
+            layer.weight.mul_(0.3)
+
+    def reduced(self, feature: Tensor) -> Tensor:
+        """Target features (..., F) -> (..., d), each layer brought to unit scale first."""
+        if not self.config.reduced:
+            return feature
+        layers = feature.unflatten(-1, (len(self.config.feature_layers), -1))
+        return self.reduce(unit(layers).flatten(-2))
+
+    def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
+        """Layer input of text elements: fc([norm(embedding); img_fc([feature; global vector])]). All (..., d)."""
+        if self.config.image_latents:
+            assert image is not None
+            feature = self.img_fc(torch.cat([feature, image], dim=-1))
+        return self.fc(torch.cat([self.embed_norm(embed), feature], dim=-1))
+
+    def project(self, x_BTd: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values, each (B, T, H, E)."""
+        qkv = self.qkv(self.norm_in(x_BTd)).unflatten(-1, (3, self.config.heads, self.config.head_size))
+        query, key, value = qkv.unbind(2)
+        return rotate(query, turn_BTC), rotate(key, turn_BTC), value
+
+    def finish(self, x_BTd: Tensor, attended_BTd: Tensor) -> Tensor:
+        """The rest of the layer after attention, and the norm that stands before the target's LM head."""
+        x = x_BTd + self.out(attended_BTd)
+        gate, up = self.gate_up(self.norm_mlp(x)).chunk(2, dim=-1)
+        return self.norm_out(x + self.down(F.silu(gate) * up))
+
+
+def staggered(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of self-fed step k = len(keys) - 1, all (B, T, H, E) -> (B, T, H * E).
+
+    Element t sees step 0 up to t - k (true features) and one element of each later step i: t - k + i, the chain that
+    drafting would have left in the cache (EAGLE-3's training-time test, arXiv 2503.01840). Cost is linear in k.
+    """
+    size, step = query.shape[1], len(keys) - 1
+    scale = query.shape[-1] ** -0.5
+    score = torch.einsum("bthe,bshe->bhts", query, keys[0]) * scale
+    index = torch.arange(size, device=query.device)
+    past = index[None, :] <= index[:, None] - step
+    score = score.masked_fill(~past, torch.finfo(score.dtype).min)
+    ahead_key, ahead_value = ([_delayed(x, step - i) for i, x in enumerate(p) if i] for p in (keys, values))
+    own = [(query * k).sum(-1).transpose(1, 2)[..., None] * scale for k in ahead_key]
+    weight = torch.cat([score, *own], dim=-1).float().softmax(dim=-1).to(query.dtype)
+    mixed = torch.einsum("bhts,bshe->bthe", weight[..., :size], values[0])
+    for i, value in enumerate(ahead_value):
+        mixed = mixed + weight[..., size + i].transpose(1, 2)[..., None] * value
+    return mixed.flatten(2)
+
+
+def _delayed(x_BTHE: Tensor, by: int) -> Tensor:
+    """Element t of the result is element t - by of x; zero where there is none."""
+    if by == 0:
+        return x_BTHE
+    return torch.cat([torch.zeros_like(x_BTHE[:, :by]), x_BTHE[:, :-by]], dim=1)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The weights as drafting wants them: norms folded into the matrices that follow, matrices transposed, one table.
+
+    A level is x = table[token] + shift + feature @ feature_in, then the layer on x / |x|: no embedding, bias or scale.
+    """
+
+    table: Tensor | None  # (V, d) fc's embedding half of every token, bias included; None for huge vocabularies
+    embed_in: Tensor  # (d, d)
+    bias: Tensor  # (d,)
+    feature_in: Tensor  # (d, d) what a (reduced) feature adds
+    image_in: Tensor | None  # (d, d) what a global vector adds
+    qkv: Tensor  # (d, 3d)
+    out: Tensor  # (d, d)
+    gate_up: Tensor  # (d, 2m)
+    down: Tensor  # (m, d)
+    norm_out: Tensor  # (d,)
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, head: FeatureHead, embed_Vd: Tensor | None, dtype: torch.dtype) -> Folded:
+        """Fold a network, in float32, for a target whose token embeddings are `embed_Vd` (None: look them up later)."""
+        d, root = head.config.hidden, math.sqrt(head.config.hidden)
+        weight = head.fc.weight.float()
+        for_embed, for_feature = weight[:, :d] * head.embed_norm.weight.float(), weight[:, d:]
+        bias, image_in = head.fc.bias.float(), None
+        if head.config.image_latents:
+            mix = head.img_fc.weight.float()
+            bias = bias + for_feature @ head.img_fc.bias.float()
+            for_feature, image_in = for_feature @ mix[:, :d], (for_feature @ mix[:, d:]).T
+        table = None if embed_Vd is None else unit(embed_Vd.float()) @ for_embed.T + bias
+        tensors = {
+            "table": table,
+            "embed_in": for_embed.T,
+            "bias": bias,
+            "feature_in": for_feature.T,
+            "image_in": image_in,
+            "qkv": (head.qkv.weight * head.norm_in.weight * root).T,
+            "out": head.out.weight.T,
+            "gate_up": (head.gate_up.weight * head.norm_mlp.weight * root).T,
+            "down": head.down.weight.T,
+            "norm_out": head.norm_out.weight * root,
+        }
+        return cls(**{k: None if v is None else v.detach().to(dtype).contiguous() for k, v in tensors.items()})
