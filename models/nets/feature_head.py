@@ -72,7 +72,7 @@ class HeadConfig:
 
 def unit(x: Tensor) -> Tensor:
     """x over its root mean square, along the last dimension."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).clamp_(min=TINY)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=TINY)
     return x * (math.sqrt(x.shape[-1]) / norm).to(x.dtype)
 
 

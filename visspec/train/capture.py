@@ -1,0 +1,101 @@
+"""Lessons for a drafter: the target answers prompts in our own loop, and its states are caught as it computes them.
+
+A recorder takes the drafter's place and drafts nothing, so a sampled answer comes with features and laws at every
+token: no second pass is needed, and nothing goes to disk.
+
+Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, d hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.engine import decode
+from visspec.pace import Pace
+from visspec.types import Acceptance, Draft, Outcome, Request, Scores, State, Target, Verdict
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A batch of prompts with the target's answers. Row b has an answer of lengths[b] tokens, stop included."""
+
+    ids: Tensor  # (B, L + M) prompts (left-padded) and answers (right-padded)
+    prompt_length: int
+    lengths: list[int]
+    features: Tensor  # (B, L + M - 1, F)
+    logits: Tensor  # (B, M - 1, V) log-law after each answer token, up to a constant; float32
+    positions: Tensor  # (B, L + M - 1), or (3, B, L + M - 1)
+    attention: Tensor | None  # (B, L) bool
+    embeddings: Tensor | None  # (B, L, d) input embeddings of the prompt
+
+
+class Recorder:
+    """A drafter that drafts nothing and keeps what the target computes. One answer token a round, rows in step."""
+
+    needs = frozenset({"features", "embeddings"})
+
+    def start(self, state: State, scores: Scores) -> None:
+        self.scores, self.first = scores, state.position
+        self.alive = list(state.rows)
+        self.rounds: list[tuple[list[int], Tensor, Tensor]] = []
+
+    def propose(self, state: State, depth: int) -> Draft:
+        return trees.root(state.pending)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        assert scores.features is not None
+        self.rounds.append((list(state.rows), scores.features[:, 0], scores.logits[:, 0]))
+
+    def select(self, state: State, keep: list[int]) -> None:
+        """Rounds carry their rows: nothing to do."""
+
+
+def capture(target: Target, rule: Acceptance, request: Request) -> Lesson:
+    """Let the target answer a batch, and return the lesson. The target must be built to hand over its features.
+
+    With sampling at temperature 1 and no cuts the recorded laws are the target's own.
+    """
+    recorder = Recorder()
+    state = decode(target, recorder, rule, request, Pace(1, adaptive=False))
+    prompt = request.prompt
+    rows, length = prompt.shape
+    lengths = [len(t) for t in state.tokens]
+    longest = max(lengths)
+    scores = recorder.scores
+    answer = torch.tensor([t + [0] * (longest - len(t)) for t in state.tokens], device=prompt.device)
+    features = torch.zeros(rows, length + longest - 1, scores.features.shape[-1], dtype=scores.features.dtype)
+    features = features.to(prompt.device)
+    features[:, :length] = scores.features
+    logits = torch.zeros(rows, longest - 1, scores.logits.shape[-1], device=prompt.device)
+    for step, (alive, feature, law) in enumerate(recorder.rounds):
+        features[alive, length + step] = feature
+        logits[alive, step] = law
+    embeddings = scores.aux.get("embeddings")
+    return Lesson(
+        torch.cat([prompt, answer], dim=1),
+        length,
+        lengths,
+        features,
+        logits,
+        _positions(scores.aux["positions"], rows, longest - 1),
+        scores.aux.get("attention"),
+        None if embeddings is None else embeddings.clone(),
+    )
+
+
+def _positions(prompt: Tensor, rows: int, more: int) -> Tensor:
+    """Positions of the prompt, continued by `more`: (B, L + more) or (3, B, L + more)."""
+    positions = prompt if prompt.dim() == 2 else prompt[-3:]
+    positions = positions.expand(*positions.shape[:-2], rows, positions.shape[-1])
+    steps = torch.arange(1, more + 1, device=positions.device)
+    return torch.cat([positions, positions[..., -1:] + steps], dim=-1)
+
+
+def to(lesson: Lesson, dtype: torch.dtype) -> Lesson:
+    """The lesson with features and embeddings in another dtype: lessons of a half-precision target train in float32."""
+    embeddings = None if lesson.embeddings is None else lesson.embeddings.to(dtype)
+    return Lesson(**{**vars(lesson), "features": lesson.features.to(dtype), "embeddings": embeddings})

@@ -1,0 +1,203 @@
+"""Online distillation of a drafter: the target answers, the drafter learns from the caught states, nothing is stored.
+
+Work comes in groups: the target answers `group` batches of prompts, the drafter trains on them `reuse` times in random
+order, and the group is dropped. Everything is a function of (seed, step), so a resumed run goes on where it stopped and
+ends with the weights of an uninterrupted one. The trainer knows neither model classes nor data: it receives a target, a
+drafter with `head` (a module), `rollout` and `refresh`, and `prompts`, which makes the request number i.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from visspec.train import losses
+from visspec.train.capture import Lesson, capture, to
+from visspec.types import Acceptance, Request, Target
+
+OPTIMISER, PROGRESS = "optimiser.safetensors", "progress.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options of a run. `opening` is the share of steps trained on soft cross-entropy before `loss` takes over."""
+
+    steps: int = 2000
+    unroll: int = 5
+    loss: str = "tv"
+    opening: float = 0.5
+    decay: float = 0.8
+    feature_weight: float = 0.0
+    rate: float = 1e-3
+    floor: float = 0.02
+    warm_up: int = 50
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    group: int = 16
+    reuse: int = 4
+    seed: int = 0
+    save_every: int = 200
+    validate_every: int = 0
+    autocast: bool = False  # bfloat16 matrix products
+
+    def __post_init__(self):
+        losses.of(self.loss)
+        for name in ("steps", "unroll", "group", "reuse", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+
+    def rate_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to `floor` of the peak."""
+        if step < self.warm_up:
+            return self.rate * (step + 1) / self.warm_up
+        done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
+        return self.rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+class Trainer:
+    """One run in a folder: weights, optimiser and progress are saved there every `save_every` steps."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Any,
+        rule: Acceptance,
+        prompts: Callable[[int], Request],
+        plan: Plan,
+        folder: str | Path,
+        provenance: dict[str, Any],
+        validate: Callable[[], dict[str, float]] | None = None,
+    ):
+        self.target, self.drafter, self.rule, self.prompts, self.plan = target, drafter, rule, prompts, plan
+        self.folder, self.provenance, self.validate = Path(folder), provenance, validate
+        self.head: nn.Module = drafter.head
+        matrices = [p for p in self.head.parameters() if p.dim() > 1]
+        vectors = [p for p in self.head.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98))
+        self.step, self.seconds, self.history = 0, 0.0, []
+        self._group: tuple[int, list[Lesson]] = (-1, [])
+
+    def run(self, report: Callable[[dict], None] | None = None) -> list[dict]:
+        """Train to the last step. `report` gets a record a step. Returns the validations, newest last."""
+        begun = time.time() - self.seconds
+        frozen = [p for p in (*self.drafter.embed.parameters(), *self.drafter.lm_head.parameters())]
+        wanted = [p.requires_grad for p in frozen]
+        for p in frozen:
+            p.requires_grad_(False)
+        try:
+            while self.step < self.plan.steps:
+                record = self.update(self.lesson(self.step))
+                self.step += 1
+                self.seconds = time.time() - begun
+                last = self.step == self.plan.steps
+                if self.plan.validate_every and (self.step % self.plan.validate_every == 0 or last):
+                    record |= self._validated()
+                if self.step % self.plan.save_every == 0 or last:
+                    self.save()
+                if report is not None:
+                    report({"step": self.step, "s": round(self.seconds, 1), **record})
+        finally:
+            for p, flag in zip(frozen, wanted):
+                p.requires_grad_(flag)
+            self.drafter.refresh()
+        return self.history
+
+    def lesson(self, step: int) -> Lesson:
+        """The lesson of a step. A group's lessons are answered when its first step (or a resumed one) comes."""
+        plan = self.plan
+        size = plan.group * plan.reuse
+        index, within = divmod(step, size)
+        if self._group[0] != index:
+            self._group = (index, [])  # let the old group go first
+            answered = [
+                capture(self.target, self.rule, self.prompts(index * plan.group + i)) for i in range(plan.group)
+            ]
+            self._group = (index, answered)
+        shuffle = torch.Generator().manual_seed(plan.seed * 1_000_003 + index)
+        epoch, place = divmod(within, plan.group)
+        orders = [torch.randperm(plan.group, generator=shuffle) for _ in range(epoch + 1)]
+        return self._group[1][int(orders[-1][place])]
+
+    def update(self, lesson: Lesson) -> dict[str, Any]:
+        """One optimiser step."""
+        plan = self.plan
+        for group in self.optimiser.param_groups:
+            group["lr"] = plan.rate_at(self.step)
+        kind = "soft_ce" if self.step < plan.opening * plan.steps else plan.loss
+        lesson = to(lesson, next(self.head.parameters()).dtype)
+        device = lesson.ids.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=plan.autocast):
+            rollout = self.drafter.rollout(lesson, plan.unroll)
+        loss, agreed = losses.rollout_loss(
+            rollout,
+            lesson.logits,
+            kind,
+            decay=plan.decay,
+            feature_BTd=self._feature(lesson, rollout[0][1]),
+            feature_weight=plan.feature_weight,
+        )
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.head.parameters(), plan.clip)
+        if torch.isfinite(norm):
+            self.optimiser.step()
+        return {"loss": round(loss.item(), 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
+
+    def _feature(self, lesson: Lesson, predicted_BTd: Tensor) -> Tensor | None:
+        """True features of what the rollout predicts: those after each answer token."""
+        if not self.plan.feature_weight:
+            return None
+        start = lesson.prompt_length
+        return lesson.features[:, start : start + predicted_BTd.shape[1], -predicted_BTd.shape[2] :]
+
+    def _validated(self) -> dict[str, float]:
+        if self.validate is None:
+            return {}
+        self.drafter.refresh()
+        figures = self.validate()
+        self.history.append({"step": self.step, **figures})
+        return figures
+
+    def save(self) -> None:
+        """Weights, configuration and provenance through the drafter; optimiser and progress beside them."""
+        progress = {"step": self.step, "seconds": round(self.seconds, 1), "plan": asdict(self.plan)}
+        progress["validations"] = self.history
+        self.drafter.save_pretrained(self.folder, {**self.provenance, "training": progress})
+        state, names = self.optimiser.state, {p: n for n, p in self.head.named_parameters()}
+        tensors = {
+            f"{names[p]}/{key}": value.detach().contiguous() for p, s in state.items() for key, value in s.items()
+        }
+        (self.folder / "run").mkdir(exist_ok=True)
+        save_file(tensors, self.folder / "run" / OPTIMISER)
+        (self.folder / "run" / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")
+
+    def resume(self) -> bool:
+        """Take up the run in the folder, if there is one; the drafter must hold its saved weights.
+
+        Raises ValueError when the run was planned otherwise.
+        """
+        file = self.folder / "run" / PROGRESS
+        if not file.is_file():
+            return False
+        progress = json.loads(file.read_text())
+        planned, own = progress["plan"], asdict(self.plan)
+        for name, value in own.items():
+            if planned.get(name) != value:
+                raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}")
+        tensors = load_file(self.folder / "run" / OPTIMISER)
+        for name, p in self.head.named_parameters():
+            entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
+            if entries:
+                self.optimiser.state[p] = entries
+        self.step, self.seconds, self.history = progress["step"], progress["seconds"], progress["validations"]
+        return True

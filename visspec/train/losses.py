@@ -1,0 +1,77 @@
+"""What a drafter is taught: distances between its law q and the target's p, and between features.
+
+`tv` is half of sum |p - q|, one minus the acceptance rate of exact verification with independent draws, and a bound for
+coupled ones; its gradient is weak while q is far off, which is why training opens with `soft_ce`.
+
+Shapes: B rows, T elements, V vocabulary, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Steps = Sequence[tuple[Tensor, Tensor, Tensor]]
+
+
+def tv(q_logits: Tensor, p_logits: Tensor) -> Tensor:
+    """Total variation, half of sum |p - q|: (..., V) -> (...)."""
+    return 0.5 * (p_logits.softmax(-1) - q_logits.softmax(-1)).abs().sum(-1)
+
+
+def soft_ce(q_logits: Tensor, p_logits: Tensor) -> Tensor:
+    """Cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
+    return -(p_logits.softmax(-1) * q_logits.log_softmax(-1)).sum(-1)
+
+
+def kl(q_logits: Tensor, p_logits: Tensor) -> Tensor:
+    """KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 count nothing: (..., V) -> (...)."""
+    log_p = p_logits.log_softmax(-1)
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - q_logits.log_softmax(-1)), 0.0).sum(-1)
+
+
+KINDS = {"tv": tv, "soft_ce": soft_ce, "kl": kl}
+
+
+def of(kind: str):
+    """A loss by name. Raises ValueError for an unknown one."""
+    if kind not in KINDS:
+        raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}")
+    return KINDS[kind]
+
+
+def mean(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Mean over the elements that count; 0 where none does."""
+    return (value_BT * mask_BT).sum() / mask_BT.sum().clamp(min=1)
+
+
+def rollout_loss(
+    steps: Steps,
+    p_logits_BTV: Tensor,
+    kind: str = "tv",
+    *,
+    decay: float = 0.8,
+    feature_BTd: Tensor | None = None,
+    feature_weight: float = 0.0,
+) -> tuple[Tensor, list[float]]:
+    """Loss of a self-fed rollout, step i weighted decay^i (EAGLE-3), weights summing to one.
+
+    steps: per step (q logits (B, T, V), predicted features (B, T, d), mask (B, T)). feature_BTd: true features, for the
+    optional smooth L1 term. Also returns the share of each step's elements where both argmaxes agree.
+    """
+    measure = of(kind)
+    weights = [decay**i for i in range(len(steps))]
+    total = torch.zeros((), device=p_logits_BTV.device)
+    agreed = []
+    for weight, (q_logits, predicted, mask) in zip(weights, steps):
+        term = mean(measure(q_logits.float(), p_logits_BTV), mask)
+        if feature_weight and feature_BTd is not None:
+            distance = F.smooth_l1_loss(predicted.float(), feature_BTd.float(), reduction="none").mean(-1)
+            term = term + feature_weight * mean(distance, mask)
+        total = total + weight / sum(weights) * term
+        agreed.append(mean((q_logits.argmax(-1) == p_logits_BTV.argmax(-1)).float(), mask).item())
+    return total, agreed
