@@ -1,0 +1,132 @@
+"""Moves the accepted path of every row to the front of its draft slots, in all layers, in place.
+
+Draft node n of row b was cached at slot length[b] + n. Afterwards slot length[b] + j holds node path[b, j], for
+j < count[b]; all other slots are unchanged. Nodes are topologically ordered, so path[b, j] >= j and an ascending copy
+never reads a slot it has overwritten. Keys were rotated at depth-based positions: no re-rotation.
+B rows, H heads, S slots, F features, D path columns.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, require, tl
+
+
+def reference(kv, length, path, count):
+    """The definition: new tensors, slot by slot."""
+    out = [t.clone() for t in kv]
+    for old, new in zip(kv, out):
+        for b in range(old.shape[0]):
+            for j in range(int(count[b])):
+                new[b, :, int(length[b]) + j] = old[b, :, int(length[b]) + int(path[b, j])]
+    return out
+
+
+def commit_kv_torch(kv, length, path, count):
+    """The CPU path: gather the accepted slots, then write them; columns past the count repeat column 0."""
+    B, D = path.shape
+    first = length.clamp_max(kv[0].shape[2] - 1).unsqueeze(1)
+    column = torch.arange(D, device=path.device)
+    moved = column < count.unsqueeze(1)
+    target = first + torch.where(moved, column, 0)
+    # A row that keeps nothing rewrites its first slot with itself.
+    source = first + torch.where(moved, path, path[:, :1] * moved[:, :1])
+    batch = torch.arange(B, device=path.device).unsqueeze(1)
+    for t in kv:
+        t[batch, :, target] = t[batch, :, source]
+
+
+@jit
+def _commit_kernel(
+    pointers, like, length, path, count, D, F, stride_b, stride_h, stride_s,
+    BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """One program per (tensor, row, head): ascending copy, a slot at a time."""
+    base = tl.load(pointers + tl.program_id(0)).to(tl.pointer_type(like.dtype.element_ty))
+    b = tl.program_id(1).to(tl.int64)
+    base += b * stride_b + tl.program_id(2).to(tl.int64) * stride_h
+    base += tl.load(length + b).to(tl.int64) * stride_s
+    lanes = tl.arange(0, BLOCK_F)
+    kept = tl.load(count + b).to(tl.int32)
+    for j in range(0, kept):
+        source = tl.load(path + b * D + j).to(tl.int64)
+        if source != j:
+            target = (tl.full((), 0, tl.int64) + j) * stride_s
+            row = tl.load(base + source * stride_s + lanes, mask=lanes < F)
+            tl.store(base + target + lanes, row, mask=lanes < F)
+
+
+def commit_kv_triton(kv, length, path, count):
+    """One launch for all tensors of one shape: their addresses travel in a table."""
+    launchable(kv[0])
+    B, H, _, F = kv[0].shape
+    pointers = torch.tensor([t.data_ptr() for t in kv], dtype=torch.int64).to(kv[0].device, non_blocking=True)
+    _commit_kernel[(len(kv), B, H)](
+        pointers, kv[0], length.contiguous(), path.contiguous(), count.contiguous(), path.shape[1], F,
+        *kv[0].stride()[:3], BLOCK_F=next_power_of_2(F), num_warps=1 if F <= 128 else 2,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("visspec::commit_kv", mutates_args=("kv",))
+def _commit_kv_op(kv: Sequence[torch.Tensor], length: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> None:
+    commit_kv_torch(kv, length, path, count)
+
+
+@_commit_kv_op.register_kernel("cuda")
+def _commit_kv_cuda(kv, length, path, count):
+    commit_kv_triton(kv, length, path, count)
+
+
+@_commit_kv_op.register_fake
+def _commit_kv_fake(kv, length, path, count):
+    return None
+
+
+def commit_kv(kv, length, path, count, check=False):
+    """Commits in place: kv is a tensor (B, H, S, F) or a list of them (keys and values of every layer).
+
+    length (B,) int: slots in use before the draft; path (B, D) int as `accept_tree` returns it; count (B,) int: nodes
+    to keep, at most the valid columns of path. Tensors of one call share shape, strides and dtype; the last stride is 1.
+    Raises ValueError or TypeError naming the argument; with check=True also for slots outside the cache.
+    """
+    kv = [kv] if isinstance(kv, torch.Tensor) else list(kv)
+    require(len(kv) > 0, "kv", "no tensor", "at least one")
+    check_tensor("kv", kv[0], (None, None, None, None), FLOATS)
+    for t in kv:
+        same = t.shape == kv[0].shape and t.stride() == kv[0].stride() and t.dtype == kv[0].dtype
+        require(
+            same, "kv", f"{tuple(t.shape)} {t.dtype} strides {t.stride()}", "the first tensor's shape, dtype, strides"
+        )
+    require(kv[0].stride(3) == 1, "kv", f"last stride {kv[0].stride(3)}", "1")
+    B, device = kv[0].shape[0], kv[0].device
+    check_tensor("path", path, (B, None), INTS, device)
+    check_tensor("length", length, (B,), INTS, device)
+    check_tensor("count", count, (B,), INTS, device)
+    if check:
+        S, D = kv[0].shape[2], path.shape[1]
+        require(bool((count <= D).all()) and int(count.min()) >= 0, "count", count.tolist(), f"counts in [0, {D}]")
+        top = int((length + path.amax(1)).max())
+        require(int(length.min()) >= 0 and top < S, "length", f"a node at slot {top}", f"slots below {S}")
+        kept = torch.arange(D, device=device) < count.unsqueeze(1)
+        ascending = path >= torch.arange(D, device=device)
+        require(bool((ascending | ~kept).all()), "path", "a node before its own column", "ascending nodes")
+    torch.ops.visspec.commit_kv(kv, length, path, count)
+
+
+def random_case(seed, rows=3, heads=2, slots=20, features=6, nodes=8, tensors=2, dtype=torch.float32):
+    """Arguments of `commit_kv` for the tests: random ascending paths, one row that keeps nothing."""
+    g = torch.Generator().manual_seed(seed)
+    kv = [torch.randn(rows, heads, slots, features, generator=g).to(dtype) for _ in range(tensors)]
+    length = torch.randint(0, slots - nodes + 1, (rows,), generator=g)
+    count = torch.randint(1, nodes + 1, (rows,), generator=g)
+    count[0] = 0
+    path = torch.full((rows, nodes), -1)
+    for b, n in enumerate(count.tolist()):
+        path[b, :n] = torch.cat(
+            (torch.zeros(1, dtype=torch.long), torch.randperm(nodes - 1, generator=g)[: n - 1].sort().values + 1)
+        )[:n]
+    return {"kv": kv, "length": length, "path": path, "count": count}
+
+
+CASES = [{}, {"dtype": torch.bfloat16, "tensors": 4}, {"features": 1, "slots": 8}, {"rows": 1, "tensors": 1}]

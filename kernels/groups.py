@@ -1,0 +1,225 @@
+"""Mass of the group a drafted token belongs to, the relaxation of GSD (grouped speculative decoding, ICCV 2025).
+
+A drafted x is accepted with probability min(1, p(C)/q(C)), C the group of x:
+
+    static    C = the tokens with the cluster id of x (a partition of the codebook)
+    dynamic   sort by p, largest first (equal values by index); C = x and the `group // 2` ranks on each side of it,
+              without those whose p differs from p(x) by more than `max_gap`
+              or whose embedding lies farther than `max_distance` from that of x
+
+Windows of ranks are no partition, so the dynamic ratio may fall below the exact one: pass
+mass = q(x) p(C)/q(C) - p(x) to `accept_tree` or `accept_chain`, which clamp it. R rows, V vocabulary, F features.
+"""
+
+import torch
+
+from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, require, tl
+
+
+def reference(p, q, token, clusters=None, group=0, max_gap=None, embedding=None, max_distance=None):
+    """The definition: (R, 2) fp64, the mass of the group under p and under q (1 for a point mass)."""
+    masses = []
+    for r, x in enumerate(token.tolist()):
+        law = p[r].double().tolist()
+        if clusters is not None:
+            members = [v for v in range(len(law)) if int(clusters[v]) == int(clusters[x])]
+        else:
+            order = sorted(range(len(law)), key=lambda v: (-law[v], v))
+            rank, half = order.index(x), group // 2
+            members = order[max(0, rank - half) : rank + half + 1]
+            if max_gap is not None:
+                members = [v for v in members if abs(law[v] - law[x]) <= max_gap]
+            if embedding is not None:
+                far = (embedding.double() - embedding[x].double()).square().sum(1).tolist()
+                members = [v for v in members if v == x or far[v] <= max_distance**2]
+        masses.append((sum(law[v] for v in members), 1.0 if q is None else float(q[r].double()[members].sum())))
+    return torch.tensor(masses, dtype=torch.float64, device=p.device)
+
+
+def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_distance):
+    """The CPU path; returns (p_mass, q_mass), each (R,) fp32."""
+    if clusters is not None:
+        member = clusters == clusters[token].unsqueeze(1)
+        laws = (p, q)
+    else:
+        V, half = p.shape[1], group // 2
+        order = p.sort(dim=1, descending=True, stable=True).indices
+        rank = (order == token.unsqueeze(1)).int().argmax(1, keepdim=True)
+        window = rank + torch.arange(-half, half + 1, device=p.device)
+        ids = order.gather(1, window.clamp(0, V - 1))
+        member = (window >= 0) & (window < V)
+        if max_gap is not None:
+            here = p.gather(1, token.unsqueeze(1)).double()
+            member &= (p.gather(1, ids).double() - here).abs() <= max_gap
+        if embedding is not None:
+            far = (embedding[ids].double() - embedding[token].double().unsqueeze(1)).square().sum(2)
+            member &= (far <= max_distance**2) | (ids == token.unsqueeze(1))
+        laws = (p.gather(1, ids), None if q is None else q.gather(1, ids))
+    one = torch.ones(token.shape[0], device=p.device)
+    return tuple(one if law is None else (law.double() * member).sum(1).float() for law in laws)
+
+
+@jit
+def _cluster_kernel(p, q, token, clusters, p_mass, q_mass, V, BLOCK_V: tl.constexpr):
+    """One program per row: sum over the tokens with the cluster id of x."""
+    r = tl.program_id(0).to(tl.int64)
+    own = tl.load(clusters + tl.load(token + r))
+    in_p = tl.full((), 0.0, tl.float64)
+    in_q = tl.full((), 0.0, tl.float64)
+    for start in range(0, V, BLOCK_V):
+        at = start + tl.arange(0, BLOCK_V)
+        member = (tl.load(clusters + at, mask=at < V, other=-1) == own) & (at < V)
+        in_p += tl.sum(tl.load(p + r * V + at, mask=member, other=0.0).to(tl.float64), 0)
+        in_q += tl.sum(tl.load(q + r * V + at, mask=member, other=0.0).to(tl.float64), 0)
+    tl.store(p_mass + r, in_p.to(tl.float32))
+    tl.store(q_mass + r, in_q.to(tl.float32))
+
+
+@jit
+def _window_kernel(
+    p, q, token, embedding, p_mass, q_mass, V, F, half, max_gap, reach,
+    GAP: tl.constexpr, NEAR: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """One program per row: step to the next rank above and below, `half` times each; a step is one scan of the law."""
+    r = tl.program_id(0).to(tl.int64)
+    x = tl.load(token + r).to(tl.int64)
+    here = tl.load(p + r * V + x).to(tl.float64)
+    in_p = here
+    in_q = tl.load(q + r * V + x).to(tl.float64)
+    lanes = tl.arange(0, BLOCK_F)
+    for side in range(2):
+        upward = side == 0
+        value = here.to(tl.float32)
+        index = x.to(tl.int32)
+        step = tl.full((), 0, tl.int32)
+        while step < half:
+            best = tl.full((), -1.0, tl.float32)
+            if upward:
+                best = tl.full((), float("inf"), tl.float32)
+            best_at = tl.full((), -1, tl.int32)
+            for start in range(0, V, BLOCK_V):
+                at = start + tl.arange(0, BLOCK_V)
+                w = tl.load(p + r * V + at, mask=at < V, other=0.0).to(tl.float32)
+                if upward:
+                    beyond = ((w > value) | ((w == value) & (at < index))) & (at < V)
+                    closest = tl.min(tl.where(beyond, w, float("inf")), 0)
+                    where = tl.max(tl.where(beyond & (w == closest), at, -1), 0)
+                    better = (where >= 0) & (closest <= best)
+                else:
+                    beyond = ((w < value) | ((w == value) & (at > index))) & (at < V)
+                    closest = tl.max(tl.where(beyond, w, -1.0), 0)
+                    where = tl.min(tl.where(beyond & (w == closest), at, V), 0)
+                    better = (where < V) & (closest > best)
+                best_at = tl.where(better, where, best_at).to(tl.int32)
+                best = tl.where(better, closest, best)
+            found = best_at >= 0
+            value = tl.where(found, best, value)
+            index = tl.where(found, best_at, index)
+            keep = found
+            if GAP:
+                keep = keep & (tl.abs(value.to(tl.float64) - here) <= max_gap)
+            if NEAR:
+                a = tl.load(embedding + x * F + lanes, mask=lanes < F, other=0.0).to(tl.float64)
+                b = tl.load(embedding + index.to(tl.int64) * F + lanes, mask=lanes < F, other=0.0).to(tl.float64)
+                keep = keep & (tl.sum((a - b) * (a - b), 0) <= reach)
+            in_p += tl.where(keep, value.to(tl.float64), 0.0)
+            in_q += tl.where(keep, tl.load(q + r * V + index).to(tl.float64), 0.0)
+            step = tl.where(found, step + 1, half)
+    tl.store(p_mass + r, in_p.to(tl.float32))
+    tl.store(q_mass + r, in_q.to(tl.float32))
+
+
+def grouped_mass_triton(p, q, token, clusters, group, max_gap, embedding, max_distance):
+    launchable(p)
+    R, V = p.shape
+    p, token = p.contiguous(), token.contiguous()
+    second = p if q is None else q.contiguous()
+    masses = [torch.empty(R, dtype=torch.float32, device=p.device) for _ in range(2)]
+    block = min(4096, next_power_of_2(V))
+    if clusters is not None:
+        _cluster_kernel[(R,)](p, second, token, clusters.contiguous(), *masses, V, BLOCK_V=block, num_warps=8)
+    else:
+        table = p if embedding is None else embedding.contiguous()
+        F = 1 if embedding is None else embedding.shape[1]
+        _window_kernel[(R,)](
+            p, second, token, table, *masses, V, F, group // 2, 0.0 if max_gap is None else max_gap,
+            0.0 if max_distance is None else max_distance**2,
+            GAP=max_gap is not None, NEAR=embedding is not None, BLOCK_V=block, BLOCK_F=next_power_of_2(F), num_warps=8,
+        )  # fmt: skip
+    return masses[0], torch.ones_like(masses[1]) if q is None else masses[1]
+
+
+@torch.library.custom_op("visspec::grouped_mass", mutates_args=())
+def _grouped_mass_op(
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    token: torch.Tensor,
+    clusters: torch.Tensor | None,
+    group: int,
+    max_gap: float | None,
+    embedding: torch.Tensor | None,
+    max_distance: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_distance)
+
+
+@_grouped_mass_op.register_kernel("cuda")
+def _grouped_mass_cuda(*args):
+    return grouped_mass_triton(*args)
+
+
+@_grouped_mass_op.register_fake
+def _grouped_mass_fake(p, q, token, clusters, group, max_gap, embedding, max_distance):
+    return tuple(p.new_empty(token.shape[0], dtype=torch.float32) for _ in range(2))
+
+
+def grouped_mass(p, q, token, clusters=None, group=None, max_gap=None, embedding=None, max_distance=None):
+    """Masses of the group of each token under p and q: two (R,) fp32 tensors.
+
+    p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int. Static groups: clusters (V,) int of
+    non-negative ids. Dynamic: group >= 0 ranks around x, max_gap in probability, embedding (V, F) with max_distance
+    (not squared). Raises ValueError or TypeError naming the argument.
+    """
+    check_tensor("p", p, (None, None), FLOATS)
+    R, V = p.shape
+    check_tensor("token", token, (R,), INTS, p.device)
+    if q is not None:
+        check_tensor("q", q, (R, V), FLOATS, p.device)
+    require(
+        (clusters is None) != (group is None), "group", f"{group} with clusters given or not", "exactly one of them"
+    )
+    if clusters is not None:
+        check_tensor("clusters", clusters, (V,), INTS, p.device)
+    require(group is None or group >= 0, "group", group, "a number of ranks of at least 0")
+    require((embedding is None) == (max_distance is None), "max_distance", max_distance, "a number with embedding only")
+    if embedding is not None:
+        check_tensor("embedding", embedding, (V, None), FLOATS, p.device)
+    try:
+        return torch.ops.visspec.grouped_mass(p, q, token, clusters, int(group or 0), max_gap, embedding, max_distance)
+    except (IndexError, RuntimeError) as error:
+        if "out of" in str(error):
+            raise ValueError(f"token: found an id outside [0, {V}), expected vocabulary ids") from error
+        raise
+
+
+def random_case(seed, rows=4, vocabulary=29, static=False, drawn=True, near=False, ties=False, **rule):
+    """Arguments of `grouped_mass` for the tests; with ties, laws with many equal entries."""
+    g = torch.Generator().manual_seed(seed)
+    p, q = torch.randn(2, rows, vocabulary, generator=g)
+    p = (p.round() if ties else p).softmax(-1)
+    case = {"p": p, "q": q.softmax(-1) if drawn else None, "token": torch.randint(vocabulary, (rows,), generator=g)}
+    if static:
+        case["clusters"] = torch.randint(5, (vocabulary,), generator=g)
+    if near:
+        case.update(embedding=torch.randn(vocabulary, 3, generator=g), max_distance=1.5)
+    return {**case, **rule}
+
+
+CASES = [
+    {"static": True},
+    {"static": True, "drawn": False},
+    {"group": 6},
+    {"group": 7, "ties": True, "drawn": False},
+    {"group": 10, "max_gap": 0.03, "near": True},
+    {"group": 60, "vocabulary": 17},
+]

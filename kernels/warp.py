@@ -1,0 +1,242 @@
+"""The law a token is drawn from: guidance, temperature, top-k, top-p and softmax in one pass per row.
+
+    z = u + s (c - u)            classifier-free guidance on logits, before anything else (s = `guidance`)
+    z = z / temperature          temperature 0: all the mass on the arg-max, lowest index first
+    top-k                        keep z >= the k-th largest value, ties included
+    top-p                        sort ascending (equal values by index), drop while the running sum is <= 1 - top_p,
+                                 keep at least the last
+    p = softmax(z)
+
+Order and tie rules are those of transformers' warpers. A token that either branch forbids (-inf) stays forbidden.
+On CUDA the k-th value and the nucleus are found by bisection on the ordered bits of z, not by sorting.
+R rows, V vocabulary; arithmetic in fp32, running sums in fp64.
+"""
+
+import torch
+
+from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, require, tl
+
+
+def reference(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0):
+    """The definition, one row at a time."""
+    rows = []
+    for r, c in enumerate(logits.float()):
+        z = c if uncond is None else _mix(c, uncond[r].float(), guidance)
+        if temperature == 0:
+            rows.append(torch.nn.functional.one_hot(z.argmax(), z.numel()).float())
+            continue
+        z = z / temperature
+        if 0 < top_k < z.numel():
+            z = z.masked_fill(z < z.sort(descending=True).values[top_k - 1], float("-inf"))
+        if top_p < 1:
+            order = z.sort(stable=True).indices
+            dropped = order[z[order].softmax(0).double().cumsum(0) <= 1 - top_p]
+            z = z.index_fill(0, dropped[dropped != order[-1]], float("-inf"))
+        rows.append(z.softmax(0))
+    return torch.stack(rows)
+
+
+def _mix(c, u, guidance):
+    mixed = u + guidance * (c - u)
+    return mixed.masked_fill(mixed.isnan(), float("-inf"))
+
+
+def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p):
+    """The CPU path: the same steps for all rows at once."""
+    z = logits.float()
+    if uncond is not None:
+        z = _mix(z, uncond.float(), guidance)
+    if temperature == 0:
+        return torch.zeros_like(z).scatter_(1, z.argmax(1, keepdim=True), 1.0)
+    if temperature != 1:
+        z = z / temperature
+    if 0 < top_k < z.shape[1]:
+        z = z.masked_fill(z < z.topk(top_k, sorted=False).values.amin(1, keepdim=True), float("-inf"))
+    if top_p < 1:
+        ordered, index = z.sort(dim=1, stable=True)
+        dropped = ordered.softmax(1).cumsum(1, dtype=torch.float64) <= 1 - top_p
+        dropped[:, -1] = False
+        z = z.masked_fill(torch.zeros_like(dropped).scatter_(1, index, dropped), float("-inf"))
+    return z.softmax(1)
+
+
+@jit
+def _rank(x):
+    """int32 whose order is the order of x (adding zero maps -0.0 to 0.0)."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@jit
+def _guided_warp_kernel(  # noqa: C901
+    logits, uncond, out, V, guidance, temperature, top_k, rest,
+    GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program per row; `out` holds z until the last pass. `rest` is 1 - top_p."""
+    row = tl.program_id(0).to(tl.int64) * V
+    lanes = tl.arange(0, BLOCK_V)
+    peak = tl.full((), float("-inf"), tl.float32)
+    mode = tl.full((), 0, tl.int32)
+    for start in range(0, V, BLOCK_V):
+        at = start + lanes
+        z = tl.load(logits + row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        if GUIDED:
+            u = tl.load(uncond + row + at, mask=at < V, other=float("-inf")).to(tl.float32)
+            z = u + guidance * (z - u)
+            z = tl.where(z == z, z, float("-inf"))
+        if not GREEDY:
+            z = tl.div_rn(z, temperature + tl.zeros((BLOCK_V,), tl.float32))
+        top = tl.max(z, 0)
+        where = tl.min(tl.where((z == top) & (at < V), at, V), 0)
+        mode = tl.where(top > peak, where, mode)
+        peak = tl.maximum(peak, top)
+        tl.store(out + row + at, z, mask=at < V)
+    if GREEDY:
+        for start in range(0, V, BLOCK_V):
+            at = start + lanes
+            tl.store(out + row + at, (at == mode).to(tl.float32), mask=at < V)
+    else:
+        tl.debug_barrier()
+        floor = tl.full((), -2147483648, tl.int64)
+        if TOP_K:
+            # The largest rank that at least top_k tokens reach.
+            high = tl.full((), 2147483647, tl.int64)
+            while floor < high:
+                middle = floor + (high - floor + 1) // 2
+                reached = tl.full((), 0, tl.int32)
+                for start in range(0, V, BLOCK_V):
+                    at = start + lanes
+                    z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
+                    reached += tl.sum(((_rank(z).to(tl.int64) >= middle) & (at < V)).to(tl.int32), 0)
+                enough = reached >= top_k
+                floor = tl.where(enough, middle, floor)
+                high = tl.where(enough, high, middle - 1)
+        total = tl.full((), 0.0, tl.float64)
+        for start in range(0, V, BLOCK_V):
+            at = start + lanes
+            z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
+            kept = (_rank(z).to(tl.int64) >= floor) & (at < V)
+            total += tl.sum(tl.where(kept, tl.exp(z - peak), 0.0).to(tl.float64), 0)
+        below = tl.full((), 0.0, tl.float64)
+        edge = floor - 1
+        if TOP_P:
+            # The smallest rank whose running sum, itself included, exceeds rest; its ties go by index.
+            limit = total * rest
+            low = floor
+            high = _rank(peak).to(tl.int64)
+            while low < high:
+                middle = low + (high - low) // 2
+                summed = tl.full((), 0.0, tl.float64)
+                for start in range(0, V, BLOCK_V):
+                    at = start + lanes
+                    z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
+                    rank = _rank(z).to(tl.int64)
+                    taken = (rank >= floor) & (rank <= middle) & (at < V)
+                    summed += tl.sum(tl.where(taken, tl.exp(z - peak), 0.0).to(tl.float64), 0)
+                beyond = summed > limit
+                high = tl.where(beyond, middle, high)
+                low = tl.where(beyond, low, middle + 1)
+            edge = low
+            ties = tl.full((), 0, tl.int32)
+            for start in range(0, V, BLOCK_V):
+                at = start + lanes
+                z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
+                rank = _rank(z).to(tl.int64)
+                taken = (rank >= floor) & (rank < edge) & (at < V)
+                below += tl.sum(tl.where(taken, tl.exp(z - peak), 0.0).to(tl.float64), 0)
+                ties += tl.sum(((rank == edge) & (at < V)).to(tl.int32), 0)
+            total = tl.full((), 0.0, tl.float64)
+            seen = tl.full((), 0, tl.int32)
+            for start in range(0, V, BLOCK_V):
+                at = start + lanes
+                z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
+                rank = _rank(z).to(tl.int64)
+                weight = tl.exp(z - peak)
+                tied = (rank == edge) & (at < V)
+                place = seen + tl.cumsum(tied.to(tl.int32), 0)
+                dropped = tied & (below + place.to(tl.float64) * weight.to(tl.float64) <= limit) & (place < ties)
+                dropped = dropped | (rank < edge)
+                total += tl.sum(tl.where(dropped | (at >= V), 0.0, weight).to(tl.float64), 0)
+                seen += tl.sum(tied.to(tl.int32), 0)
+                tl.store(out + row + at, tl.where(dropped, float("-inf"), z), mask=at < V)
+            tl.debug_barrier()
+        scale = total.to(tl.float32)
+        for start in range(0, V, BLOCK_V):
+            at = start + lanes
+            z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
+            weight = tl.where(_rank(z).to(tl.int64) >= floor, tl.exp(z - peak), 0.0)
+            tl.store(out + row + at, weight / scale, mask=at < V)
+
+
+def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p):
+    launchable(logits)
+    R, V = logits.shape
+    logits, uncond = logits.contiguous(), None if uncond is None else uncond.contiguous()
+    out = torch.empty(R, V, dtype=torch.float32, device=logits.device)
+    block = min(4096, next_power_of_2(V))
+    _guided_warp_kernel[(R,)](
+        logits, logits if uncond is None else uncond, out, V, guidance, temperature, top_k, 1.0 - top_p,
+        GUIDED=uncond is not None, GREEDY=temperature == 0, TOP_K=0 < top_k < V, TOP_P=top_p < 1, BLOCK_V=block,
+        num_warps=8 if block > 1024 else 4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("visspec::guided_warp", mutates_args=())
+def _guided_warp_op(
+    logits: torch.Tensor,
+    uncond: torch.Tensor | None,
+    guidance: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> torch.Tensor:
+    return guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p)
+
+
+@_guided_warp_op.register_kernel("cuda")
+def _guided_warp_cuda(logits, uncond, guidance, temperature, top_k, top_p):
+    return guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p)
+
+
+@_guided_warp_op.register_fake
+def _guided_warp_fake(logits, uncond, guidance, temperature, top_k, top_p):
+    return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
+def guided_warp(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=None, top_p=None):
+    """p (R, V) fp32 from logits (R, V) and, with guidance, the unconditional logits (R, V).
+
+    top_k None or 0 and top_p None or 1 switch a step off. Raises ValueError or TypeError naming the argument.
+    """
+    check_tensor("logits", logits, (None, None), FLOATS)
+    require(logits.shape[1] > 0, "logits", f"shape {tuple(logits.shape)}", "at least one token")
+    if uncond is not None:
+        check_tensor("uncond", uncond, tuple(logits.shape), FLOATS, logits.device)
+    top_k, top_p = int(top_k or 0), 1.0 if top_p is None else float(top_p)
+    require(temperature >= 0, "temperature", temperature, "a number of at least 0")
+    require(top_k >= 0, "top_k", top_k, "a count of at least 0")
+    require(0 <= top_p <= 1, "top_p", top_p, "a mass in [0, 1]")
+    return torch.ops.visspec.guided_warp(logits, uncond, float(guidance), float(temperature), top_k, top_p)
+
+
+def random_case(seed, rows=3, vocabulary=37, guided=False, ties=False, dtype=torch.float32, **sampling):
+    """Arguments of `guided_warp` for the tests; with ties, logits on a coarse grid and some of them -inf."""
+    g = torch.Generator().manual_seed(seed)
+    c, u = torch.randn(2, rows, vocabulary, generator=g) * 2
+    if ties:
+        c, u = c.round(), u.round()
+        c[:, ::7] = float("-inf")
+    return {"logits": c.to(dtype), "uncond": u.to(dtype) if guided else None, **sampling}
+
+
+CASES = [
+    {},
+    {"guided": True, "guidance": 7.5, "temperature": 0.7},
+    {"guided": True, "guidance": 3.0, "top_k": 5, "ties": True},
+    {"top_p": 0.8, "temperature": 1.3},
+    {"top_p": 0.6, "top_k": 9, "ties": True},
+    {"top_p": 0.0, "ties": True},
+    {"temperature": 0.0, "guided": True, "guidance": 2.0},
+    {"vocabulary": 4100, "rows": 1, "top_k": 50, "top_p": 0.9, "dtype": torch.bfloat16},
+]
