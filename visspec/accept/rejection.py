@@ -38,23 +38,25 @@ class Rejection:
         if noise is None:
             return Exact()(draft, scores, None)
         window_BTU = noise.window(draft.levels + 1)
-        coins_BN = toss(draft, window_BTU)
-        p_BNV = scores.p
+        tree, p_BNV = draft.tree, scores.p
         path, length, following, drift = kernels.accept_tree(
-            draft.tokens.clamp(min=0), draft.tree.parent, p_BNV, draft.q, coins_BN, window_BTU[:, 0, SIBLINGS],
-            self.mass(draft, p_BNV),
-        )  # fmt: skip
+            draft.tokens.clamp(min=0),
+            torch.where(draft.tokens == ABSENT, -1, tree.parent),
+            p_BNV,
+            draft.q,
+            toss(tree, window_BTU),
+            window_BTU[:, 0, SIBLINGS].contiguous(),
+            mass=self.mass(draft, p_BNV),
+            depth=draft.levels,
+            branch=1 if tree.chain else None,
+        )
         return Verdict(path, length, following, None if self.guarantee == "exact" else drift)
 
 
-def toss(draft: Draft, window_BTU: Tensor) -> Tensor:
-    """Each node's coin (B, N): its position's own, by rank among its siblings; 2.0 (never accepted) where ABSENT."""
-    tree: Tree = draft.tree
-    rank_BN = ranks(tree)
-    position_BN = (tree.depth - 1).clamp(min=0)
-    rows = window_BTU.shape[0]
-    flat = (position_BN * window_BTU.shape[-1] + rank_BN.clamp(max=SIBLINGS - 1)).expand(rows, -1)
-    return window_BTU.flatten(1).gather(1, flat).masked_fill(draft.tokens == ABSENT, 2.0)
+def toss(tree: Tree, window_BTU: Tensor) -> Tensor:
+    """Each node's coin (B, N): its position's own, by rank among its siblings."""
+    coin_BN = (tree.depth - 1).clamp(min=0) * window_BTU.shape[-1] + ranks(tree).clamp(max=SIBLINGS - 1)
+    return window_BTU.flatten(1).gather(1, coin_BN.expand(window_BTU.shape[0], -1))
 
 
 def ranks(tree: Tree) -> Tensor:

@@ -1,0 +1,183 @@
+"""The command line on real files: good input, bad input in one sentence, exit codes 0, 1 and 2."""
+
+import json
+import struct
+import zlib
+
+import pytest
+from PIL import Image
+
+from visspec import zoo
+from visspec.cli import main
+from visspec.eval.world.captions import score
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+
+SCENES = [HELD_OUT_SEED + 900 + i for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = []
+    for i, (seed, suffix) in enumerate(zip(SCENES, ("png", "webp", "jpg"))):
+        path = folder / f"scene{i}.{suffix}"
+        to_image(scene_from_seed(seed)).save(path, quality=95)
+        paths.append(str(path))
+    return paths
+
+
+def refused(capsys, *argv, code=2) -> str:
+    """Run, expect an exit code and exactly one line on stderr; return it."""
+    try:
+        found = main(list(map(str, argv)))
+    except SystemExit as error:
+        found = error.code
+    line = capsys.readouterr().err.strip()
+    assert found == code, line
+    assert "Traceback" not in line
+    return line
+
+
+def test_caption_files_tells_the_facts_and_writes_json(pictures, tmp_path, capsys):
+    out = tmp_path / "deep" / "captions.json"
+    assert main(["caption", *pictures, "--batch-size", "2", "--json", str(out), "--stats"]) == 0
+    record = json.loads(out.read_text())
+    assert record["guarantee"] == "exact" and record["provenance"]["torch"]
+    right, stated = 0, 0
+    for seed, found in zip(SCENES, record["results"]):
+        r, s = score(found["caption"], scene_from_seed(seed))
+        right, stated = right + r, stated + s
+    assert stated >= 30 and right / stated > 0.85
+    assert "tau" in capsys.readouterr().out
+
+
+def test_batches_and_drafters_do_not_change_the_words(pictures, tmp_path):
+    texts = []
+    for options in (["--batch-size", "3"], ["--drafter", "none"], ["--drafter", "ngram", "--batch-size", "2"]):
+        out = tmp_path / "c.json"
+        assert main(["caption", *pictures, *options, "--json", str(out)]) == 0
+        texts.append([r["caption"] for r in json.loads(out.read_text())["results"]])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_seed_is_an_images_own(pictures, tmp_path):
+    texts = []
+    for batch in ("1", "3"):
+        out = tmp_path / "c.json"
+        argv = ["caption", *pictures, "--temperature", "1", "--seed", "5", "--batch-size", batch, "--json", str(out)]
+        assert main(argv) == 0
+        texts.append([r["caption"] for r in json.loads(out.read_text())["results"]])
+    assert texts[0] == texts[1]
+
+
+def test_a_missing_file_among_many_is_listed_and_the_rest_captioned(pictures, tmp_path, capsys):
+    out = tmp_path / "c.json"
+    code = main(["caption", pictures[0], str(tmp_path / "gone.png"), pictures[1], "--json", str(out)])
+    streams = capsys.readouterr()
+    assert code == 1 and "gone.png" in streams.err and len(streams.err.strip().splitlines()) == 1
+    captions = [r["caption"] for r in json.loads(out.read_text())["results"]]
+    assert captions[0] and captions[2] and captions[1] is None
+
+
+def bomb(path, side=30_000):
+    """A valid PNG header of side x side pixels with next to no data."""
+
+    def chunk(kind, data):
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + data)
+
+
+@pytest.mark.parametrize("kind", ["text", "truncated", "bomb", "gif", "missing", "folder", "pixels"])
+def test_bad_images(kind, pictures, tmp_path, capsys):
+    path, options = tmp_path / f"bad_{kind}.png", []
+    if kind == "text":
+        path.write_text("not an image")
+    elif kind == "truncated":
+        path.write_bytes(open(pictures[0], "rb").read()[:400])
+    elif kind == "bomb":
+        bomb(path)
+    elif kind == "gif":
+        Image.new("RGB", (8, 8)).save(path, format="GIF")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pixels":
+        Image.new("RGB", (200, 200)).save(path)
+        options = ["--max-pixels", "10000"]
+    line = refused(capsys, "caption", path, *options)
+    assert f"bad_{kind}" in line and len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--max-new-tokens", "-3"], "--max-new-tokens"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--top-k", "5"], "--top-k"),
+        (["--top-p", "0.5"], "--top-p"),
+        (["--temperature", "1", "--top-p", "1.5"], "--top-p"),
+        (["--drafter", "nonsense"], "drafter"),
+        (["--acceptance", "nonsense"], "acceptance"),
+        (["--acceptance", "typical:epsilon=-1"], "epsilon"),
+        (["--model", "./no/such/folder"], "checkpoint"),
+    ],
+)
+def test_bad_options(options, word, pictures, capsys):
+    assert word in refused(capsys, "caption", pictures[0], *options)
+
+
+def copied(folder, tmp_path):
+    import shutil
+
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def test_checkpoints_that_cannot_be_trusted(pictures, tmp_path, capsys):
+    good = copied(zoo.CHECKPOINTS / "captioner", tmp_path)
+    weights = good / "model.safetensors"
+    moved = tmp_path / "elsewhere.safetensors"
+    weights.rename(moved)
+    weights.symlink_to(moved)
+    assert "inside the folder" in refused(capsys, "caption", pictures[0], "--model", good)
+    weights.unlink()
+    (good / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert "pickled" in refused(capsys, "caption", pictures[0], "--model", good)
+    (good / "pytorch_model.bin").unlink()
+    index = good / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    assert "inside the folder" in refused(capsys, "caption", pictures[0], "--model", good)
+    index.unlink()
+    weights.write_bytes(moved.read_bytes()[:1000])
+    assert "model" in refused(capsys, "caption", pictures[0], "--model", good)
+
+
+@pytest.mark.parametrize("damage", ["missing", "extra", "shape"])
+def test_checkpoints_with_the_wrong_tensors(damage, pictures, tmp_path, capsys):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    good = copied(zoo.CHECKPOINTS / "captioner", tmp_path)
+    tensors = load_file(good / "model.safetensors")
+    name = next(k for k in sorted(tensors) if "lm_head" in k)
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "extra":
+        tensors["surprise"] = torch.zeros(2)
+    else:
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, good / "model.safetensors", metadata={"format": "pt"})
+    line = refused(capsys, "caption", pictures[0], "--model", good)
+    assert ("surprise" if damage == "extra" else "lm_head") in line or "size" in line
+
+
+def test_list_and_doctor(capsys):
+    assert main(["list"]) == 0
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "ngram" in text and "torch" in text and "will run" in text

@@ -1,0 +1,144 @@
+"""Rules that toss their own coins: agreement with the enumerated law, the acceptance identity, and the drift meter."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from visspec import sampling, tree, zoo
+from visspec.accept.exact import Exact
+from visspec.accept.rejection import SIBLINGS, Rejection, ranks, toss
+from visspec.accept.typical import Typical
+from visspec.types import ABSENT, Draft, Scores
+
+V = 6
+
+
+def laws(seed: int, sharpness: float = 1.5) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    p, q = torch.softmax(sharpness * torch.randn(2, V, generator=generator, dtype=torch.float64), -1)
+    return p, q
+
+
+def one_step(rule, p, q, rows: int, seed: int = 0):
+    """`rows` independent single-node rounds of a rule: the node drawn from q, judged under p. (drawn, verdict)."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = rule.make_noise([generator], V)
+    window = torch.rand(rows, 2, noise.width, generator=generator)
+    noise.window = lambda positions: window[:, :positions]
+    drawn = sampling.draw(q.float().expand(rows, V), window[:, 0, -1])
+    tokens = torch.stack([torch.zeros_like(drawn), drawn], 1)
+    logits = p.log().float().expand(rows, 2, V)
+    law = torch.stack([torch.zeros(V), q.float()]).expand(rows, 2, V)
+    return drawn, rule(Draft(tokens, tree.chain(1), law), Scores(logits), noise)
+
+
+def first_token(drawn, verdict) -> torch.Tensor:
+    return torch.where(verdict.length == 2, drawn, verdict.next)
+
+
+def frequencies(tokens) -> torch.Tensor:
+    return torch.bincount(tokens, minlength=V).double() / len(tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rejection_keeps_the_law_and_accepts_as_often_as_it_can(seed):
+    p, q = laws(seed)
+    drawn, verdict = one_step(Rejection(), p, q, 200_000, seed)
+    error = 4 * (p * (1 - p) / 200_000).sqrt()
+    assert ((frequencies(first_token(drawn, verdict)) - p).abs() < error).all()
+    accepted = (verdict.length == 2).double().mean()
+    assert abs(accepted - torch.minimum(p, q).sum()) < 4 * (0.25 / 200_000) ** 0.5
+    assert verdict.drift is None
+
+
+class Careless(Rejection):
+    """A control: after a rejection it draws from p, not from the residual."""
+
+    def __call__(self, draft, scores, noise):
+        verdict = super().__call__(draft, scores, noise)
+        again = sampling.draw(scores.p[:, 0], noise.window(1)[:, 0, SIBLINGS])
+        return type(verdict)(verdict.path, verdict.length, torch.where(verdict.length == 2, verdict.next, again))
+
+
+def test_the_law_test_can_fail():
+    p, q = laws(0)
+    drawn, verdict = one_step(Careless(), p, q, 200_000)
+    assert ((frequencies(first_token(drawn, verdict)) - p).abs() > 4 * (p * (1 - p) / 200_000).sqrt()).any()
+
+
+def typical_law(rule: Typical, p, q):
+    """f for every token, and the law of the output, in closed form."""
+    threshold = min(rule.epsilon, float(rule.delta * torch.exp(-torch.special.entr(p).sum())))
+    f = torch.where(p >= threshold, 1.0, torch.clamp(p / q, max=1.0))
+    rest = sampling.residual(p, q)
+    return f, q * f + (q * (1 - f)).sum() * rest
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10_000), st.floats(0.01, 1.2), st.floats(0.01, 2.0))
+def test_every_point_of_acceptance_costs_a_point_of_total_variation(seed, epsilon, delta):
+    """acceptance = (1 - TV(p, q)) + TV(output, p), for any f not below the exact one (ARCHITECTURE 3.3)."""
+    p, q = laws(seed)
+    f, output = typical_law(Typical(epsilon, delta), p, q)
+    acceptance = float((q * f).sum())
+    assert abs(float(output.sum()) - 1) < 1e-12
+    tv = 0.5 * float((p - q).abs().sum()), 0.5 * float((output - p).abs().sum())
+    assert abs(acceptance - (1 - tv[0] + tv[1])) < 1e-12
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_drift_meter_is_unbiased(seed):
+    p, q = laws(seed, 1.0)
+    rule = Typical(0.2, 0.5)
+    rows = 100_000
+    drawn, verdict = one_step(rule, p, q, rows, seed)
+    _, output = typical_law(rule, p, q)
+    tv = 0.5 * float((output - p).abs().sum())
+    assert tv > 0.01
+    error = float(verdict.drift.std()) / rows**0.5
+    assert abs(float(verdict.drift.mean()) - tv) < 3 * error
+    measured = frequencies(first_token(drawn, verdict))
+    assert ((measured - output).abs() < 4 * (0.25 / rows) ** 0.5).all()
+
+
+def test_a_strict_enough_typical_rule_is_rejection():
+    p, q = laws(5)
+    a = one_step(Rejection(), p, q, 5000)[1]
+    b = one_step(Typical(1.5, 1e9), p, q, 5000)[1]
+    assert torch.equal(a.next, b.next) and torch.equal(a.length, b.length)
+    assert float(b.drift.sum()) == 0.0
+
+
+def test_absent_nodes_are_never_accepted_and_leave_the_law_alone():
+    shape = tree.static((-1, 0, 0, 1))
+    tokens = torch.tensor([[0, ABSENT, 3, 2]])
+    logits = torch.full((1, 4, V), -1e9)
+    logits[0, 0, 3] = logits[0, 1, 2] = logits[0, 2, 4] = logits[0, 3, 1] = 0.0
+    rule = Rejection()
+    noise = rule.make_noise([torch.Generator().manual_seed(0)], V)
+    verdict = rule(Draft(tokens, shape), Scores(logits), noise)
+    assert verdict.path.tolist()[0][:2] == [0, 2] and verdict.length.item() == 2 and verdict.next.item() == 4
+
+
+def test_coins_belong_to_position_and_rank():
+    shape = tree.static((-1, 0, 0, 1, 1, 1, 2))
+    assert ranks(shape).tolist() == [[0, 0, 1, 0, 1, 2, 0]]
+    window = torch.arange(3 * (SIBLINGS + 2)).view(1, 3, -1).float()
+    width = SIBLINGS + 2
+    assert toss(shape, window).tolist() == [[0, 0, 1, width, width + 1, width + 2, width]]
+
+
+def test_greedy_needs_no_coins():
+    logits = torch.randn(2, 4, V, generator=torch.Generator().manual_seed(0))
+    draft = Draft(torch.tensor([[0, 1, 2, 3], [0, 2, 1, 0]]), tree.chain(3))
+    exact = Exact()(draft, Scores(logits), None)
+    for rule in (Rejection(), Typical()):
+        verdict = rule(draft, Scores(logits), None)
+        assert torch.equal(verdict.path, exact.path) and torch.equal(verdict.next, exact.next)
+
+
+@pytest.mark.parametrize("text", ["typicl", "typical:epsilon", "typical:epsilon=0", "exact:k=3", "typical:k=1"])
+def test_bad_rules_are_refused_in_a_sentence(text):
+    with pytest.raises(ValueError, match=r"got|expected|does not take"):
+        zoo.acceptance(text)
