@@ -1,0 +1,101 @@
+"""Exact laws of small decoders, by enumeration in float64.
+
+A target is `p`: for every context (a tuple of tokens) a law over V tokens. A *round* of a verifier is a list of
+(probability, emitted tokens); `output_law` lets plain sampling go on behind it and gives the joint law of the next
+`length` tokens, to be compared with `plain_law`. Exact rules: the total variation is below 1e-12.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.accept.exact import follow
+from visspec.types import Draft, Verdict
+
+Context = tuple[int, ...]
+Law = Callable[[Context], Tensor]  # context -> (V,) float64
+Rounds = Iterable[tuple[float, Context]]
+PENDING = 0  # any id: the pending token belongs to the context that `p` already knows
+
+
+def context_law(vocab: int, seed: int = 0, sharpness: float = 1.5) -> Law:
+    """A law that depends on the whole context."""
+
+    @functools.cache
+    def p(context: Context) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, *context)) % 2**31)
+        return torch.softmax(sharpness * torch.randn(vocab, generator=generator, dtype=torch.float64), -1)
+
+    return p
+
+
+def plain_law(p: Law, vocab: int, length: int) -> Tensor:
+    """Joint law of `length` tokens of plain sampling, shape (V,) * length."""
+    return output_law(p, [(1.0, ())], vocab, length)
+
+
+def output_law(p: Law, rounds: Rounds, vocab: int, length: int) -> Tensor:
+    """Joint law of the next `length` tokens when a round emits these tokens and plain sampling goes on."""
+    law = torch.zeros((vocab,) * length, dtype=torch.float64)
+    total: dict[Context, float] = {}
+    for weight, emitted in rounds:
+        key = tuple(emitted)[:length]
+        total[key] = total.get(key, 0.0) + weight
+    for emitted, weight in total.items():
+        _spread(law, p, weight, emitted, length)
+    return law
+
+
+def _spread(law: Tensor, p: Law, weight: float, context: Context, length: int) -> None:
+    if len(context) == length:
+        law[context] += weight
+        return
+    for token, probability in enumerate(p(context).tolist()):
+        _spread(law, p, weight * probability, (*context, token), length)
+
+
+def total_variation(a: Tensor, b: Tensor) -> float:
+    return 0.5 * float((a - b).abs().sum())
+
+
+def contexts(parent: Sequence[int], tokens: Sequence[int]) -> list[Context]:
+    """What each node has above it and itself, the pending token aside."""
+    found: list[Context] = [()]
+    for n in range(1, len(parent)):
+        found.append((*found[parent[n]], tokens[n]))
+    return found
+
+
+def choice_rounds(
+    p: Law,
+    parent: Sequence[int],
+    tokens: Sequence[int],
+    vocab: int,
+    rule: Callable[[Draft, Tensor], Verdict] = follow,
+    at_node: Callable[[int], Law] | None = None,
+) -> list[tuple[float, Context]]:
+    """Rounds of a rule that lets the target choose one token at every node: all combinations, in one batch.
+
+    Choices are independent but for nodes of one context (twins): law and noise are the same, so the choice is too.
+    `at_node` may give some nodes another law, for negative controls.
+    """
+    above = contexts(parent, [max(t, 0) for t in tokens])
+    distinct = list(dict.fromkeys(above))
+    laws = [(at_node(above.index(context)) if at_node else p)(context) for context in distinct]
+    drawn = torch.tensor(list(itertools.product(range(vocab), repeat=len(distinct))))
+    weight = torch.stack([law[drawn[:, i]] for i, law in enumerate(laws)]).prod(0)
+    chosen = drawn[:, [distinct.index(context) for context in above]]
+    drafted = torch.tensor([[PENDING, *tokens[1:]]]).expand(len(chosen), -1)
+    verdict = rule(Draft(drafted, trees.static(tuple(parent))), chosen)
+    rounds = []
+    for w, path, length, following in zip(
+        weight.tolist(), verdict.path.tolist(), verdict.length.tolist(), verdict.next.tolist()
+    ):
+        rounds.append((w, (*[tokens[n] for n in path[1:length]], following)))
+    return rounds

@@ -1,0 +1,234 @@
+"""The output law of the exact rule, by enumeration; controls that must fail; Gumbel noise, by chi-square."""
+
+import dataclasses
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import visspec
+from tests.doubles import new_tokens
+from tests.laws import choice_rounds, context_law, contexts, output_law, plain_law, total_variation
+from tests.tiny import model_of, prompt
+from visspec import sampling
+from visspec import tree as trees
+from visspec.accept.exact import Exact, follow
+from visspec.types import ABSENT, Draft, Scores
+
+V, K = 4, 3
+EXACT = 1e-12
+DRAFTS = {
+    "chain": ((-1, 0, 1, 2), (0, 1, 2, 3)),
+    "short chain": ((-1, 0, 1, 2), (0, 1, ABSENT, ABSENT)),
+    "siblings": ((-1, 0, 0, 0), (0, 2, 1, 3)),
+    "tree": ((-1, 0, 0, 1, 1, 2, 3), (0, 1, 3, 0, 2, 2, 1)),
+    "twins": ((-1, 0, 0, 1, 2, 4, 0), (0, 1, 1, 2, 3, 0, 2)),
+    "absent inside": ((-1, 0, 0, 1, 2, 4), (0, ABSENT, 2, 2, 1, 0)),
+}
+
+
+def variation(p, parent, tokens, **options):
+    """Total variation between plain sampling and one round of the rule, over the next K + 1 tokens."""
+    rounds = choice_rounds(p, parent, tokens, V, **options)
+    return total_variation(output_law(p, rounds, V, K + 1), plain_law(p, V, K + 1))
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_law(kind, seed):
+    assert variation(context_law(V, seed), *DRAFTS[kind]) < EXACT
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_exact_law_of_any_tree(data):
+    size = data.draw(st.integers(2, 5))
+    parent = (-1, *(data.draw(st.integers(max(0, n - 3), n - 1)) for n in range(1, size)))
+    tokens = (0, *(data.draw(st.integers(ABSENT, V - 1)) for _ in range(1, size)))
+    assert variation(context_law(V, data.draw(st.integers(0, 9))), parent, tokens) < EXACT
+
+
+def test_exact_law_with_zeros():
+    """Laws with cut entries (top-k): a drafted token of probability zero is never kept."""
+
+    def p(context):
+        law = context_law(V)(context).clone()
+        law[law.argmin()] = 0
+        return law / law.sum()
+
+    for parent, tokens in DRAFTS.values():
+        assert variation(p, parent, tokens) < EXACT
+        for _, emitted in filter(lambda r: r[0] > 0, choice_rounds(p, parent, tokens, V)):
+            assert all(p(emitted[:t])[token] > 0 for t, token in enumerate(emitted))
+
+
+# Controls: known ways to get it wrong. Each must be seen by the enumeration.
+
+
+def likely(p):
+    """The chain of the most likely tokens, after the root's."""
+    tokens = [0]
+    for _ in range(K):
+        tokens.append(int(p(tuple(tokens[1:])).argmax()))
+    return tuple(tokens)
+
+
+def raw_bonus(p):
+    """The bonus after a full path is drawn before temperature and cuts are applied."""
+    raw = lambda context: (p(context) ** 0.5) / (p(context) ** 0.5).sum()  # noqa: E731
+    return {"at_node": lambda n: p if n < K else raw}
+
+
+def skipping(draft, chosen):
+    """A rejected first node is passed over: its child is tried as if it had been accepted."""
+    tokens = draft.tokens.clone()
+    tokens[:, 1] = chosen[:, 0]
+    return follow(dataclasses.replace(draft, tokens=tokens), chosen)
+
+
+def second_child(draft, chosen):
+    """Agreement with the first child is booked to its sibling."""
+    tokens = draft.tokens.clone()
+    tokens[:, [1, 2]] = tokens[:, [2, 1]]
+    return follow(dataclasses.replace(draft, tokens=tokens), chosen)
+
+
+def inflated(p, by=1.01):
+    """Drafted tokens are accepted with 1.01 times their probability."""
+    tokens = likely(p)
+
+    def at_node(n):
+        def law(context):
+            law = p(context).clone()
+            if n < K:
+                law[tokens[n + 1]] *= by
+            return law / law.sum()
+
+        return law
+
+    return {"at_node": at_node}
+
+
+def resampled(draft, chosen):
+    """After a rejection the token is drawn afresh from the whole law: here, from the law of another node."""
+    verdict = follow(draft, chosen)
+    return dataclasses.replace(verdict, next=chosen[:, 0])
+
+
+@pytest.mark.parametrize(
+    "kind,options,at_least",
+    [
+        ("chain", raw_bonus, 1e-3),
+        ("chain", inflated, 1e-3),
+        ("chain", lambda p: {"rule": skipping}, 1e-2),
+        ("tree", lambda p: {"rule": second_child}, 1e-2),
+        ("tree", lambda p: {"rule": resampled}, 1e-2),
+    ],
+    ids=["raw bonus", "inflated by a hundredth", "skipping", "second child", "resampled"],
+)
+def test_wrong_rules_are_seen(kind, options, at_least):
+    p = context_law(V)
+    parent, tokens = DRAFTS[kind]
+    assert variation(p, parent, likely(p) if kind == "chain" else tokens, **options(p)) > at_least
+
+
+# Noise: the choices that the enumeration takes for granted.
+
+
+def test_choices_share_the_noise_of_their_position():
+    generators = [torch.Generator().manual_seed(s) for s in (1, 2)]
+    noise = sampling.Noise(generators, V)
+    window = noise.window(3)
+    logits = torch.randn(2, 4, V)
+    tree = trees.static((-1, 0, 0, 1))
+    chosen = sampling.choose(logits, tree.depth, noise, tree.levels)
+    for n, depth in enumerate((0, 1, 1, 2)):
+        assert torch.equal(chosen[:, n], (logits[:, n] + window[:, depth]).argmax(-1))
+    per_row = trees.from_parents(torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]]), 3)
+    chosen = sampling.choose(logits, per_row.depth, noise, 3)
+    assert torch.equal(chosen[1, 3], (logits[1, 3] + noise.window(4)[1, 3]).argmax(-1))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 40))
+def test_noise_does_not_depend_on_how_it_is_consumed(steps, peek):
+    whole = sampling.Noise([torch.Generator().manual_seed(7)], 3).window(sum(steps) + 1)[0]
+    noise, at = sampling.Noise([torch.Generator().manual_seed(s) for s in (6, 7)], 3), 0
+    noise.select([1])
+    for step in steps:
+        if peek:
+            noise.window(peek)
+        assert torch.equal(noise.window(step)[0], whole[at : at + step])
+        noise.advance([step])
+        at += step
+
+
+def chi_square(counts, law):
+    """p-value of observed counts under a law; cells of tiny expectation are pooled."""
+    counts, expected = counts.flatten().double(), law.flatten() * counts.sum()
+    small = expected < 5
+    assert counts[expected == 0].sum() == 0, "a token of probability zero was drawn"
+    pooled = [torch.cat([x[~small], x[small].sum()[None]]) for x in (counts, expected)]
+    keep = pooled[1] > 0
+    return scipy.stats.chisquare(pooled[0][keep].numpy(), pooled[1][keep].numpy(), sum_check=False).pvalue
+
+
+class Window:
+    """Gumbel noise for many rows at once."""
+
+    def __init__(self, rows, positions):
+        uniform = torch.rand(rows, positions, V, generator=torch.Generator().manual_seed(0))
+        self.numbers = -torch.log(-torch.log(uniform))
+
+    def window(self, positions):
+        return self.numbers[:, :positions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chain", "tree", "twins"])
+def test_gumbel_choices_follow_the_law(kind):
+    """The rule itself, noise and all, 40000 rows in one call: first tokens, and second tokens given the first."""
+    rows, p = 40_000, context_law(V, seed=3)
+    parent, tokens = DRAFTS[kind]
+    logits = torch.stack([p(c) for c in contexts(parent, tokens)]).log().float().expand(rows, -1, -1)
+    draft = Draft(torch.tensor([tokens]).expand(rows, -1), trees.static(parent))
+    verdict = Exact()(draft, Scores(logits), Window(rows, draft.levels + 1))
+    first, second = torch.zeros(V), torch.zeros(V, V)
+    for path, length, following in zip(verdict.path.tolist(), verdict.length.tolist(), verdict.next.tolist()):
+        emitted = [*(tokens[n] for n in path[1:length]), following]
+        first[emitted[0]] += 1
+        if len(emitted) > 1:
+            second[emitted[0], emitted[1]] += 1
+    assert chi_square(first, p(())) > 1e-4 > chi_square(first, p(()).roll(1))
+    for token in set(tokens[n] for n in range(len(parent)) if parent[n] == 0):
+        assert chi_square(second[token], p((token,))) > 1e-4 > chi_square(second[token], p((token,)).roll(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_sampled_pairs_follow_the_model(drafter):
+    """End to end: 2048 samples of two tokens against the model's own laws, top-k and temperature applied."""
+    model, rows, k, temperature = model_of("llama"), 2048, 5, 1.3
+    inputs = prompt("llama", ["9"])
+    fast = visspec.accelerate(model, drafter, adaptive=False)
+    options = {"do_sample": True, "top_k": k, "temperature": temperature, "max_new_tokens": 3}
+    output = fast.generate(**inputs, **options, num_return_sequences=rows, seed=0)
+    pairs = torch.tensor(new_tokens(output, inputs))[:, :2]
+
+    def law(ids):
+        with torch.no_grad():
+            logits = model(ids).logits[:, -1].double() / temperature
+        cut = logits < logits.topk(k).values[:, -1:]
+        return logits.masked_fill(cut, float("-inf")).softmax(-1)
+
+    first = law(inputs["input_ids"])[0]
+    firsts = first.nonzero()[:, 0]
+    ids = torch.cat([inputs["input_ids"].expand(len(firsts), -1), firsts[:, None]], 1)
+    joint = torch.zeros(96, 96, dtype=torch.float64)
+    joint[firsts] = first[firsts][:, None] * law(ids)
+    counts = torch.zeros(96, 96)
+    for a, b in pairs.tolist():
+        counts[a, b] += 1
+    flatter = joint.sqrt() / joint.sqrt().sum()
+    assert chi_square(counts, joint) > 1e-4 > chi_square(counts, flatter)
