@@ -20,10 +20,14 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf .check && $(BIN)/python -m pip install -q --no-deps --target .check .
+	MYPYPATH=.check $(BIN)/mypy -p visspec
 
 bench: $(VENV)/.ready
 	$(BIN)/visspec bench caption --json out/bench-caption.json
 
 docs: $(VENV)/.ready
-	$(BIN)/python docs/build.py
+	$(BIN)/python -m pip install -q pdoc
+	$(BIN)/pdoc -o out/docs visspec visspec.types visspec.engine visspec.sampling visspec.tree visspec.cache

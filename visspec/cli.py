@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     _caption(commands.add_parser("caption", help="caption image files"))
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="what", required=True, metavar="what")
     _bench_caption(bench.add_parser("caption", help="captioning against transformers' generate and assisted modes"))
+    _bench_memory(bench.add_parser("memory", help="peak memory, plain and accelerated, each in its own process"))
     _bench_kernels(bench.add_parser("kernels", help="time and bandwidth of each kernel"))
     train = commands.add_parser("train", help="train").add_subparsers(dest="what", required=True, metavar="what")
     _train_drafter(train.add_parser("drafter", help="distil a feature drafter for a target, in process"))
@@ -95,6 +96,14 @@ def _bench_caption(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--threads", type=positive, help="torch threads")
     _model_options(sub)
     _decode_options(sub)
+
+
+def _bench_memory(sub: argparse.ArgumentParser) -> None:
+    _add(sub, run_bench_memory)
+    sub.add_argument("--images", type=positive, default=8)
+    sub.add_argument("--batch-size", type=positive, default=1)
+    sub.add_argument("--drafter", default="vispec")
+    sub.add_argument("--json", type=Path)
 
 
 def _bench_kernels(sub: argparse.ArgumentParser) -> None:
@@ -229,6 +238,17 @@ def run_bench_caption(arguments) -> int:
         request=arguments.prompt or PROMPT,
     )  # fmt: skip
     Console().print(bench.table(record))
+    write_json(arguments.json, record)
+    return 0
+
+
+def run_bench_memory(arguments) -> int:
+    from visspec.bench_memory import bench_memory
+
+    record = bench_memory(arguments.images, arguments.drafter, batch_size=arguments.batch_size)
+    for name, row in record["arms"].items():
+        print(f"{name}: peak {row['peak_mb']:.1f} MB, of which decoding {row['working_mb']:.1f} MB")
+    print(f"peak over transformers' generate: {record['peak_over_plain']:.3f}")
     write_json(arguments.json, record)
     return 0
 
