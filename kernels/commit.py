@@ -87,7 +87,7 @@ def commit_kv(kv, length, path, count, check=False):
     """Commits in place: kv is a tensor (B, H, S, F) or a list of them (keys and values of every layer).
 
     length (B,) int: slots in use before the draft; path (B, D) int as `accept_tree` returns it; count (B,) int: nodes
-    to keep, at most the valid columns of path. Tensors of one call share shape, strides and dtype; the last stride is 1.
+    to keep, at most the valid columns of path. Tensors of a call share shape, strides and dtype; the last stride is 1.
     Raises ValueError or TypeError naming the argument; with check=True also for slots outside the cache.
     """
     kv = [kv] if isinstance(kv, torch.Tensor) else list(kv)

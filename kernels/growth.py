@@ -10,7 +10,6 @@ import torch
 
 from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, require, tl
 
-
 LOW = 0xFFFFFFFF
 
 

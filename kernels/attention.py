@@ -1,0 +1,275 @@
+"""Grouped-query attention of a draft tree over its prefix and itself, without a 4-D mask and without repeat_kv.
+
+Node n of row b attends to the slots start[b] <= s < length[b] of the cache (the prefix) and, among the N slots from
+length[b] on (the tree, cached in node order), to its ancestors and itself:
+
+    out_n = sum_s softmax_s(scale q_n . k_s) v_s
+
+Heads h share key head h // (H / G); their rows are folded into one matrix, so every key is read once per group. On CUDA
+the slots are split among programs (flash decoding, Dao et al. 2023): each keeps a running maximum and sum in fp32, a
+second launch merges them. The tree is given by `parent`, or by the ancestor mask that `extend_ancestors` grows.
+B rows, H query heads, G key heads, N nodes, S slots, F features.
+"""
+
+import torch
+
+from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, require, tl, triton
+
+
+def reference(q, k, v, length, ancestors, start=None, scaling=None):
+    """The definition, one row, head and node at a time, in fp32 (fp64 for fp64 inputs)."""
+    B, H, N, F = q.shape
+    kind = torch.promote_types(q.dtype, torch.float32)
+    scale = F**-0.5 if scaling is None else scaling
+    out = torch.empty(B, H, N, v.shape[3], dtype=kind, device=q.device)
+    for b in range(B):
+        prefix = torch.arange(0 if start is None else int(start[b]), int(length[b]), device=q.device)
+        for n in range(N):
+            slots = torch.cat((prefix, int(length[b]) + ancestors[b, n].nonzero().squeeze(1)))
+            for h in range(H):
+                g = h // (H // k.shape[1])
+                weight = (k[b, g, slots].to(kind) @ q[b, h, n].to(kind) * scale).softmax(0)
+                out[b, h, n] = weight @ v[b, g, slots].to(kind)
+    return out.to(q.dtype)
+
+
+def ancestor_mask(parent):
+    """(B, N, N) bool from parent (B, N) int: [n, m] says that m is n or an ancestor of n."""
+    child = parent.unsqueeze(2) == torch.arange(parent.shape[1], device=parent.device)
+    step = child.float().neg_()
+    one = torch.eye(parent.shape[1], device=parent.device)
+    # (I - step)^-1 = I + step + step^2 + ...: every power is one generation.
+    return torch.linalg.solve_triangular(step, one.expand_as(step), upper=False, unitriangular=True) != 0
+
+
+def tree_attention_torch(q, k, v, length, ancestors, start, scaling):
+    """The CPU path: heads of a group become rows of one matrix, and torch's attention reads each key head once."""
+    B, H, N, F = q.shape
+    G, S = k.shape[1:3]
+    slot = torch.arange(S, device=q.device)
+    node = slot - length.unsqueeze(1)
+    prefix = node < 0
+    if start is not None:
+        prefix = prefix & (slot >= start.unsqueeze(1))
+    inside = ((node >= 0) & (node < N)).unsqueeze(1)
+    tree = ancestors.gather(2, node.clamp(0, N - 1).unsqueeze(1).expand(B, N, S))
+    allowed = (prefix.unsqueeze(1) | (tree & inside)).unsqueeze(1)
+    rows = allowed.expand(B, H // G, N, S).reshape(B, 1, H // G * N, S)
+    folded = q.reshape(B, G, H // G * N, F)
+    out = torch.nn.functional.scaled_dot_product_attention(folded, k, v, attn_mask=rows, scale=scaling)
+    return out.reshape(B, H, N, v.shape[3])
+
+
+@jit
+def _tree_attention_kernel(
+    q, k, v, length, start, ancestors, part, high, mass,
+    H, G, N, F, scale, kb, kg, ks, vb, vg, vs, SPLITS,
+    START: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, key head), block of (head, node) rows and share of the slots."""
+    bg = tl.program_id(0)
+    b = (bg // G).to(tl.int64)
+    g = (bg % G).to(tl.int64)
+    split = tl.program_id(2)
+    share = H // G
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = rows < share * N
+    node = rows % N
+    f = tl.arange(0, BLOCK_F)
+    query = q + ((b * H + g * share + rows // N) * N + node)[:, None] * F + f[None, :]
+    tile = tl.load(query, mask=live[:, None] & (f[None, :] < F), other=0.0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    used = tl.load(length + b).to(tl.int32)
+    first = tl.full((), 0, tl.int32)
+    if START:
+        first = tl.load(start + b).to(tl.int32)
+    blocks = (used + N + BLOCK_S - 1) // BLOCK_S
+    each = (blocks + SPLITS - 1) // SPLITS
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+    block = split * each
+    last = tl.minimum(block + each, blocks)
+    while block < last:
+        s = block * BLOCK_S + tl.arange(0, BLOCK_S)
+        wide = s.to(tl.int64)
+        cached = s < used + N
+        keys = tl.load(
+            k + b * kb + g * kg + wide[None, :] * ks + f[:, None], mask=cached[None, :] & (f[:, None] < F), other=0.0
+        )
+        values = tl.load(
+            v + b * vb + g * vg + wide[:, None] * vs + f[None, :], mask=cached[:, None] & (f[None, :] < F), other=0.0
+        )
+        if UPCAST:
+            keys = keys.to(tl.float32)
+            values = values.to(tl.float32)
+        score = tl.dot(tile, keys, input_precision="ieee") * scale
+        own = s - used
+        in_tree = (own >= 0) & (own < N)
+        relation = ancestors + (b * N + node)[:, None] * N + own[None, :]
+        related = tl.load(relation, mask=live[:, None] & in_tree[None, :], other=0) != 0
+        prefix = (s < used) & (s >= first)
+        allowed = (prefix[None, :] | related) & live[:, None]
+        score = tl.where(allowed, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp(score - safe[:, None])
+        decay = tl.exp(top - safe)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+        top = new_top
+        block += 1
+    slot = (bg.to(tl.int64) * SPLITS + split) * (share * N) + rows
+    tl.store(high + slot, top, mask=live)
+    tl.store(mass + slot, total, mask=live)
+    tl.store(part + slot[:, None] * F + f[None, :], acc, mask=live[:, None] & (f[None, :] < F))
+
+
+@jit
+def _merge_kernel(part, high, mass, out, rows, F, SPLITS, BLOCK_F: tl.constexpr):
+    """One program per output row: the shares, weighted by their maxima."""
+    bg = tl.program_id(0).to(tl.int64)
+    r = tl.program_id(1)
+    f = tl.arange(0, BLOCK_F)
+    top = tl.full((), float("-inf"), tl.float32)
+    for split in range(0, SPLITS):
+        top = tl.maximum(top, tl.load(high + (bg * SPLITS + split) * rows + r))
+    total = tl.full((), 0.0, tl.float32)
+    acc = tl.zeros((BLOCK_F,), tl.float32)
+    for split in range(0, SPLITS):
+        slot = (bg * SPLITS + split) * rows + r
+        weight = tl.exp(tl.load(high + slot) - top)
+        total += weight * tl.load(mass + slot)
+        acc += weight * tl.load(part + slot * F + f, mask=f < F, other=0.0)
+    tl.store(out + (bg * rows + r) * F + f, acc / total, mask=f < F)
+
+
+def tree_attention_triton(q, k, v, length, ancestors, start, scaling, splits=None):
+    """Two launches: shares of the slots, then the merge. `splits` fills the device by default."""
+    launchable(q)
+    B, H, N, F = q.shape
+    G = k.shape[1]
+    rows = H // G * N
+    block_m, block_s = min(64, max(16, next_power_of_2(rows))), 64 if q.is_cuda else 16
+    blocks = -(-rows // block_m)
+    if splits is None:
+        units = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+        splits = max(1, min(64, 2 * units // (B * G * blocks), -(-k.shape[2] // block_s)))
+    q = q.contiguous()
+    part = torch.empty(B * G, splits, rows, F, dtype=torch.float32, device=q.device)
+    high, mass = (torch.empty(B * G, splits, rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    out = torch.empty(B, H, N, F, dtype=torch.float32, device=q.device)
+    # The interpreter computes 16-bit products wrongly; tensor cores accumulate them in fp32.
+    upcast = q.dtype in (torch.float32, torch.float64) or triton.knobs.runtime.interpret
+    block_f = max(16, next_power_of_2(F))
+    _tree_attention_kernel[(B * G, blocks, splits)](
+        q, k, v, length, length if start is None else start, ancestors.to(torch.int8).contiguous(), part, high, mass,
+        H, G, N, F, F**-0.5 if scaling is None else scaling, *k.stride()[:3], *v.stride()[:3], splits,
+        START=start is not None, UPCAST=upcast, BLOCK_M=block_m, BLOCK_S=block_s, BLOCK_F=block_f, num_warps=4,
+    )  # fmt: skip
+    _merge_kernel[(B * G, rows)](part, high, mass, out, rows, F, splits, BLOCK_F=block_f, num_warps=1)
+    return out.to(q.dtype)
+
+
+@torch.library.custom_op("visspec::tree_attention", mutates_args=())
+def _tree_attention_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    length: torch.Tensor,
+    ancestors: torch.Tensor,
+    start: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    return tree_attention_torch(q, k, v, length, ancestors, start, scaling)
+
+
+@_tree_attention_op.register_kernel("cuda")
+def _tree_attention_cuda(q, k, v, length, ancestors, start, scaling):
+    return tree_attention_triton(q, k, v, length, ancestors, start, scaling)
+
+
+@_tree_attention_op.register_fake
+def _tree_attention_fake(q, k, v, length, ancestors, start, scaling):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def tree_attention(q, k, v, length, parent=None, ancestors=None, start=None, scaling=None):
+    """Attention of the tree's nodes: (B, H, N, F) in q's dtype.
+
+    q (B, H, N, F); k and v (B, G, S, F), G dividing H, with the tree in slots length .. length + N; length (B,) int;
+    parent (N,) or (B, N) int, or ancestors (B, N, N) bool; start (B,) int: first prefix slot (left padding); scaling
+    defaults to F ** -0.5. length + N <= S is the caller's word. Raises ValueError or TypeError naming the argument.
+    """
+    check_tensor("q", q, (None, None, None, None), FLOATS)
+    B, H, N, F = q.shape
+    require(N > 0, "q", "an empty tree (0 nodes)", "at least one node")
+    check_tensor("k", k, (B, None, None, F), (q.dtype,), q.device)
+    check_tensor("v", v, tuple(k.shape), (q.dtype,), q.device)
+    require(H % k.shape[1] == 0, "k", f"{k.shape[1]} heads", f"a divisor of the {H} query heads")
+    require(k.shape[2] >= N, "k", f"{k.shape[2]} slots", f"at least the tree's {N}")
+    require(k.stride(3) == 1 and v.stride(3) == 1, "k", "a last stride other than 1", "contiguous features")
+    check_tensor("length", length, (B,), INTS, q.device)
+    require((parent is None) != (ancestors is None), "parent", "both or neither of parent and ancestors", "one of them")
+    if start is not None:
+        check_tensor("start", start, (B,), INTS, q.device)
+    if ancestors is None:
+        if parent.dim() == 1:
+            parent = parent.expand(B, -1)
+        check_tensor("parent", parent, (B, N), INTS, q.device)
+        ancestors = ancestor_mask(parent)
+    check_tensor("ancestors", ancestors, (B, N, N), (torch.bool,), q.device)
+    return torch.ops.visspec.tree_attention(q, k, v, length, ancestors, start, scaling)
+
+
+def tree_attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """The signature of transformers' attention interface: returns (output (B, N, H, F), None).
+
+    A draft tree is announced by the forward arguments `tree_lengths` (B,) with `tree_parents` or `tree_ancestors`, and
+    `tree_starts` for left padding. Without them (the prefill, the vision tower) it is plain attention under
+    `attention_mask`, causal where there is none.
+    """
+    length = kwargs.get("tree_lengths")
+    if length is not None:
+        out = tree_attention(
+            query, key, value, length, kwargs.get("tree_parents"), kwargs.get("tree_ancestors"),
+            kwargs.get("tree_starts"), scaling,
+        )  # fmt: skip
+    else:
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling,
+            is_causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def random_case(seed, rows=2, heads=4, groups=2, nodes=6, slots=40, features=16, padded=False, dtype=torch.float32):
+    """Arguments of `tree_attention` for the tests: random trees at random lengths in a longer cache."""
+    g = torch.Generator().manual_seed(seed)
+    parent = (torch.rand(rows, nodes, generator=g) * torch.arange(nodes)).long()
+    parent[:, 0] = -1
+    length = torch.randint(3, slots - nodes + 1, (rows,), generator=g)
+    case = {
+        "q": torch.randn(rows, heads, nodes, features, generator=g).to(dtype),
+        "k": torch.randn(rows, groups, slots, features, generator=g).to(dtype),
+        "v": torch.randn(rows, groups, slots, features, generator=g).to(dtype),
+        "length": length,
+        "parent": parent,
+    }
+    if padded:
+        case["start"] = torch.randint(0, 4, (rows,), generator=g)
+    return case
+
+
+CASES = [
+    {},
+    {"padded": True, "groups": 1},
+    {"heads": 6, "groups": 3, "features": 10, "nodes": 9},
+    {"nodes": 1, "heads": 2, "groups": 2},
+    {"dtype": torch.bfloat16},
+]
