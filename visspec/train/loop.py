@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Plan:
     save_every: int = 200
     validate_every: int = 0
     autocast: bool = False  # bfloat16 matrix products
+    ahead: bool = False  # answer the next group in a second thread while this one is trained on
 
     def __post_init__(self):
         losses.of(self.loss)
@@ -86,6 +88,8 @@ class Trainer:
         self.optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98))
         self.step, self.seconds, self.history = 0, 0.0, []
         self._group: tuple[int, list[Lesson]] = (-1, [])
+        self._coming: tuple[int, Future] | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1)
 
     def run(self, report: Callable[[dict], None] | None = None) -> list[dict]:
         """Train to the last step. `report` gets a record a step. Returns the validations, newest last."""
@@ -118,15 +122,23 @@ class Trainer:
         size = plan.group * plan.reuse
         index, within = divmod(step, size)
         if self._group[0] != index:
-            self._group = (index, [])  # let the old group go first
-            answered = [
-                capture(self.target, self.rule, self.prompts(index * plan.group + i)) for i in range(plan.group)
-            ]
-            self._group = (index, answered)
+            self._group = (index, self._answers(index))
         shuffle = torch.Generator().manual_seed(plan.seed * 1_000_003 + index)
         epoch, place = divmod(within, plan.group)
         orders = [torch.randperm(plan.group, generator=shuffle) for _ in range(epoch + 1)]
         return self._group[1][int(orders[-1][place])]
+
+    def _answers(self, index: int) -> list[Lesson]:
+        """A group's lessons; the next group is answered in another thread meanwhile, if the plan says `ahead`."""
+        waiting, self._coming = self._coming, None
+        answers = self._answer(index) if waiting is None or waiting[0] != index else waiting[1].result()
+        if self.plan.ahead and (index + 1) * self.plan.group * self.plan.reuse < self.plan.steps:
+            self._coming = (index + 1, self._pool.submit(self._answer, index + 1))
+        return answers
+
+    def _answer(self, index: int) -> list[Lesson]:
+        first = index * self.plan.group
+        return [capture(self.target, self.rule, self.prompts(first + i)) for i in range(self.plan.group)]
 
     def update(self, lesson: Lesson) -> dict[str, Any]:
         """One optimiser step."""
@@ -163,6 +175,8 @@ class Trainer:
     def _validated(self) -> dict[str, float]:
         if self.validate is None:
             return {}
+        if self._coming is not None:
+            wait([self._coming[1]])  # one user of the target at a time
         self.drafter.refresh()
         figures = self.validate()
         self.history.append({"step": self.step, **figures})
@@ -173,10 +187,9 @@ class Trainer:
         progress = {"step": self.step, "seconds": round(self.seconds, 1), "plan": asdict(self.plan)}
         progress["validations"] = self.history
         self.drafter.save_pretrained(self.folder, {**self.provenance, "training": progress})
-        state, names = self.optimiser.state, {p: n for n, p in self.head.named_parameters()}
-        tensors = {
-            f"{names[p]}/{key}": value.detach().contiguous() for p, s in state.items() for key, value in s.items()
-        }
+        names = {p: n for n, p in self.head.named_parameters()}
+        entries = ((names[p], key, value) for p, s in self.optimiser.state.items() for key, value in s.items())
+        tensors = {f"{name}/{key}": value.detach().contiguous() for name, key, value in entries}
         (self.folder / "run").mkdir(exist_ok=True)
         save_file(tensors, self.folder / "run" / OPTIMISER)
         (self.folder / "run" / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")

@@ -1,0 +1,100 @@
+"""Train the drafter that ships for the embedded captioner, on rendered scenes that the captioner was not shown.
+
+python -m visspec.recipes.captioner_drafter --out runs/captioner-vispec [--target FOLDER] [--resume] [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from visspec import targets, zoo
+from visspec.eval.world.captions import REQUESTS, questions
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+from visspec.provenance import provenance
+from visspec.recipes.train_drafter import Validation, fresh_or_resumed, inputs_of, request_of, train
+from visspec.train.loop import Plan
+from visspec.types import Request
+
+FIRST_SEED = 3 << 28  # scenes of neither stage of the captioner's own training, still below the held-out ones
+MAX_NEW_TOKENS = 160
+GREEDY_SHARE = 8  # one batch of so many is answered greedily
+QUESTION_SHARE = 16  # one batch of so many asks questions, which have short answers
+
+
+class Scenes:
+    """Batches of requests about rendered scenes: a pure function of their number."""
+
+    def __init__(self, model, processor, rows: int, first: int = FIRST_SEED):
+        self.model, self.processor, self.rows, self.first = model, processor, rows, first
+
+    def __call__(self, number: int) -> Request:
+        rng = np.random.default_rng(self.first + number)
+        asking = number % QUESTION_SHARE == QUESTION_SHARE - 1
+        return self.request(number, 0.0 if number % GREEDY_SHARE == GREEDY_SHARE - 2 else 1.0, rng, asking)
+
+    def request(self, number: int, temperature: float, rng: np.random.Generator, asking: bool = False) -> Request:
+        """One batch. All rows share a prompt length where they can: unpadded batches decode faster."""
+        seed = self.first + number * self.rows
+        scenes = [scene_from_seed(seed + i) for i in range(self.rows)]
+        if asking:
+            texts = [questions(s)[int(rng.integers(len(questions(s))))][0] for s in scenes]
+        else:
+            texts = [REQUESTS[int(rng.integers(len(REQUESTS)))]] * self.rows
+        inputs = inputs_of(self.model, self.processor, [to_image(s) for s in scenes], texts)
+        return request_of(self.model, inputs, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=seed)
+
+
+def held_out(model, processor, rows: int, batches: int):
+    """Requests about held-out scenes, for validation: temperature -> list."""
+    scenes = Scenes(model, processor, rows, HELD_OUT_SEED)
+
+    def requests(temperature: float) -> list[Request]:
+        return [scenes.request(i, temperature, np.random.default_rng(i)) for i in range(batches)]
+
+    return requests
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the recipe."""
+    parser = argparse.ArgumentParser(description="Train the embedded captioner's drafter on two CPU cores.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", type=Path, default=zoo.CHECKPOINTS / "captioner")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--latents", type=int, default=1, help="elements that an image run is compressed to")
+    parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="hidden states of the target to draft on")
+    parser.add_argument("--loss", default="tv", choices=("tv", "soft_ce", "kl"))
+    parser.add_argument("--opening", type=float, default=0.6, help="share of steps on soft_ce before --loss")
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--unroll", type=int, default=5)
+    parser.add_argument("--reuse", type=int, default=4)
+    parser.add_argument("--levels", type=int, default=8)
+    parser.add_argument("--middle", type=int, default=512, help="width of the MLP")
+    parser.add_argument("--validate-every", type=int, default=500)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    model, processor = targets.load(options.target)
+    drafter = fresh_or_resumed(
+        model, options.out, options.resume, options.seed,
+        image_latents=options.latents, feature_layers=tuple(options.layers), levels=options.levels,
+        intermediate=options.middle,
+    )  # fmt: skip
+    plan = Plan(
+        steps=options.steps, unroll=options.unroll, loss=options.loss, opening=options.opening, rate=options.rate,
+        reuse=options.reuse, seed=options.seed, validate_every=options.validate_every, autocast=True, ahead=True,
+    )  # fmt: skip
+    record = provenance(model, seed=options.seed, recipe="captioner_drafter", rows=options.rows)
+    validate = Validation(model, drafter, held_out(model, processor, 8, 1))
+    train(model, drafter, Scenes(model, processor, options.rows), plan, options.out, record, validate, options.resume)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Distil a feature drafter for any vision-language target from a folder of images, or a JSONL of {image, prompt}.
+
+The command behind `visspec train drafter --target FOLDER --data DATA --out FOLDER`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from visspec import requests, targets
+from visspec.accept.exact import Exact
+from visspec.captioning import PROMPT, chat_prompt
+from visspec.eval.images import image_files, open_image
+from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.drafters.feature_checkpoint import CONFIG
+from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.provenance import provenance
+from visspec.train.loop import Plan, Trainer
+from visspec.train.validation import measure
+from visspec.types import Request
+
+HELD_OUT = 0.05  # share of the data that only validates, at least one item
+
+
+def request_of(model, inputs: dict[str, Any], *, temperature: float, max_new_tokens: int, seed: int) -> Request:
+    """The request that `model.generate` would decode, for our loop. Row b draws from the seed `seed + b`."""
+    caught: list[Request] = []
+
+    def catch(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        caught.append(requests.build(input_ids, logits_processor, stopping_criteria, generation_config, kwargs))
+        return input_ids
+
+    sampled = temperature > 0
+    options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": max_new_tokens}
+    if sampled:
+        options |= {"temperature": float(temperature), "top_k": 0, "top_p": 1.0}
+    model.generate(**inputs, custom_generate=catch, **options)
+    if sampled:
+        caught[0].generators = requests.generators(None, seed, caught[0].prompt)
+    return caught[0]
+
+
+def inputs_of(model, processor, images: Sequence, texts: Sequence[str]) -> dict[str, Any]:
+    """Model inputs of images with one request each, left-padded."""
+    processor.tokenizer.padding_side = "left"
+    chats = [chat_prompt(processor, text) for text in texts]
+    inputs = processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True)
+    moved = inputs.to(model.device)
+    return {k: v.to(model.dtype) if torch.is_floating_point(v) else v for k, v in moved.items()}
+
+
+def items_of(data: str | Path) -> list[tuple[Path, str]]:
+    """(image file, request) pairs. Raises ValueError for data without any, or a line that is not {image, prompt}."""
+    path = Path(data)
+    if path.is_dir():
+        return [(file, PROMPT) for file in image_files(path)]
+    if not path.is_file():
+        raise ValueError(f"data: {path} is neither a folder nor a file, expected a folder of images or a JSONL file")
+    items = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            items.append((path.parent / entry["image"], str(entry.get("prompt", PROMPT))))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"data: line {number} of {path} is not an object with image (and prompt)") from None
+    if not items:
+        raise ValueError(f"data: {path} holds no line, expected JSONL of {{image, prompt}}")
+    return items
+
+
+class Prompts:
+    """Batches of requests from items, a pure function of their number: epoch by epoch in a seeded order."""
+
+    def __init__(self, model, processor, items: list[tuple[Path, str]], rows: int, max_new_tokens: int, seed: int):
+        self.model, self.processor, self.items = model, processor, items
+        self.rows, self.max_new_tokens, self.seed = min(rows, len(items)), max_new_tokens, seed
+
+    def __call__(self, number: int, temperature: float = 1.0) -> Request:
+        per_epoch = max(len(self.items) // self.rows, 1)
+        epoch, place = divmod(number, per_epoch)
+        shuffle = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(len(self.items), generator=shuffle)[place * self.rows :][: self.rows].tolist()
+        images = [open_image(self.items[i][0]) for i in order]
+        inputs = inputs_of(self.model, self.processor, images, [self.items[i][1] for i in order])
+        seed = (self.seed << 40) + number * self.rows
+        return request_of(self.model, inputs, temperature=temperature, max_new_tokens=self.max_new_tokens, seed=seed)
+
+
+def run(
+    target: str | Path,
+    data: str | Path,
+    out: str | Path,
+    *,
+    steps: int = 2000,
+    loss: str = "tv",
+    seed: int = 0,
+    resume: bool = False,
+    rows: int = 8,
+    max_new_tokens: int = 256,
+    image_latents: int = 1,
+    device: str = "cpu",
+    dtype: str = "auto",
+    **plan: Any,
+) -> list[dict]:
+    """Train and save a drafter; `plan` are further fields of `visspec.train.loop.Plan`. Returns the validations."""
+    unknown = sorted(set(plan) - {f.name for f in fields(Plan)})
+    if unknown:
+        raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
+    items = items_of(data)
+    model, processor = targets.load(str(target), device=device, dtype=dtype)
+    held = max(int(HELD_OUT * len(items)), 1)
+    training, validating = (items[held:], items[:held]) if len(items) > 1 else (items, items)
+    prompts = Prompts(model, processor, training, rows, max_new_tokens, seed)
+    checks = Prompts(model, processor, validating[:rows], rows, max_new_tokens, seed + 1)
+    options = Plan(**{"steps": steps, "loss": loss, "seed": seed, "validate_every": max(steps // 5, 1), **plan})
+    drafter = fresh_or_resumed(model, out, resume, seed, image_latents=image_latents)
+    record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter")
+    validate = Validation(model, drafter, lambda temperature: [checks(0, temperature)])
+    return train(model, drafter, prompts, options, out, record, validate, resume)
+
+
+def fresh_or_resumed(model, out: str | Path, resume: bool, seed: int, **options: Any) -> FeatureDrafter:
+    """The drafter of a run's folder when it is to be resumed and there is one, else a new one."""
+    if resume and (Path(out) / CONFIG).is_file():
+        return FeatureDrafter.from_pretrained(out, model)
+    return FeatureDrafter.for_model(model, seed=seed, **options)
+
+
+class Validation:
+    """tau at temperature 0 and 1 on held-out requests, at the drafter's own depth."""
+
+    def __init__(self, model, drafter: FeatureDrafter, held_out: Callable[[float], list[Request]]):
+        self.target = HFDecoder(model, drafter.feature_layers, embeddings=True)
+        self.drafter, self.held_out = drafter, held_out
+
+    def __call__(self) -> dict[str, float]:
+        found = {}
+        for name, temperature in (("tau_greedy", 0.0), ("tau_sampled", 1.0)):
+            requests_ = self.held_out(temperature)
+            found[name] = round(measure(self.target, self.drafter, Exact(), requests_, self.drafter.levels).tau, 3)
+        return found
+
+
+def train(model, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool) -> list[dict]:
+    """Run a trainer under a progress bar, with a JSON line a hundred steps; the drafter is saved in `out`."""
+    target = HFDecoder(model, drafter.feature_layers, embeddings=True)
+    trainer = Trainer(target, drafter, Exact(), prompts, plan, out, record, validate)
+    if resume:
+        trainer.resume()
+    with tqdm(total=plan.steps, initial=trainer.step, unit="step", mininterval=2.0) as bar:
+
+        def report(entry: dict) -> None:
+            bar.update(entry["step"] - bar.n)
+            bar.set_postfix(loss=entry["loss"], agreed=entry["agreed"][0])
+            if entry["step"] % 100 == 0 or "tau_greedy" in entry:
+                bar.write(json.dumps(entry))
+
+        return trainer.run(report)
