@@ -64,8 +64,9 @@ class ColourClassifier(Protocol):
 
 
 def digest(*parts: object) -> str:
-    """Short stable hash of printable settings."""
-    return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+    """Short stable hash of printable settings and bytes."""
+    plain = [blake2b(part).hexdigest() if isinstance(part, bytes) else part for part in parts]
+    return blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 
 def file_digest(path: str | Path, algorithm: str = "sha256") -> str:

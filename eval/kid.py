@@ -29,7 +29,7 @@ def from_features(
     """Mean and standard deviation of the estimate over subsets; ValueError when a side is smaller than a subset."""
     if min(len(first), len(second)) < subset_size:
         raise ValueError(
-            f"subset_size is {subset_size}, but there are only {len(first)} and {len(second)} images; pass a smaller one"
+            f"subset_size must be at most the number of images, {len(first)} and {len(second)}, not {subset_size}"
         )
     rng = np.random.RandomState(seed)
     values = []
