@@ -114,11 +114,8 @@ class Grower(TreeOracle):
         for level in range(depth):
             width = growing.frontier_index.shape[1]
             logits = torch.randn(rows, width, VOCAB, generator=self.random)
-            logits.scatter_add_(
-                2,
-                right[:, level, None, None].clamp(min=0).expand(rows, width, 1),
-                torch.tensor(3.0).expand(rows, width, 1),
-            )  # noqa: E501
+            hint = right[:, level, None, None].clamp(min=0).expand(rows, width, 1)
+            logits.scatter_add_(2, hint, torch.full(hint.shape, 3.0))
             growing.grow(logits.log_softmax(-1))
         return growing.finish(nodes=8)
 

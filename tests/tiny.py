@@ -243,7 +243,7 @@ def idefics3() -> nn.Module:
 
 
 def gemma3() -> nn.Module:
-    """Three layers, two of them sliding over 8 tokens: every prompt here is longer. Pictures see themselves both ways."""
+    """Three layers, two sliding over 8 tokens (all prompts are longer). Pictures see themselves both ways."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     text = {**TEXT, "num_hidden_layers": 3, "sliding_window": 8, "layer_types": kinds, "query_pre_attn_scalar": 8}
     config = tf.Gemma3Config(
@@ -370,8 +370,8 @@ def prompt(name: str, rows: list[str], seed: int = 0) -> dict[str, Tensor]:
         inputs[family.types] = torch.tensor(types)
     images, videos = ([g[what] for _, _, g in made] for what in ("image", "video"))
     if family.grid:
-        for what, grids in (("image", sum(images, [])), ("video", sum(videos, []))):
-            if grids:
+        for what, of_rows in (("image", images), ("video", videos)):
+            if grids := [grid for row in of_rows for grid in row]:
                 inputs |= packed_pixels(grids, seed, what)
     elif any(images):
         inputs |= family.pixels([len(g) for g in images], seed)

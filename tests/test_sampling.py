@@ -1,0 +1,193 @@
+"""Sampling with any processor: scores as transformers computes them, tokens that no draft can change."""
+
+import inspect
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from tests.doubles import NEW, Hostile, TreeOracle, fast, new_tokens
+from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
+from visspec.sampling import draw, residual, warp
+from visspec.types import Sampling
+
+
+class NoRepeat(LogitsProcessor):
+    """A user's own: bans the newest token, favours the one before it."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        rows = torch.arange(len(scores))
+        scores[rows, input_ids[:, -2]] += 2.0
+        scores[rows, input_ids[:, -1]] = float("-inf")
+        return scores
+
+
+class Counting(LogitsProcessor):
+    """Depends on the length of the history."""
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.arange(scores.shape[-1]) * (0.02 * (input_ids.shape[-1] % 3))
+
+
+def even_then_odd(row, ids):
+    """Ids of alternating parity, another set in every row."""
+    return [i for i in range(3 + row, VOCAB) if i % 2 == ids.shape[0] % 2]
+
+
+OPTIONS = {
+    "plain": {"top_k": 0},
+    "temperature": {"temperature": 0.6, "top_k": 0},
+    "top-k": {"top_k": 7},
+    "top-p": {"top_p": 0.8, "top_k": 0},
+    "all three": {"temperature": 1.4, "top_k": 12, "top_p": 0.9},
+    "min-p": {"min_p": 0.1, "temperature": 1.5},
+    "typical-p": {"typical_p": 0.8},
+    "epsilon cut": {"epsilon_cutoff": 0.02},
+    "eta cut": {"eta_cutoff": 0.02},
+    "repetition penalty": {"repetition_penalty": 1.7},
+    "no repeated bigram": {"no_repeat_ngram_size": 2},
+    "encoder n-grams": {"encoder_no_repeat_ngram_size": 1},
+    "bad words": {"bad_words_ids": [[17], [18, 20], [5, 6, 7]]},
+    "suppressed": {"suppress_tokens": list(range(10, 40)), "begin_suppress_tokens": list(range(40, 60))},
+    "prefix function": {"prefix_allowed_tokens_fn": even_then_odd},
+    "sequence bias": {"sequence_bias": [[[17], 4.0], [[17, 17], -9.0]]},
+    "length penalty": {"exponential_decay_length_penalty": (3, 1.3), "eos_token_id": EOS},
+    "minimal length": {"min_new_tokens": 6, "eos_token_id": [EOS, *range(5, 40)]},
+    "forced end": {"forced_eos_token_id": EOS},
+    "own processor": {"logits_processor": LogitsProcessorList([NoRepeat(), Counting()])},
+    "own and repetition": {
+        "repetition_penalty": 1.3,
+        "logits_processor": LogitsProcessorList([NoRepeat()]),
+        "top_p": 0.9,
+    },
+}
+each_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+@each_option
+def test_sampling_does_not_depend_on_the_draft(option):
+    """Token for token, accelerated sampling is plain sampling with the same seed."""
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    options = {**OPTIONS[option], "do_sample": True, "max_new_tokens": NEW, "seed": 3}
+    expected = new_tokens(fast("llava", None).generate(**inputs, **options), inputs)
+    for drafter in ("ngram", TreeOracle(expected, wrong=0.3), TreeOracle(expected, wrong=0.3, per_row=True), Hostile()):
+        model = fast("llava", drafter)
+        assert new_tokens(model.generate(**inputs, **options), inputs) == expected
+        assert model.last_stats.faults == 0
+        if isinstance(drafter, TreeOracle):
+            assert model.last_stats.tau > 1.3
+
+
+@each_option
+def test_greedy_with_processors_equals_stock(option):
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    warpers = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+    options = {k: v for k, v in OPTIONS[option].items() if k not in warpers}
+    options |= {"do_sample": False, "max_new_tokens": NEW}
+    expected = new_tokens(model_of("llava").generate(**inputs, **options), inputs)
+    drafter = TreeOracle([row + [0] * NEW for row in expected], wrong=0.4)
+    assert new_tokens(fast("llava", drafter).generate(**inputs, **options), inputs) == expected
+
+
+@each_option
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_scores_equal_stock(option, do_sample, monkeypatch):
+    """`output_scores` holds what transformers computes along the same tokens."""
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    options = {**OPTIONS[option], "do_sample": do_sample, "max_new_tokens": 12}
+    if not do_sample:
+        options = {
+            k: v for k, v in options.items() if k in ("logits_processor", "max_new_tokens") or k[:4] in ("repe", "bad_")
+        }
+    options |= {"return_dict_in_generate": True, "output_scores": True}
+    seeded = {"seed": 3} if do_sample else {}
+    plain = fast("llava", None).generate(**inputs, **options, **seeded)
+    ours = fast("llava", TreeOracle(new_tokens(plain, inputs), wrong=0.3)).generate(**inputs, **options, **seeded)
+    assert torch.equal(ours.sequences, plain.sequences)
+    length = inputs["input_ids"].shape[1]
+    coins = iter(ours.sequences[:, length:].T)
+    multinomial = torch.multinomial
+
+    def by_hand(*args, **kwargs):  # stock sampling is led along our tokens
+        in_sample = any(frame.function == "_sample" for frame in inspect.stack()[:3])
+        return next(coins)[:, None] if in_sample else multinomial(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "multinomial", by_hand)
+    stock = model_of("llava").generate(**inputs, **options)
+    assert torch.equal(stock.sequences, ours.sequences)
+    assert len(stock.scores) == len(ours.scores)
+    done = torch.zeros(3, dtype=torch.bool)
+    ends = torch.tensor(OPTIONS[option].get("eos_token_id", [-5])).flatten()
+    for t, (a, b) in enumerate(zip(stock.scores, ours.scores)):
+        live = ~done
+        torch.testing.assert_close(a[live], b[live], atol=2e-4, rtol=1e-4)
+        done |= torch.isin(ours.sequences[:, length + t], ends)
+
+
+def test_seeds():
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    model = fast("llava", "ngram")
+    sample = lambda **how: new_tokens(model.generate(**inputs, do_sample=True, max_new_tokens=NEW, **how), inputs)  # noqa: E731
+    assert sample(seed=1) == sample(seed=1) != sample(seed=2)
+    assert sample(seed=[1, 2, 3])[1:] == sample(seed=[9, 2, 3])[1:]
+    assert sample(seed=[1, 2, 3])[0] != sample(seed=[9, 2, 3])[0]
+    assert sample(seed=1) == sample(seed=[1, 2, 3])
+    one = lambda s: torch.Generator().manual_seed(s)  # noqa: E731
+    assert sample(generator=one(4)) == sample(generator=one(4)) != sample(generator=one(5))
+    assert sample(generator=[one(1), one(2), one(3)]) == sample(seed=1)
+    torch.manual_seed(8)
+    first, second = sample(), sample()
+    torch.manual_seed(8)
+    assert first == sample() and second == sample() and first != second
+    state = torch.get_rng_state()
+    sample(seed=1)
+    assert torch.equal(state, torch.get_rng_state()), "a seed of our own leaves the global state alone"
+    with pytest.raises(ValueError, match="seed: got 2 entries, expected 3"):
+        sample(seed=[1, 2])
+
+
+def test_global_seed_is_repeatable_with_and_without_drafts():
+    inputs = prompt("llava", shapes("llava")["one"])
+    found = []
+    for drafter in (None, "ngram", Hostile()):
+        torch.manual_seed(21)
+        found.append(new_tokens(fast("llava", drafter).generate(**inputs, do_sample=True, max_new_tokens=NEW), inputs))
+    assert found[0] == found[1] == found[2]
+
+
+def test_copies_of_a_prompt_are_independent():
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    options = {"do_sample": True, "max_new_tokens": NEW, "num_return_sequences": 2, "seed": 5}
+    expected = new_tokens(fast("llava", None).generate(**inputs, **options), inputs)
+    assert len(expected) == 6 and len(set(map(tuple, expected))) == 6
+    assert new_tokens(fast("llava", TreeOracle(expected, wrong=0.3)).generate(**inputs, **options), inputs) == expected
+
+
+def test_warp_equals_transformers():
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    torch.manual_seed(1)
+    logits = torch.randn(50, 40) * 3
+    logits[:10] = logits[:10].round()  # ties
+    for temperature, k, p in (
+        (1.0, 0, 1.0),
+        (0.7, 5, 1.0),
+        (1.3, 0, 0.9),
+        (0.9, 12, 0.7),
+        (1.0, 39, 0.99),
+        (2.0, 60, 0.05),
+    ):
+        expected = TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
+        expected = TopKLogitsWarper(k)(None, expected) if k else expected
+        expected = TopPLogitsWarper(p)(None, expected) if p < 1 else expected
+        assert torch.equal(warp(logits, Sampling(temperature, k, p)), expected)
+    assert torch.equal(warp(logits, Sampling()), logits)
+
+
+def test_draw_and_residual():
+    p = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0]).expand(5, -1)
+    u = torch.tensor([0.0, 0.2499, 0.2501, 0.9999, 1.0])
+    assert draw(p, u).tolist() == [1, 1, 3, 3, 3], "never an id of probability zero, not even at u = 1"
+    assert torch.allclose(residual(p[0], torch.tensor([0.5, 0.5, 0, 0, 0])), torch.tensor([0.0, 0, 0, 1, 0]))
+    assert torch.equal(residual(p[0], p[0]), p[0])
