@@ -22,6 +22,7 @@ class Run:
     first: float = 0.0  # seconds until the first token was there (prefill, vision tower, preparation)
     stages: dict[str, float] = field(default_factory=dict)
     rounds: list[tuple[int, list[int]]] = field(default_factory=list)
+    drift: float = 0.0  # per token
 
     @property
     def count(self) -> int:

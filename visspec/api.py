@@ -12,7 +12,7 @@ from visspec.guard import Guarded
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.pace import Pace
 from visspec.stats import Stats
-from visspec.types import Acceptance, Drafter, State
+from visspec.types import Acceptance, Drafter
 
 
 def accelerate(
@@ -53,8 +53,8 @@ class Accelerated:
         check_pairing(inner, self.rule)
         self.drafter = None if inner is None else Guarded(inner, self.target.capabilities, model.device)
         self.pace = Pace(levels or getattr(inner, "levels", 8), adaptive)
-        self.last_stats: Stats | None = None
-        self.last_state: State | None = None
+        self.last_stats: Any = None  # a Stats after the first call
+        self.last_state: Any = None  # its finished State
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["model"], name)

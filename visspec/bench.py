@@ -7,13 +7,13 @@ prompt. Every arm goes through the same `model.generate` entry, so preparation a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from visspec.api import accelerate
+from visspec.api import Accelerated, accelerate
 from visspec.captioning import PROMPT, prepare
 from visspec.eval import speed
 from visspec.eval.speed import Run
@@ -38,10 +38,10 @@ def bench_caption(
     base: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         base |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-    arms = {
-        "transformers_generate": stock_arm(model, base, seed),
-        "plain": our_arm(accelerate(model, None), base, seed),
-        "ours": our_arm(accelerate(model, drafter, acceptance=acceptance), base, seed),
+    arms: dict[str, Any] = {
+        "transformers_generate": StockArm(model, base, seed),
+        "plain": OurArm(accelerate(model, None), base, seed),
+        "ours": OurArm(accelerate(model, drafter, acceptance=acceptance), base, seed),
     }
     if batch_size == 1:
         warm = prompts[: max(warmup, 1)]
@@ -59,46 +59,45 @@ def bench_caption(
     }  # fmt: skip
 
 
-def stock_arm(model, options: dict[str, Any], seed: int) -> Callable[[Any], Run]:
+class StockArm:
     """transformers' own generate. `first` is a call of its own that stops after one token: nothing rides along."""
 
-    def arm(prompt) -> Run:
+    def __init__(self, model, options: dict[str, Any], seed: int):
+        self.model, self.options, self.seed = model, options, seed
+
+    def __call__(self, prompt) -> Run:
         index, inputs = prompt
-        torch.manual_seed(seed + index)
+        torch.manual_seed(self.seed + index)
         start = time.perf_counter()
-        out = model.generate(**inputs, **options)
+        out = self.model.generate(**inputs, **self.options)
         seconds = time.perf_counter() - start
-        model.generate(**inputs, **(options | {"max_new_tokens": 1}))
+        self.model.generate(**inputs, **(self.options | {"max_new_tokens": 1}))
         first = time.perf_counter() - start - seconds
-        return Run(seconds, trimmed(out[:, inputs["input_ids"].shape[1] :], model.generation_config), first)
-
-    arm.options = {k: v for k, v in options.items() if isinstance(v, (int, float))}
-    return arm
+        return Run(seconds, trimmed(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
 
 
-def our_arm(fast, options: dict[str, Any], seed: int) -> Callable[[Any], Run]:
-    """The same through `fast.generate`."""
+class OurArm:
+    """The same through `fast.generate`; a row's seed is its own, so that arms with equal seeds can be compared."""
 
-    def arm(prompt) -> Run:
+    def __init__(self, fast: Accelerated, options: dict[str, Any], seed: int):
+        self.fast, self.options, self.seed = fast, options, seed
+
+    def __call__(self, prompt) -> Run:
         index, inputs = prompt
-        row_seeds = [1000 * (seed + index) + row for row in range(inputs["input_ids"].shape[0])]
+        row_seeds = [1000 * (self.seed + index) + row for row in range(inputs["input_ids"].shape[0])]
         start = time.perf_counter()
-        fast.generate(**inputs, **options, seed=row_seeds)
+        self.fast.generate(**inputs, **self.options, seed=row_seeds)
         seconds = time.perf_counter() - start
-        trace = fast.last_state.trace
+        state, trace = self.fast.last_state, self.fast.last_state.trace
         first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
-        run = Run(seconds, [list(t) for t in fast.last_state.tokens], first, dict(trace.times), list(trace.rounds))
-        run.stages["other"] = seconds - sum(trace.times.values())
-        run.drift = fast.last_stats.drift_per_token
-        return run
-
-    arm.fast = fast
-    return arm
+        stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
+        drift = self.fast.last_stats.drift_per_token
+        return Run(seconds, [list(t) for t in state.tokens], first, stages, list(trace.rounds), drift)
 
 
-def fastest(model, candidates: list[dict[str, Any]], prompts: Sequence, seed: int) -> Callable[[Any], Run]:
+def fastest(model, candidates: list[dict[str, Any]], prompts: Sequence, seed: int) -> StockArm:
     """The stock arm whose options take the least time on a few prompts: a baseline at its best setting."""
-    arms = [stock_arm(model, options, seed) for options in candidates]
+    arms = [StockArm(model, options, seed) for options in candidates]
     for arm in arms:
         arm(prompts[0])
     return min(arms, key=lambda arm: sum(arm(p).seconds for p in prompts))
@@ -132,7 +131,7 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
             "ours_is_faster_by": ratio["speedup"],  # end to end, geometric mean over prompts
             "ci95": ratio["speedup_ci95"],
             "identical": ratio["identical"],
-            "options": getattr(arms[name], "options", {}),
+            "options": {k: v for k, v in arms[name].options.items() if isinstance(v, (int, float))},
         }
     without = speed.compare(runs["transformers_generate"], plain, per_token=sampled)
     record = {

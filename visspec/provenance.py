@@ -37,9 +37,12 @@ def git_revision() -> str:
     if not (root / ".git").exists():
         return ""
     try:
-        run = {"cwd": root, "capture_output": True, "text": True, "timeout": 10, "check": True}
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **run).stdout.strip()
-        dirty = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **run).stdout.strip()
-        return head + ("+" if dirty else "")
+        head = _git(root, "rev-parse", "--short", "HEAD")
+        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def _git(root: Path, *command: str) -> str:
+    run = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    return run.stdout.strip()

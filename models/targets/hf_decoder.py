@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
@@ -25,12 +25,12 @@ CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio
 class HFDecoder:
     """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
 
-    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm) to hand to the drafter,
+    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), handed to the drafter
     concatenated; `embeddings` asks for the prompt's input embeddings as well. Raises ValueError for a model that can't
     be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask).
     """
 
-    def __init__(self, model: nn.Module, features: tuple[int, ...] = (), embeddings: bool = False):
+    def __init__(self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False):
         self.model = model
         self.capabilities = describe(model, features)
         self.embeddings = embeddings
@@ -127,7 +127,7 @@ class HFDecoder:
         return bias.masked_fill_(~seen_BNS, torch.finfo(self.dtype).min)[:, None]
 
     def _shared_bias(self, tree: Tree, length: int) -> Tensor:
-        """The mask when all rows look alike: a view into one buffer of [zeros | tree], so that a round builds nothing."""
+        """The mask when all rows look alike: a view into a buffer of [zeros | tree], so that a round builds nothing."""
         known, buffer = self._bias
         room = buffer.shape[-1] - tree.size
         if known is not tree or room < length:
@@ -174,7 +174,7 @@ def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tenso
     return (length_B[:, None] + depth_BN)[..., None] - index_BS[:, None] < window
 
 
-def describe(model: nn.Module, features: tuple[int, ...] = ()) -> Capabilities:
+def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
     """What a loaded model can do, from its configuration. Raises ValueError for what can't be verified correctly."""
     config = model.config
     text = config.get_text_config()
