@@ -1,0 +1,277 @@
+"""GenEval: the original's rules by hand-made detections, folders, resuming, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from visspec.eval import geneval
+from visspec.eval.detection import DetectedColours, Detection, Found, ShapeWorldDetector
+from visspec.eval.world import lattice, suite
+
+
+def thing(label: str, score: float = 0.95, box=(0, 0, 10, 10), colour: str | None = None) -> Detection:
+    return Detection(label, score, box, None, colour)
+
+
+def verdict(metadata: dict, *things: Detection) -> tuple[bool, str]:
+    objects = geneval.kept(Found(tuple(things)), geneval.THRESHOLD)
+    return geneval.judge(None, objects, metadata, DetectedColours())
+
+
+ONE = {"tag": "single_object", "include": [{"class": "dog", "count": 1}], "prompt": "a photo of a dog"}
+THREE = {
+    "tag": "counting",
+    "include": [{"class": "dog", "count": 3}],
+    "exclude": [{"class": "dog", "count": 4}],
+    "prompt": "a photo of three dogs",
+}
+RED = {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}], "prompt": "a photo of a red dog"}
+LEFT = {
+    "tag": "position",
+    "include": [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["left of", 0]}],
+    "prompt": "a photo of a dog left of a cat",
+}
+
+
+def test_presence_ignores_extra_objects_and_strict_does_not():
+    assert verdict(ONE, thing("dog"), thing("dog"), thing("cat")) == (True, "")
+    assert verdict(ONE, thing("cat")) == (False, "expected dog>=1, found 0")
+    objects = geneval.kept(Found((thing("dog"), thing("cat"))), 0.3)
+    assert not geneval.strictly(objects, ONE)
+    assert geneval.strictly({"dog": [thing("dog")]}, ONE)
+    assert not geneval.strictly({"dog": [thing("dog"), thing("dog")]}, ONE)
+
+
+def test_counting_wants_the_exact_number():
+    for n, expected in ((2, False), (3, True), (4, False), (5, False)):
+        assert verdict(THREE, *[thing("dog")] * n)[0] is expected
+    assert verdict(THREE, *[thing("dog")] * 4)[1] == "expected dog<4, found 4"
+
+
+def test_only_the_best_instance_is_asked_for_its_colour():
+    red, blue = thing("dog", 0.9, colour="red"), thing("dog", 0.8, colour="blue")
+    assert verdict(RED, blue, red)[0]
+    better_blue = thing("dog", 0.99, colour="blue")
+    assert verdict(RED, better_blue, red) == (False, "expected red dog>=1, found 1 blue")
+
+
+def test_thresholds_are_strict_and_at_most_sixteen_objects_are_kept():
+    found = Found((thing("dog", 0.3), thing("cat", 0.31), *(thing("cow", 0.9 - i / 100) for i in range(20))))
+    objects = geneval.kept(found, 0.3)
+    assert "dog" not in objects and len(objects["cat"]) == 1 and len(objects["cow"]) == 16
+    assert [d.score for d in objects["cow"]] == sorted((d.score for d in objects["cow"]), reverse=True)
+
+
+def test_overlapping_boxes_are_kept_unless_the_detector_asks():
+    pair = Found((thing("dog", 0.9, (0, 0, 9, 9)), thing("dog", 0.8, (0, 0, 9, 4))))
+    assert geneval.overlap((0, 0, 9, 9), (0, 0, 9, 4)) == pytest.approx(0.5)  # corners are inclusive
+    assert len(geneval.kept(pair, 0.3)["dog"]) == 2
+    assert len(geneval.kept(pair, 0.3, 0.4)["dog"]) == 1
+    assert len(geneval.kept(pair, 0.3, 0.6)["dog"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("subject", "expected"),
+    [
+        ((-30, 0, -20, 10), {"left of"}),
+        ((30, 0, 40, 10), {"right of"}),
+        ((0, -30, 10, -20), {"above"}),
+        ((0, 30, 10, 40), {"below"}),
+        ((30, 30, 40, 40), {"right of", "below"}),  # 28/42.4 = .66 on both axes
+        ((0, 0, 10, 10), set()),
+        ((1, 0, 11, 10), set()),  # offset 1 is less than a tenth of the sizes
+        ((3, 0, 13, 10), set()),  # (3 - 2) / 3 is a third
+        ((5, 0, 15, 10), {"right of"}),  # (5 - 2) / 5
+        ((4, 0, 14, 10), set()),  # exactly one half does not hold
+    ],
+)
+def test_relations_follow_the_shrunk_offset(subject, expected):
+    assert geneval.relations(subject, (0, 0, 10, 10)) == expected
+
+
+def test_position_needs_the_reference_and_the_relation():
+    cat = thing("cat", box=(50, 0, 60, 10))
+    assert verdict(LEFT, cat, thing("dog"))[0]
+    assert verdict(LEFT, thing("cat"), thing("dog", box=(50, 0, 60, 10)))[1] == (
+        "expected dog left of target, found right of"
+    )
+    assert verdict(LEFT, thing("dog"))[1] == "expected cat>=1, found 0\nno target for dog to be left of"
+
+
+# --- folders ---
+
+
+def make_root(root: Path, count: int = 6, samples: int = 2, extra: dict | None = None) -> Path:
+    rng = np.random.default_rng(0)
+    for i, row in enumerate(suite.suite()[:: 368 // count][:count]):
+        folder = geneval.write_prompt(root, i, row | (extra or {}))
+        for j in range(samples):
+            Image.fromarray(lattice.picture(lattice.sample_scene(row, rng))).save(folder / f"{j:04d}.png")
+    return root
+
+
+def test_clean_shapes_score_one_and_the_name_has_brackets(tmp_path: Path):
+    report = geneval.evaluate(make_root(tmp_path / "a"), tmp_path / "r.jsonl")
+    s = report.summary
+    assert s["overall"] == s["strict"] == s["correct_images"] == s["correct_prompts"] == 1.0
+    assert (s["images"], s["prompts"], s["broken"], report.problems) == (12, 6, 0, [])
+    assert report.name == "GenEval[shapes]"
+    row = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[0])
+    assert {"filename", "tag", "prompt", "correct", "reason", "metadata", "details"} <= row.keys()
+    assert row["filename"] == "00000/samples/0000.png" and isinstance(row["details"], str)
+    text = geneval.format_summary(report)
+    assert "GenEval[shapes]" in text and "Overall score (avg. over tasks): 1.00000" in text
+
+
+def test_overall_is_the_unweighted_mean_of_tasks():
+    rows = [{"tag": "colors", "correct": c, "metadata": str(i)} for i, c in enumerate([1, 1, 1, 0])]
+    rows += [{"tag": "counting", "correct": 0, "metadata": "x"}, {"tag": "counting", "correct": 0, "metadata": "x"}]
+    s = geneval.summarise(rows)
+    assert s["overall"] == pytest.approx((0.75 + 0) / 2) and s["correct_images"] == 0.5 and s["correct_prompts"] == 0.6
+    assert s["strict"] is None and list(s["tasks"]) == ["counting", "colors"]
+    with pytest.raises(ValueError, match="no result row"):
+        geneval.summarise([])
+
+
+def test_original_configuration_alone_is_called_geneval(tmp_path: Path, monkeypatch):
+    class Original(ShapeWorldDetector):
+        original = True
+
+    class OriginalColours(DetectedColours):
+        original = True
+
+    root = make_root(tmp_path / "a", 3, samples=4)
+    prompts = geneval.read_prompts(root)
+    lines = "".join(json.dumps(p.metadata) + "\n" for p in prompts)
+    from hashlib import sha256
+
+    full = (prompts, Original(), OriginalColours())
+    assert geneval._name(*full) == "GenEval[shapes]"  # not the original's prompts
+    monkeypatch.setattr(geneval, "ORIGINAL_PROMPTS", sha256(lines.encode()).hexdigest())
+    assert geneval._name(*full) == "GenEval"
+    assert geneval._name(prompts, ShapeWorldDetector(), OriginalColours()) == "GenEval[shapes]"
+    assert geneval._name(prompts, Original(), DetectedColours()) == "GenEval[shapes]"
+    (root / "00001" / "samples" / "0003.png").unlink()
+    assert geneval._name(geneval.read_prompts(root), *full[1:]) == "GenEval[shapes]"
+
+
+def test_unknown_fields_are_kept_and_html_in_a_prompt_is_only_text(tmp_path: Path):
+    html = "<script>alert(1)</script> a photo of a dog & 'cat'"
+    root = make_root(tmp_path / "a", 2, extra={"seed": 3, "tier": {"x": [1]}, "prompt": html})
+    report = geneval.evaluate(root, tmp_path / "r.jsonl")
+    assert report.summary["correct_images"] == 1 and report.rows[0]["prompt"] == html
+    assert json.loads(report.rows[0]["metadata"])["tier"] == {"x": [1]}
+
+
+def test_broken_image_and_uneven_folders_are_listed_and_never_help(tmp_path: Path):
+    root = make_root(tmp_path / "a", 4, 3)
+    (root / "00001" / "samples" / "0001.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (root / "00002" / "samples" / "0002.png").unlink()
+    (root / "00003" / "metadata.jsonl").write_text("{broken")
+    (root / "00004" / "samples").mkdir(parents=True)
+    report = geneval.evaluate(root, tmp_path / "r.jsonl")
+    assert report.summary["images"] == 8 and report.summary["broken"] == 1
+    assert report.summary["correct_images"] == 7 / 8
+    text = "\n".join(report.problems)
+    assert "00001/samples/0001.png" in text and "00002/samples holds 2 images, most folders 3" in text
+    assert "00003/metadata.jsonl: not valid JSON" in text and "00004/metadata.jsonl: there is no such file" in text
+    assert report.summary["problems"] == 4
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ([], "must be a JSON object, not list"),
+        ({"tag": "x", "prompt": "y"}, "no 'include' of type list"),
+        ({"tag": "x", "prompt": "y", "include": [{"count": 1}]}, r"include\[0\] has no 'class'"),
+        ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 0}]}, "no positive 'count'"),
+        ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["near", 0]}]}, "'position'"),
+        ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["above", 0]}]}, "earlier"),
+    ],
+)
+def test_bad_metadata_is_a_sentence(metadata, message):
+    with pytest.raises(ValueError, match=message):
+        geneval.check_metadata(metadata)
+
+
+def test_empty_folders_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="no numbered prompt folder"):
+        geneval.evaluate(tmp_path, tmp_path / "r.jsonl")
+    geneval.write_prompt(tmp_path, 0, ONE)
+    with pytest.raises(ValueError, match="holds no image; the first problem: 00000/samples"):
+        geneval.evaluate(tmp_path, tmp_path / "r.jsonl")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        geneval.evaluate(tmp_path / "none", tmp_path / "r.jsonl")
+
+
+# --- resuming ---
+
+
+class Counting(ShapeWorldDetector):
+    calls = 0
+
+    def detect(self, image, classes=()):
+        type(self).calls += 1
+        return super().detect(image, classes)
+
+
+def test_a_run_continues_after_a_torn_line_and_scores_changed_images_again(tmp_path: Path):
+    root, results = make_root(tmp_path / "a"), tmp_path / "r.jsonl"
+    whole = geneval.evaluate(root, results)
+    lines = results.read_bytes().splitlines(keepends=True)
+    results.write_bytes(b"".join(lines[:5]) + lines[5][:40])
+    Counting.calls = 0
+    again = geneval.evaluate(root, results, Counting())
+    assert Counting.calls == 12 - 5 and again.rows == whole.rows and again.summary == whole.summary
+    assert [json.loads(line) for line in results.read_bytes().splitlines()] == whole.rows
+    Image.new("RGB", (64, 64), (153, 153, 153)).save(root / "00002" / "samples" / "0001.png")
+    Counting.calls = 0
+    changed = geneval.evaluate(root, results, Counting())
+    assert Counting.calls == 1 and changed.summary["correct_images"] == 11 / 12
+
+
+def test_results_of_another_evaluator_or_other_files_are_refused(tmp_path: Path):
+    from visspec.eval.world.detector import ShapeDetector
+
+    root, results = make_root(tmp_path / "a", 2), tmp_path / "r.jsonl"
+    geneval.evaluate(root, results)
+    with pytest.raises(ValueError, match="written by the evaluator"):
+        geneval.evaluate(root, results, ShapeWorldDetector(ShapeDetector(score=0.8)))
+    results.write_text("hello\n")
+    with pytest.raises(ValueError, match="line 1 of"):
+        geneval.evaluate(root, results)
+
+
+def test_a_killed_process_loses_no_finished_image(tmp_path: Path):
+    """SIGKILL in the middle; every row that was reported finished is in the file, and the next run completes it."""
+    root, results = make_root(tmp_path / "a", 12, 4), tmp_path / "r.jsonl"
+    code = (
+        "import sys, time\nfrom visspec.eval import geneval\n"
+        "def step(done, total):\n    print(done, flush=True)\n    time.sleep(0.01)\n"
+        "geneval.evaluate(sys.argv[1], sys.argv[2], progress=step)\n"
+    )
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-c", code, str(root), str(results)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    finished = 0
+    for line in process.stdout:
+        finished = int(line)
+        if finished >= 7:
+            process.send_signal(signal.SIGKILL)
+            break
+    process.stdout.close()
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    time.sleep(0.05)
+    kept = results.read_bytes().count(b"\n")
+    assert finished <= kept < 48
+    Counting.calls = 0
+    report = geneval.evaluate(root, results, Counting())
+    assert Counting.calls == 48 - kept and report.summary["images"] == 48 and report.summary["overall"] == 1.0
