@@ -23,6 +23,7 @@ class Run:
     stages: dict[str, float] = field(default_factory=dict)
     rounds: list[tuple[int, list[int]]] = field(default_factory=list)
     drift: float = 0.0  # per token
+    origin: list[list[str]] = field(default_factory=list)  # per row: where each token came from (`types.Trace`)
 
     @property
     def count(self) -> int:

@@ -21,6 +21,7 @@ from visspec.provenance import provenance
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
+TEXTS = 8  # captions kept word by word in the record
 
 
 def bench_caption(
@@ -56,6 +57,7 @@ def bench_caption(
         "target": getattr(model.config, "_name_or_path", ""), "drafter": str(drafter), "acceptance": acceptance,
         "n_prompts": len(images), "batch_size": batch_size, "max_new_tokens": max_new_tokens,
         "temperature": temperature, "seed": seed, "provenance": provenance(model, seed=seed),
+        "texts": texts(runs["ours"], processor.tokenizer),
     }  # fmt: skip
 
 
@@ -91,8 +93,8 @@ class OurArm:
         state, trace = self.fast.last_state, self.fast.last_state.trace
         first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
         stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
-        drift = self.fast.last_stats.drift_per_token
-        return Run(seconds, [list(t) for t in state.tokens], first, stages, list(trace.rounds), drift)
+        drift, origin = self.fast.last_stats.drift_per_token, [list(o) for o in trace.origin]
+        return Run(seconds, [list(t) for t in state.tokens], first, stages, list(trace.rounds), drift, origin)
 
 
 def fastest(model, candidates: list[dict[str, Any]], prompts: Sequence, seed: int) -> StockArm:
@@ -142,6 +144,7 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
         "identical_to": "transformers_generate",
         **speed.tau(ours),
         "acceptance_by_depth": acceptance(ours),
+        "reached_by_depth": reached(ours),
         "nfe_plain": speed.tau(plain)["nfe"],
         **speed.ideal(plain, ours),
         "plain_over_transformers": without["speedup"],
@@ -168,6 +171,21 @@ def acceptance(runs: Sequence[Run]) -> list[float]:
     from visspec.stats import acceptance_by_depth
 
     return acceptance_by_depth([entry for run in runs for entry in run.rounds])
+
+
+def reached(runs: Sequence[Run]) -> list[int]:
+    """How many drafted nodes of each depth had all nodes above them accepted: the n of `acceptance_by_depth`."""
+    rounds = [(levels, g) for run in runs for levels, gained in run.rounds for g in gained]
+    deepest = max((min(g, levels) for levels, g in rounds), default=0)
+    return [sum(min(g, levels) > d for levels, g in rounds) for d in range(deepest)]
+
+
+def texts(runs: Sequence[Run], tokenizer) -> list[list[tuple[str, str]]]:
+    """The first captions in pieces of (text, origin), for the report. Decoded here, outside the clocks."""
+    from visspec.stats import text_pieces
+
+    rows = [(tokens, origin) for run in runs[:TEXTS] for tokens, origin in zip(run.tokens, run.origin)]
+    return [text_pieces(tokenizer, tokens, origin) for tokens, origin in rows[:TEXTS]]
 
 
 def table(record: dict[str, Any]):

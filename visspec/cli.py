@@ -1,4 +1,7 @@
-"""The command line: demo, caption, bench, train, list, doctor. Exit code 2 for bad input, 1 when some files failed."""
+"""The command line: demo, caption, bench, report, train, list, doctor.
+
+Exit code 2 for bad input, 1 when some files failed.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     _bench_kernels(bench.add_parser("kernels", help="time and bandwidth of each kernel"))
     train = commands.add_parser("train", help="train").add_subparsers(dest="what", required=True, metavar="what")
     _train_drafter(train.add_parser("drafter", help="distil a feature drafter for a target, in process"))
+    _report(commands.add_parser("report", help="one HTML page from the JSON of benches"))
     _add(commands.add_parser("list", help="names of drafters, rules, checkpoints"), run_list)
     _add(commands.add_parser("doctor", help="versions, device, what will run and what will not"), run_doctor)
     return top
@@ -122,6 +126,12 @@ def _train_drafter(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--loss", default="tv", choices=["tv", "soft_ce", "kl"])
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--resume", action="store_true")
+
+
+def _report(sub: argparse.ArgumentParser) -> None:
+    _add(sub, run_report)
+    sub.add_argument("result", nargs="+", type=Path, help="JSON files written by visspec bench caption or image")
+    sub.add_argument("-o", "--out", type=Path, default=Path("report.html"))
 
 
 def load(arguments) -> tuple[Any, Any, Any]:
@@ -267,6 +277,13 @@ def run_train_drafter(arguments) -> int:
         arguments.target, arguments.data, arguments.out, steps=arguments.steps, loss=arguments.loss,
         seed=arguments.seed, resume=arguments.resume,
     )  # fmt: skip
+    return 0
+
+
+def run_report(arguments) -> int:
+    from visspec.eval.report import build
+
+    print(build(arguments.result, arguments.out))
     return 0
 
 

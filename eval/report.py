@@ -1,0 +1,266 @@
+"""`visspec report`: one self-contained HTML page from result files. No network, no script, everything escaped.
+
+What a reader sees: a table of methods with intervals and n, equality verdicts, paired ratios, the gap to ideal,
+speed against quality, acceptance by depth and over the token grid, pictures of the same seeds side by side, text
+coloured by origin, failures, and where the numbers come from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from visspec.eval import report_figures as figures
+from visspec.eval import report_images as pictures
+from visspec.eval.report_data import Method, interval, load, number, verdict, wilson
+from visspec.eval.speed import in_words
+from visspec.stats import COLOURS, MEANING
+
+MOST_PICTURES = 600  # pictures on the page; figures are always made from all
+MOST_TEXTS = 8  # coloured texts of a method
+QUALITY = {  # field -> (name, higher is better)
+    "geneval": ("GenEval score", True),
+    "strict": ("strict score", True),
+    "right": ("share of right pictures", True),
+    "fd": ("Fréchet distance", False),
+    "latent_displacement": ("latent displacement", False),
+    "drift_per_token": ("drift per token", False),
+}
+TERMS = (
+    ("tau", "tau, bonus included"),
+    ("after_verify", "verification costs more than one token"),
+    ("after_draft", "drafting"),
+    ("after_host", "accept, commit = ideal"),
+)
+
+
+def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
+    """Write the page for some result files of `visspec bench`. Returns its path.
+
+    Raises FileNotFoundError or ValueError, in one sentence, for a missing or malformed file, an unknown bench, and
+    image paths outside the folder of their JSON. A picture that can't be read is listed as a failure.
+    """
+    out = Path(out)
+    if not paths:
+        raise ValueError("report: got no result file, expected at least one")
+    if out.is_dir():
+        raise ValueError(f"report: --out: {out} is a folder, expected a file")
+    together: dict[tuple[str, str], list[Method]] = {}
+    methods: list[Method] = []
+    for path in paths:
+        for method in load(path):
+            methods.append(method)
+            method.number = len(methods)
+            together.setdefault((method.kind, str(method.record.get("target") or "")), []).append(method)
+    groups = [Group(kind, target, found) for (kind, target), found in together.items()]
+    failures = [failure for group in groups for failure in group.failures]
+    page = environment().get_template("report.html.j2").render(
+        groups=groups, methods=[summary(m) for m in methods], failures=failures, provenance=provenance(methods),
+        origins=[(name, COLOURS[name], MEANING[name]) for name in COLOURS], few=figures.FEW,
+    )  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = out.with_name(out.name + ".tmp")
+    draft.write_text(page, encoding="utf-8")
+    os.replace(draft, out)
+    return out
+
+
+def environment() -> Environment:
+    env = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    env.filters["num"] = shown
+    return env
+
+
+def shown(value: Any, digits: int = 2) -> str:
+    """A number for people; a dash for null, NaN and absent ones."""
+    found = number(value)
+    return "–" if found is None else f"{found:.{digits}f}"
+
+
+class Group:
+    """What the page shows of the methods of one bench and target: figures as markup, pictures as rows of cells."""
+
+    def __init__(self, kind: str, target: str, methods: list[Method]):
+        self.kind, self.target, self.methods = kind, target, methods
+        self.sources = ", ".join(dict.fromkeys(m.source for m in methods))
+        self.failures = [f"{m.source}: {m.label}: {f}" for m in methods for f in m.record.get("failures") or []]
+        self.cases, self.left_out = cases(methods, self.failures)
+        self.strip = strip(methods)
+        self.waterfalls = [(m.label, figure) for m in methods if (figure := waterfall(m.record))]
+        self.paretos = [figure for quality in QUALITY if (figure := pareto(methods, quality))]
+        self.depths = [
+            (m.label, figures.depth_bars(rates, m.record.get("reached_by_depth")))
+            for m in methods
+            if (rates := [number(r) or 0.0 for r in m.record.get("acceptance_by_depth") or []])
+        ]
+        self.heats = [figure for m in methods for figure in heats(m)]
+        self.texts = [(m.label, texts(m.record)) for m in methods if m.record.get("texts")]
+        self.baselines = [row for m in methods for row in baselines(m)]
+
+
+def summary(method: Method) -> dict[str, Any]:
+    """The row of a method in the first table. Words are made from the numbers here, not taken from the file."""
+    record, speed, tau = method.record, number(method.record.get("speedup")), number(method.record.get("tau")) or 0.0
+    identical, compared = number(record.get("identical")), number(record.get("compared"))
+    quality = [(name, value, spread) for field, (name, _) in QUALITY.items() if field != "drift_per_token"
+               for value, spread in [quality_of(method, field)] if value is not None]  # fmt: skip
+    return {
+        "number": method.number, "label": method.label, "source": method.source, "n": method.n, "kind": method.kind,
+        "speedup": speed, "ci": interval(record.get("speedup_ci95")),
+        "words": in_words(speed, tau) if speed is not None and (speed < 1 or speed > tau > 0) else "",
+        "decode": record.get("speedup_decode_only"), "total": record.get("speedup_total_time"),
+        "ideal": record.get("ideal_speedup"), "tau": record.get("tau"), "nfe": record.get("nfe"),
+        "tau_without_bonus": record.get("tau_without_bonus"), "nfe_plain": record.get("nfe_plain"),
+        "drift": record.get("drift_per_token"), "guarantee": str(record.get("guarantee") or "not stated"),
+        "identical": None if identical is None or not compared else int(identical), "compared": int(compared or 0),
+        "identical_to": str(record.get("identical_to") or "plain decoding").replace("_", " "), "quality": quality,
+        "owes_identity": str(record.get("guarantee") or "").startswith("exact"),
+    }  # fmt: skip
+
+
+def baselines(method: Method) -> list[dict[str, Any]]:
+    """What our time was compared with, one row a baseline."""
+    found = []
+    for name, row in (method.record.get("baselines") or {}).items():
+        seconds = number(row.get("seconds_per_prompt"))
+        found.append({
+            "number": method.number, "name": name.replace("_", " "), "n": method.n,
+            "ms": None if seconds is None else 1e3 * seconds, "faster": number(row.get("ours_is_faster_by")),
+            "ci": interval(row.get("ci95")), "identical": row.get("identical"),
+        })  # fmt: skip
+    return found
+
+
+def strip(methods: Sequence[Method]) -> Markup | None:
+    entries = []
+    for m in methods:
+        ratios = [r for r in map(number, m.record.get("ratios") or []) if r is not None and r > 0]
+        mean = number(m.record.get("speedup"))
+        if ratios and mean and mean > 0:
+            entries.append((f"{m.number}: {m.label}", ratios, mean, positive(interval(m.record.get("speedup_ci95")))))
+    return figures.strip(entries) if entries else None
+
+
+def positive(pair: tuple[float, float] | None) -> tuple[float, float] | None:
+    return pair if pair and min(pair) > 0 else None
+
+
+def waterfall(record: Mapping[str, Any]) -> Markup | None:
+    """From tau to what was measured: the terms of the ideal, then what the model of costs does not explain."""
+    gap = record.get("gap") or {}
+    steps = [(words, number(gap.get(term))) for term, words in TERMS]
+    steps.append(("not explained = decode only, measured", number(record.get("speedup_decode_only"))))
+    steps.append(("prefill, vision, preparation = end to end", number(record.get("speedup"))))
+    return None if any(v is None for _, v in steps) else figures.waterfall(steps)
+
+
+def quality_of(method: Method, field: str) -> tuple[float | None, tuple[float, float] | None]:
+    """A method's value of a quality measure, and its interval where there is one."""
+    if field != "right":
+        return number(method.record.get(field)), interval(method.record.get(f"{field}_ci95"))
+    judged = [right for right in (verdict(i)[0] for i in method.images) if right is not None]
+    return (sum(judged) / len(judged), wilson(sum(judged), len(judged))) if judged else (None, None)
+
+
+def pareto(methods: Sequence[Method], field: str) -> Markup | None:
+    points = []
+    for m in methods:
+        speed, (value, spread) = number(m.record.get("speedup")), quality_of(m, field)
+        if speed is not None and value is not None:
+            points.append((str(m.number), speed, interval(m.record.get("speedup_ci95")), value, spread, m.n))
+    name, higher = QUALITY[field]
+    return figures.pareto(points, name, higher) if points else None
+
+
+def heats(method: Method) -> list[tuple[str, Markup]]:
+    """The mean acceptance map of a method's images, one for each size of grid."""
+    sums: dict[tuple[int, int], tuple[list[list[float]], list[list[int]]]] = {}
+    for image in method.images:
+        grid = image.get("acceptance")
+        if not grid:
+            continue
+        size = (len(grid), len(grid[0]))
+        total, count = sums.setdefault(size, ([[0.0] * size[1] for _ in grid], [[0] * size[1] for _ in grid]))
+        for r, row in enumerate(grid):
+            for c, value in enumerate(row):
+                if value is not None:
+                    total[r][c] += value
+                    count[r][c] += 1
+    found = []
+    for (rows, columns), (total, count) in sums.items():
+        fewest, most = min(map(min, count)), max(map(max, count))
+        n = f"n={most}" if fewest == most else f"n={fewest} to {most}"
+        found.append((f"{method.number}: {method.label}, {rows} x {columns} tokens, {n} a cell",
+                      figures.heat(total, count)))  # fmt: skip
+    return found
+
+
+def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """The same prompt and seed in every method, side by side; the first method is the baseline of the differences.
+
+    Returns the cases shown and how many were left out. Unreadable pictures are appended to `failures`.
+    """
+    keyed = [{(str(i.get("prompt", "")), str(i.get("seed", ""))): i for i in m.images} for m in methods]
+    keys = list(dict.fromkeys(key for images in keyed for key in images))
+    for m, images in zip(methods, keyed):
+        for image in m.images:  # all are checked, the shown and the others
+            if image.get("path"):
+                pictures.inside(m.folder, image["path"], f"report: {m.source}")
+        missing = [key for key in keys if images and key not in images]
+        failures += [f"{m.source}: {m.label}: no image of seed {seed}: {prompt}" for prompt, seed in missing]
+    limit = max(MOST_PICTURES // max(sum(map(bool, keyed)), 1), 1)
+    shown_cases = []
+    for prompt, seed in keys[:limit]:
+        base, cells = None, []
+        for m, images in zip(methods, keyed):
+            if not images:
+                continue
+            image = images.get((prompt, seed))
+            opened = None if image is None else _open(image, m, failures)
+            cells.append(cell(m, image, opened, base))
+            base = opened if len(cells) == 1 else base
+        shown_cases.append({"prompt": prompt, "seed": seed, "cells": cells})
+    return shown_cases, len(keys) - len(shown_cases)
+
+
+def _open(image: Mapping[str, Any], method: Method, failures: list[str]):
+    try:
+        return pictures.picture(image, method.folder, f"{method.source}: {method.label}: seed {image.get('seed')}")
+    except (ValueError, OSError) as error:
+        failures.append(str(error))
+        return None
+
+
+def cell(method: Method, image: Mapping[str, Any] | None, opened, base) -> dict[str, Any]:
+    """One picture of a case: thumbnail, verdict, difference to the baseline, acceptance map."""
+    right, reason = verdict(image or {})
+    apart = pictures.difference(opened, base) if opened is not None and base is not None else None
+    grid = (image or {}).get("acceptance")
+    return {
+        "number": method.number, "label": method.label, "right": right, "reason": reason,
+        "uri": None if opened is None else pictures.thumbnail(opened),
+        "difference": apart, "acceptance": pictures.acceptance_map(grid) if grid else None,
+    }  # fmt: skip
+
+
+def texts(record: Mapping[str, Any]) -> list[list[tuple[str, str]]]:
+    """Pieces of text with their origin; an origin nobody knows counts as plain."""
+    return [[(piece, origin if origin in COLOURS else "plain") for piece, origin in row]
+            for row in record["texts"][:MOST_TEXTS]]  # fmt: skip
+
+
+def provenance(methods: Sequence[Method]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(methods, its rows) for every different environment."""
+    found: dict[tuple, list[str]] = {}
+    for m in methods:
+        rows = tuple((str(k), str(v)) for k, v in (m.record.get("provenance") or {}).items())
+        found.setdefault(rows, []).append(str(m.number))
+    return [(", ".join(numbers), list(rows)) for rows, numbers in found.items()]

@@ -1,0 +1,160 @@
+"""Result files of the benches, read and checked: what the report may rely on. Every complaint names file and field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 256 << 20
+KINDS = ("caption", "image")
+NUMBERS = (
+    "n_prompts", "batch_size", "temperature", "seed", "speedup", "speedup_decode_only", "speedup_total_time",
+    "ideal_speedup", "tau", "tau_without_bonus", "nfe", "nfe_plain", "identical", "compared", "drift_per_token",
+    "geneval", "strict", "fd", "latent_displacement", "plain_over_transformers", "tokens_per_prompt",
+)  # fmt: skip
+INTERVALS = ("speedup_ci95", "geneval_ci95", "strict_ci95", "fd_ci95")
+LISTS = ("ratios", "acceptance_by_depth", "reached_by_depth", "failures", "texts", "images")
+OBJECTS = ("gap", "time_s", "baselines", "provenance")
+REQUIRED = {"caption": ("speedup", "tau", "baselines", "provenance"), "image": ("rows",)}
+
+
+@dataclass
+class Method:
+    """One way of decoding, measured: a caption record or a row of an image record."""
+
+    number: int
+    kind: str
+    record: dict[str, Any]
+    folder: Path  # where its image paths start
+    source: str
+    images: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        given = self.record.get("method") or self.record.get("name")
+        parts = [self.record.get("drafter_name") or self.record.get("drafter"), self.record.get("acceptance")]
+        return str(given or " · ".join(str(p) for p in parts if p) or f"method {self.number}")
+
+    @property
+    def n(self) -> int:
+        """Prompts behind its figures."""
+        found = self.record.get("compared") or len(self.record.get("ratios") or ()) or self.record.get("n_prompts")
+        return int(found or len(self.images))
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else (null, NaN, absent)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def interval(value: Any) -> tuple[float, float] | None:
+    pair = [number(v) for v in value] if isinstance(value, (list, tuple)) and len(value) == 2 else [None]
+    return None if None in pair else (pair[0], pair[1])
+
+
+def load(path: str | Path) -> list[Method]:
+    """The methods of a result file, numbered from 0. Raises ValueError or FileNotFoundError."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"report: there is no result file {path}")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"report: {path} has {path.stat().st_size} bytes, expected at most {MAX_BYTES}")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"report: {path} is not JSON ({error})") from None
+    if not isinstance(record, dict) or record.get("bench") not in KINDS:
+        got = record.get("bench") if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"report: {path.name}: bench: got {got!r}, expected one of {', '.join(KINDS)}")
+    kind = record["bench"]
+    for name in REQUIRED[kind]:
+        if name not in record:
+            raise ValueError(f"report: {path.name}: got no {name!r}, expected the JSON of visspec bench {kind}")
+    check(record, path.name)
+    if kind == "caption":
+        return [Method(0, kind, record, path.parent, path.name)]
+    rows, methods = record["rows"], []
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"report: {path.name}: rows: got {type(rows).__name__}, expected a list of methods")
+    for i, row in enumerate(rows):
+        where = f"{path.name}: rows[{i}]"
+        check(row, where)
+        images = row.get("images") or []
+        for k, image in enumerate(images):
+            check_image(image, f"{where}.images[{k}]")
+        shared = {k: record[k] for k in ("provenance", "target", "batch_size", "temperature") if k in record}
+        methods.append(Method(i, kind, shared | row, path.parent, path.name, images))
+    if record.get("failures"):  # of the whole bench: shown once, with the first method
+        methods[0].record["failures"] = [*record["failures"], *(methods[0].record.get("failures") or [])]
+    return methods
+
+
+def check(record: Any, where: str) -> None:
+    """Known fields have the types that the report draws; unknown fields are left alone."""
+    _expect(record, dict, where)
+    for name in NUMBERS:
+        if record.get(name) is not None:
+            _expect(record[name], (int, float), f"{where}: {name}")
+    for names, kind in ((LISTS, list), (INTERVALS, list), (OBJECTS, dict)):
+        for name in names:
+            if record.get(name) is not None:
+                _expect(record[name], kind, f"{where}: {name}")
+    for name in ("ratios", "acceptance_by_depth", "reached_by_depth"):
+        for value in record.get(name) or []:
+            _expect(value, (int, float), f"{where}: {name}")
+    for name, value in (record.get("gap") or {}).items():
+        _expect(value, (int, float), f"{where}: gap.{name}")
+    for name, value in (record.get("baselines") or {}).items():
+        _expect(value, dict, f"{where}: baselines.{name}")
+    for row in record.get("texts") or []:
+        _expect(row, list, f"{where}: texts")
+        for piece in row:
+            if not (isinstance(piece, list) and len(piece) == 2 and all(isinstance(p, str) for p in piece)):
+                raise ValueError(f"report: {where}: texts: got {piece!r}, expected [piece, origin]")
+
+
+def check_image(image: Any, where: str) -> None:
+    """{seed, prompt, path or png, verdict, acceptance}: a prompt and one source of pixels; a rectangular grid."""
+    _expect(image, dict, where)
+    sources = [s for s in ("path", "png") if image.get(s)]
+    if len(sources) != 1 or not isinstance(image[sources[0]], str):
+        raise ValueError(f"report: {where}: got {' and '.join(sources) or 'neither'}, expected either path or png")
+    grid = image.get("acceptance")
+    if grid is None:
+        return
+    _expect(grid, list, f"{where}.acceptance")
+    for row in grid:
+        _expect(row, list, f"{where}.acceptance")
+        for value in row:
+            if value is not None and (number(value) is None or value < 0):
+                raise ValueError(f"report: {where}.acceptance: got {value!r}, expected numbers of at least 0 or null")
+    if not grid or not grid[0] or len({len(row) for row in grid}) != 1:
+        raise ValueError(f"report: {where}.acceptance: got rows of different length, expected a rectangular grid")
+
+
+def verdict(image: Mapping[str, Any]) -> tuple[bool | None, str]:
+    """(right, wrong or not judged; the reason) of an image: a boolean, or {correct, reason}, or words alone."""
+    value = image.get("verdict")
+    if isinstance(value, dict):
+        right = value.get("correct")
+        return (right if isinstance(right, bool) else None), str(value.get("reason") or "")
+    return (value, "") if isinstance(value, bool) else (None, "" if value is None else str(value))
+
+
+def wilson(hits: int, n: int) -> tuple[float, float]:
+    """95 % interval of a share of n."""
+    z, share = 1.96, hits / n
+    centre, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max((centre - spread) / (1 + z * z / n), 0.0), min((centre + spread) / (1 + z * z / n), 1.0)
+
+
+def _expect(value: Any, kind: type | tuple[type, ...], where: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        name = "a number" if isinstance(kind, tuple) else f"a {kind.__name__}"
+        raise ValueError(f"report: {where}: got {type(value).__name__}, expected {name}")
