@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from visspec.checkpoint import read_json
+
 ACCEPTANCE = {
     "exact": ("visspec.accept.exact:Exact", "greedy and sampling, chains and trees; token-identical to plain decoding"),
     "rejection": (
@@ -19,7 +21,13 @@ ACCEPTANCE = {
 DRAFTERS = {
     "none": (None, "plain decoding in our loop"),
     "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
+    "vispec": (
+        "visspec.models.drafters.eagle:FeatureDrafter",
+        "drafts on the embedded captioner's own features; shipped, other targets train theirs",
+    ),
 }
+SHIPPED = {"vispec": ("captioner-vispec", "captioner")}  # drafter: its checkpoint, and the checkpoint of its target
+NOT_ARCHITECTURE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path", "attn_implementation"}
 CHECKPOINTS = Path(__file__).parent.parent / "models" / "zoo"
 
 
@@ -74,7 +82,34 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         return load("visspec.models.drafters.small_model:SmallModel")(spec, model), type(spec).__name__
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
+    if Path(spec).is_dir():
+        return _from_folder(Path(spec), model, {}), Path(spec).name
     name, options = parse(str(spec))
+    if name in SHIPPED:
+        folder, target = (CHECKPOINTS / part for part in SHIPPED[name])
+        _check_same_model(name, target, model)
+        return _from_folder(folder, model, options), name
     if name in DRAFTERS:
         return load(DRAFTERS[name][0])(**options), name
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {', '.join(DRAFTERS)} or a checkpoint folder")
+
+
+def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
+    """A drafter from a checkpoint folder: width, nodes and images are its options."""
+    try:
+        return load("visspec.models.drafters.eagle:FeatureDrafter").from_pretrained(folder, model, **options)
+    except TypeError as error:
+        raise ValueError(f"drafter: {folder.name} does not take {options}, {error}") from None
+
+
+def _check_same_model(name: str, folder: Path, model: nn.Module) -> None:
+    """Refuse a model whose configuration is not that of a shipped checkpoint, entry by entry of its architecture."""
+    for part in ("", "text_config", "vision_config"):
+        wanted, found = read_json(folder, "config.json"), model.config.to_dict()
+        if part:
+            wanted, found = wanted.get(part) or {}, found.get(part) or {}
+        for key, value in wanted.items():
+            architecture = isinstance(value, (int, str)) and key not in NOT_ARCHITECTURE
+            if architecture and found.get(key) != value:
+                where = f"{part}.{key}" if part else key
+                raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found.get(key)!r}")

@@ -46,6 +46,10 @@ class HeadConfig:
     def __post_init__(self):
         for name in ("feature_layers", "image_ids", "mrope_section"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("vocab", "hidden", "target_layers", "heads", "intermediate", "image_latents", "levels"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}: got {value!r}, expected a whole number")
         half = self.hidden // self.heads // 2
         if self.hidden != 2 * half * self.heads:
             raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")

@@ -1,0 +1,271 @@
+"""The feature drafter: state after ragged rounds, identity, coupling, trees, images, checkpoints and their refusals."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import visspec
+from tests.tiny import model_of, prompt, shapes
+from visspec.engine import open_request, retire, settle
+from visspec.models.drafters.eagle import FeatureDrafter, config_for
+from visspec.models.drafters.feature_layout import plan
+from visspec.models.nets.feature_head import FeatureHead, Folded, rotations_at, staggered
+from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.recipes.train_drafter import request_of
+
+CASES = [("llava", "several", 3), ("llava", "ragged", 1), ("qwen2_5_vl", "ragged", 2), ("llama", "ragged", 0)]
+NEW = 16
+
+
+def make(name, latents=1, seed=1, **options):
+    """A random drafter, with image weights that matter (they start at zero)."""
+    drafter = FeatureDrafter.for_model(model_of(name), seed=seed, image_latents=latents, **options)
+    if drafter.config.image_latents:
+        with torch.no_grad():
+            drafter.head.img_fc.weight.add_(0.3 * torch.randn_like(drafter.head.img_fc.weight))
+        drafter.refresh()
+    return drafter
+
+
+@torch.inference_mode()
+def opened(drafter, request):
+    """(target, rule, state, scores) after the prefill, drafter started."""
+    target = HFDecoder(drafter.model, drafter.feature_layers, embeddings=True)
+    rule = visspec.Exact()
+    state, scores = open_request(target, rule, request)
+    drafter.start(state, scores)
+    return target, rule, state, scores
+
+
+def flat(memory):
+    """Per row, the keys and values of what has been read."""
+    return [memory.kv[b, :n] for b, n in enumerate(memory.lengths)]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("layers", [(-1,), (1, -1)])
+@pytest.mark.parametrize(("name", "shape", "latents"), [*CASES, ("llava", "one", 1), ("qwen2_5_vl", "several", 1)])
+def test_state_after_ragged_rounds_equals_a_fresh_start_on_the_whole_prefix(name, shape, latents, layers):
+    drafter = make(name, latents, feature_layers=layers)
+    model, inputs = model_of(name), prompt(name, shapes(name)[shape])
+    answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    target, rule, state, _ = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0))
+    length = inputs["input_ids"].shape[1]
+    for step in range(3):  # rows accept different numbers: row b gets its next b + 1 tokens right, then a wrong one
+        draft = drafter.propose(state, 4)
+        tokens = draft.tokens.clone()
+        for b in range(tokens.shape[0]):
+            done = len(state.tokens[b])
+            tokens[b, 1:] = answer[b, length + done :][:4]
+            tokens[b, 1 + (b + step) % 3] = (tokens[b, 1 + (b + step) % 3] + 1) % 90
+        draft = type(draft)(tokens, draft.tree, draft.q)
+        scores = target.verify(state, draft)
+        verdict = rule(draft, scores, None)
+        outcome = settle(state, draft, scores, verdict)
+        target.commit(state, draft, outcome)
+        drafter.observe(state, draft, scores, verdict, outcome)
+        retire(state, target, drafter)
+    first = drafter._catch_up(state.memory, 1)
+    whole, expected = whole_prefix(drafter, model, inputs, state)
+    for mine, fresh in zip(flat(state.memory), flat(whole)):
+        torch.testing.assert_close(mine, fresh, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(first, expected, rtol=2e-4, atol=2e-5)
+
+
+def whole_prefix(drafter, model, inputs, state):
+    """The drafter's memory, started afresh with one pass over all answers so far, and its next prediction."""
+    request = request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0)
+    target, _, fresh, _ = opened(drafter, request)
+    rows = [torch.tensor(t) for t in state.tokens]
+    assert [r[0].item() for r in rows] == fresh.pending.tolist()
+    longest = max(map(len, rows))
+    tokens = torch.stack([torch.cat([r, r.new_zeros(longest - len(r))]) for r in rows])
+    draft = visspec.tree.chain_draft(fresh.pending, tokens[:, 1:])
+    scores = target.verify(fresh, draft)  # a chain of the right tokens is a plain forward pass
+    counts = [len(r) - 1 for r in rows]
+    fresh.memory.add(tokens[:, 1:], scores.features[:, : longest - 1], counts)
+    return fresh.memory, drafter._catch_up(fresh.memory, 1)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("name", "shape", "latents"), CASES)
+def test_output_is_that_of_stock_generate_and_sampling_that_of_the_plain_loop(name, shape, latents, width):
+    model, inputs = model_of(name), prompt(name, shapes(name)[shape])
+    drafter = make(name, latents)
+    drafter.width, drafter.nodes = width, 9
+    fast = visspec.accelerate(model, drafter, adaptive=False, levels=4)
+    plain = visspec.accelerate(model, None)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
+    assert fast.last_stats.faults == 0
+    for options in ({}, {"temperature": 0.6, "top_p": 0.9}):
+        sampled = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "seed": 5, **options}
+        assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
+        assert fast.last_stats.faults == 0
+
+
+def test_other_noise_and_depths_give_the_same_tokens():
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["several"])
+    outs = [
+        visspec.accelerate(model, make("llava"), levels=levels, adaptive=levels == 3).generate(
+            **inputs, max_new_tokens=NEW, do_sample=True, seed=9
+        )
+        for levels in (1, 3, 7)
+    ]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    judged = visspec.accelerate(model, make("llava"), acceptance="rejection", adaptive=False)
+    judged.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=9)
+    assert judged.last_stats.faults == 0
+
+
+def test_images_reach_the_draft_and_the_off_switch_hides_them():
+    model, rows = model_of("llava"), shapes("llava")["several"]
+    features = []
+    for seed in (0, 1):
+        inputs = prompt("llava", rows, seed=0) | {"pixel_values": prompt("llava", rows, seed=seed)["pixel_values"]}
+        for images in (True, False):
+            drafter = make("llava", 2)
+            drafter.images, drafter.needs = images, frozenset({"features", "embeddings"})
+            _, _, state, scores = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=4, seed=0))
+            with torch.inference_mode():
+                scores.features.zero_()  # what the target saw must not tell
+                drafter.start(state, scores)
+                state.pending.fill_(7)
+                state.memory.waiting[0][0].fill_(7)
+                features.append(drafter._catch_up(state.memory, 1))
+    seen, blind, seen_other, blind_other = features
+    assert not torch.allclose(seen, seen_other, atol=1e-4)
+    torch.testing.assert_close(blind, blind_other)
+
+
+def test_layout_of_runs_padding_and_positions():
+    image = frozenset({90})
+    ids = [[0, 0, 1, 5, 90, 90, 90, 6, 90, 90, 7], [1, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9]]
+    real = [[False, False, *[True] * 9], [True] * 11]
+    layout = plan(ids, real, image, 2)
+    assert layout.runs == [(0, 4, 7), (0, 8, 10)]
+    assert layout.lengths == [7, 10]
+    assert layout.slot[0, :7].tolist() == [2, 3, 5, 6, 7, 8, 9]  # latents at the last slots of their runs
+    assert layout.latent[0, :7].tolist() == [0, 0, 1, 2, 0, 3, 4]
+    assert layout.image[0, :7].tolist() == [0, 0, 1, 1, 1, 2, 2]
+    assert layout.last_image.tolist() == [2, 0]
+    blind = plan(ids, real, image, 0)
+    assert blind.slot[0, :3].tolist() == [2, 3, 7] and blind.runs == []
+
+
+def test_rotary_rows_follow_the_sections():
+    table = torch.arange(50 * 4).reshape(50, 4)
+    position = torch.tensor([[[3]], [[10]], [[20]]])
+    assert rotations_at(table, position, (2, 1, 1))[0, 0].tolist() == [12, 13, 42, 83]
+    assert config_for(model_of("qwen2_5_vl")).mrope_section == (2, 1, 1)
+
+
+def test_staggered_attention_is_that_of_the_chain():
+    torch.manual_seed(0)
+    keys, values = ([torch.randn(1, 6, 2, 4) for _ in range(3)] for _ in range(2))
+    query = torch.randn(1, 6, 2, 4)
+    out = staggered(query, keys, values)[0, 4].view(2, 4)
+    seen = [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]  # true features up to t - 2, then one of each later step
+    key, value = (torch.stack([x[i][0, t] for i, t in seen]) for x in (keys, values))
+    weight = torch.softmax(torch.einsum("he,she->hs", query[0, 4], key) / 2.0, dim=-1)
+    torch.testing.assert_close(out, torch.einsum("hs,she->he", weight, value))
+
+
+def test_folded_weights_say_what_the_network_says():
+    model = model_of("llava")
+    drafter = make("llava")
+    head, fold = drafter.head, drafter.fold
+    token, feature, image = torch.tensor([7, 9]), torch.randn(2, 32), torch.randn(2, 32)
+    with torch.no_grad():
+        expected = head.join(model.get_input_embeddings()(token), feature, image)
+        torch.testing.assert_close(drafter._join(token, feature, image @ fold.image_in), expected)
+        drafter.fold = Folded.of(head, None, torch.float32)
+        torch.testing.assert_close(drafter._join(token, feature, image @ fold.image_in), expected)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    drafter = make("llava", 2)
+    drafter.save_pretrained(tmp_path / "drafter", {"seed": 1})
+    return tmp_path / "drafter"
+
+
+def test_save_and_load_round_trip(saved):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    again = FeatureDrafter.from_pretrained(saved, model)
+    original = make("llava", 2)
+    for a, b in zip(original.head.state_dict().values(), again.head.state_dict().values()):
+        assert torch.equal(a, b)
+    runs = []
+    for drafter in (original, str(saved)):
+        fast = visspec.accelerate(model, drafter, adaptive=False, levels=3)
+        fast.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        runs.append(fast.last_stats.acceptance_by_depth)
+    assert runs[0] == runs[1]
+    assert json.loads((saved / "provenance.json").read_text()) == {"seed": 1}
+
+
+def edit_config(folder, **changes):
+    data = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def pickled(folder):
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def outward(folder):
+    shutil.move(folder / "model.safetensors", folder.parent / "elsewhere.safetensors")
+    (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+REFUSALS = {
+    "hidden": (lambda f: edit_config(f, hidden=64), "hidden size 64"),
+    "vocab": (lambda f: edit_config(f, vocab=97), "vocabulary 97"),
+    "family": (lambda f: edit_config(f, family="qwen2_vl"), "family 'qwen2_vl'"),
+    "layers": (lambda f: edit_config(f, target_layers=9), "number of layers 9"),
+    "unknown entry": (lambda f: edit_config(f, colour=1), "'colour'"),
+    "missing entry": (lambda f: edit_config(f, heads=None), "'heads'"),
+    "wrong type": (lambda f: edit_config(f, heads="four"), "heads"),
+    "kind": (lambda f: edit_config(f, kind="other"), "feature_drafter"),
+    "broken json": (lambda f: (f / "config.json").write_text("{"), "JSON"),
+    "missing tensor": (lambda f: edit_weights(f, lambda t: t.pop("fc.bias")), "fc.bias"),
+    "extra tensor": (lambda f: edit_weights(f, lambda t: t.update(more=torch.zeros(1))), "more"),
+    "shape": (lambda f: edit_weights(f, lambda t: t.update({"fc.bias": torch.zeros(3)})), r"\(3,\)"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"no tensors"), "safetensors"),
+    "pickle": (pickled, "pickled weights"),
+    "link": (outward, "inside the folder"),
+    "no folder": (shutil.rmtree, "not a folder"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_refusals(saved, what):
+    change, message = REFUSALS[what]
+    change(saved)
+    with pytest.raises(ValueError, match=message) as caught:
+        FeatureDrafter.from_pretrained(saved, model_of("llava"))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_target_is_refused(saved):
+    with pytest.raises(ValueError, match="family 'llava', got a model of 'qwen2'"):
+        FeatureDrafter.from_pretrained(saved, model_of("qwen2"))
+    with pytest.raises(ValueError, match="captioner|vispec"):
+        visspec.accelerate(model_of("llava"), "vispec")
+
+
+def test_configurations_that_make_no_network_are_refused():
+    for options in ({"heads": 5}, {"image_latents": -1}, {"levels": 0}, {"mrope_section": (1, 1)}):
+        with pytest.raises(ValueError, match="expected"):
+            FeatureHead(config_for(model_of("llava"), **options))

@@ -1,0 +1,171 @@
+"""Online distillation: captured lessons, loss formulas, a drafter that learns, and runs that resume exactly."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import visspec
+from tests.tiny import model_of, prompt
+from visspec.engine import open_request
+from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.recipes import train_drafter
+from visspec.recipes.train_drafter import Validation, items_of, request_of
+from visspec.train import losses
+from visspec.train.capture import capture
+from visspec.train.loop import Plan, Trainer
+
+ROWS = {"llava": ["4 i 5", "3 i 2 i 6", "9"], "qwen2_5_vl": ["4 i 5", "6 i 3 i 2"]}
+
+
+def prompts(name, new=12, rows=None):
+    def request(number, temperature=1.0):
+        inputs = prompt(name, rows or ROWS[name], seed=number)
+        return request_of(model_of(name), inputs, temperature=temperature, max_new_tokens=new, seed=100 * number)
+
+    return request
+
+
+def target_for(drafter):
+    return HFDecoder(drafter.model, drafter.feature_layers, embeddings=True)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_a_lesson_is_what_one_forward_pass_says(name):
+    drafter = FeatureDrafter.for_model(model_of(name))
+    target = target_for(drafter)
+    lesson = capture(target, visspec.Exact(), prompts(name)(3))
+    length = lesson.prompt_length
+    assert torch.equal(lesson.ids[:, :length], prompt(name, ROWS[name], seed=3)["input_ids"])
+    with torch.inference_mode():
+        state, before = open_request(target, visspec.Exact(), prompts(name)(3))
+        after = target.verify(state, visspec.tree.chain_draft(state.pending, lesson.ids[:, length + 1 : -1]))
+    torch.testing.assert_close(lesson.features[:, :length], before.features)
+    torch.testing.assert_close(lesson.features[:, length:], after.features, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(lesson.logits, after.logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lesson.positions[..., -1], state.position.expand(lesson.positions.shape[:-1]) + 10)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("latents", [0, 2])
+def test_a_rollout_is_what_drafting_says(name, latents):
+    """Step k of the rollout at answer token t is level k + 1 of a chain that starts at token t - k."""
+    drafter = FeatureDrafter.for_model(model_of(name), image_latents=latents)
+    request = prompts(name)(5)
+    lesson = capture(target_for(drafter), visspec.Exact(), request)
+    with torch.no_grad():
+        steps = drafter.rollout(lesson, 3)
+    target = target_for(drafter)
+    with torch.inference_mode():
+        state, scores = open_request(target, visspec.Exact(), prompts(name)(5))
+        drafter.start(state, scores)
+        feature = drafter._catch_up(state.memory, 3)
+        for level in range(3):
+            torch.testing.assert_close(drafter._logits(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+            token = lesson.ids[:, lesson.prompt_length + level + 1]
+            feature = drafter._level(state.memory, drafter._join(token, feature, state.memory.shift), level)
+
+
+def test_losses_are_their_formulas():
+    q, p = torch.randn(5, 7), torch.randn(5, 7)
+    P, Q = p.softmax(-1), q.softmax(-1)
+    torch.testing.assert_close(losses.tv(q, p), (P - Q).clamp(min=0).sum(-1))
+    torch.testing.assert_close(losses.soft_ce(q, p), F.cross_entropy(q, P, reduction="none"))
+    torch.testing.assert_close(losses.kl(q, p), F.kl_div(q.log_softmax(-1), P, reduction="none").sum(-1))
+    torch.testing.assert_close(losses.kl(p, p), torch.zeros(5))
+    with pytest.raises(ValueError, match="loss: got 'l3', expected one of tv, soft_ce, kl"):
+        losses.of("l3")
+
+
+def test_rollout_loss_weighs_steps_and_masks():
+    p, mask = torch.randn(2, 4, 7), torch.tensor([[True, True, False, False], [True, True, True, True]])
+    steps = [(torch.randn(2, 4, 7), torch.randn(2, 4, 3), mask) for _ in range(2)]
+    feature = torch.randn(2, 4, 3)
+    loss, agreed = losses.rollout_loss(steps, p, "kl", decay=0.5, feature_BTd=feature, feature_weight=2.0)
+    terms = [losses.kl(q, p)[mask].mean() + 2.0 * F.smooth_l1_loss(f[mask], feature[mask]) for q, f, mask in steps]
+    torch.testing.assert_close(loss, (terms[0] + 0.5 * terms[1]) / 1.5)
+    assert agreed[0] == pytest.approx((steps[0][0].argmax(-1) == p.argmax(-1))[mask].float().mean().item())
+
+
+def trainer(folder, steps=12, **options):
+    drafter = FeatureDrafter.for_model(model_of("llava"), seed=2)
+    plan = Plan(steps=12, group=2, reuse=2, unroll=2, save_every=6, warm_up=2, **options)
+    made = Trainer(target_for(drafter), drafter, visspec.Exact(), prompts("llava", 8), plan, folder, {"seed": 0})
+    return drafter, made
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, ahead):
+    whole, run = trainer(tmp_path / "whole", ahead=ahead)
+    run.run()
+    _, first = trainer(tmp_path / "broken", ahead=ahead)
+
+    class Stop(Exception): ...
+
+    def stop(record):
+        if record["step"] == 8:  # two steps behind the last save
+            raise Stop
+
+    with pytest.raises(Stop):
+        first.run(stop)
+    again, second = trainer(tmp_path / "broken", ahead=ahead)
+    second.drafter.head.load_state_dict(
+        FeatureDrafter.from_pretrained(tmp_path / "broken", model_of("llava")).head.state_dict()
+    )
+    assert second.resume() and second.step == 6
+    second.run()
+    for a, b in zip(whole.head.state_dict().values(), again.head.state_dict().values()):
+        assert torch.equal(a, b)
+    record = json.loads((tmp_path / "whole" / "provenance.json").read_text())
+    assert record["training"]["step"] == 12 and record["training"]["plan"]["loss"] == "tv"
+
+
+def test_a_run_planned_otherwise_is_not_resumed(tmp_path):
+    _, run = trainer(tmp_path)
+    run.save()
+    _, other = trainer(tmp_path, rate=0.5)
+    with pytest.raises(ValueError, match=r"resume: got rate 0\.5, expected 0\.001"):
+        other.resume()
+
+
+def test_training_raises_tau(tmp_path):
+    """Four prompts learned by heart: tau must clearly rise above an untrained drafter's."""
+    model = model_of("llava")
+    drafter = FeatureDrafter.for_model(model, seed=0, levels=4)
+    same = prompts("llava", 16, ["4 i 5"] * 4)
+    validate = Validation(model, drafter, lambda temperature: [same(0, temperature)])
+    before = validate()
+    plan = Plan(steps=100, group=1, reuse=100, unroll=3, rate=5e-3, loss="kl", opening=1.0, warm_up=10)
+    target = target_for(drafter)
+    run = Trainer(target, drafter, visspec.Exact(), lambda i: same(0, 0.0), plan, tmp_path, {}, validate)
+    run.run()
+    after = validate()
+    assert before["tau_greedy"] < 1.5 and after["tau_greedy"] > 2.5
+
+
+def test_the_command_trains_on_a_folder_of_images(tmp_path, monkeypatch):
+    from PIL import Image
+
+    for i in range(3):
+        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(tmp_path / f"{i}.png")
+    model = model_of("llava")
+    monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model, None))
+    monkeypatch.setattr(
+        train_drafter, "inputs_of", lambda m, p, images, texts: prompt("llava", ["4 i 5"] * len(images))
+    )
+    out = tmp_path / "out"
+    found = train_drafter.run("x", tmp_path, out, steps=2, rows=2, max_new_tokens=6, group=1, reuse=1, unroll=2)
+    assert found[-1]["step"] == 2 and found[-1]["tau_greedy"] >= 0.9
+    FeatureDrafter.from_pretrained(out, model)
+    assert json.loads((out / "provenance.json").read_text())["recipe"] == "train_drafter"
+
+
+def test_data_lines_are_checked(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"image": "a.png", "prompt": "what ?"}\n{"prompt": 1}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        items_of(file)
+    with pytest.raises(ValueError, match="neither a folder nor a file"):
+        items_of(tmp_path / "nothing")
