@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.types import ABSENT, Capabilities, Draft, Drafter, Outcome, Scores, State, Verdict
+from visspec.types import ABSENT, Capabilities, Draft, Drafter, Outcome, Scores, State, Tree, Verdict
 
 MAX_NODES = 1024
 SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1e-4
@@ -85,9 +85,10 @@ class Guarded:
             raise ValueError("tree: got a branching draft, expected a chain (the target takes no trees)")
         if size == 1:
             return trees.root(state.pending)
+        tree, sound = self._sound(draft.tree, rows)
         q, inside = draft.q, (tokens >= 0) & (tokens < self.vocab)
-        wrong = ~inside & (tokens != ABSENT)
-        tokens = torch.where(inside & self.allowed[tokens.clamp(0, self.vocab - 1)], tokens, ABSENT)
+        wrong = ~(inside & sound) & (tokens != ABSENT)
+        tokens = torch.where(inside & sound & self.allowed[tokens.clamp(0, self.vocab - 1)], tokens, ABSENT)
         if q is not None:
             if q.shape != (rows, size, self.vocab):
                 raise ValueError(f"q: got shape {tuple(q.shape)}, expected ({rows}, {size}, {self.vocab})")
@@ -96,7 +97,39 @@ class Guarded:
             tokens, q = torch.where(lawful, tokens, ABSENT), torch.where(lawful[..., None], q, 0.0)
         state.refused += wrong[:, 1:].sum()
         tokens = torch.cat([state.pending[:, None], tokens[:, 1:]], dim=1)
-        return Draft(tokens, draft.tree, q)
+        return Draft(tokens, tree, q)
+
+    def _sound(self, tree: Tree, rows: int) -> tuple[Tree, Tensor | bool]:
+        """The tree with its impossible nodes hung below the root, and which nodes are not of that kind (1|B, N).
+
+        A node is sound when it comes after its parent, its ancestors are its parent's and itself, and its depth is
+        their number and within `levels`. Decided on the device, without a synchronisation.
+        """
+        parent, depth, ancestor, size = tree.parent, tree.depth, tree.ancestor, tree.size
+        if tree.chain and tree is trees.chain(size - 1, str(parent.device)):
+            return tree, True
+        shapes = parent.shape, depth.shape, ancestor.shape[:2], ancestor.shape[-1]
+        if parent.shape[0] not in (1, rows) or shapes != (parent.shape, parent.shape, parent.shape, size):
+            raise ValueError(
+                f"tree: got parent {tuple(parent.shape)}, depth {tuple(depth.shape)}, ancestor {tuple(ancestor.shape)},"
+                f" expected 1 or {rows} rows of {size} nodes"
+            )
+        index = torch.arange(size, device=parent.device)
+        own = index[:, None] == index
+        above = ancestor.gather(1, parent.clamp(0, size - 1)[..., None].expand_as(ancestor)) & (index > 0)[:, None]
+        sound = ((above | own) == ancestor).all(dim=-1) & (depth == ancestor.sum(dim=-1) - 1) & (depth <= tree.levels)
+        sound &= (parent < index) & ((parent >= 0) == (index > 0))
+        if tree.chain:
+            sound &= parent == index - 1
+        below = (index > 0).long()
+        mended = Tree(
+            torch.where(sound, parent, below - 1),
+            torch.where(sound, depth, below),
+            torch.where(sound[..., None], ancestor, own | (index == 0)),
+            max(tree.levels, 1),
+            tree.chain and tree.levels == size - 1,
+        )
+        return mended, sound
 
 
 def _lawful(q: Tensor, tokens: Tensor) -> Tensor:

@@ -1,0 +1,294 @@
+"""Faults of the drafter cost speed, never output; faults of the target are errors."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+import visspec
+from tests.doubles import NEW, Double, Oracle, fast, new_tokens, stock
+from tests.tiny import IMAGE, VOCAB, llama, prompt, shapes
+from visspec import tree as trees
+from visspec.types import ABSENT, Draft
+
+SAMPLE = {"do_sample": True, "max_new_tokens": NEW, "seed": 4}
+
+
+class Faulty(Oracle):
+    """An oracle whose `stage` goes wrong at its third call (start: at the first)."""
+
+    def __init__(self, answers, stage, fault):
+        super().__init__(answers)
+        self.stage, self.fault, self.calls = stage, fault, 0
+
+    def _maybe(self, stage):
+        self.calls += stage == self.stage
+        if stage == self.stage and self.calls == (1 if stage in ("start", "select") else 3):
+            raise self.fault
+
+    def start(self, state, scores):
+        self._maybe("start")
+
+    def propose(self, state, depth):
+        self._maybe("propose")
+        return super().propose(state, depth)
+
+    def observe(self, *args):
+        self._maybe("observe")
+
+    def select(self, state, keep):
+        self._maybe("select")
+
+
+class Spoilt(Oracle):
+    """An oracle whose drafts are spoilt by a function (draft, state) -> anything, in every second round."""
+
+    def __init__(self, answers, spoil, samples=False):
+        super().__init__(answers)
+        self.spoil, self.samples, self.calls = spoil, samples, 0
+
+    def propose(self, state, depth):
+        draft = super().propose(state, depth)
+        if self.samples:
+            q = torch.nn.functional.one_hot(draft.tokens.clamp(min=0), VOCAB).float()
+            draft = Draft(draft.tokens, draft.tree, q)
+        self.calls += 1
+        return self.spoil(draft, state) if self.calls % 2 == 0 else draft
+
+
+def with_tokens(draft, index, value):
+    tokens = draft.tokens.clone()
+    tokens[:, index] = value
+    return Draft(tokens, draft.tree, draft.q)
+
+
+def with_q(draft, change):
+    q = draft.q.clone()
+    change(q)
+    return Draft(draft.tokens, draft.tree, q)
+
+
+def longer(draft, state):
+    return trees.chain_draft(state.pending, torch.zeros(len(state.rows), draft.levels + 1, dtype=torch.long))
+
+
+def wide(draft, state):
+    tree = trees.static((-1, *[0] * 1500))
+    return Draft(torch.zeros(len(state.rows), 1501, dtype=torch.long), tree)
+
+
+def raw(tokens):
+    return lambda draft, state: Draft(tokens(draft), draft.tree)
+
+
+def check(model, inputs, expected, options, faults):
+    """Same output, one warning for however many faults, all counted; the same again in the next request."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        output = model.generate(**inputs, **options)
+    ours = [w for w in seen if issubclass(w.category, RuntimeWarning) and "drafter" in str(w.message)]
+    assert new_tokens(output, inputs) == expected
+    assert len(ours) == (1 if faults else 0), [str(w.message) for w in ours]
+    assert (model.last_stats.faults > 0) == bool(faults)
+    if faults == 1:
+        assert model.last_stats.faults == 1
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert new_tokens(model.generate(**inputs, **options), inputs) == expected
+    assert not [w for w in seen if "drafter" in str(w.message)], "the warning comes once"
+
+
+ERRORS = {
+    "error": RuntimeError("broken"),
+    "memory": torch.OutOfMemoryError("CUDA out of memory"),
+    "host memory": MemoryError(),
+    "key": KeyError("x"),
+    "assertion": AssertionError(),
+}
+GREEDY = {"do_sample": False, "max_new_tokens": NEW}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("stage", ["start", "propose", "observe", "select"])
+@pytest.mark.parametrize("shape", ["one", "ragged"])
+def test_drafter_raises(stage, error, shape):
+    inputs = prompt("llava", shapes("llava")[shape])
+    expected = stock("llava", shape)
+    options = GREEDY
+    if stage == "select":  # only called when rows leave
+        if shape == "one":
+            return
+        options = {**GREEDY, "eos_token_id": expected[1][6]}
+        expected = new_tokens(fast("llava", None).generate(**inputs, **options), inputs)
+    model = fast("llava", Faulty(stock("llava", shape), stage, ERRORS[error]))
+    check(model, inputs, expected, options, faults=1)
+    if stage in ("propose", "observe"):
+        assert model.drafter.inner.calls >= 3
+        assert model.last_stats.tau > 1, "the next request drafts again"
+
+
+BAD_DRAFTS = {
+    "nothing": lambda d, s: None,
+    "a tensor": lambda d, s: d.tokens,
+    "too deep": longer,
+    "too wide": wide,
+    "rows missing": lambda d, s: Draft(d.tokens[:-1], d.tree),
+    "nodes missing": raw(lambda d: d.tokens[:, :-1]),
+    "one dimension": raw(lambda d: d.tokens[0]),
+    "float ids": raw(lambda d: d.tokens.float()),
+    "int32 ids": raw(lambda d: d.tokens.int()),
+    "bool ids": raw(lambda d: d.tokens.bool()),
+    "no tokens": raw(lambda d: d.tokens[:, :0]),
+    "no tree": lambda d, s: Draft(d.tokens, None),
+    "tree of other rows": lambda d, s: Draft(d.tokens, trees.from_parents(d.tree.parent.expand(5, -1), d.levels)),
+}
+IMPOSSIBLE_TREES = {  # built by a wrong call or by hand; single nodes of them are refused
+    "understated levels": lambda t: trees.Tree(t.parent, t.depth, t.ancestor, 1, False),
+    "false depth": lambda t: trees.Tree(t.parent, t.depth * 0, t.ancestor, t.levels, False),
+    "false ancestors": lambda t: trees.Tree(t.parent, t.depth, t.ancestor | True, t.levels, False),
+    "no ancestors": lambda t: trees.Tree(t.parent, t.depth, t.ancestor & False, t.levels, False),
+    "parent beyond": lambda t: trees.Tree(t.parent + 90, t.depth, t.ancestor, t.levels, False),
+    "own parent": lambda t: trees.Tree(t.parent + 1, t.depth, t.ancestor, t.levels, False),
+    "branches called a chain": lambda t: dataclasses.replace(trees.static((-1, 0, 0, 1, 1, 2)), levels=5, chain=True),
+    "grown with too few levels": lambda t: trees.from_parents(t.parent, 1),
+}
+BAD_IDS = {"beyond": VOCAB, "far beyond": 2**40, "negative": -7}
+
+
+@pytest.mark.parametrize("kind", BAD_DRAFTS)
+@pytest.mark.parametrize("shape", ["one", "ragged"])
+def test_malformed_drafts(kind, shape):
+    inputs = prompt("llava", shapes("llava")[shape])
+    model = fast("llava", Spoilt(stock("llava", shape), BAD_DRAFTS[kind]))
+    check(model, inputs, stock("llava", shape), GREEDY, faults=1)
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE_TREES)
+@pytest.mark.parametrize("shape", ["one", "ragged"])
+def test_impossible_trees(kind, shape):
+    inputs = prompt("llava", shapes("llava")[shape])
+    spoil = lambda d, s: Draft(d.tokens[:, :6], IMPOSSIBLE_TREES[kind](d.tree))  # noqa: E731
+    check(fast("llava", Spoilt(stock("llava", shape), spoil)), inputs, stock("llava", shape), GREEDY, faults=2)
+
+
+@pytest.mark.parametrize("kind", BAD_IDS)
+@pytest.mark.parametrize("shape", ["one", "ragged"])
+def test_impossible_ids(kind, shape):
+    inputs = prompt("llava", shapes("llava")[shape])
+    model = fast("llava", Spoilt(stock("llava", shape), lambda d, s: with_tokens(d, 2, BAD_IDS[kind])))
+    check(model, inputs, stock("llava", shape), GREEDY, faults=2)
+    assert model.last_stats.tau > 1.5, "good nodes are still used"
+
+
+def test_image_ids_and_empty_drafts_are_no_faults():
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    for spoil in (
+        lambda d, s: with_tokens(d, 2, IMAGE),
+        lambda d, s: trees.root(s.pending),
+        lambda d, s: with_tokens(d, slice(1, None), ABSENT),
+        lambda d, s: with_tokens(d, 0, 5),  # the pending token is ours to know
+    ):
+        check(
+            fast("llava", Spoilt(stock("llava", "ragged"), spoil)), inputs, stock("llava", "ragged"), GREEDY, faults=0
+        )
+
+
+def at_tokens(q, tokens, value):
+    q.scatter_(2, tokens.clamp(min=0)[..., None], value)
+
+
+BAD_LAWS = {
+    "nan": lambda d: with_q(d, lambda q: q[:, 2].fill_(float("nan"))),
+    "inf": lambda d: with_q(d, lambda q: q[:, 2, 5].fill_(float("inf"))),
+    "minus inf": lambda d: with_q(d, lambda q: q[:, 2, 5].fill_(float("-inf"))),
+    "negative": lambda d: with_q(d, lambda q: (q[:, 2, 5].fill_(-0.5), q[:, 2, 6].fill_(0.5))),
+    "sums to more": lambda d: with_q(d, lambda q: q[:, 2].mul_(1.5)),
+    "sums to less": lambda d: with_q(d, lambda q: q[:, 2].mul_(0.9)),
+    "zero": lambda d: with_q(d, lambda q: q[:, 2].zero_()),
+    "zero at the token": lambda d: with_q(d, lambda q: q.copy_(q.roll(1, -1))),
+    "wrong vocabulary": lambda d: Draft(d.tokens, d.tree, torch.nn.functional.pad(d.q, (0, 4))),
+    "short vocabulary": lambda d: Draft(d.tokens, d.tree, d.q[..., :-4]),
+    "no nodes": lambda d: Draft(d.tokens, d.tree, d.q[:, 0]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LAWS)
+@pytest.mark.parametrize("shape", ["one", "ragged"])
+def test_laws_that_are_none(kind, shape):
+    """Greedy under the rejection rule: a law that can't be makes its node absent; the output is the stock one."""
+    inputs = prompt("llava", shapes("llava")[shape])
+    drafter = Spoilt(stock("llava", shape), lambda d, s: BAD_LAWS[kind](d), samples=True)
+    model = fast("llava", drafter, acceptance="rejection")
+    check(model, inputs, stock("llava", shape), GREEDY, faults=2)
+
+
+@pytest.mark.parametrize("kind", BAD_LAWS)
+def test_sampling_goes_on_as_without_the_draft(kind):
+    """With coins: from the faulty round on nothing is drafted that has no law; every token stays possible and finite."""
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    drafter = Spoilt(stock("llava", "ragged"), lambda d, s: BAD_LAWS[kind](d), samples=True)
+    model = fast("llava", drafter, acceptance="rejection")
+    with pytest.warns(RuntimeWarning, match="drafter"):
+        output = new_tokens(model.generate(**inputs, **SAMPLE, top_k=4), inputs)
+    assert model.last_stats.faults > 0
+    assert all(0 <= t < VOCAB for row in output for t in row)
+
+
+@pytest.mark.parametrize("stage", ["start", "propose", "observe"])
+def test_sampling_with_a_broken_drafter_is_plain_sampling(stage):
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    expected = new_tokens(fast("llava", None).generate(**inputs, **SAMPLE), inputs)
+    model = fast("llava", Faulty(expected, stage, RuntimeError("broken")))
+    with pytest.warns(RuntimeWarning, match="RuntimeError: broken"):
+        assert new_tokens(model.generate(**inputs, **SAMPLE), inputs) == expected
+    assert model.last_stats.faults == 1
+
+
+def test_drafter_of_another_target_writes_nothing():
+    """A drafter that tampers with the draft it handed over, after it was checked, changes nothing."""
+
+    class Tampering(Oracle):
+        def observe(self, state, draft, scores, verdict, outcome):
+            draft.tokens.fill_(3)
+
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    check(fast("llava", Tampering(stock("llava", "ragged"))), inputs, stock("llava", "ragged"), GREEDY, faults=0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("target broke"), torch.OutOfMemoryError("target memory")])
+@pytest.mark.parametrize("call", [1, 3], ids=["prefill", "verification"])
+def test_target_faults_raise(error, call):
+    model, calls = llama(), []
+
+    def breaking(*_):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+
+    model.model.layers[1].register_forward_pre_hook(breaking)
+    inputs = prompt("llama", ["9"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(type(error), match=str(error)):
+            visspec.accelerate(model, Double()).generate(**inputs, max_new_tokens=NEW, do_sample=False)
+
+
+def test_processor_and_criterion_faults_raise():
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("theirs")
+
+    inputs = prompt("llama", ["9"])
+    for options in (
+        {"logits_processor": [broken]},
+        {"stopping_criteria": [broken]},
+        {"prefix_allowed_tokens_fn": broken},
+    ):
+        with pytest.raises(ZeroDivisionError, match="theirs"):
+            fast("llama", "ngram").generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+def test_keyboard_interrupt_in_the_drafter_is_the_users():
+    inputs = prompt("llama", ["9"])
+    with pytest.raises(KeyboardInterrupt):
+        fast("llama", Faulty(stock("llama", "one"), "propose", KeyboardInterrupt())).generate(**inputs, **GREEDY)
