@@ -108,7 +108,7 @@ class Group:
 
 def summary(method: Method) -> dict[str, Any]:
     """The row of a method in the first table. Words are made from the numbers here, not taken from the file."""
-    record, speed, tau = method.record, number(method.record.get("speedup")), number(method.record.get("tau")) or 0.0
+    record, speed, tau = method.record, speed_of(method), number(method.record.get("tau")) or 0.0
     identical, compared = number(record.get("identical")), number(record.get("compared"))
     quality = [(name, value, spread) for field, (name, _) in QUALITY.items() if field != "drift_per_token"
                for value, spread in [quality_of(method, field)] if value is not None]  # fmt: skip
@@ -124,6 +124,12 @@ def summary(method: Method) -> dict[str, Any]:
         "identical_to": str(record.get("identical_to") or "plain decoding").replace("_", " "), "quality": quality,
         "owes_identity": str(record.get("guarantee") or "").startswith("exact"),
     }  # fmt: skip
+
+
+def speed_of(method: Method) -> float | None:
+    """A method's speed-up, where it is a positive number."""
+    found = number(method.record.get("speedup"))
+    return found if found and found > 0 else None
 
 
 def baselines(method: Method) -> list[dict[str, Any]]:
@@ -143,8 +149,8 @@ def strip(methods: Sequence[Method]) -> Markup | None:
     entries = []
     for m in methods:
         ratios = [r for r in map(number, m.record.get("ratios") or []) if r is not None and r > 0]
-        mean = number(m.record.get("speedup"))
-        if ratios and mean and mean > 0:
+        mean = speed_of(m)
+        if ratios and mean:
             entries.append((f"{m.number}: {m.label}", ratios, mean, positive(interval(m.record.get("speedup_ci95")))))
     return figures.strip(entries) if entries else None
 
@@ -173,7 +179,7 @@ def quality_of(method: Method, field: str) -> tuple[float | None, tuple[float, f
 def pareto(methods: Sequence[Method], field: str) -> Markup | None:
     points = []
     for m in methods:
-        speed, (value, spread) = number(m.record.get("speedup")), quality_of(m, field)
+        speed, (value, spread) = speed_of(m), quality_of(m, field)
         if speed is not None and value is not None:
             points.append((str(m.number), speed, interval(m.record.get("speedup_ci95")), value, spread, m.n))
     name, higher = QUALITY[field]

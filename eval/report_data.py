@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 256 << 20
+LARGEST = 1e12
 KINDS = ("caption", "image")
 NUMBERS = (
     "n_prompts", "batch_size", "temperature", "seed", "speedup", "speedup_decode_only", "speedup_total_time",
@@ -42,13 +43,15 @@ class Method:
     @property
     def n(self) -> int:
         """Prompts behind its figures."""
-        found = self.record.get("compared") or len(self.record.get("ratios") or ()) or self.record.get("n_prompts")
-        return int(found or len(self.images))
+        for found in (self.record.get("compared"), len(self.record.get("ratios") or ()), self.record.get("n_prompts")):
+            if number(found):
+                return int(found)
+        return len(self.images)
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for anything else (null, NaN, absent)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    """A number that can be drawn, or None for anything else (null, NaN, absent, beyond `LARGEST`)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
         return None
     return float(value)
 
