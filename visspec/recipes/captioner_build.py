@@ -1,6 +1,5 @@
-"""The captioner's parts: word-level tokenizer, processor, stock LLaVA model; its accuracy on held-out scenes."""
+"""The captioner's parts: word-level tokenizer, processor, stock LLaVA model, and how they are written to a folder."""
 
-import time
 from pathlib import Path
 
 import torch
@@ -16,9 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from visspec.eval.world.captions import REQUESTS, missing, score, vocabulary
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+from visspec.eval.world.captions import vocabulary
 from visspec.recipes.captioner_vision import IMAGE_SIZE, MEAN, PATCH_SIZE, STD, vision_config
 
 PAD, BOS, EOS, UNK, IMAGE = "<pad>", "<s>", "</s>", "<unk>", "<image>"
@@ -117,42 +114,6 @@ def build_model(tower: dict[str, torch.Tensor], small: bool = False) -> LlavaFor
     return model
 
 
-def prompt(processor: LlavaProcessor, request: str = REQUESTS[0]) -> str:
-    """The chat prompt of one image and one request, up to and including "assistant :"."""
-    content = [{"type": "image"}, {"type": "text", "text": request}]
-    return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-
-
-@torch.no_grad()
-def evaluate(model: LlavaForConditionalGeneration, processor: LlavaProcessor, n: int = 64, batch: int = 64) -> dict:
-    """Greedy captions of the first `n` held-out scenes, parsed: facts right, stated, missing, lengths in tokens."""
-    begun, right, stated, absent, lengths, perfect, sample = time.time(), 0, 0, 0, [], 0, ""
-    for start in range(0, n, batch):
-        scenes = [scene_from_seed(HELD_OUT_SEED + i) for i in range(start, min(n, start + batch))]
-        texts = [prompt(processor, REQUESTS[i % len(REQUESTS)]) for i in range(len(scenes))]
-        inputs = processor(text=texts, images=[to_image(s) for s in scenes], return_tensors="pt", padding=True)
-        new = model.generate(**inputs, do_sample=False, max_new_tokens=160)[:, inputs["input_ids"].shape[1] :]
-        for row, scene in zip(new, scenes):
-            text = processor.tokenizer.decode(row, skip_special_tokens=True)
-            r, s = score(text, scene)
-            right, stated, absent = right + r, stated + s, absent + missing(text, scene)
-            perfect += r == s and not missing(text, scene)
-            lengths.append(int((row != model.generation_config.pad_token_id).sum()))
-            sample = sample or text
-    return {
-        "scenes": n,
-        "right": right,
-        "stated": stated,
-        "missing": absent,
-        "accuracy": round(right / max(1, stated), 4),
-        "perfect_captions": perfect,
-        "tokens_mean": round(sum(lengths) / n, 1),
-        "tokens_range": [min(lengths), max(lengths)],
-        "seconds": round(time.time() - begun, 1),
-        "sample": sample,
-    }
-
-
 def save(model: LlavaForConditionalGeneration, processor: LlavaProcessor, folder: Path, dtype: torch.dtype) -> None:
     """Write a complete, loadable folder with weights stored in `dtype`; the model in memory is left as it is."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,3 +123,4 @@ def save(model: LlavaForConditionalGeneration, processor: LlavaProcessor, folder
     model.save_pretrained(folder, state_dict=weights)
     model.config.dtype = before
     processor.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # written private, but packages copy the mode

@@ -1,0 +1,214 @@
+"""The free tier of the shape world: scenes, pixels, captions that parse back into facts; the shipped captioners."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from visspec.eval.world import captions
+from visspec.eval.world.palette import CANVAS, CLASSES, COLOURS, GROUNDS
+from visspec.eval.world.render import coverage, ground, inside, render
+from visspec.eval.world.scene import (
+    GRID,
+    HELD_OUT_PAIRS,
+    HELD_OUT_SEED,
+    RADIUS,
+    Scene,
+    Shape,
+    allowed_pairs,
+    sample_scene,
+    scene_from_seed,
+)
+
+ZOO = Path(__file__).resolve().parent.parent / "models" / "zoo"
+seeds = st.integers(0, 2**31 - 1)
+
+
+# --- scenes ---
+
+
+@given(seeds)
+@settings(max_examples=200, deadline=None)
+def test_scenes_are_legal_and_repeatable(seed):
+    scene = scene_from_seed(seed)
+    assert scene == scene_from_seed(seed)
+    cells = [shape.cell for shape in scene.shapes]
+    assert cells == sorted(set(cells)) and 3 <= len(cells) <= 6
+    for shape in scene.shapes:
+        left, top = (shape.cell % GRID) / GRID, (shape.cell // GRID) / GRID
+        assert left < shape.x - shape.radius and shape.x + shape.radius < left + 1 / GRID
+        assert top < shape.y - shape.radius and shape.y + shape.radius < top + 1 / GRID
+        assert abs(shape.radius - RADIUS[shape.size]) <= 0.0051
+        assert scene.at(shape.cell) is shape
+
+
+def test_pairs_split_the_eighty_and_scenes_keep_to_their_split():
+    train, held_out = allowed_pairs("train"), allowed_pairs("held_out")
+    assert len(train) == 72 and set(held_out) == HELD_OUT_PAIRS
+    assert not set(train) & set(held_out) and set(train) | set(held_out) == set(allowed_pairs())
+    assert {kind for _, kind in held_out} == set(CLASSES)
+    rng = np.random.default_rng(0)
+    for split, legal in (("train", train), ("held_out", held_out)):
+        shapes = [shape for _ in range(50) for shape in sample_scene(rng, split).shapes]
+        assert {(shape.colour, shape.kind) for shape in shapes} <= set(legal)
+    with pytest.raises(ValueError, match="pairs must be"):
+        allowed_pairs("test")
+
+
+# --- pixels ---
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_coverage_is_the_area_of_the_template(kind):
+    alpha = coverage(kind, 32, 32, 20, 64, 64)
+    grid = np.linspace(-1, 1, 1001)
+    area = inside(kind, grid[None, :], grid[:, None]).mean() * 4
+    assert alpha.min() == 0 and alpha.max() == 1
+    assert alpha.sum() / 400 == pytest.approx(area, rel=0.02)
+
+
+def test_templates_differ_from_each_other():
+    flat = np.stack([coverage(kind, 16, 16, 13, 32, 32).ravel() for kind in CLASSES])
+    overlap = np.minimum(flat[:, None], flat).sum(-1) / np.maximum(flat[:, None], flat).sum(-1)
+    assert overlap[~np.eye(len(CLASSES), dtype=bool)].max() < 0.85
+
+
+def test_a_circle_has_its_colour_inside_and_the_canvas_outside():
+    image = render(Scene((Shape("circle", "green", 0.5, 0.5, 0.13),)), 96)
+    assert image.shape == (96, 96, 3) and image.dtype == np.uint8
+    assert tuple(image[48, 48]) == COLOURS["green"] and tuple(image[5, 5]) == CANVAS
+
+
+@pytest.mark.parametrize("kind", GROUNDS)
+def test_grounds_are_grey_near_the_canvas_and_fixed_by_the_generator(kind):
+    first, again = (ground(kind, 64, np.random.default_rng(3)) for _ in range(2))
+    assert np.array_equal(first, again)
+    assert np.ptp(first, axis=-1).max() == 0
+    assert abs(first.mean() - CANVAS[0]) < 8 and np.abs(first - CANVAS[0]).max() <= 30
+    assert (first.std() > 3) == (kind != "plain")
+
+
+def test_unknown_names_are_refused_by_name():
+    with pytest.raises(ValueError, match="'hexagon'"):
+        inside("hexagon", np.zeros(1), np.zeros(1))
+    with pytest.raises(ValueError, match="'grass'"):
+        ground("grass", 8, np.random.default_rng(0))
+
+
+def test_rendering_is_fast():
+    scenes = [scene_from_seed(i) for i in range(100)]
+    begun = time.process_time()
+    for scene in scenes:
+        render(scene)
+    assert (time.process_time() - begun) / len(scenes) < 0.005  # measured 0.0005
+
+
+# --- captions ---
+
+
+@given(seeds, seeds)
+@settings(max_examples=300, deadline=None)
+def test_captions_state_every_fact_and_nothing_else(seed, phrasing):
+    scene = scene_from_seed(seed)
+    for text in (captions.caption(scene), captions.caption(scene, np.random.default_rng(phrasing))):
+        assert dict(captions.parse(text)) == captions.facts(scene)
+        assert captions.score(text, scene) == (len(captions.facts(scene)),) * 2
+        assert captions.missing(text, scene) == 0
+        assert 55 <= len(captions.words(text)) <= 122
+        assert set(text.split()) <= set(captions.vocabulary())
+
+
+def test_printed_spelling_parses_as_well():
+    scene = scene_from_seed(5)
+    printed = captions.caption(scene).replace(" .", ".").replace(" ,", ",").capitalize()
+    assert captions.parse(printed) == captions.parse(captions.caption(scene))
+
+
+def test_every_wrong_word_costs_a_fact():
+    scene = Scene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
+    good = "in the top left corner there is a large red star ."
+    assert captions.score(good, scene) == (4, 4) and captions.missing(good, scene) == 6
+    for old, new in (("large", "small"), ("red", "pink"), ("star", "ring")):
+        assert captions.score(good.replace(old, new), scene) == (3, 4)
+    assert captions.score(good.replace("top left", "bottom left"), scene) == (0, 4)
+    assert captions.score(good.replace("in the top left corner ", ""), scene) == (0, 4)
+    assert captions.score(good + " " + good, scene) == (4, 8)
+    assert captions.score("the middle of the picture stays empty .", scene) == (0, 1)
+    assert captions.score("", scene) == (0, 0)
+
+
+def test_phrasings_follow_their_weights():
+    scene, n = scene_from_seed(1), 2000
+    rng = np.random.default_rng(0)
+    openings = [" ".join(captions.caption(scene, rng).split()[:2]) for _ in range(n)]
+    shares = [openings.count(start) / n for start in ("this picture", "there are", "one can")]
+    assert shares == pytest.approx(captions.WEIGHTS, abs=0.04)
+
+
+def test_captions_are_not_one_repeated_pattern():
+    tokens = captions.caption(scene_from_seed(0)).split()
+    trigrams = list(zip(tokens, tokens[1:], tokens[2:]))
+    assert len(set(trigrams)) / len(trigrams) > 0.85
+
+
+def test_questions_are_answered_from_the_scene():
+    scene = Scene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
+    answers = dict(captions.questions(scene))
+    assert answers["how many shapes are there ?"] == "two ."
+    assert answers["what colour is the star ?"] == "red ."
+    assert answers["what is in the very centre ?"] == "a small blue bar ."
+    assert answers["what is at the top edge ?"] == "nothing ."
+    known = set(captions.vocabulary())
+    assert all(set(f"{question} {answer}".split()) <= known for question, answer in answers.items())
+
+
+# --- the shipped captioners ---
+
+shipped = pytest.mark.skipif(not (ZOO / "captioner" / "model.safetensors").exists(), reason="weights not in this tree")
+
+
+@shipped
+@pytest.mark.parametrize("name, least", [("captioner", 0.95), ("captioner-small", 0.5)])
+def test_shipped_captioner_loads_offline_and_states_facts(name, least):
+    transformers = pytest.importorskip("transformers")
+    from visspec.recipes.captioner_score import score_captions
+
+    processor = transformers.AutoProcessor.from_pretrained(ZOO / name, local_files_only=True)
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(ZOO / name, local_files_only=True).float().eval()
+    assert not model.generation_config.do_sample and model.generation_config.eos_token_id is not None
+    record = score_captions(model, processor, 16)
+    assert record["accuracy"] >= least
+    assert record["tokens_range"][0] >= 55
+
+
+@shipped
+def test_processor_takes_both_call_forms_and_odd_images():
+    transformers = pytest.importorskip("transformers")
+    from PIL import Image
+
+    processor = transformers.AutoProcessor.from_pretrained(ZOO / "captioner", local_files_only=True)
+    image = Image.new("RGBA", (300, 170), (200, 10, 10, 255)).convert("RGB")
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "Describe the picture in detail."}]
+    chat = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    plain = processor(
+        text="user : <image> describe the picture in detail . assistant :", images=image, return_tensors="pt"
+    )
+    assert chat["input_ids"].tolist() == plain["input_ids"].tolist()
+    assert int((plain["input_ids"] == processor.image_token_id).sum()) == 36
+    assert chat["pixel_values"].shape == (1, 3, 96, 96)
+    assert processor.tokenizer.unk_token_id not in plain["input_ids"][0].tolist()
+
+
+def test_held_out_seeds_are_apart_from_training():
+    from visspec.recipes import captioner_data
+
+    assert captioner_data.FIRST_SEED + 10**8 < HELD_OUT_SEED
