@@ -6,6 +6,7 @@ are taken prompt by prompt, so that a machine whose speed drifts does not favour
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,8 @@ def interleave(
     names = list(arms)
     for prompt in list(prompts)[:warmup]:
         for name in names:
-            arms[name](prompt)
+            with contextlib.suppress(Exception):  # it fails again below, where it is listed
+                arms[name](prompt)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     failures: list[str] = []
     for i, prompt in enumerate(progress(prompts)):
@@ -119,6 +121,7 @@ def ideal(plain: Sequence[Run], fast: Sequence[Run]) -> dict[str, Any]:
     tau is listed term by term; `gap` is what each term costs when it alone is taken away.
     """
     unit = sum(r.stages.get("verify", 0.0) for r in plain) / max(sum(len(r.rounds) for r in plain), 1)
+    unit = unit or float("nan")  # no prompt went through: every figure is NaN, the failures say why
     rounds = max(sum(len(r.rounds) for r in fast), 1)
 
     def share(*names: str) -> float:
@@ -143,6 +146,8 @@ def ideal(plain: Sequence[Run], fast: Sequence[Run]) -> dict[str, Any]:
 
 def in_words(speedup: float, reach: float) -> str:
     """A ratio in words: under 1 is a slowdown, above tau is suspect."""
+    if math.isnan(speedup):
+        return "not measured"
     if speedup < 1.0:
         return f"a slowdown: {1 / speedup:.2f} times the time"
     if speedup > reach > 0:

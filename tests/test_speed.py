@@ -1,0 +1,212 @@
+"""The arithmetic of eval/speed.py, every definition by hand-made runs."""
+
+import math
+import random
+
+import pytest
+import scipy.stats
+
+from visspec.eval import speed
+from visspec.eval.speed import Run
+
+
+def run(seconds, count=4, first=0.0, stages=None, rounds=(), tokens=None):
+    """A run of one row with `count` tokens."""
+    return Run(seconds, tokens or [list(range(count))], first, stages or {}, list(rounds))
+
+
+def test_speedup_is_the_geometric_mean_of_paired_ratios():
+    slow = [run(4.0), run(1.0)]
+    fast = [run(1.0), run(1.0)]
+    found = speed.compare(slow, fast)
+    assert found["ratios"] == [4.0, 1.0]
+    assert found["speedup"] == pytest.approx(2.0)  # the arithmetic mean is 2.5, the ratio of totals 2.5
+    assert found["speedup_total_time"] == pytest.approx(2.5)
+
+
+def test_a_slow_prompt_does_not_outweigh_the_others():
+    """Three prompts gain nothing, a long one gains much: total time says 1.9, prompt by prompt it is 1.19."""
+    found = speed.compare([run(1), run(1), run(1), run(100)], [run(1), run(1), run(1), run(50)])
+    assert found["speedup"] == pytest.approx(2**0.25)
+    assert found["speedup_total_time"] == pytest.approx(103 / 53)
+
+
+def test_decode_only_leaves_the_first_token_out():
+    found = speed.compare([run(5.0, first=1.0)], [run(3.0, first=1.0)])
+    assert found["speedup"] == pytest.approx(5 / 3)
+    assert found["speedup_decode_only"] == pytest.approx(4 / 2)
+
+
+def test_decode_only_skips_pairs_without_decoding():
+    """A run that ends with its first token has no decode time; it must not divide by zero."""
+    found = speed.compare([run(1.0, first=1.0), run(3.0, first=1.0)], [run(1.0, first=1.0), run(2.0, first=1.0)])
+    assert found["speedup_decode_only"] == pytest.approx(2.0)
+    assert found["compared"] == 2
+
+
+def test_per_token_times_for_outputs_of_different_length():
+    """10 tokens in 5 s against 2 tokens in 2 s: half a second against one second a token."""
+    found = speed.compare([run(5.0, 10)], [run(2.0, 2)], per_token=True)
+    assert found["speedup"] == pytest.approx(0.5)
+    assert speed.compare([run(5.0, 10)], [run(2.0, 2)])["speedup"] == pytest.approx(2.5)
+
+
+def test_identical_counts_whole_prompts():
+    same, other = [[1, 2], [3]], [[1, 2], [4]]
+    found = speed.compare([run(1, tokens=same), run(1, tokens=same)], [run(1, tokens=same), run(1, tokens=other)])
+    assert (found["identical"], found["compared"]) == (1, 2)
+
+
+def test_count_is_over_rows():
+    assert run(1.0, tokens=[[1, 2, 3], [4]]).count == 4
+
+
+def test_both_taus_by_hand():
+    """Prompt 1: rounds of 3 and 1 tokens. Prompt 2: one round of 5. Micro 9 / 3, macro (2 + 5) / 2."""
+    runs = [run(1, rounds=[(4, [3]), (4, [1])]), run(1, rounds=[(4, [5])])]
+    found = speed.tau(runs)
+    assert found["tau"] == pytest.approx(3.0) and found["tau_macro"] == pytest.approx(3.5)
+    assert found["tau_without_bonus"] == pytest.approx(2.0)
+    assert found["nfe"] == pytest.approx((3 + 2) / 2), "rounds and the prefill"
+
+
+def test_tau_counts_every_row_of_a_batch():
+    """Two rows, then one: three row-passes gained 2 + 4 + 3 tokens; the target ran twice."""
+    found = speed.tau([run(1, rounds=[(4, [2, 4]), (4, [3])])])
+    assert found["tau"] == pytest.approx(3.0) and found["nfe"] == pytest.approx(3)
+
+
+def test_tau_of_plain_decoding_is_one():
+    found = speed.tau([run(1, rounds=[(0, [1])] * 7)])
+    assert (found["tau"], found["tau_without_bonus"], found["nfe"]) == (1.0, 0.0, 8.0)
+
+
+def test_tau_without_any_round():
+    found = speed.tau([run(1)])
+    assert (found["tau"], found["tau_macro"], found["nfe"]) == (0.0, 0.0, 1.0)
+
+
+def test_ideal_by_hand():
+    """A plain pass takes 10 ms. A round of ours: 12 ms verification, 2 ms draft, 1 ms host, for 3 tokens."""
+    plain = [run(0.04, stages={"prefill": 9.0, "verify": 0.04}, rounds=[(0, [1])] * 4)]
+    ours = {"prefill": 9.0, "verify": 0.024, "draft": 0.003, "observe": 0.001, "accept": 0.0015, "commit": 0.0005}
+    found = speed.ideal(plain, [run(0.03, stages=ours, rounds=[(4, [4]), (4, [2])])])
+    assert found["verify_over_plain"] == pytest.approx(1.2)
+    assert found["draft_over_plain"] == pytest.approx(0.2)
+    assert found["host_over_plain"] == pytest.approx(0.1)
+    assert found["ideal_speedup"] == pytest.approx(3 / 1.5)
+    assert found["gap"] == pytest.approx(
+        {"tau": 3.0, "after_verify": 3 / 1.2, "after_draft": 3 / 1.4, "after_host": 3 / 1.5}
+    )
+
+
+def test_ideal_pools_prompts_by_rounds():
+    """Unit and shares are per round over all prompts, not means of means: 30 ms in 3 plain rounds, 4 rounds of ours."""
+    plain = [
+        run(1, stages={"verify": 0.01}, rounds=[(0, [1])]),
+        run(1, stages={"verify": 0.02}, rounds=[(0, [1])] * 2),
+    ]
+    ours = [
+        run(1, stages={"verify": 0.02}, rounds=[(2, [2])]),
+        run(1, stages={"verify": 0.02}, rounds=[(2, [2])] * 3),
+    ]
+    assert speed.ideal(plain, ours)["verify_over_plain"] == pytest.approx(1.0)
+    assert speed.ideal(plain, ours)["ideal_speedup"] == pytest.approx(2.0)
+
+
+def test_plain_against_itself_is_ideally_one():
+    plain = [run(1, stages={"verify": 0.5}, rounds=[(0, [1])] * 5)]
+    assert speed.ideal(plain, plain)["ideal_speedup"] == pytest.approx(1.0)
+
+
+def test_bootstrap_brackets_the_mean_and_repeats():
+    rng = random.Random(1)
+    ratios = [2.0 * math.exp(rng.gauss(0, 0.2)) for _ in range(64)]
+    low, high = speed.bootstrap(ratios)
+    assert low < speed.geometric_mean(ratios) < high
+    assert speed.bootstrap(ratios) == (low, high) and speed.bootstrap(ratios, seed=1) != (low, high)
+    # the log ratios are normal, so the interval is near the t interval of their mean
+    logs = [math.log(r) for r in ratios]
+    spread = scipy.stats.sem(logs) * scipy.stats.t.ppf(0.975, 63)
+    centre = sum(logs) / 64
+    assert math.log(low) == pytest.approx(centre - spread, abs=0.15 * spread)
+    assert math.log(high) == pytest.approx(centre + spread, abs=0.15 * spread)
+
+
+def test_bootstrap_is_paired():
+    """Prompts of very different length, all twice as fast: the paired interval has no width."""
+    slow, fast = [run(2.0 * s) for s in (1, 10, 100)], [run(float(s)) for s in (1, 10, 100)]
+    assert speed.compare(slow, fast)["speedup_ci95"] == pytest.approx([2.0, 2.0])
+
+
+def test_bootstrap_covers():
+    """Of 200 samples of 30 prompts the 95 % interval holds the truth in 90 to 98 %: for small n it is a bit short."""
+    rng, hits = random.Random(0), 0
+    for trial in range(200):
+        low, high = speed.bootstrap([math.exp(rng.gauss(0.5, 0.3)) for _ in range(30)], seed=trial, resamples=300)
+        hits += low <= math.exp(0.5) <= high
+    assert 180 <= hits <= 196
+
+
+def test_one_prompt_has_no_interval():
+    assert all(math.isnan(v) for v in speed.bootstrap([2.0]))
+    assert math.isnan(speed.geometric_mean([]))
+
+
+@pytest.mark.parametrize(
+    "ratio, reach, words",
+    [
+        (0.5, 3.0, "a slowdown: 2.00 times the time"),
+        (0.999, 3.0, "a slowdown: 1.00 times the time"),
+        (1.0, 3.0, "1.00 times faster"),
+        (2.5, 3.0, "2.50 times faster"),
+        (3.5, 3.0, "3.50 times faster, SUSPECT: more than tau 3.00"),
+        (float("nan"), 3.0, "not measured"),
+        (2.0, 0.0, "2.00 times faster"),  # an arm whose tau is not known
+    ],
+)
+def test_words(ratio, reach, words):
+    assert speed.in_words(ratio, reach) == words
+
+
+def arms_of(log, failing=()):
+    """Three arms that log their calls; `failing` holds (arm, prompt) pairs that raise."""
+
+    def make(name):
+        def arm(prompt):
+            log.append((name, prompt))
+            if (name, prompt) in failing:
+                raise RuntimeError(f"no {prompt}")
+            return run(1.0, tokens=[[prompt]])
+
+        return arm
+
+    return {name: make(name) for name in "abc"}
+
+
+def test_interleave_alternates_after_the_warm_up():
+    log = []
+    runs, failures = speed.interleave(arms_of(log), list(range(12)), warmup=2)
+    assert log[:6] == [(name, p) for p in (0, 1) for name in "abc"], "every arm warms up on the first prompts"
+    orders = ["".join(n for n, p in log[6:] if p == prompt) for prompt in range(12)]
+    assert all(sorted(order) == list("abc") for order in orders)
+    for place in range(3):  # over a full cycle every arm stands at every place equally often
+        assert sorted(order[place] for order in orders) == sorted("abc" * 4)
+    assert failures == [] and all([r.tokens for r in found] == [[[p]] for p in range(12)] for found in runs.values())
+
+
+def test_a_failing_prompt_is_left_out_of_all_arms_and_listed():
+    runs, failures = speed.interleave(arms_of([], failing={("b", 1)}), [0, 1, 2], warmup=0)
+    assert failures == ["prompt 1: RuntimeError: no 1"]
+    assert all([r.tokens for r in found] == [[[0]], [[2]]] for found in runs.values())
+
+
+def test_a_prompt_that_fails_in_the_warm_up_is_listed_too():
+    runs, failures = speed.interleave(arms_of([], failing={("a", 0)}), [0, 1], warmup=2)
+    assert failures == ["prompt 0: RuntimeError: no 0"] and len(runs["c"]) == 1
+
+
+def test_nothing_measured_is_nan_not_a_crash():
+    assert math.isnan(speed.ideal([], [])["ideal_speedup"])
+    found = speed.compare([], [])
+    assert math.isnan(found["speedup"]) and found["compared"] == 0
