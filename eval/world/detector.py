@@ -1,4 +1,4 @@
-"""Exact detector of the shape world by analysis by synthesis: a rendered template explains every blob, or it is refused.
+"""Exact detector of the shape world by analysis by synthesis: a rendered template explains a blob, or it is refused.
 
 1. Noise is estimated from the colour differences (grounds are grey) and smoothed away when it is strong.
 2. Pixels nearer to a palette colour than to the grey ground, in Lab, form 8-connected components; a component with two
@@ -26,6 +26,7 @@ from visspec.eval.world.render import coverage, inside
 STEPS = 4  # templates are fitted on a grid of a quarter of a pixel, in centre and in radius
 TEXTURE = 30  # grey values a ground may differ from the canvas
 OFF_PALETTE = 22.0  # Lab distance from which a colour is none of the ten
+FOREIGN = 30.0  # Lab distance from the ground beyond which a pixel is no ground, whatever the palette
 BLUR = ((6.0, 0.0), (20.0, 0.6), (np.inf, 0.9))  # noise below x grey levels: smooth by sigma y pixels
 
 
@@ -198,7 +199,8 @@ class ShapeDetector:
         rgb = blurred(rgb, sigma)
         pixels = lab(rgb)
         distance = to_palette(pixels)
-        front = distance.min(-1) < self._ground_distance(pixels)
+        from_ground = self._ground_distance(pixels)
+        front = distance.min(-1) < from_ground
         side = min(rgb.shape[:2])
         shapes, templates, parts = [], [], self._parts(front, distance, side)
         for mask, colour in parts:
@@ -208,7 +210,9 @@ class ShapeDetector:
                 templates.append(found[1])
         shapes, templates = self._coloured(shapes, templates, pixels)
         stack = np.stack(templates) if templates else np.zeros((0, *front.shape), np.float32)
-        return Analysis(tuple(shapes), self._unexplained(front, distance, shapes, stack), noise, stack)
+        return Analysis(
+            tuple(shapes), self._unexplained(front | (from_ground > FOREIGN), distance, shapes, stack), noise, stack
+        )
 
     @staticmethod
     def _ground_distance(pixels: np.ndarray) -> np.ndarray:
@@ -264,6 +268,8 @@ class ShapeDetector:
         weighted = line - grey * float(line @ grey) * 0.75
         box = rgb[top:bottom, left:right] - CANVAS_RGB
         alpha = np.clip(box @ weighted / float(line @ weighted), 0, 1) * wide[top:bottom, left:right]
+        if alpha.sum() < 1:  # on the far side of the canvas from its nearest colour
+            return None
         radii = (ceil(0.6 * self.min_radius * side * STEPS), floor(1.5 * self.max_radius * side * STEPS))
         fit = _Fit(alpha.astype(np.float32), int(top), int(left), sigma, radii)
         score, kind, (x, y, radius) = fit.best()
@@ -305,7 +311,7 @@ class ShapeDetector:
     def _unexplained(
         front: np.ndarray, distance: np.ndarray, shapes: Sequence[Shapelike], templates: np.ndarray
     ) -> float:
-        """Share of pixels that are in front but under no template, or well inside one and of another colour."""
+        """Share of pixels that are no ground but under no template, or well inside one and of another colour."""
         wrong = front.copy()
         for template in templates:
             wrong &= ~grow(template > 0.01)

@@ -271,7 +271,9 @@ def test_images_it_cannot_explain_are_refused():
     yy, xx = np.indices((64, 64))
     blob[(np.hypot(xx - 30, yy - 30) < 20) & (np.abs(xx - yy) > 3)] = (214, 32, 32)  # two half discs, far too large
     red = Image.new("RGB", (64, 64), (214, 32, 32))
-    for image in (noise, Image.fromarray(blob), red):
+    foreign = lattice.picture(Scene(()))
+    foreign[20:40, 20:40] = (0, 214, 240)  # cyan: nearest to a colour on the other side of grey
+    for image in (noise, Image.fromarray(blob), red, Image.fromarray(foreign)):
         assert "unexplained" in detector.detect(image).refused
     assert detector.detect(Image.new("RGB", (64, 64), (153, 153, 153))) == Found(())
 

@@ -1,0 +1,293 @@
+"""Detectors and CLIP on tiny random configurations: shapes of answers, traps, fingerprints; no download."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from visspec.eval.detection import Detection, Found
+from visspec.eval.detectors import (
+    COCO_CLASSES,
+    ClipColours,
+    GroundingDino,
+    Mask2Former,
+    MMDetMask2Former,
+    OwlV2,
+    box_of,
+    cut_out,
+    phrase_to_class,
+)
+from visspec.eval.geneval import evaluate_image
+
+IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 80, 3), dtype=np.uint8))
+
+
+def clip_tokenizer(folder: Path):
+    """A character-level CLIP tokenizer; as in the real one, no special token has id 0, which OWLv2 reads as padding."""
+    from transformers import CLIPTokenizer
+
+    characters = "abcdefghijklmnopqrstuvwxyz-"
+    words = ["!", "<|startoftext|>", "<|endoftext|>", *characters, *(c + "</w>" for c in characters)]
+    (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77)
+
+
+TEXT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 60}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
+
+
+def inside(detection: Detection, image: Image.Image) -> bool:
+    x0, y0, x1, y1 = detection.box
+    return 0 <= x0 <= x1 <= image.width and 0 <= y0 <= y1 <= image.height
+
+
+# --- Mask2Former ---
+
+
+class FakeSegmenter(torch.nn.Module):
+    """Two overlapping masks of classes 16 (dog) and 64 (computer mouse), scores about 0.4 and 0.9."""
+
+    def __init__(self):
+        super().__init__()
+        from types import SimpleNamespace
+
+        self.config = SimpleNamespace(num_labels=80)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, **inputs):
+        from transformers.models.mask2former.modeling_mask2former import Mask2FormerForUniversalSegmentationOutput
+
+        classes = torch.full((1, 2, 81), -20.0)
+        classes[0, 0, 16], classes[0, 0, 80] = 0.0, float(np.log(1.5))  # softmax 0.4
+        classes[0, 1, 64], classes[0, 1, 80] = 0.0, float(np.log(1 / 9))  # softmax 0.9
+        masks = torch.full((1, 2, 48, 48), -20.0)
+        masks[0, 0, 8:24, 8:24] = 20.0
+        masks[0, 1, 16:40, 16:40] = 20.0
+        return Mask2FormerForUniversalSegmentationOutput(class_queries_logits=classes, masks_queries_logits=masks)
+
+
+def test_mask2former_keeps_low_scores_and_overlapping_masks_and_maps_by_index():
+    from transformers import Mask2FormerImageProcessor
+
+    detector = Mask2Former(FakeSegmenter(), Mask2FormerImageProcessor(size={"height": 48, "width": 48}), "fake")
+    found = detector.detect(Image.new("RGB", (96, 96)), ["dog"])
+    by_label = {d.label: d for d in found.detections}
+    assert set(by_label) == {"dog", "computer mouse"}  # 0.4 is under the processor's default; COCO says "mouse"
+    assert by_label["dog"].score == pytest.approx(0.4, abs=0.01)
+    assert by_label["dog"].box == pytest.approx((16, 16, 48, 48), abs=1.01)
+    assert by_label["computer mouse"].box == pytest.approx((32, 32, 80, 80), abs=1.01)
+    assert by_label["dog"].mask[40, 40] and by_label["computer mouse"].mask[40, 40]  # neither overwrote the other
+    assert detector.threshold("counting") == 0.9 and detector.threshold("colors") == 0.3
+    assert detector.closed_set and not detector.original
+    with pytest.raises(ValueError, match="80 classes, but 2 names"):
+        Mask2Former(FakeSegmenter(), None, "fake", ["a", "b"])
+
+
+def test_mask2former_runs_on_a_tiny_random_model():
+    from transformers import (
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+        Mask2FormerImageProcessor,
+        SwinConfig,
+    )
+
+    swin = SwinConfig(
+        image_size=64,
+        embed_dim=8,
+        depths=[1, 1, 1, 1],
+        num_heads=[1, 1, 1, 1],
+        window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    config = Mask2FormerConfig(
+        backbone_config=swin, hidden_dim=32, feature_size=32, mask_feature_size=32, num_queries=5, encoder_layers=1,
+        decoder_layers=2, num_attention_heads=2, dim_feedforward=16, encoder_feedforward_dim=16, num_labels=80,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Mask2FormerForUniversalSegmentation(config)
+    detector = Mask2Former(model, Mask2FormerImageProcessor(size={"height": 64, "width": 64}), "tiny")
+    detector.scores = (0.0, 0.0)
+    found = detector.detect(IMAGE, ["dog"])
+    assert found.detections and all(inside(d, IMAGE) and d.mask.shape == (48, 80) for d in found.detections)
+    assert {d.label for d in found.detections} <= set(COCO_CLASSES)
+
+
+# --- open vocabulary ---
+
+
+def test_owlv2_runs_on_a_tiny_random_model_and_undoes_the_padding(tmp_path: Path):
+    from transformers import Owlv2Config, Owlv2ForObjectDetection, Owlv2ImageProcessor, Owlv2Processor
+
+    config = Owlv2Config(
+        text_config=TEXT | {"max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config=VISION,
+        projection_dim=16,
+    )
+    torch.manual_seed(0)
+    processor = Owlv2Processor(Owlv2ImageProcessor(size={"height": 32, "width": 32}), clip_tokenizer(tmp_path))
+    processor.tokenizer.model_max_length = 32
+    detector = OwlV2(Owlv2ForObjectDetection(config), processor, "tiny")
+    detector.scores = (0.0, 0.0)
+    found = detector.detect(IMAGE, ["dog", "traffic light"])
+    assert len(found.detections) == 4  # one for each of the 2 x 2 patches
+    assert all(inside(d, IMAGE) and d.label in ("dog", "traffic light") for d in found.detections)
+    assert not detector.closed_set and detector.max_overlap < 1 and 0 < OwlV2.scores[0] < 0.3
+
+
+def test_grounding_dino_runs_on_a_tiny_random_model_and_maps_phrases(tmp_path: Path):
+    from transformers import (
+        BertTokenizer,
+        GroundingDinoConfig,
+        GroundingDinoForObjectDetection,
+        GroundingDinoImageProcessor,
+        GroundingDinoProcessor,
+        SwinConfig,
+    )
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "hot", "dog", "traffic", "light"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
+    swin = SwinConfig(
+        image_size=64,
+        embed_dim=8,
+        depths=[1, 1, 1, 1],
+        num_heads=[1, 1, 1, 1],
+        window_size=2,
+        out_features=["stage2", "stage3", "stage4"],
+    )
+    bert = {
+        "vocab_size": 11,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    config = GroundingDinoConfig(
+        backbone_config=swin, text_config={"model_type": "bert"} | bert, d_model=32, num_queries=6, encoder_layers=1,
+        decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        num_feature_levels=4, max_text_len=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    processor = GroundingDinoProcessor(GroundingDinoImageProcessor(size={"height": 256, "width": 256}), tokenizer)
+    detector = GroundingDino(GroundingDinoForObjectDetection(config), processor, "tiny")
+    detector.scores, detector.text_threshold = (0.0, 0.0), 0.0
+    found = detector.detect(IMAGE, ["hot dog", "traffic light"])
+    assert found.detections and all(inside(d, IMAGE) for d in found.detections)
+    assert {d.label for d in found.detections} <= {"hot dog", "traffic light"}
+
+
+@pytest.mark.parametrize(
+    ("phrase", "expected"),
+    [
+        ("hot dog", "hot dog"),
+        ("dog", "dog"),
+        ("hot", "hot dog"),
+        ("traffic", "traffic light"),
+        ("cat", None),
+        ("", None),
+    ],
+)
+def test_phrases_go_to_the_class_that_shares_most_words(phrase: str, expected: str | None):
+    assert phrase_to_class(phrase, ["hot dog", "dog", "traffic light"]) == expected
+
+
+# --- the original ---
+
+
+def test_mmdet_adapter_checks_the_hash_and_swaps_channels(tmp_path: Path):
+    (tmp_path / "w.pth").write_bytes(b"not the original")
+    seen = []
+
+    def infer(array):
+        seen.append(array)
+        boxes = [np.zeros((0, 5)) for _ in range(80)]
+        masks: list[list] = [[] for _ in range(80)]
+        boxes[16] = np.array([[1, 2, 30, 40, 0.8], [3, 3, 9, 9, 0.2]])
+        masks[16] = [np.ones((48, 80), bool)] * 2
+        return boxes, masks
+
+    detector = MMDetMask2Former("config.py", tmp_path / "w.pth", infer=infer)
+    assert not detector.original
+    found = detector.detect(IMAGE, [])
+    assert [(d.label, d.score) for d in found.detections] == [("dog", 0.8), ("dog", 0.2)]
+    assert np.array_equal(seen[0][..., 0], np.asarray(IMAGE)[..., 2])
+
+
+# --- colours ---
+
+
+def test_cut_out_is_grey_outside_the_mask_and_cut_to_the_box():
+    image = Image.new("RGB", (20, 10), (255, 0, 0))
+    mask = np.zeros((10, 20), bool)
+    mask[2:6, 5:9] = True
+    mask[2, 5] = False
+    out = np.asarray(cut_out(image, Detection("dog", 1.0, box_of(mask), mask)))
+    assert out.shape == (4, 4, 3) and tuple(out[0, 0]) == (153, 153, 153) and tuple(out[1, 1]) == (255, 0, 0)
+    assert cut_out(image, Detection("dog", 1.0, (3.2, 3.2, 3.3, 3.3))).size == (1, 1)
+
+
+def test_clip_colours_run_on_a_tiny_random_model(tmp_path: Path):
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
+
+    torch.manual_seed(0)
+    config = CLIPConfig(
+        text_config=TEXT | {"max_position_embeddings": 77, "eos_token_id": 2, "bos_token_id": 1},
+        vision_config=VISION,
+        projection_dim=16,
+    )
+    image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    model, processor = CLIPModel(config), CLIPProcessor(image_processor, clip_tokenizer(tmp_path))
+    colours = ClipColours(model, processor, "tiny")
+    detections = [Detection("dog", 0.9, (0, 0, 30, 30)), Detection("dog", 0.8, (30, 10, 80, 48))]
+    answer = colours.classify(IMAGE, detections, "dog")
+    assert len(answer) == 2 and colours.classify(IMAGE, [], "dog") == []
+    # By hand: cosine with the mean of the three unit text embeddings of each colour.
+    from visspec.eval.geneval import COLOURS
+
+    with torch.no_grad():
+        pixels = processor(images=cut_out(IMAGE, detections[0]), return_tensors="pt")["pixel_values"]
+        u = model.get_image_features(pixel_values=pixels).pooler_output[0]
+        scores = []
+        for c in COLOURS:
+            texts = [f"a photo of a {c} dog", f"a photo of a {c}-colored dog", f"a photo of a {c} object"]
+            rows = [model.get_text_features(**processor(text=t, return_tensors="pt")).pooler_output[0] for t in texts]
+            mean = sum(r / r.norm() for r in rows)
+            scores.append(float(u @ (mean / mean.norm())))
+    assert answer[0] == COLOURS[int(np.argmax(scores))]
+    assert not colours.original
+    assert not ClipColours(model, processor, "openai/clip-vit-large-patch14").original  # the width gives it away
+
+
+def test_strict_is_undefined_for_detectors_asked_only_for_the_prompt(tmp_path: Path):
+    class Asked:
+        name = fingerprint = "asked"
+        closed_set = original = False
+        max_overlap = 1.0
+
+        def threshold(self, tag):
+            return 0.3
+
+        def detect(self, image, classes):
+            assert list(classes) == ["cat", "dog"]
+            return Found((Detection("dog", 0.9, (0, 0, 5, 5)),))
+
+    IMAGE.save(tmp_path / "0.png")
+    metadata = {
+        "tag": "single_object",
+        "include": [{"class": "dog", "count": 1}],
+        "exclude": [{"class": "cat", "count": 1}],
+        "prompt": "x",
+    }
+    row = evaluate_image(tmp_path / "0.png", "0.png", metadata, Asked(), None)
+    assert row["correct"] and row["strict"] is None
