@@ -14,7 +14,7 @@ from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes import train_drafter
 from visspec.recipes.train_drafter import Validation, items_of, request_of
 from visspec.train import losses
-from visspec.train.capture import capture
+from visspec.train.capture import capture, split
 from visspec.train.loop import Plan, Trainer
 
 ROWS = {"llava": ["4 i 5", "3 i 2 i 6", "9"], "qwen2_5_vl": ["4 i 5", "6 i 3 i 2"]}
@@ -68,6 +68,17 @@ def test_a_rollout_is_what_drafting_says(name, latents):
             feature = drafter._level(state.memory, drafter._join(token, feature, state.memory.shift), level)
 
 
+def test_a_lesson_falls_into_parts_that_train_as_the_whole(tmp_path):
+    drafter = FeatureDrafter.for_model(model_of("llava"), image_latents=2)
+    lesson = capture(target_for(drafter), visspec.Exact(), prompts("llava")(1))
+    with torch.no_grad():
+        whole = drafter.rollout(lesson, 2)
+        for row in split(lesson, 1):
+            b = next(b for b, ids in enumerate(lesson.ids) if torch.equal(ids[: row.ids.shape[1]], row.ids[0]))
+            for (logits, _, mask), (alone, _, own) in zip(whole, drafter.rollout(row, 2)):
+                torch.testing.assert_close(logits[b : b + 1][:, mask[b]], alone[:, own[0]], rtol=1e-4, atol=1e-4)
+
+
 def test_losses_are_their_formulas():
     q, p = torch.randn(5, 7), torch.randn(5, 7)
     P, Q = p.softmax(-1), q.softmax(-1)
@@ -91,7 +102,7 @@ def test_rollout_loss_weighs_steps_and_masks():
 
 def trainer(folder, steps=12, **options):
     drafter = FeatureDrafter.for_model(model_of("llava"), seed=2)
-    plan = Plan(steps=12, group=2, reuse=2, unroll=2, save_every=6, warm_up=2, **options)
+    plan = Plan(steps=12, batch=3, rows=2, group=2, reuse=2, unroll=2, save_every=6, warm_up=2, **options)
     made = Trainer(target_for(drafter), drafter, visspec.Exact(), prompts("llava", 8), plan, folder, {"seed": 0})
     return drafter, made
 
@@ -137,7 +148,7 @@ def test_training_raises_tau(tmp_path):
     same = prompts("llava", 16, ["4 i 5"] * 4)
     validate = Validation(model, drafter, lambda temperature: [same(0, temperature)])
     before = validate()
-    plan = Plan(steps=100, group=1, reuse=100, unroll=3, rate=5e-3, loss="kl", opening=1.0, warm_up=10)
+    plan = Plan(steps=100, batch=4, rows=4, group=1, reuse=100, unroll=3, rate=5e-3, loss="kl", opening=1.0, warm_up=10)
     target = target_for(drafter)
     run = Trainer(target, drafter, visspec.Exact(), lambda i: same(0, 0.0), plan, tmp_path, {}, validate)
     run.run()

@@ -65,7 +65,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--target", type=Path, default=zoo.CHECKPOINTS / "captioner")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=48, help="captions that the target writes together")
+    parser.add_argument("--rows", type=int, default=8, help="captions of a training step")
+    parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--latents", type=int, default=1, help="elements that an image run is compressed to")
     parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="hidden states of the target to draft on")
     parser.add_argument("--loss", default="tv", choices=("tv", "soft_ce", "kl"))
@@ -89,11 +91,12 @@ def main(arguments: list[str] | None = None) -> None:
     )  # fmt: skip
     plan = Plan(
         steps=options.steps, unroll=options.unroll, loss=options.loss, opening=options.opening, rate=options.rate,
-        reuse=options.reuse, seed=options.seed, validate_every=options.validate_every, autocast=True, ahead=True,
+        batch=options.batch, rows=options.rows, group=options.group, reuse=options.reuse, seed=options.seed,
+        validate_every=options.validate_every, autocast=True, ahead=True,
     )  # fmt: skip
-    record = provenance(model, seed=options.seed, recipe="captioner_drafter", rows=options.rows)
+    record = provenance(model, seed=options.seed, recipe="captioner_drafter", batch=options.batch)
     validate = Validation(model, drafter, held_out(model, processor, 8, 1))
-    train(model, drafter, Scenes(model, processor, options.rows), plan, options.out, record, validate, options.resume)
+    train(model, drafter, Scenes(model, processor, options.batch), plan, options.out, record, validate, options.resume)
 
 
 if __name__ == "__main__":

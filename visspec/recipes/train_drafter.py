@@ -26,6 +26,7 @@ from visspec.train.loop import Plan, Trainer
 from visspec.train.validation import measure
 from visspec.types import Request
 
+STEP_ROWS, GROUP = 8, 8
 HELD_OUT = 0.05  # share of the data that only validates, at least one item
 
 
@@ -104,7 +105,7 @@ def run(
     loss: str = "tv",
     seed: int = 0,
     resume: bool = False,
-    rows: int = 8,
+    rows: int = 16,
     max_new_tokens: int = 256,
     image_latents: int = 1,
     device: str = "cpu",
@@ -121,7 +122,9 @@ def run(
     training, validating = (items[held:], items[:held]) if len(items) > 1 else (items, items)
     prompts = Prompts(model, processor, training, rows, max_new_tokens, seed)
     checks = Prompts(model, processor, validating[:rows], rows, max_new_tokens, seed + 1)
-    options = Plan(**{"steps": steps, "loss": loss, "seed": seed, "validate_every": max(steps // 5, 1), **plan})
+    sizes = {"batch": prompts.rows, "rows": min(prompts.rows, STEP_ROWS), "group": GROUP}
+    sizes["validate_every"] = max(steps // 5, 1)
+    options = Plan(**{"steps": steps, "loss": loss, "seed": seed, **sizes, **plan})
     drafter = fresh_or_resumed(model, out, resume, seed, image_latents=image_latents)
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter")
     validate = Validation(model, drafter, lambda temperature: [checks(0, temperature)])

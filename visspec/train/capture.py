@@ -95,6 +95,28 @@ def _positions(prompt: Tensor, rows: int, more: int) -> Tensor:
     return torch.cat([positions, positions[..., -1:] + steps], dim=-1)
 
 
+def split(lesson: Lesson, rows: int) -> list[Lesson]:
+    """A lesson's rows in parts of at most `rows`, rows of like length together, padding behind the longest cut off."""
+    order = sorted(range(len(lesson.lengths)), key=lambda b: lesson.lengths[b])
+    return [_part(lesson, order[i : i + rows]) for i in range(0, len(order), rows)]
+
+
+def _part(lesson: Lesson, rows: list[int]) -> Lesson:
+    lengths = [lesson.lengths[b] for b in rows]
+    more = max(lengths)
+    end = lesson.prompt_length + more
+    return Lesson(
+        lesson.ids[rows, :end],
+        lesson.prompt_length,
+        lengths,
+        lesson.features[rows, : end - 1],
+        lesson.logits[rows, : more - 1],
+        lesson.positions[..., rows, : end - 1],
+        None if lesson.attention is None else lesson.attention[rows],
+        None if lesson.embeddings is None else lesson.embeddings[rows],
+    )
+
+
 def to(lesson: Lesson, dtype: torch.dtype) -> Lesson:
     """The lesson with features and embeddings in another dtype: lessons of a half-precision target train in float32."""
     embeddings = None if lesson.embeddings is None else lesson.embeddings.to(dtype)

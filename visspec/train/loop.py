@@ -1,9 +1,9 @@
 """Online distillation of a drafter: the target answers, the drafter learns from the caught states, nothing is stored.
 
-Work comes in groups: the target answers `group` batches of prompts, the drafter trains on them `reuse` times in random
-order, and the group is dropped. Everything is a function of (seed, step), so a resumed run goes on where it stopped and
-ends with the weights of an uninterrupted one. The trainer knows neither model classes nor data: it receives a target, a
-drafter with `head` (a module), `rollout` and `refresh`, and `prompts`, which makes the request number i.
+Work comes in groups: the target answers `group` batches of prompts, the drafter trains on them, `rows` answers a step,
+`reuse` times in random order, and the group is dropped. Everything is a function of (seed, step), so a resumed run goes
+on where it stopped and ends with the weights of an uninterrupted one. The trainer knows neither model classes nor data:
+it receives a target, a drafter with `head` (a module), `rollout` and `refresh`, and `prompts`, which makes request i.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from visspec.train import losses
-from visspec.train.capture import Lesson, capture, to
+from visspec.train.capture import Lesson, capture, split, to
 from visspec.types import Acceptance, Request, Target
 
 OPTIMISER, PROGRESS = "optimiser.safetensors", "progress.json"
@@ -43,6 +43,8 @@ class Plan:
     warm_up: int = 50
     weight_decay: float = 0.01
     clip: float = 1.0
+    batch: int = 32  # rows that the target answers together: what `prompts` makes
+    rows: int = 8  # rows of a training step
     group: int = 16
     reuse: int = 4
     seed: int = 0
@@ -53,9 +55,14 @@ class Plan:
 
     def __post_init__(self):
         losses.of(self.loss)
-        for name in ("steps", "unroll", "group", "reuse", "save_every"):
+        for name in ("steps", "unroll", "batch", "rows", "group", "reuse", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+
+    @property
+    def parts(self) -> int:
+        """Training steps that read a group once."""
+        return self.group * math.ceil(self.batch / self.rows)
 
     def rate_at(self, step: int) -> float:
         """Linear warm-up, then a cosine down to `floor` of the peak."""
@@ -119,26 +126,29 @@ class Trainer:
     def lesson(self, step: int) -> Lesson:
         """The lesson of a step. A group's lessons are answered when its first step (or a resumed one) comes."""
         plan = self.plan
-        size = plan.group * plan.reuse
-        index, within = divmod(step, size)
+        index, within = divmod(step, plan.parts * plan.reuse)
         if self._group[0] != index:
             self._group = (index, self._answers(index))
         shuffle = torch.Generator().manual_seed(plan.seed * 1_000_003 + index)
-        epoch, place = divmod(within, plan.group)
-        orders = [torch.randperm(plan.group, generator=shuffle) for _ in range(epoch + 1)]
+        epoch, place = divmod(within, plan.parts)
+        orders = [torch.randperm(plan.parts, generator=shuffle) for _ in range(epoch + 1)]
         return self._group[1][int(orders[-1][place])]
 
     def _answers(self, index: int) -> list[Lesson]:
         """A group's lessons; the next group is answered in another thread meanwhile, if the plan says `ahead`."""
         waiting, self._coming = self._coming, None
         answers = self._answer(index) if waiting is None or waiting[0] != index else waiting[1].result()
-        if self.plan.ahead and (index + 1) * self.plan.group * self.plan.reuse < self.plan.steps:
+        if self.plan.ahead and (index + 1) * self.plan.parts * self.plan.reuse < self.plan.steps:
             self._coming = (index + 1, self._pool.submit(self._answer, index + 1))
         return answers
 
     def _answer(self, index: int) -> list[Lesson]:
-        first = index * self.plan.group
-        return [capture(self.target, self.rule, self.prompts(first + i)) for i in range(self.plan.group)]
+        plan, parts = self.plan, []
+        for number in range(index * plan.group, (index + 1) * plan.group):
+            parts += split(capture(self.target, self.rule, self.prompts(number)), plan.rows)
+        if len(parts) != plan.parts:
+            raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
+        return parts
 
     def update(self, lesson: Lesson) -> dict[str, Any]:
         """One optimiser step."""
