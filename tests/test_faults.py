@@ -225,7 +225,7 @@ def test_laws_that_are_none(kind, shape):
 
 @pytest.mark.parametrize("kind", BAD_LAWS)
 def test_sampling_goes_on_as_without_the_draft(kind):
-    """With coins: from the faulty round on nothing is drafted that has no law; every token stays possible and finite."""
+    """With coins: a node without a law is not drafted, and every token stays possible."""
     inputs = prompt("llava", shapes("llava")["ragged"])
     drafter = Spoilt(stock("llava", "ragged"), lambda d, s: BAD_LAWS[kind](d), samples=True)
     model = fast("llava", drafter, acceptance="rejection")

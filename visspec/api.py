@@ -87,6 +87,7 @@ class _Run:
             request.generators = requests.generators(self.generator, self.seed, input_ids)
         if self.streamer is not None:
             request.on_tokens = requests.streaming(self.streamer, input_ids)
+            self.streamer.put(input_ids.cpu())  # generate shows the prompt to a streamer it knows; not to this one
         state = decode(fast.target, fast.drafter, fast.rule, request, fast.pace)
         if fast.drafter is not None:
             fast.drafter.finish(state)
@@ -113,8 +114,6 @@ class Speculative:
         if self.fast is None or self.fast.model is not model:
             self.fast = accelerate(model, self.drafter, **self.options)
         run = _Run(self.fast, tok_streamer, generator, seed)
-        if tok_streamer is not None:
-            tok_streamer.put(input_ids.cpu())  # generate has put the prompt into a streamer it knows; not into this one
         return run(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ OTHER_DECODING = {  # options of generate that choose another way of decoding, w
     "guidance_scale": None,
     "output_attentions": False,
     "output_hidden_states": False,
+    "output_logits": False,
 }
 
 
@@ -44,6 +46,9 @@ def check(options: dict[str, Any]) -> None:
     limit = options.get("max_new_tokens", getattr(config, "max_new_tokens", None))
     if limit is not None and limit < 1:
         raise ValueError(f"max_new_tokens: got {limit}, expected at least 1")
+    top_p = options.get("top_p", None)
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p: got {top_p}, expected a number above 0 and at most 1")
     temperature = options.get("temperature", None)
     if temperature is not None and temperature < 0:
         raise ValueError(f"temperature: got {temperature}, expected a number above 0 (or do_sample=False for greedy)")
@@ -60,6 +65,9 @@ def adopt_stop_strings(options: dict[str, Any]) -> None:
         return
     if tokenizer is None:
         raise ValueError("stop_strings: got no tokenizer, expected tokenizer=... beside it")
+    if getattr(config, "stop_strings", None):
+        options["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
     given = options.get("stopping_criteria") or []
     options["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
 

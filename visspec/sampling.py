@@ -89,12 +89,10 @@ def process(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
     rows, batch = len(state.rows), state.request.prompt.shape[0]
     path = trees.paths(draft.tree).expand(rows, -1, -1).tolist()
     for b, row in enumerate(state.rows):
-        prefix = state.ids(b)[0, :-1]  # without the pending token: it is node 0 of every path
+        prefix = state.ids(b)[0]  # ends with the pending token, node 0 of every path; empty below an embedded prompt
         for n in range(draft.tree.size):
-            steps = draft.tokens[b, [i for i in path[b][n] if i >= 0]].clamp(min=0)
-            ids = torch.cat([prefix, steps]).expand(
-                batch, -1
-            )  # processors may keep a setting for each row of the batch
+            steps = draft.tokens[b, [i for i in path[b][n][1:] if i >= 0]].clamp(min=0)
+            ids = torch.cat([prefix, steps]).expand(batch, -1)  # a setting may differ between the rows of a batch
             scores = logits_BNV[b, n].expand(batch, -1).clone()
             for processor in sampling.processors:
                 scores = processor(ids, scores)

@@ -49,10 +49,12 @@ class HFDecoder:
         """Run the prompt as transformers' own generate would. `request.inputs` are its prepared model arguments.
 
         Scores: logits (B, 1, V) after the prompt; features (B, L, F); aux: embeddings (B, L, d), positions
-        (B, L) or (3|4, B, L), attention (B, L) bool or None.
+        (B, L) or (3|4, B, L), attention (B, L) bool or None. A prompt given as `inputs_embeds` has no ids.
         """
         inputs = dict(request.inputs)
         rows, length = request.prompt.shape
+        if length == 0:
+            length = inputs["inputs_embeds"].shape[1]
         cache = SlotLayers(rows)
         cache.slots.open(length, self.device)
         inputs["past_key_values"] = cache
@@ -72,7 +74,8 @@ class HFDecoder:
         if positions is None:
             positions = torch.arange(length, device=self.device).expand(rows, length)
         newest = _last_position(positions).expand(rows)
-        state = State(request, pending=request.prompt[:, -1], position=newest, cache=cache, rows=list(range(rows)))
+        ids = request.prompt if request.prompt.shape[1] else request.prompt.new_zeros(rows, 1)
+        state = State(request, pending=ids[:, -1], position=newest, cache=cache, rows=list(range(rows)))
         state.tokens = [[] for _ in range(rows)]
         aux = {"positions": positions, "attention": cache.slots.padding}
         if self.embeddings:
