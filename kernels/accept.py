@@ -120,7 +120,10 @@ def accept_tree_torch(tokens, parent, p, q, coins, draw, mass, neighbours, delta
     # A row of `taken` has at most one entry, the step from v to its accepted child; the path is e_0 (I - taken)^-1.
     taken = (tried * flag).neg_()
     alive = torch.linalg.solve_triangular(taken, root, upper=True, left=False, unitriangular=True)
-    drift = None if extra is None else torch.bmm(alive, tried.mul_(extra)).sum((1, 2), dtype=torch.float32)
+    if extra is None:
+        drift = torch.zeros(B, device=p.device)
+    else:
+        drift = torch.bmm(alive, tried.mul_(extra)).sum((1, 2), dtype=torch.float32)
     value, index = torch.topk(torch.sub(alive, order, alpha=2.0**-20), min(depth + 1, N))
     path = index.masked_fill(value <= 0, -1).squeeze(1)
     length = alive.sum((1, 2), dtype=torch.int64)
@@ -129,7 +132,7 @@ def accept_tree_torch(tokens, parent, p, q, coins, draw, mass, neighbours, delta
 
 def _neighbourhood(tok, rows, px, p, neighbours, delta, lam):
     """(B, 1, N): the largest prefix sum of the neighbours' p, nearest first, within the bound."""
-    flat = torch.add(neighbours[tok], rows.unsqueeze(3), alpha=p.shape[-1])
+    flat = neighbours[tok].long().add_(rows.unsqueeze(3), alpha=p.shape[-1])
     summed = torch.take(p, flat).cumsum(3, dtype=torch.float64)
     kept = summed <= delta if delta is not None else torch.sub(summed, px.unsqueeze(3), alpha=lam - 1.0) <= 0
     return summed.mul_(kept).amax(3)
@@ -211,6 +214,7 @@ def _accept_tree_kernel(  # noqa: C901
     count = tl.full((), 1, tl.int32)
     left = tl.full((), 1.0, tl.float64)
     spent = tl.full((), 0.0, tl.float64)
+    moved = tl.full((), 0.0, tl.float64)
     tl.store(path + row * D, cur.to(tl.int64))
     if DRAWN:
         for start in range(0, V, BLOCK_V):
@@ -262,9 +266,7 @@ def _accept_tree_kernel(  # noqa: C901
                     limit = tl.where(total <= bound, limit, 0)
             exact = tl.where(valid, exact, 0.0)
             relaxed = tl.maximum(tl.minimum(exact + extra / qx, tl.where(valid, 1.0, 0.0)), exact)
-            if MASS or NEAR:
-                so_far = tl.load(drift + row)
-                tl.store(drift + row, so_far + (relaxed - exact))
+            moved += relaxed - exact
             coin = tl.load(coins + row * N + n).to(tl.float64)
             if coin < relaxed:
                 cur = tl.full((), 0, tl.int32) + n
@@ -326,6 +328,7 @@ def _accept_tree_kernel(  # noqa: C901
         running += tl.sum(w, 0)
     tl.store(next_token + row, tl.where(chosen < V, chosen.to(tl.int64), tl.minimum(mode, V - 1)))
     tl.store(length + row, count.to(tl.int64))
+    tl.store(drift + row, moved.to(tl.float32))
 
 
 def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
@@ -338,9 +341,8 @@ def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delt
     kind = torch.promote_types(p.dtype, torch.float32)
     path = torch.full((B, D), -1, dtype=torch.int64, device=p.device)
     length, next_token = (torch.empty(B, dtype=torch.int64, device=p.device) for _ in range(2))
-    drift = torch.zeros(B, dtype=torch.float64, device=p.device)
+    drift = torch.empty(B, dtype=torch.float32, device=p.device)
     scratch = torch.empty(B, V, dtype=kind, device=p.device)
-    relaxed = mass is not None or neighbours is not None
     _accept_tree_kernel[(B,)](
         tokens, parent, p, p if q is None else q, coins, draw, coins if mass is None else mass,
         tokens if neighbours is None else neighbours, scratch, path, length, next_token, drift,
@@ -350,12 +352,7 @@ def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delt
         BLOCK_N=next_power_of_2(N), BLOCK_V=min(2048, next_power_of_2(V)), BLOCK_K=128,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    return path, length, next_token, drift.float() if relaxed else None
-
-
-def _complete(path, length, next_token, drift):
-    """An operator returns tensors only: no drift is a zero drift."""
-    return path, length, next_token, torch.zeros_like(length, dtype=torch.float32) if drift is None else drift
+    return path, length, next_token, drift
 
 
 @torch.library.custom_op("visspec::accept_tree", mutates_args=())
@@ -373,13 +370,12 @@ def _accept_tree_op(
     depth: int,
     branch: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    out = accept_tree_torch(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
-    return _complete(*out)
+    return accept_tree_torch(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
 
 
 @_accept_tree_op.register_kernel("cuda")
 def _accept_tree_cuda(*args):
-    return _complete(*accept_tree_triton(*args))
+    return accept_tree_triton(*args)
 
 
 @_accept_tree_op.register_fake
@@ -458,8 +454,11 @@ def _validate_values(tokens, parent, p, q):
     require(bool((parent[..., 0] == -1).all()), "parent", "a root with a parent", "-1 at node 0")
 
 
-def random_case(seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.float32, relaxed=False, device="cpu"):
-    """Arguments of `accept_tree` for the tests: random trees with padding, repeated siblings and peaked laws."""
+def random_case(seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.float32, relaxed=False, near=None):
+    """Arguments of `accept_tree` for the tests: random trees with padding, repeated siblings and peaked laws.
+
+    near: "delta" or "lam" adds a table of neighbours.
+    """
     g = torch.Generator().manual_seed(seed)
     shape = (rows, nodes, vocabulary)
     sharp = torch.randint(1, 6, (rows, 1, 1), generator=g)
@@ -480,7 +479,10 @@ def random_case(seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.f
     }
     if relaxed:
         case["mass"] = torch.rand(rows, nodes, generator=g) * 0.3 - 0.05
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in case.items()}
+    if near:
+        table = torch.rand(vocabulary, vocabulary, generator=g).argsort(1)[:, : vocabulary // 2]
+        case.update({"neighbours": table, near: 0.15 if near == "delta" else 3.0})
+    return case
 
 
 CASES = [
@@ -489,6 +491,9 @@ CASES = [
     {"nodes": 7, "vocabulary": 11, "relaxed": True},
     {"nodes": 7, "vocabulary": 11, "drawn": True},
     {"nodes": 6, "vocabulary": 9, "drawn": True, "relaxed": True},
+    {"near": "delta"},
+    {"near": "lam", "drawn": True},
+    {"nodes": 9, "vocabulary": 33, "near": "lam", "dtype": torch.bfloat16},
     {"nodes": 9, "vocabulary": 33, "dtype": torch.bfloat16},
     {"nodes": 9, "vocabulary": 33, "drawn": True, "dtype": torch.bfloat16},
     {"nodes": 5, "vocabulary": 2100, "rows": 2},

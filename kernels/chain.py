@@ -73,10 +73,7 @@ def accept_chain_triton(tokens, p, q, coins, draw, mass, count):
     parent = torch.arange(-1, N - 1, device=tokens.device)
     if count is not None:
         parent = torch.where(parent + 1 < count.unsqueeze(1), parent, -1)
-    path, length, next_token, drift = accept_tree_triton(
-        tokens, parent, p, q, coins, draw, mass, None, None, None, N - 1, 1
-    )
-    return path, length, next_token, torch.zeros_like(draw, dtype=torch.float32) if drift is None else drift
+    return accept_tree_triton(tokens, parent, p, q, coins, draw, mass, None, None, None, N - 1, 1)
 
 
 @torch.library.custom_op("visspec::accept_chain", mutates_args=())
@@ -136,7 +133,6 @@ def random_chain(seed, ragged=False, **kwargs):
     if ragged:
         rows, nodes = case["tokens"].shape
         case["count"] = torch.randint(1, nodes + 1, (rows,), generator=torch.Generator().manual_seed(seed))
-        case["count"] = case["count"].to(case["tokens"].device)
     return case
 
 

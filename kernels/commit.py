@@ -7,6 +7,7 @@ B rows, H heads, S slots, F features, D path columns.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -57,11 +58,17 @@ def _commit_kernel(
             tl.store(base + target + lanes, row, mask=lanes < F)
 
 
+@lru_cache(maxsize=64)
+def _addresses(pointers, device):
+    """A preallocated cache keeps its addresses: the table is uploaded once, so later rounds can be captured."""
+    return torch.tensor(pointers, dtype=torch.int64, device=device)
+
+
 def commit_kv_triton(kv, length, path, count):
     """One launch for all tensors of one shape: their addresses travel in a table."""
     launchable(kv[0])
     B, H, _, F = kv[0].shape
-    pointers = torch.tensor([t.data_ptr() for t in kv], dtype=torch.int64).to(kv[0].device, non_blocking=True)
+    pointers = _addresses(tuple(t.data_ptr() for t in kv), kv[0].device)
     _commit_kernel[(len(kv), B, H)](
         pointers, kv[0], length.contiguous(), path.contiguous(), count.contiguous(), path.shape[1], F,
         *kv[0].stride()[:3], BLOCK_F=next_power_of_2(F), num_warps=1 if F <= 128 else 2,

@@ -18,7 +18,7 @@ import torch
 
 from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, tl
 
-ROWS = 64  # rows in flight on the CPU
+ELEMENTS = 1 << 18  # of a chunk of rows on the CPU
 
 
 def reference(draft, target):
@@ -30,29 +30,37 @@ def reference(draft, target):
     return tv, kl, -torch.where(p > 0, p * log_q, 0).sum(1)
 
 
+def _chunks(R, V):
+    """Row slices whose temporaries stay near a megabyte."""
+    rows = max(1, ELEMENTS // max(V, 1))
+    return [slice(i, i + rows) for i in range(0, R, rows)]
+
+
 def draft_losses_torch(draft, target):
     """tv, kl, soft_ce, log-sums of both, sum q s: six (R,) tensors."""
     kind = torch.promote_types(draft.dtype, torch.float32)
-    parts = []
-    for d, t in zip(draft.split(ROWS), target.split(ROWS)):
-        d, t = d.to(kind), t.to(kind)
-        sum_d, sum_t = d.logsumexp(1), t.logsumexp(1)
-        log_q, log_p = d - sum_d.unsqueeze(1), t - sum_t.unsqueeze(1)
+    lowest = torch.finfo(kind).min
+    out = draft.new_empty(6, draft.shape[0], dtype=kind)
+    for rows in _chunks(*draft.shape):
+        d, t = draft[rows].to(kind), target[rows].to(kind)
+        log_q, log_p = d.log_softmax(1), t.log_softmax(1)
+        sum_d, sum_t = d.amax(1) - log_q.amax(1), t.amax(1) - log_p.amax(1)
         q, p = log_q.exp(), log_p.exp()
-        gap = q - p
-        soft_ce = -torch.where(p > 0, p * log_q, 0).sum(1)
-        kl = torch.where(p > 0, p * log_p, 0).sum(1) + soft_ce
-        parts.append((gap.abs().sum(1) / 2, kl, soft_ce, sum_d, sum_t, (q * gap.sign()).sum(1)))
-    return tuple(torch.cat(column) for column in zip(*parts)) if parts else tuple(draft.new_empty(6, 0, dtype=kind))
+        # A forbidden token (-inf) adds nothing where p is 0.
+        soft_ce = -log_q.clamp_min_(lowest).mul_(p).sum(1)
+        kl = log_p.clamp_min_(lowest).mul_(p).sum(1) + soft_ce
+        gap = torch.sub(q, p, out=p)
+        tv = torch.abs(gap, out=log_q).sum(1) / 2
+        out[:, rows] = torch.stack((tv, kl, soft_ce, sum_d, sum_t, gap.sign_().mul_(q).sum(1)))
+    return tuple(column.clone() for column in out)
 
 
 def draft_losses_backward_torch(draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce):
     grad = torch.empty_like(draft, memory_format=torch.contiguous_format)
-    for i in range(0, draft.shape[0], ROWS):
-        rows = slice(i, i + ROWS)
+    for rows in _chunks(*draft.shape):
         q = (draft[rows].to(sum_d.dtype) - sum_d[rows].unsqueeze(1)).exp_()
         gap = q - (target[rows].to(sum_d.dtype) - sum_t[rows].unsqueeze(1)).exp_()
-        turn = q.mul_(gap.sign() - slope[rows].unsqueeze(1)).mul_(grad_tv[rows].unsqueeze(1) / 2)
+        turn = q.mul_(gap.sign().sub_(slope[rows].unsqueeze(1))).mul_(grad_tv[rows].unsqueeze(1) / 2)
         grad[rows] = gap.mul_((grad_kl[rows] + grad_ce[rows]).unsqueeze(1)).add_(turn)
     return grad
 

@@ -1,0 +1,131 @@
+"""Acceptance: the vectorised operators against the definition, and what they refuse."""
+
+import pytest
+import torch
+
+from visspec.kernels import accept, accept_chain, accept_tree, chain, guided_warp, neighbour_mass
+
+KINDS = [
+    {},
+    {"relaxed": True},
+    {"near": "delta"},
+    {"near": "lam"},
+    {"drawn": True},
+    {"drawn": True, "relaxed": True},
+    {"drawn": True, "near": "delta"},
+    {"near": "lam", "drawn": True},
+]
+
+
+def row(case, b):
+    batched = ("tokens", "parent", "p", "q", "coins", "draw", "mass", "count")
+    return {k: v[b] if k in batched and v is not None else v for k, v in case.items()}
+
+
+def assert_row(outputs, b, wanted):
+    path, length, following, drift = (out[b] for out in outputs)
+    kept = path[path >= 0].tolist()
+    assert (kept, int(following), int(length)) == (wanted[0], wanted[1], len(wanted[0]))
+    assert abs(float(drift) - wanted[2]) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tree_decides_as_the_definition_in_ten_thousand_cases(dtype):
+    seen = 0
+    for seed in range(200):
+        case = accept.random_case(
+            seed, rows=50, nodes=2 + seed % 8, vocabulary=3 + seed % 13, dtype=dtype, **KINDS[seed % len(KINDS)]
+        )
+        outputs = accept_tree(**case)
+        for b in range(50):
+            assert_row(outputs, b, accept.reference(**row(case, b)))
+        seen += 50
+    assert seen == 10_000
+
+
+@pytest.mark.parametrize("case", chain.CASES, ids=str)
+def test_chain_decides_as_the_definition(case):
+    for seed in range(40):
+        arguments = chain.random_chain(seed, rows=20, **case)
+        outputs = accept_chain(**arguments)
+        for b in range(20):
+            assert_row(outputs, b, chain.reference(**row(arguments, b)))
+
+
+def test_neighbours_in_one_call_equal_neighbour_mass_then_mass():
+    case = accept.random_case(3, rows=6, nodes=9, near="lam")
+    table, lam = case.pop("neighbours"), case.pop("lam")
+    B, N, V = case["p"].shape
+    law_row = (case["parent"].clamp_min(0) + torch.arange(B).unsqueeze(1) * N).flatten()
+    mass = neighbour_mass(case["p"].view(B * N, V), case["tokens"].flatten(), table, lam=lam, row=law_row).view(B, N)
+    apart, together = accept_tree(**case, mass=mass), accept_tree(**case, neighbours=table, lam=lam)
+    assert all(torch.equal(a, b) for a, b in zip(apart[:3], together[:3]))
+    assert torch.allclose(apart[3], together[3], atol=1e-5)
+
+
+def test_rows_do_not_depend_on_their_batch():
+    case = accept.random_case(5, rows=8, nodes=9, drawn=True)
+    together = accept_tree(**case)
+    for b in range(8):
+        alone = accept_tree(**{k: v[b : b + 1] for k, v in case.items() if v is not None})
+        assert all(torch.equal(x[b : b + 1], y) for x, y in zip(together, alone))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        ({"tokens": torch.zeros(4, 7)}, TypeError, "tokens"),
+        ({"tokens": torch.full((4, 7), 99)}, ValueError, "tokens"),
+        ({"parent": torch.zeros(4, 6, dtype=torch.long)}, ValueError, "parent"),
+        ({"p": torch.zeros(4, 7, 11, dtype=torch.long)}, TypeError, "p:"),
+        ({"p": torch.zeros(4, 0, 11)}, ValueError, "p: found an empty tree"),
+        ({"q": torch.zeros(4, 7, 10)}, ValueError, "q:"),
+        ({"coins": None}, TypeError, "coins"),
+        ({"draw": torch.zeros(3)}, ValueError, "draw"),
+        ({"mass": torch.zeros(4, 3)}, ValueError, "mass"),
+        ({"neighbours": torch.zeros(11, 3, dtype=torch.long)}, ValueError, "delta"),
+        ({"p": torch.full((4, 7, 11), 0.1), "check": True}, ValueError, "p: found a row that sums to one"),
+        ({"p": torch.full((4, 7, 11), float("nan")), "check": True}, ValueError, "p: found negative or non-finite"),
+        ({"parent": torch.full((4, 7), 6), "check": True}, ValueError, "parent"),
+    ],
+    ids=str,
+)
+def test_bad_input_names_the_argument(change, error, named):
+    with pytest.raises(error, match=f"^{named}"):
+        accept_tree(**{**accept.random_case(0), **change})
+
+
+def test_laws_that_are_no_laws_never_give_an_impossible_id():
+    case = accept.random_case(0, rows=3, nodes=4, vocabulary=5)
+    for value in (0.0, float("nan"), float("inf"), 2.0):
+        case["p"] = torch.full_like(case["p"], value)
+        path, length, following, _ = accept_tree(**case)
+        assert ((following >= 0) & (following < 5)).all() and (path < 4).all() and (length <= 4).all()
+
+
+def test_strided_laws_and_shared_parents():
+    case = accept.random_case(4, rows=2, nodes=5, vocabulary=6)
+    case["parent"] = torch.tensor([-1, 0, 0, 1, 1])
+    wanted = accept_tree(**case)
+    case["p"] = case["p"].transpose(1, 2).contiguous().transpose(1, 2)
+    case["parent"] = case["parent"].expand(2, 5)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, accept_tree(**case)))
+
+
+def test_coins_are_strict_and_certain_tokens_always_pass():
+    p = torch.tensor([[[1.0, 0.0, 0.0]] * 3])
+    almost_one = torch.full((1, 3), 1 - 2.0**-24)
+    coins = almost_one * torch.tensor([1, 0, 1])
+    tokens, parent = torch.tensor([[0, 1, 0]]), torch.tensor([-1, 0, 0])
+    path, length, following, _ = accept_tree(tokens, parent, p, None, coins, almost_one[0, :1])
+    assert path.tolist() == [[0, 2, -1]] and length.tolist() == [2] and following.tolist() == [0]
+
+
+def test_warped_laws_verify_greedily():
+    """At temperature 0 the accepted path is the greedy one and `next` its arg-max."""
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    p = guided_warp(logits, temperature=0.0).unsqueeze(0)
+    best = logits.argmax(1)
+    tokens = torch.stack((torch.zeros_like(best[0]), best[0], (best[1] + 1) % 6)).unsqueeze(0)
+    path, length, following, _ = accept_chain(tokens, p, None, torch.rand(1, 3), torch.rand(1))
+    assert path.tolist() == [[0, 1, -1]] and length.tolist() == [2] and int(following) == int(best[1])

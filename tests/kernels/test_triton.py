@@ -1,0 +1,166 @@
+"""Triton kernels against the references: same uniforms in, same decisions out, on outputs poisoned with NaN."""
+
+import pytest
+import torch
+
+from visspec.kernels import accept, attention, chain, codebook, commit, groups, growth, losses, neighbours, warp
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = range(2)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes masked lanes too
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    """Unwritten outputs show: fresh memory is NaN or an impossible id."""
+    plain = torch.empty
+
+    def poisoned(*args, **kwargs):
+        out = plain(*args, **kwargs)
+        return out.fill_(float("nan") if out.is_floating_point() else -(2**30))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def to_device(case):
+    return {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in case.items()}
+
+
+def ids(cases):
+    return [",".join(f"{k}={v}".replace("torch.", "") for k, v in case.items()) or "default" for case in cases]
+
+
+def tree_arguments(case):
+    case = {"mass": None, "neighbours": None, "delta": None, "lam": None, **case}
+    names = ("tokens", "parent", "p", "q", "coins", "draw", "mass", "neighbours", "delta", "lam")
+    depth = case["tokens"].shape[1] - 1
+    return [case[name] for name in names] + [depth, depth]
+
+
+def assert_same_decisions(found, wanted):
+    for ours, theirs in zip(found[:3], wanted[:3]):
+        assert torch.equal(ours.cpu(), theirs.cpu())
+    assert torch.allclose(found[3].cpu(), wanted[3].cpu(), atol=1e-5)
+
+
+@pytest.mark.parametrize("case", accept.CASES, ids=ids(accept.CASES))
+def test_accept_tree(case):
+    for seed in SEEDS:
+        arguments = accept.random_case(seed, **case)
+        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
+        assert_same_decisions(found, accept.accept_tree_torch(*tree_arguments(arguments)))
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 40), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_accept_tree_random_cases(seeds):
+    """As many as fit: rules, shapes and dtypes in turn."""
+    for seed in seeds:
+        kind = {"drawn": seed % 2 == 1, "dtype": torch.bfloat16 if seed % 3 == 2 else torch.float32}
+        kind["near" if seed % 4 == 0 else "relaxed"] = "delta" if seed % 4 == 0 else seed % 4 == 1
+        arguments = accept.random_case(1000 + seed, rows=6, nodes=4 + seed % 5, vocabulary=7 + seed, **kind)
+        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
+        assert_same_decisions(found, accept.accept_tree_torch(*tree_arguments(arguments)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accept_tree_ten_thousand_cases(dtype):
+    for seed in range(40):
+        kind = ({}, {"drawn": True}, {"relaxed": True}, {"near": "lam"})[seed % 4]
+        arguments = accept.random_case(seed, rows=250, nodes=12, vocabulary=50, dtype=dtype, **kind)
+        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
+        assert_same_decisions(found, accept.accept_tree_torch(*tree_arguments(arguments)))
+
+
+def test_out_of_range_token_is_never_accepted():
+    arguments = to_device(accept.random_case(0, rows=2, nodes=3, vocabulary=5))
+    arguments["tokens"][:, 1:] = torch.tensor([7, -3], device=DEVICE)
+    arguments["parent"] = torch.tensor([-1, 0, 0], device=DEVICE)
+    arguments["coins"].zero_()
+    path, length, following, _ = accept.accept_tree_triton(*tree_arguments(arguments))
+    assert length.tolist() == [1, 1] and path[:, 1:].eq(-1).all() and ((following >= 0) & (following < 5)).all()
+
+
+@pytest.mark.parametrize("case", chain.CASES, ids=ids(chain.CASES))
+def test_accept_chain(case):
+    for seed in SEEDS:
+        arguments = {"mass": None, "count": None, **chain.random_chain(seed, **case)}
+        names = ("tokens", "p", "q", "coins", "draw", "mass", "count")
+        found = chain.accept_chain_triton(*(to_device(arguments)[name] for name in names))
+        assert_same_decisions(found, chain.accept_chain_torch(*(arguments[name] for name in names)))
+
+
+@pytest.mark.parametrize("case", neighbours.CASES, ids=ids(neighbours.CASES))
+def test_neighbour_mass(case):
+    arguments = neighbours.random_case(0, **case)
+    found = neighbours.neighbour_mass_triton(**to_device({"row": None, **arguments}))
+    assert torch.allclose(found.cpu().double(), neighbours.reference(**arguments), atol=1e-6)
+
+
+@pytest.mark.parametrize("case", groups.CASES, ids=ids(groups.CASES))
+def test_grouped_mass(case):
+    arguments = groups.random_case(0, **case)
+    blank = {"clusters": None, "group": 0, "max_gap": None, "embedding": None, "max_distance": None}
+    found = torch.stack(groups.grouped_mass_triton(**to_device({**blank, **arguments})), 1)
+    assert torch.allclose(found.cpu().double(), groups.reference(**arguments), atol=1e-6)
+
+
+@pytest.mark.parametrize("case", codebook.CASES, ids=ids(codebook.CASES))
+def test_codebook_neighbours(case):
+    arguments = codebook.random_case(0, **case)
+    wanted = codebook.reference(arguments["codebook"], arguments["k"], arguments["normalise"])
+    assert torch.equal(codebook.codebook_neighbours_triton(**to_device(arguments)).cpu(), wanted)
+
+
+@pytest.mark.parametrize("case", commit.CASES, ids=ids(commit.CASES))
+def test_commit_kv(case):
+    for seed in SEEDS:
+        arguments = commit.random_case(seed, **case)
+        wanted = commit.reference(**arguments)
+        kv = [t.to(DEVICE) for t in arguments.pop("kv")]
+        commit.commit_kv_triton(kv, **to_device(arguments))
+        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(kv, wanted))
+
+
+@pytest.mark.parametrize("case", growth.CASES, ids=ids(growth.CASES))
+def test_draft_topk(case):
+    arguments = growth.random_case(0, **case)
+    token, position, score = growth.draft_topk_triton(**to_device(arguments))
+    wanted = growth.draft_topk_torch(**arguments)
+    assert torch.equal(token.cpu(), wanted[0]) and torch.equal(position.cpu(), wanted[1])
+    assert torch.allclose(score.cpu(), wanted[2], atol=1e-6)
+
+
+@pytest.mark.parametrize("case", attention.CASES, ids=ids(attention.CASES))
+def test_tree_attention(case, splits=2):
+    arguments = to_device({"start": None, "scaling": None, **attention.random_case(0, **case)})
+    arguments["ancestors"] = attention.ancestor_mask(arguments.pop("parent"))
+    wanted = attention.reference(**arguments)
+    # 16-bit outputs are rounded, and tensor cores round the weights: two units in the last place of values near one.
+    tolerance = 1e-5 if wanted.dtype == torch.float32 else 2e-2
+    assert torch.allclose(attention.tree_attention_triton(**arguments, splits=splits), wanted, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", losses.CASES, ids=ids(losses.CASES))
+def test_draft_losses(case):
+    draft, target = losses.random_case(0, **case).values()
+    outputs = losses.draft_losses_triton(draft.to(DEVICE), target.to(DEVICE))
+    exact = draft.double().requires_grad_()
+    wanted = losses.reference(exact, target.double())
+    for ours, theirs in zip(outputs, wanted):
+        assert torch.allclose(ours.cpu().double(), theirs, atol=1e-5)
+    weights = [torch.full_like(outputs[0], w) for w in (1.0, 2.0, 3.0)]
+    grad = losses.draft_losses_backward_triton(draft.to(DEVICE), target.to(DEVICE), *outputs[3:], *weights)
+    sum(float(w[0]) * loss.sum() for w, loss in zip(weights, wanted)).backward()
+    # bf16 gradients up to 5 carry eight bits.
+    assert torch.allclose(grad.cpu().double(), exact.grad, atol=2e-2 if draft.dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("case", warp.CASES, ids=ids(warp.CASES))
+def test_guided_warp(case):
+    arguments = warp.random_case(0, **case)
+    full = {"guidance": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **arguments}
+    found = warp.guided_warp_triton(**to_device(full)).cpu()
+    wanted = warp.reference(**full)
+    assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, atol=1e-6)
