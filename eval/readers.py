@@ -45,10 +45,15 @@ def _task(name: str, source: Path, samples: Callable[[], Iterable[Sample]], toke
     """Build a task, turning a missing field into a sentence and leaving out samples without an image file."""
     try:
         found = list(samples())
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, SyntaxError) as error:
         raise ValueError(f"{source} is not a {name} file: {type(error).__name__} {error}") from None
-    there = [sample for sample in found if Path(sample.image).is_file()]
-    problems = [f"{sample.id}: there is no image file {sample.image}" for sample in found if sample not in there]
+    there: list[Sample] = []
+    problems: list[str] = []
+    for sample in found:
+        if Path(sample.image).is_file():
+            there.append(sample)
+        else:
+            problems.append(f"{sample.id}: there is no image file {sample.image}")
     if not there:
         raise ValueError(
             f"{source} has no sample whose image exists" + (f"; the first problem: {problems[0]}" if found else "")

@@ -38,7 +38,7 @@ def vqa_accuracy(prediction: str, answers: Sequence[str]) -> float:
 
 
 def letter(text: str, choices: Sequence[str]) -> str | None:
-    """The option letter a text answers with: stated alone or as "answer is B", else the one choice it spells; or None."""
+    """The letter of the option a text names, alone or as in "the answer is B", else the one choice it spells; or None."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(choices)]
     patterns = (
         rf"^\W*([{letters}])(?:\W|$)",
@@ -46,10 +46,10 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
         rf"\(([{letters}])\)",
         rf"(?:^|\s)([{letters}])[.:)]?\s*$",
     )
-    for pattern in patterns:
-        # "A cat" opens with an article, not with an answer.
+    for i, pattern in enumerate(patterns):
         found = re.search(pattern, text.strip())
-        if found and not re.match(r"^A\s+[a-z]", text.strip()):
+        # "A cat" opens with an article, not with an answer.
+        if found and not (i == 0 and re.match(r"A\s+[a-z]", text.strip())):
             return found[1]
     named = [c for c, choice in zip(letters, choices) if normalised(choice) and _contains(text, choice)]
     return named[0] if len(named) == 1 else None
