@@ -1,9 +1,9 @@
 """`bench kernels`: time, bytes moved, share of the copy bandwidth and ratio to eager torch, per kernel.
 
 Ours and eager run in one process, alternating, on the same inputs; a ratio is the geometric mean of the paired ratios
-(eager time / our time), each time the best of three calls, with a bootstrap interval. Times on a CPU are for the ratios only. A GPU row that was not
-measured says so. The two loops below are the eager form of a relaxed tree verification: one over the children of the current
-node, one over root-to-leaf paths as the published implementations write it.
+(eager time / our time, each the best of three calls) with a bootstrap interval. Times on a CPU are for the ratios only.
+A GPU row that was not measured says so. The two loops below are the eager form of a relaxed tree verification: one over
+the children of the current node, one over root-to-leaf paths as the published implementations write it.
 B rows, N draft nodes, V vocabulary, K neighbours.
 """
 

@@ -1,0 +1,203 @@
+"""Every other operator against its definition on the CPU, and the bad input it refuses."""
+
+import pytest
+import torch
+
+from visspec import kernels
+from visspec.kernels import attention, codebook, commit, groups, growth, losses, neighbours, warp
+
+SEEDS = range(10)
+
+
+def cases(module):
+    return pytest.mark.parametrize("case", module.CASES, ids=str)
+
+
+@cases(neighbours)
+def test_neighbour_mass(case):
+    for seed in SEEDS:
+        arguments = neighbours.random_case(seed, **case)
+        found = kernels.neighbour_mass(**arguments)
+        assert torch.allclose(found.double(), neighbours.reference(**arguments), atol=1e-6)
+
+
+@cases(groups)
+def test_grouped_mass(case):
+    for seed in SEEDS:
+        arguments = groups.random_case(seed, **case)
+        found = torch.stack(kernels.grouped_mass(**arguments), 1)
+        assert torch.allclose(found.double(), groups.reference(**arguments), atol=1e-6)
+
+
+def test_grouped_mass_relaxes_acceptance():
+    """mass = q p(C)/q(C) - p gives f = min(1, p(C)/q(C)), clamped from below by the exact ratio."""
+    g = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 50, 8, generator=g).softmax(-1)
+    token = torch.randint(8, (50,), generator=g)
+    in_p, in_q = kernels.grouped_mass(p, q, token, clusters=torch.arange(8) // 2)
+    px, qx = (law.gather(1, token.unsqueeze(1)).squeeze(1) for law in (p, q))
+    f = torch.maximum(in_p / in_q, px / qx).clamp_max(1)
+    mass = torch.stack((torch.zeros(50), qx * in_p / in_q - px), 1)
+    tokens = torch.stack((torch.zeros_like(token), token), 1)
+    laws = [law.unsqueeze(1).expand(50, 2, 8) for law in (p, q)]
+    for shift, expected in ((-1e-4, 2), (1e-4, 1)):
+        coins = (f + shift).unsqueeze(1).expand(50, 2)
+        length = kernels.accept_chain(tokens, *laws, coins.contiguous(), torch.zeros(50), mass=mass)[1]
+        assert (length == expected)[f < 1].all()
+
+
+@cases(codebook)
+def test_codebook_neighbours(case):
+    for seed in SEEDS:
+        arguments = codebook.random_case(seed, **case)
+        wanted = codebook.reference(arguments["codebook"], arguments["k"], arguments["normalise"])
+        assert torch.equal(kernels.codebook_neighbours(**arguments), wanted)
+
+
+@cases(commit)
+def test_commit_kv(case):
+    for seed in SEEDS:
+        arguments = commit.random_case(seed, **case)
+        wanted = commit.reference(**arguments)
+        kernels.commit_kv(**arguments, check=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
+
+
+def test_commit_kv_at_the_end_of_the_cache_and_on_strided_tensors():
+    arguments = commit.random_case(0, slots=8, rows=2)
+    arguments["length"][:] = torch.tensor([8, 0])  # the first row is full and keeps nothing
+    arguments["kv"] = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in arguments["kv"]]
+    wanted = commit.reference(**arguments)
+    kernels.commit_kv(**arguments)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
+
+
+@cases(growth)
+def test_draft_topk(case):
+    for seed in SEEDS:
+        arguments = growth.random_case(seed, **case)
+        token, position, score = kernels.draft_topk(**arguments)
+        wanted = growth.reference(**arguments)
+        assert torch.equal(token, wanted[0]) and torch.equal(position, wanted[1])
+        assert torch.allclose(score, wanted[2].float(), atol=1e-6)
+
+
+def test_grown_mask_is_the_mask_of_the_parents():
+    parent = torch.tensor([[-1, 0, 0, 1, 2, 2, 4], [-1, 0, 1, 0, 3, 3, 3]])
+    mask = torch.zeros(2, 7, 7, dtype=torch.bool)
+    mask[:, 0, 0] = True
+    for start, stop in ((1, 2), (2, 4), (4, 6), (6, 7)):
+        kernels.extend_ancestors(mask, parent[:, start:stop], start)
+    assert torch.equal(mask, kernels.ancestor_mask(parent))
+
+
+@cases(attention)
+def test_tree_attention(case):
+    for seed in range(3):
+        arguments = attention.random_case(seed, **case)
+        ancestors = kernels.ancestor_mask(arguments["parent"])
+        found = kernels.tree_attention(**arguments)
+        parent = arguments.pop("parent")
+        wanted = attention.reference(**arguments, ancestors=ancestors)
+        assert torch.allclose(found, wanted, atol=1e-5 if wanted.dtype == torch.float32 else 2e-2)
+        if (parent == parent[0]).all():
+            assert torch.equal(found, kernels.tree_attention(**arguments, parent=parent[0]))
+
+
+def test_attention_interface_equals_a_masked_attention_and_falls_back():
+    c = attention.random_case(1)
+    forward = kernels.tree_attention_forward
+    out, weights = forward(None, c["q"], c["k"], c["v"], None, tree_lengths=c["length"], tree_parents=c["parent"])
+    assert weights is None and torch.equal(out, kernels.tree_attention(**c).transpose(1, 2))
+    module = torch.nn.Module()
+    q, k, v = c["q"], c["k"][:, :, :6], c["v"][:, :, :6]
+    wide = [t.repeat_interleave(2, 1) for t in (k, v)]
+    plain, _ = forward(module, q, k, v, None)
+    causal = torch.nn.functional.scaled_dot_product_attention(q, *wide, is_causal=True)
+    assert torch.allclose(plain, causal.transpose(1, 2), atol=1e-6)
+    mask = torch.rand(2, 1, 6, 6) < 0.7
+    mask |= torch.eye(6, dtype=torch.bool)
+    masked, _ = forward(module, q, k, v, mask, scaling=0.3)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, *wide, attn_mask=mask, scale=0.3)
+    assert torch.allclose(masked, wanted.transpose(1, 2), atol=1e-6)
+
+
+@cases(losses)
+def test_draft_losses_and_their_gradients(case):
+    draft, target = losses.random_case(0, **case).values()
+    ours, exact = draft.clone().requires_grad_(), draft.double().requires_grad_()
+    found, wanted = kernels.draft_losses(ours, target), losses.reference(exact, target.double())
+    for w, (a, b) in enumerate(zip(found, wanted)):
+        assert torch.allclose(a.double(), b, atol=1e-5)
+        ((w + 1) * a).sum().backward(retain_graph=True)
+        ((w + 1) * b).sum().backward(retain_graph=True)
+    # bf16 gradients up to 5 carry eight bits.
+    assert torch.allclose(ours.grad.double(), exact.grad, atol=5e-2 if draft.dtype == torch.bfloat16 else 1e-5)
+
+
+def test_draft_losses_gradcheck():
+    draft, target = losses.random_case(1, vocabulary=7, dtype=torch.float64).values()
+    assert torch.autograd.gradcheck(lambda z: kernels.draft_losses(z, target), (draft.requires_grad_(),))
+
+
+def test_forbidden_tokens_do_not_make_the_losses_nan():
+    draft, target = losses.random_case(2).values()
+    draft[:, 3], target[:, 3] = float("-inf"), float("-inf")
+    draft.requires_grad_()
+    outputs = kernels.draft_losses(draft, target)
+    sum(o.sum() for o in outputs).backward()
+    assert all(torch.isfinite(o).all() for o in outputs) and torch.isfinite(draft.grad).all()
+
+
+@cases(warp)
+def test_guided_warp(case):
+    for seed in SEEDS:
+        arguments = warp.random_case(seed, **case)
+        assert torch.allclose(kernels.guided_warp(**arguments), warp.reference(**arguments), atol=1e-6)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_guided_warp_follows_the_order_of_transformers(ties):
+    warpers = pytest.importorskip("transformers")
+    z = warp.random_case(0, rows=40, vocabulary=200, ties=ties)["logits"]
+    wanted = warpers.TemperatureLogitsWarper(0.8)(None, z)
+    wanted = warpers.TopPLogitsWarper(0.7)(None, warpers.TopKLogitsWarper(20)(None, wanted)).softmax(-1)
+    found = kernels.guided_warp(z, temperature=0.8, top_k=20, top_p=0.7)
+    if ties:  # which of several equal tokens falls off the edge is up to its unstable sort
+        found, wanted = found.sort().values, wanted.sort().values
+    assert torch.allclose(found, wanted, atol=1e-6)
+
+
+LAW = torch.full((2, 5), 0.2)
+IDS = torch.tensor([1, 2])
+TABLE = torch.tensor([[1, 2]] * 5)
+KV = torch.zeros(2, 1, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "named"),
+    [
+        (lambda: kernels.guided_warp(torch.zeros(2, 5, dtype=torch.int64)), TypeError, "logits"),
+        (lambda: kernels.guided_warp(LAW, LAW[:1]), ValueError, "uncond"),
+        (lambda: kernels.guided_warp(LAW, temperature=-1.0), ValueError, "temperature"),
+        (lambda: kernels.guided_warp(LAW, top_p=1.5), ValueError, "top_p"),
+        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE), ValueError, "delta"),
+        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE[:4], delta=0.1), ValueError, "neighbours"),
+        (lambda: kernels.neighbour_mass(LAW, IDS * 9, TABLE, delta=0.1), ValueError, "token"),
+        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, lam=0.5), ValueError, "lam"),
+        (lambda: kernels.grouped_mass(LAW, None, IDS), ValueError, "group"),
+        (lambda: kernels.grouped_mass(LAW, None, IDS, group=2, max_distance=1.0), ValueError, "max_distance"),
+        (lambda: kernels.codebook_neighbours(LAW, 2), ValueError, "k:"),
+        (lambda: kernels.commit_kv([], IDS, IDS, IDS), ValueError, "kv"),
+        (lambda: kernels.commit_kv([KV, KV[:, :, :4]], IDS, TABLE[:2], IDS), ValueError, "kv"),
+        (lambda: kernels.commit_kv(KV, IDS + 6, TABLE[:2], IDS, check=True), ValueError, "length"),
+        (lambda: kernels.draft_topk(LAW[:, :1], LAW.view(2, 1, 5), 6), ValueError, "width"),
+        (lambda: kernels.tree_attention(KV, KV, KV, IDS), ValueError, "parent"),
+        (lambda: kernels.tree_attention(KV, KV.double(), KV, IDS), TypeError, "k:"),
+        (lambda: kernels.tree_attention(KV[:, :, :0], KV, KV, IDS), ValueError, "q: found an empty tree"),
+        (lambda: kernels.draft_losses(LAW, LAW.double()), TypeError, "target_logits"),
+    ],
+)
+def test_bad_input_names_the_argument(call, error, named):
+    with pytest.raises(error, match=f"^{named}"):
+        call()
