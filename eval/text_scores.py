@@ -38,7 +38,7 @@ def vqa_accuracy(prediction: str, answers: Sequence[str]) -> float:
 
 
 def letter(text: str, choices: Sequence[str]) -> str | None:
-    """The letter of the option a text names, alone or as in "the answer is B", else the one choice it spells; or None."""
+    """The letter of the option a text names, alone or as in "the answer is B", else the one choice it spells."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(choices)]
     patterns = (
         rf"^\W*([{letters}])(?:\W|$)",
