@@ -1,5 +1,6 @@
 """The free tier of the shape world: scenes, pixels, captions that parse back into facts; the shipped captioners."""
 
+import argparse
 import time
 from pathlib import Path
 
@@ -212,3 +213,35 @@ def test_held_out_seeds_are_apart_from_training():
     from visspec.recipes import captioner_data
 
     assert captioner_data.FIRST_SEED + 10**8 < HELD_OUT_SEED
+
+
+@pytest.mark.slow
+def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from visspec.recipes import captioner, captioner_vision
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(captioner, "score_captions", lambda *_: {"accuracy": 0.0})
+    captioner_vision.teach_vision(tmp_path, steps=4, batch=4, every=2)
+    whole = torch.load(tmp_path / "vision.pt", weights_only=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(captioner_vision, "scene_from_seed", lambda seed: scene_from_seed(seed) if seed != 8 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # the machine goes down in the third step
+            captioner_vision.teach_vision(tmp_path, steps=4, batch=4, every=2)
+    captioner_vision.teach_vision(tmp_path, steps=4, batch=4, every=2, resume=True)
+    again = torch.load(tmp_path / "vision.pt", weights_only=True)
+    assert again["step"] == 4 and all(torch.equal(whole["tower"][k], again["tower"][k]) for k in whole["tower"])
+
+    options = argparse.Namespace(steps=8, rows=2, rate=1e-3, early=None, workers=1, small=True)
+    straight = captioner.CaptionStage(tmp_path, options, 0)
+    straight.run(every=8)
+    first = captioner.CaptionStage(tmp_path, options, 0)
+    for batch in first.encoder.batches(0, options.rows):
+        first.update(batch)
+    first.checkpoint()
+    second = captioner.CaptionStage(tmp_path, options, 0)
+    second.restore()
+    second.run(every=8)
+    torch.set_num_threads(threads)
+    pairs = zip(straight.model.state_dict().values(), second.model.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in pairs)

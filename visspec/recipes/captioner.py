@@ -9,13 +9,14 @@ stage is resumable. With --small the caption stage trains the two-layer sibling 
 Data: scenes of `visspec.eval.world`, rendered as they are needed; batch t always holds the same scenes, and seeds
 from 2^30 on are never trained on. Seeds: 0 (vision), 1 (captions). Two CPU cores, no accelerator.
 
-| stage | scenes | expected time |
+| stage | scenes | wall clock, with half a core to a core taken by other work |
 |---|---|---|
-| vision | 2,400 batches of 128 | 10 minutes (24 measured with one and a half cores taken by other work) |
-| caption | 2,500 batches of 2 x 16 | 30 minutes |
-| caption --small | 2,500 batches of 2 x 16 | 10 minutes |
+| vision | 2,400 batches of 128 | 24 minutes measured, most of it before eager attention (then 0.2 s a step) |
+| caption | 2,500 batches of 2 x 16 | 33 minutes measured |
+| caption --small | 2,500 batches of 2 x 16 | 5 minutes measured |
 
-Measured results stand in the model cards that `finish` writes.
+Measured on 512 held-out scenes: captioner 100.0 % of 10,641 stated facts right, captioner-small 99.8 %; the model
+cards that `finish` writes say more.
 """
 
 import argparse
@@ -159,12 +160,14 @@ class CaptionStage:
         return record
 
     def run(self, every: int = 500) -> None:
-        """Train to the last step; a report and a checkpoint every `every` steps."""
+        """Train to the last step; a report and a checkpoint every `every` steps, a multiple of the data's GROUP."""
         self.model.train()
         losses: list[float] = []
         begun = time.time() - self.seconds
         while self.step < self.steps:
             for batch in self.encoder.batches(self.step, self.rows, self.rank, self.workers):
+                if self.step == self.steps:
+                    break
                 losses.append(self.update(batch))
                 self.seconds = time.time() - begun
                 if self.rank == 0 and self.step % 100 == 0:

@@ -70,20 +70,20 @@ Vision: CLIP tower, {vision}. Text: Llama, {text}.
 
 ## Training
 
-Recipe: `python -m visspec.recipes.captioner --out FOLDER{flag}`; about {minutes} minutes in all where these weights
-were made, on two CPU cores shared with other work ({vision_minutes} for the vision tower, {caption_minutes} for the
-text model).
+Recipe: `python -m visspec.recipes.captioner --out FOLDER{flag}`;
+about {minutes} minutes in all where these weights were made, on two CPU cores shared with other work
+({vision_minutes} for the vision tower, {caption_minutes} for the text model).
 Data, seeds and steps: `visspec/recipes/captioner.py`; versions and digests: `provenance.json`.
 
 ## Limits
 
 It knows nothing but the shape world. On any other picture it will describe shapes that are not there. Captions are what
-it was made for: of the short questions in its training mix, only the count is answered reliably.
+it was made for: short questions were a small part of its training, and it answers many of them wrongly.
 """
 ROLES = {
     False: "It is the target of visspec's demonstrations and tests: deep for its width, as real targets are.",
     True: "It is the assistant (draft model) of `captioner`: the same words, the same eyes, two text layers. "
-    "It is meant to be quick, not right.",
+    "It is what an ideal\nassistant looks like: nearly always of the same opinion, at a fraction of the cost.",
 }
 
 

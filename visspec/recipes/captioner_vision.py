@@ -84,7 +84,9 @@ def _accuracy(tower: CLIPVisionModel, heads: nn.ModuleDict, scenes: list[Scene])
     return {name: float((head(features).argmax(-1) == labels[name]).float().mean()) for name, head in heads.items()}
 
 
-def teach_vision(folder: Path, steps: int, batch: int = 128, peak: float = 1e-3, resume: bool = False) -> Path:
+def teach_vision(
+    folder: Path, steps: int, batch: int = 128, peak: float = 1e-3, resume: bool = False, every: int = 100
+) -> Path:
     """Train the tower for `steps` batches of fresh scenes; `folder`/vision.pt is both checkpoint and result."""
     torch.manual_seed(0)
     tower = CLIPVisionModel(vision_config())
@@ -116,7 +118,7 @@ def teach_vision(folder: Path, steps: int, batch: int = 128, peak: float = 1e-3,
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         schedule.step()
-        if (step + 1) % 100 == 0 or step + 1 == steps:
+        if (step + 1) % every == 0 or step + 1 == steps:
             record = {name: round(value, 4) for name, value in _accuracy(tower, heads, held_out).items()}
             record |= {"step": step + 1, "loss": round(sum(losses.values()).item(), 4), "s": round(time.time() - begun)}
             print(json.dumps({"stage": "vision", **record}), flush=True)
