@@ -50,9 +50,8 @@ def read_items(path: str | Path, compat: bool = False) -> list[Item]:
                 continue
             try:
                 parents = tuple(int(p) for p in row["dependency"].split(",") if p.strip() and int(p))
-                question = Question(
-                    int(row["proposition_id"]), row["question_natural_language"], parents, row["category_broad"].strip()
-                )
+                category = row["tuple"].split("(")[0].split("-")[0].strip()
+                question = Question(int(row["proposition_id"]), row["question_natural_language"], parents, category)
                 key = row["item_id"]
                 prompts.setdefault(key, row["text"])
             except (KeyError, ValueError, AttributeError) as error:
@@ -64,8 +63,14 @@ def read_items(path: str | Path, compat: bool = False) -> list[Item]:
 
 
 def propagated(item: Item, answers: dict[int, bool]) -> dict[int, bool]:
-    """Answers with every question failed whose parent's own answer was no; parents that are not asked don't count."""
-    return {q.number: answers[q.number] and all(answers.get(p, True) for p in q.parents) for q in item.questions}
+    """Answers with every question failed that has a failed parent, in the questions' order, so failures are inherited.
+
+    Parents that are not asked don't count.
+    """
+    out = dict(answers)
+    for q in item.questions:
+        out[q.number] = out[q.number] and all(out.get(p, True) for p in q.parents)
+    return out
 
 
 def crops(image: Image.Image, resolution: int | None) -> list[Image.Image]:
@@ -76,6 +81,17 @@ def crops(image: Image.Image, resolution: int | None) -> list[Image.Image]:
         raise ValueError(f"an image must have {resolution} or {2 * resolution} pixels a side, not {image.size}")
     corners = [(x, y) for y in (0, resolution) for x in (0, resolution)]
     return [image.crop((x, y, x + resolution, y + resolution)) for x, y in corners]
+
+
+def _require_parents(item: Item) -> None:
+    asked = {q.number for q in item.questions}
+    lost = sorted({p for q in item.questions for p in q.parents} - asked)
+    if lost:
+        raise ValueError(f"the parent question {lost[0]} is not asked")
+
+
+def _yes(answer: str, compat: bool) -> bool:
+    return (answer if compat else answer.strip().lower().rstrip(".")) == "yes"
 
 
 def evaluate(
@@ -90,13 +106,16 @@ def evaluate(
     """Mean score in per cent over items (each the mean over its crops and questions), and by category.
 
     An image that cannot be read scores 0 and is a problem. `compat=True` repeats the published script: such items
-    leave the mean, and categories use the answers of the last crop without propagation.
+    leave the mean, as do items with a parent that is not asked, and categories use the answers of the last crop
+    without propagation.
     """
     scores: list[float] = []
     categories: dict[str, list[float]] = {}
     problems: list[str] = []
     for item in items:
         try:
+            if compat:
+                _require_parents(item)
             pictures = crops(open_image(Path(folder) / f"{item.id}.png", max_pixels), resolution)
         except (ValueError, FileNotFoundError) as error:
             problems.append(f"{item.id}: {error}")
@@ -105,9 +124,7 @@ def evaluate(
                 for q in item.questions:
                     categories.setdefault(q.category, []).append(0.0)
             continue
-        raw = [
-            {q.number: answer(picture, q.text).strip().lower() == "yes" for q in item.questions} for picture in pictures
-        ]
+        raw = [{q.number: _yes(answer(picture, q.text), compat) for q in item.questions} for picture in pictures]
         final = [propagated(item, answers) for answers in raw]
         scores.append(float(np.mean([np.mean(list(answers.values())) for answers in final])))
         for answers in [raw[-1]] if compat else final:
