@@ -37,6 +37,8 @@ class Exact:
 def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
     """The path of nodes that the target's choices run through, and the first choice that no node holds."""
     tree = draft.tree
+    if tree.size == 1:  # nothing was drafted: plain decoding pays for no bookkeeping
+        return Verdict(torch.zeros_like(chosen_BN), torch.ones_like(chosen_BN[:, 0]), chosen_BN[:, 0])
     if tree.chain:
         agreed = draft.tokens[:, 1:] == chosen_BN[:, :-1]
         length_B = agreed.long().cumprod(dim=1).sum(dim=1) + 1
