@@ -162,7 +162,7 @@ class FeatureHead(nn.Module):
             d = self.config.hidden
             self.img_fc.weight.copy_(torch.cat([torch.eye(d), torch.zeros(d, d)], dim=1))
             self.img_fc.bias.zero_()
-            self.adaptor.queries.mul_(self.config.head_size**-0.5)
+            self.adaptor.queries.mul_(4.0)  # sharp: ViSpec's E**-0.5 starts every query as the mean of the image
         for layer in (self.out, self.down):
             layer.weight.mul_(0.3)
 

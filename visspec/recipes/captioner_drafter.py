@@ -16,6 +16,7 @@ from visspec.eval.world.captions import REQUESTS, questions
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
 from visspec.provenance import provenance
+from visspec.recipes.captioner import keep_memory
 from visspec.recipes.train_drafter import Validation, fresh_or_resumed, inputs_of, request_of, train
 from visspec.train.loop import Plan
 from visspec.types import Request
@@ -64,11 +65,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the embedded captioner's drafter on two CPU cores.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--target", type=Path, default=zoo.CHECKPOINTS / "captioner")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=48, help="captions that the target writes together")
     parser.add_argument("--rows", type=int, default=8, help="captions of a training step")
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--latents", type=int, default=1, help="elements that an image run is compressed to")
+    parser.add_argument("--latents", type=int, default=8, help="elements that an image run is compressed to")
     parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="hidden states of the target to draft on")
     parser.add_argument("--loss", default="tv", choices=("tv", "soft_ce", "kl"))
     parser.add_argument("--opening", type=float, default=0.6, help="share of steps on soft_ce before --loss")
@@ -78,10 +79,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--levels", type=int, default=8)
     parser.add_argument("--middle", type=int, default=512, help="width of the MLP")
     parser.add_argument("--validate-every", type=int, default=500)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of each of the two: training, and answering ahead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args(arguments)
+    keep_memory()
     torch.set_num_threads(options.threads)
     model, processor = targets.load(options.target)
     drafter = fresh_or_resumed(
