@@ -47,7 +47,7 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 
 def enliven(model: nn.Module, seed: int, gain: float = 3.0) -> nn.Module:
     """Random weights of a useful size: matrices of unit gain, embeddings of unit size, logits of spread `gain`."""
     generator = torch.Generator().manual_seed(seed)
-    head, norm = model.get_output_embeddings().weight, model.get_decoder().norm.weight
+    head, norm = model.get_output_embeddings().weight, getattr(model.get_decoder(), "norm", None)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() < 2:
@@ -57,7 +57,9 @@ def enliven(model: nn.Module, seed: int, gain: float = 3.0) -> nn.Module:
             p.copy_(torch.randn(p.shape, generator=generator) * std)
         head.copy_(torch.randn(head.shape, generator=generator) * gain * head.shape[1] ** -0.5)
         # random signs, as a tied head must not echo its input; Gemma adds 1 to the weight
-        norm.copy_(torch.randn(norm.shape, generator=generator) - (norm.mean() == 0).float())
+        if norm is not None:
+            signs = torch.randn(norm.weight.shape, generator=generator)
+            norm.weight.copy_(signs - (norm.weight.mean() == 0).float())
     model.generation_config = tf.GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=None)
     return model.eval()
 

@@ -6,6 +6,7 @@ configuration once (`describe`). Shapes: B rows, L prompt, N nodes, S slots, V v
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import Any
 
@@ -195,6 +196,8 @@ def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
         raise ValueError(
             f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' (a draft needs its own mask)"
         )
+    if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters or getattr(text, "alibi", False):
+        raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")
     depth = text.num_hidden_layers
     for index in features:
         if not -depth - 1 <= index <= depth:

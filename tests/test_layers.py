@@ -1,0 +1,236 @@
+"""The table of levels, as a test; what may not be called; and how often a round makes host and device wait."""
+
+import ast
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import visspec
+from tests.doubles import Double, Oracle, fast, stock
+from tests.tiny import prompt, shapes
+from visspec import tree as trees
+from visspec.types import Draft
+
+ROOT = Path(visspec.__file__).parent.parent
+TOPS = ("visspec", "models", "kernels", "eval")
+LEVELS = (  # a module may import lower levels and its own package
+    {"types", "kernels"},
+    {"tree", "cache", "checkpoint", "pace", "stats"},
+    {"sampling"},
+    {"accept", "engine", "guard"},
+    {"models", "train", "eval"},
+)
+LIBRARIES = {"transformers", "diffusers", "timm", "torchvision", "PIL", "rich", "tqdm", "accelerate", "tokenizers"}
+MAY_USE = {"models": LIBRARIES, "eval": LIBRARIES}
+TOP_LEVEL = len(LEVELS)  # zoo, api, requests, cli, bench, recipes, ...: everything
+
+
+def sources():
+    for top in TOPS:
+        for file in sorted((ROOT / top).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            yield file, [p for p in (parts[1:] if top == "visspec" else parts) if p != "__init__"]
+
+
+def imports(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            base = node.module.split(".")
+            yield from ([*base, alias.name] for alias in node.names)
+
+
+def level(package):
+    return next((n for n, names in enumerate(LEVELS) if package in names), TOP_LEVEL)
+
+
+def complaint(mine, path):
+    """Why a module of package `mine` may not import this dotted path, or None."""
+    if path[0] in ("models", "kernels", "eval"):
+        return "is imported as visspec." + path[0]
+    if path[0] != "visspec":
+        core = level(mine) < TOP_LEVEL and path[0] in LIBRARIES - MAY_USE.get(mine, set())
+        return "is not for this level" if core else None
+    other = path[1] if len(path) > 1 else ""
+    if other == mine or level(mine) == TOP_LEVEL:
+        return None
+    return None if level(other) < level(mine) else "is not below"
+
+
+def test_levels():
+    found = []
+    for file, parts in sources():
+        for path in imports(ast.parse(file.read_text())):
+            why = complaint(parts[0] if parts else "", path)
+            if why and parts:
+                found.append(f"{file.relative_to(ROOT)}: {'.'.join(path)} {why}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("mine,path", [
+    ("engine", "transformers.GenerationConfig"), ("sampling", "visspec.engine.decode"), ("train", "visspec.models.x"),
+    ("models", "visspec.eval.images"), ("kernels", "visspec.types"), ("api", "models.targets"), ("eval", "visspec.api"),
+])  # fmt: skip
+def test_the_table_forbids_something(mine, path):
+    assert complaint(mine, path.split("."))
+
+
+def calls(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, ast.unparse(node.func)
+
+
+def test_nothing_loads_code_from_data():
+    """No pickle, eval or exec anywhere; torch.load reads back a recipe's own checkpoints, and only weights."""
+    found = []
+    for file, parts in sources():
+        tree, where = ast.parse(file.read_text()), file.relative_to(ROOT)
+        found += [
+            f"{where}: {p}" for p in imports(tree) if p[0] in ("pickle", "dill", "cloudpickle", "marshal", "shelve")
+        ]
+        for node, name in calls(tree):
+            options = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if name in ("eval", "exec", "compile"):
+                found.append(f"{where}: {name}")
+            if name == "torch.load" and not (parts[0] == "recipes" and options.get("weights_only") == "True"):
+                found.append(f"{where}: {ast.unparse(node)}")
+            if options.get("allow_pickle") == "True" or options.get("trust_remote_code") == "True":
+                found.append(f"{where}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
+
+
+HOST_READS = {  # the one synchronisation of a round, and the slow general road for processors
+    "engine.py": ["settle"],
+    "sampling.py": ["process"],
+}
+
+
+def test_host_reads_are_where_they_should_be():
+    found = {}
+    for file in [ROOT / "visspec" / f"{n}.py" for n in ("engine", "tree", "cache", "sampling")] + list(
+        (ROOT / "visspec" / "accept").glob("*.py")
+    ):
+        for function in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)):
+            for _, name in calls(function):
+                if name.split(".")[-1] in ("item", "tolist", "cpu", "numpy", "nonzero"):
+                    found.setdefault(file.name, []).append(function.name)
+    assert found == HOST_READS
+
+
+def test_nothing_loads_under_a_top_level_name():
+    """Imported from the repository root, all of ours is visspec.<name>, and transformers finds no `kernels` of ours."""
+    code = (
+        "import sys, visspec, visspec.api, visspec.models.targets.hf_decoder, visspec.kernels, visspec.eval.images\n"
+        "from transformers.utils import is_kernels_available\n"
+        "ours = [n for n, m in sys.modules.items() if n.split('.')[0] in ('models', 'kernels', 'eval')"
+        f" and str(getattr(m, '__file__', '')).startswith({str(ROOT)!r})]\n"
+        "print(ours)\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("[]")
+
+
+def test_importing_the_package_is_light():
+    code = "import sys, visspec; print(sorted({'torch', 'transformers', 'diffusers', 'timm'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+# --- synchronisations -------------------------------------------------------------------------------------------------
+
+WAITS = {
+    "aten._local_scalar_dense",
+    "aten.nonzero",
+    "aten.equal",
+    "aten.masked_select",
+    "aten.unique",
+    "aten.is_nonzero",
+}
+
+
+class Waits(TorchDispatchMode):
+    """Counts operators whose result the host must wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function).rsplit(".", 1)[0]
+        masked = name in ("aten.index", "aten.index_put_") and any(
+            isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1] if i is not None
+        )
+        if name in WAITS or masked:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class Fixed(Double):
+    """The same branching draft in every round, without a look at the host."""
+
+    def propose(self, state, depth):
+        tree = trees.static((-1, 0, 0, 1, 1, 3)[: 3 if depth < 3 else 6])
+        tokens = torch.arange(tree.size).expand(len(state.rows), -1) + 5
+        return Draft(torch.cat([state.pending[:, None], tokens[:, 1:]], 1), tree)
+
+
+class Chain(Double):
+    """The first ids, as a chain."""
+
+    def propose(self, state, depth):
+        return trees.chain_draft(state.pending, torch.arange(5, 5 + depth).expand(len(state.rows), -1))
+
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+def counted(read, found):
+    def wrapped(*args, **kwargs):
+        found.append(read.__name__)
+        return read(*args, **kwargs)
+
+    return wrapped
+
+
+def waits_per_round(name, drafter, shape, monkeypatch, **options):
+    """What the host waits for between one verification and the next."""
+    model, marks = fast(name, drafter), []
+    verify = model.target.verify
+    with Waits() as mode:
+        monkeypatch.setattr(model.target, "verify", lambda *a: (marks.append(len(mode.found)), verify(*a))[1])
+        for read in READS:
+            monkeypatch.setattr(torch.Tensor, read, counted(getattr(torch.Tensor, read), mode.found))
+        model.generate(**prompt(name, shapes(name)[shape]), max_new_tokens=16, **options)
+    monkeypatch.undo()
+    assert len(marks) >= 3
+    return [mode.found[a:b] for a, b in itertools.pairwise(marks)]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "chain", "tree", "oracle"])
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 5}], ids=["greedy", "sampled"])
+def test_one_synchronisation_a_round(name, kind, options, monkeypatch):
+    for shape in ("one", "ragged"):
+        oracle = Oracle(stock(name, shape))
+        drafter = {"none": None, "ngram": "ngram", "chain": Chain(), "tree": Fixed(), "oracle": oracle}[kind]
+        for found in waits_per_round(name, drafter, shape, monkeypatch, **options):
+            assert found == ["tolist"], found
+
+
+def test_synchronisations_are_counted(monkeypatch):
+    class Curious(Chain):
+        def propose(self, state, depth):
+            assert int(state.pending[0]) >= 0 and state.pending[state.pending > 0].shape
+            return super().propose(state, depth)
+
+    found = waits_per_round("llama", Curious(), "one", monkeypatch, do_sample=False)
+    assert all({"__int__", "tolist", "aten.index"} <= set(f) for f in found[:-1]), found[0]

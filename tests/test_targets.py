@@ -1,0 +1,170 @@
+"""Which models are refused, in one sentence, and what is known of those that are taken."""
+
+import pytest
+import torch
+import transformers as tf
+
+import visspec
+from tests.doubles import NEW, TreeOracle, new_tokens
+from tests.tiny import (
+    BOS,
+    EOS,
+    FAMILIES,
+    IMAGE,
+    PAD,
+    TEXT,
+    VIDEO,
+    VIDEOS,
+    VISUAL,
+    built,
+    llama,
+    model_of,
+    prompt,
+    qwen2_5_vl,
+)
+from visspec.models.targets.hf_decoder import HFDecoder, describe, nearby
+from visspec.tree import static
+
+
+def refused(model, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        visspec.accelerate(model, "ngram")
+    assert "\n" not in str(caught.value) and str(caught.value).count(". ") == 0
+
+
+def qwen3_5():
+    text = {
+        **TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    return tf.Qwen3_5ForCausalLM._from_config(tf.Qwen3_5TextConfig(**text))
+
+
+def test_recurrent_layers_are_refused():
+    refused(qwen3_5(), "linear_attention")
+
+
+def test_state_space_models_are_refused():
+    config = tf.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4)
+    refused(tf.MambaForCausalLM._from_config(config), "linear_attention|recurrent layers")
+
+
+def test_chunked_attention_is_refused():
+    config = tf.Llama4TextConfig(
+        **{**TEXT, "num_hidden_layers": 2}, intermediate_size_mlp=32, num_local_experts=2, moe_layers=[],
+        layer_types=["chunked_attention", "full_attention"], attention_chunk_size=8,
+    )  # fmt: skip
+    refused(tf.Llama4ForCausalLM._from_config(config), "chunked_attention")
+
+
+def test_encoder_decoders_are_refused():
+    config = tf.T5Config(vocab_size=96, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    refused(tf.T5ForConditionalGeneration._from_config(config), "encoder-decoder")
+
+
+@pytest.mark.parametrize(
+    "attention", ["flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community/x"]
+)
+def test_attention_without_masks_is_refused(attention):
+    for make in (llama, qwen2_5_vl):
+        model = make()
+        model.config.get_text_config()._attn_implementation = attention
+        refused(model, f"attn_implementation: got '{attention}', expected 'sdpa' or 'eager'")
+
+
+@pytest.mark.parametrize("make", [
+    lambda: built(
+        tf.BloomForCausalLM, tf.BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4), attention="eager"
+    ),
+    lambda: built(tf.MptForCausalLM, tf.MptConfig(vocab_size=96, d_model=32, n_layers=2, n_heads=4), attention="eager"),
+], ids=["bloom", "mpt"])  # fmt: skip
+def test_positions_that_cannot_be_given_are_refused(make):
+    """ALiBi models read positions off the mask: a tree would be silently wrong."""
+    refused(make(), "position")
+
+
+SIZES = {"vocab_size": 96, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+OTHERS = {
+    "gpt2": lambda: built(tf.GPT2LMHeadModel, tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **SIZES)),
+    "neox": lambda: built(tf.GPTNeoXForCausalLM, tf.GPTNeoXConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **SIZES)),
+    "phi3": lambda: built(tf.Phi3ForCausalLM, tf.Phi3Config(**TEXT)),
+    "opt": lambda: built(tf.OPTForCausalLM, tf.OPTConfig(
+        hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
+        max_position_embeddings=128, **SIZES)),
+    "qwen3": lambda: built(tf.Qwen3ForCausalLM, tf.Qwen3Config(**TEXT)),
+    "gpt-oss": lambda: built(tf.GptOssForCausalLM, tf.GptOssConfig(
+        **{**TEXT, "sliding_window": 8}, num_local_experts=2, num_experts_per_tok=1), attention="eager"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_decoders_equal_stock(name):
+    """Families outside the table: learned positions, partial rotation, experts, attention sinks."""
+    model = OTHERS[name]()
+    for rows in (["14"], ["19", "12", "3"]):
+        inputs = prompt("llama", rows)
+        expected = new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
+        for drafter in (None, TreeOracle(expected, 0.3)):
+            fast = visspec.accelerate(model, drafter, adaptive=False)
+            assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_capabilities(name):
+    found = describe(model_of(name))
+    assert (found.vocab, found.hidden, found.trees) == (96, 32, True)
+    assert (IMAGE in found.never_drafted) == (name in VISUAL) and (VIDEO in found.never_drafted) == (name in VIDEOS)
+    assert found.family == model_of(name).config.model_type
+
+
+def test_prompts_that_end_in_a_picture_are_refused():
+    inputs = prompt("qwen2_vl", ["5 i 3"])
+    end = int((inputs["input_ids"][0] == IMAGE).nonzero()[-1])
+    whole = {
+        k: v[:, : end + 1] if k in ("input_ids", "attention_mask", "mm_token_type_ids") else v
+        for k, v in inputs.items()
+    }
+    with pytest.raises(ValueError, match="input_ids: got a prompt that ends inside an image"):
+        visspec.accelerate(model_of("qwen2_vl"), None).generate(**whole, max_new_tokens=3)
+
+
+def test_features_out_of_range():
+    with pytest.raises(ValueError, match=r"features: got layer 9, expected one of -3\.\.2"):
+        HFDecoder(model_of("llama"), (9,))
+
+
+def test_features_are_the_hidden_states():
+    model, inputs = model_of("llava"), prompt("llava", ["5 i 7"])
+    target, kept = HFDecoder(model, (0, 1, -1), embeddings=True), []
+
+    def take(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        request = visspec.requests.build(
+            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
+        with torch.no_grad():
+            kept.append(target.prefill(request)[1])
+        return input_ids
+
+    model.generate(**inputs, custom_generate=take, max_new_tokens=4)
+    with torch.no_grad():
+        expected = model(**inputs, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(kept[0].features, torch.cat([expected[i] for i in (0, 1, -1)], -1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(kept[0].aux["embeddings"], expected[0], atol=1e-5, rtol=1e-5)
+
+
+def test_windows_count_along_the_path():
+    tree = static((-1, 0, 0, 1, 3))  # depths 0 1 1 2 3
+    seen = nearby(tree.depth, [10], 15, window=4)[0]
+    assert seen[0].nonzero()[:, 0].tolist() == [
+        7,
+        8,
+        9,
+        10,
+        11,
+        12,
+        13,
+        14,
+    ]  # the draft's own part is the tree's matter
+    assert seen[4].tolist()[:10] == [False] * 10 and seen[4].tolist()[10:] == [True] * 5
+    assert seen[3].tolist()[:10] == [False] * 9 + [True]
