@@ -42,7 +42,8 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     """The CPU path: gather every neighbour, running sum, largest prefix within the bound."""
     R, V = token.shape[0], p.shape[1]
     start = (torch.arange(R, device=p.device) if row is None else row).unsqueeze(1) * V
-    summed = torch.take(p, neighbours[token].long().add_(start)).cumsum(1, dtype=torch.float64)
+    flat = neighbours.index_select(0, token).long().add_(start)
+    summed = p.reshape(-1).index_select(0, flat.view(-1)).view_as(flat).cumsum(1, dtype=torch.float64)
     if delta is not None:
         kept = summed <= delta
     else:

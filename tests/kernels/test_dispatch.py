@@ -53,14 +53,14 @@ def test_relaxed_verification_of_a_tree_dispatches_at_most_sixty_operations(near
     assert count.calls <= limit and not count.waits
 
 
-def test_from_raw_logits_the_count_stays_below_seventy():
+def test_from_raw_logits_the_warp_adds_eleven_operations():
     arguments = tree_arguments(accept.random_case(0, rows=1, nodes=59, vocabulary=300, near="delta"), 5, 10)
     cond, uncond = torch.randn(2, 59, 300)
     accept.accept_tree_torch(**arguments)
     with Count() as count:
         p = warp.guided_warp_torch(cond, uncond, 7.5, 1.0, 100, 1.0)
         accept.accept_tree_torch(**{**arguments, "p": p.unsqueeze(0)})
-    assert count.calls < 70 and not count.waits
+    assert count.calls <= 71 and not count.waits
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
