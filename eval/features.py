@@ -132,6 +132,10 @@ class TimmFeatures:
 
         self.model = model.eval()
         self.config = resolve_model_data_config(model)
+        # A model made with its own img_size keeps the pretrained size in its configuration.
+        fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        if fixed:
+            self.config["input_size"] = (3, *fixed)
         self.dim = model.num_features
         self.name = name or getattr(model, "default_cfg", {}).get("architecture", type(model).__name__)
         keys = ("input_size", "interpolation", "mean", "std")
@@ -202,28 +206,37 @@ def gather(
     batch_size: int = 32,
     max_pixels: int = MAX_PIXELS,
 ) -> Gathered:
-    """Features of a folder's images, in natural order, given to `sink` batch by batch; broken files are listed.
+    """Features of a folder's images, in natural order, given to `sink` in batches; unusable files are listed.
 
     A batch ends early where the image size changes.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     broken: list[tuple[Path, str]] = []
-    batch: list[np.ndarray] = []
+    batch: list[tuple[Path, np.ndarray]] = []
     n, content = 0, sha256()
+
+    def flush() -> int:
+        try:
+            features = extractor(_stack([pixels for _, pixels in batch]))
+        except ValueError as error:  # all images of a batch have one size, which the extractor refuses
+            broken.extend((path, f"{path}: {error}") for path, _ in batch)
+            return 0
+        sink(features)
+        for path, _ in batch:
+            content.update(file_digest(path).encode())
+        return len(batch)
+
     for path, image in iter_images(image_files(folder), broken, max_pixels):
         pixels = np.asarray(image)
-        if batch and (len(batch) == batch_size or batch[0].shape != pixels.shape):
-            sink(extractor(_stack(batch)))
+        if batch and (len(batch) == batch_size or batch[0][1].shape != pixels.shape):
+            n += flush()
             batch = []
-        batch.append(pixels)
-        content.update(file_digest(path).encode())
-        n += 1
-    if batch:
-        sink(extractor(_stack(batch)))
+        batch.append((path, pixels))
+    n += flush() if batch else 0
     problems = tuple(reason for _, reason in broken)
     if not n:
-        raise ValueError(f"no image of the folder {folder} can be read; the first problem: {problems[0]}")
+        raise ValueError(f"no image of the folder {folder} can be used; the first problem: {problems[0]}")
     return Gathered(n, content.hexdigest()[:16], problems)
 
 

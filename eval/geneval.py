@@ -232,12 +232,12 @@ def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector
     """One result row in GenEval's form, plus `strict` (None when the detector was not asked for every class)."""
     row = {"filename": filename, "tag": metadata["tag"], "prompt": metadata["prompt"]}
     row["metadata"] = json.dumps(metadata)
+    classes = sorted({item["class"] for key in ("include", "exclude") for item in metadata.get(key, [])})
     try:
         image = open_image(path, **limits)
+        found = detector.detect(image, classes)
     except (ValueError, FileNotFoundError) as error:
         return row | {"correct": False, "strict": False, "reason": str(error), "details": "{}", "broken": True}
-    classes = sorted({item["class"] for key in ("include", "exclude") for item in metadata.get(key, [])})
-    found = detector.detect(image, classes)
     objects = kept(found, detector.threshold(metadata["tag"]), detector.max_overlap)
     correct, reason = judge(image, objects, metadata, colours)
     if found.refused:

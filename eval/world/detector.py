@@ -80,7 +80,7 @@ def blurred(image: np.ndarray, sigma: float) -> np.ndarray:
     return image
 
 
-@lru_cache(maxsize=30_000)
+@lru_cache(maxsize=8192)
 def _template(kind: str, fx: int, fy: int, radius: int, sigma: float) -> np.ndarray:
     """Coverage around an integer pixel, (2h+1, 2h+1); the centre is fx, fy and the radius `radius` quarter pixels."""
     h = ceil(radius / STEPS) + 1 + ceil(2 * sigma)

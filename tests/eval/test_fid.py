@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from visspec.eval import cmmd, fid, inception_score, kid, precision_recall, references
-from visspec.eval.features import Inception, RandomConv, gather, metric_name, table
+from visspec.eval.features import Inception, RandomConv, TimmFeatures, TransformersFeatures, gather, metric_name, table
 from visspec.eval.statistics import GaussianStats, merged
 
 
@@ -228,12 +228,13 @@ def test_folder_against_reference_prints_n_and_floor_and_lists_broken_files(tmp_
     same = fid.from_folder(folder_of(tmp_path / "same", 24, 1), reference, extractor)
     other = folder_of(tmp_path / "other", 23, 2, divide=4)
     (other / "5.png").write_bytes(b"\x89PNG broken")
+    Image.new("RGB", (8, 8)).save(other / "7b.png")  # readable, but too small for the extractor
     result = fid.from_folder(other, reference, extractor, batch_size=5)
     assert result.n == 22 and result.n_reference == 24 and result.noise_floor_n == 12
     assert result.value > 1.5 * same.value and same.value < 2 * same.noise_floor_here
     text = str(result)
     assert text.startswith("FD[random-conv] = ") and "N = 22 against 24" in text and "noise floor" in text
-    assert "5.png" in text and "different counts: 22" in text
+    assert "5.png" in text and "7b.png: images must be at least 16 x 16" in text and "different counts: 22" in text
     assert json.loads(json.dumps(result.to_dict()))["name"] == "FD[random-conv]"
 
 
@@ -243,7 +244,7 @@ def test_empty_and_unreadable_folders_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="holds no image"):
         references.from_folder(tmp_path / "empty", extractor)
     (tmp_path / "empty" / "a.png").write_bytes(b"no")
-    with pytest.raises(ValueError, match=r"no image of the folder .* can be read; the first problem: .*a\.png"):
+    with pytest.raises(ValueError, match=r"no image of the folder .* can be used; the first problem: .*a\.png"):
         gather(tmp_path / "empty", extractor, print)
     with pytest.raises(ValueError, match="at least 4 images"):
         references.from_folder(folder_of(tmp_path / "three", 3, 0), extractor)
@@ -338,3 +339,37 @@ def test_table_keeps_rows_in_natural_order(tmp_path: Path):
     assert features.shape == (11, 256) and met.n == 11
     alone = RandomConv()(torch.from_numpy(np.array(Image.open(images / "10.png"))).permute(2, 0, 1)[None])
     assert torch.allclose(features[10], alone[0], atol=1e-5)
+
+
+def test_transformers_and_timm_extractors_run_on_tiny_random_models():
+    timm = pytest.importorskip("timm")
+    from transformers import BitImageProcessor, CLIPConfig, CLIPImageProcessor, CLIPModel, Dinov2Config, Dinov2Model
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = small | {"image_size": 28, "patch_size": 14}
+    clip = CLIPConfig(
+        text_config=small | {"vocab_size": 9, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config=vision,
+        projection_dim=12,
+    )
+    sizes = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+    torch.manual_seed(0)
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=24, num_classes=0)
+    extractors = [
+        TransformersFeatures(CLIPModel(clip), CLIPImageProcessor(**sizes), "clip-tiny"),
+        TransformersFeatures(Dinov2Model(Dinov2Config(**vision)), BitImageProcessor(**sizes), "dino-tiny"),
+        TimmFeatures(vit, "vit-tiny"),
+    ]
+    images = torch.randint(0, 256, (5, 3, 40, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert [e.dim for e in extractors] == [12, 16, 24]
+    for extractor in extractors:
+        features = extractor(images)
+        assert features.shape == (5, extractor.dim) and features.dtype == torch.float32
+        assert torch.allclose(extractor(images[2:3])[0], features[2], atol=1e-4)
+        assert metric_name(extractor) == f"FD[{extractor.name}]"
+    assert len({e.fingerprint for e in extractors}) == 3
+    again = TransformersFeatures(extractors[0].model, CLIPImageProcessor(**sizes | {"resample": 0}), "clip-tiny")
+    assert again.fingerprint != extractors[0].fingerprint  # another resize is another metric
+    with torch.no_grad():
+        next(vit.parameters()).add_(1e-3)
+    assert TimmFeatures(vit, "vit-tiny").fingerprint != extractors[2].fingerprint

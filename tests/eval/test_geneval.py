@@ -175,15 +175,16 @@ def test_broken_image_and_uneven_folders_are_listed_and_never_help(tmp_path: Pat
     root = make_root(tmp_path / "a", 4, 3)
     (root / "00001" / "samples" / "0001.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (root / "00002" / "samples" / "0002.png").unlink()
+    Image.new("RGB", (9, 9)).save(root / "00002" / "samples" / "0000.png")  # readable, too small for the detector
     (root / "00003" / "metadata.jsonl").write_text("{broken")
     (root / "00004" / "samples").mkdir(parents=True)
     report = geneval.evaluate(root, tmp_path / "r.jsonl")
-    assert report.summary["images"] == 8 and report.summary["broken"] == 1
-    assert report.summary["correct_images"] == 7 / 8
+    assert report.summary["images"] == 8 and report.summary["broken"] == 2
+    assert report.summary["correct_images"] == 6 / 8
     text = "\n".join(report.problems)
     assert "00001/samples/0001.png" in text and "00002/samples holds 2 images, most folders 3" in text
     assert "00003/metadata.jsonl: not valid JSON" in text and "00004/metadata.jsonl: there is no such file" in text
-    assert report.summary["problems"] == 4
+    assert "00002/samples/0000.png: image must be" in text and report.summary["problems"] == 5
 
 
 @pytest.mark.parametrize(
