@@ -1,5 +1,6 @@
 """The feature drafter: state after ragged rounds, identity, coupling, trees, images, checkpoints and their refusals."""
 
+import copy
 import json
 import shutil
 
@@ -261,7 +262,7 @@ def test_refusals(saved, what):
 def test_another_target_is_refused(saved):
     with pytest.raises(ValueError, match="family 'llava', got a model of 'qwen2'"):
         FeatureDrafter.from_pretrained(saved, model_of("qwen2"))
-    with pytest.raises(ValueError, match="captioner|vispec"):
+    with pytest.raises(ValueError, match=r"captioner|vispec"):
         visspec.accelerate(model_of("llava"), "vispec")
 
 
@@ -269,3 +270,39 @@ def test_configurations_that_make_no_network_are_refused():
     for options in ({"heads": 5}, {"image_latents": -1}, {"levels": 0}, {"mrope_section": (1, 1)}):
         with pytest.raises(ValueError, match="expected"):
             FeatureHead(config_for(model_of("llava"), **options))
+
+
+def test_half_precision_targets_are_drafted_for():
+    model = copy.deepcopy(model_of("llava")).to(torch.bfloat16)
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
+    for layers in ((-1,), (1, -1)):
+        drafter = FeatureDrafter.for_model(model, image_latents=2, feature_layers=layers)
+        for width in (1, 3):
+            drafter.width = width
+            fast = visspec.accelerate(model, drafter, adaptive=False, levels=3)
+            fast.generate(**inputs, max_new_tokens=6, do_sample=False)
+            assert fast.last_stats.faults == 0
+
+
+def test_a_drafter_that_rests_reads_everything_when_it_wakes():
+    """Rounds without drafting leave elements to read; ragged ones are packed row by row."""
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    drafter = make("llava")
+    with torch.inference_mode():
+        request = request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0)
+        target, rule, state, _ = opened(drafter, request)
+        answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, request.prompt.shape[1] :]
+        for levels in (0, 2, 0, 0):
+            draft = drafter.propose(state, levels) if levels else visspec.tree.root(state.pending)
+            if levels:  # row 0 accepts both, the others what a random drafter deserves
+                draft.tokens[0, 1:] = answer[0, len(state.tokens[0]) :][:levels]
+            scores = target.verify(state, draft)
+            verdict = rule(draft, scores, None)
+            outcome = settle(state, draft, scores, verdict)
+            target.commit(state, draft, outcome)
+            drafter.observe(state, draft, scores, verdict, outcome)
+        assert len(state.memory.waiting) == 3 and min(state.memory.waiting[0][2]) < 3 == max(state.memory.waiting[0][2])
+        first = drafter._catch_up(state.memory, 1)
+        _, expected = whole_prefix(drafter, model, inputs, state)
+        torch.testing.assert_close(first, expected, rtol=2e-4, atol=2e-5)

@@ -116,11 +116,11 @@ class FeatureDrafter:
         self, layout: layouts.Layout, ids_BL: Tensor, features_BLF: Tensor, embeddings_BLd: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Layer inputs (B, T, d) and rotations (B, T, C) of a layout's elements, and the runs' global vectors."""
-        head, last = self.head, self.embed.weight.shape[0] - 1
+        head, last, dtype = self.head, self.embed.weight.shape[0] - 1, self.head.fc.weight.dtype
         following = ids_BL[:, 1:].clamp(max=last)
-        embed = self.embed(layouts.pick(following, layout.token.clamp(max=following.shape[1] - 1)))
-        feature = head.reduced(layouts.pick(features_BLF, layout.token))
-        latents, globals_ = layouts.compress(head, embeddings_BLd, layout)
+        embed = self.embed(layouts.pick(following, layout.token.clamp(max=following.shape[1] - 1))).to(dtype)
+        feature = head.reduced(layouts.pick(features_BLF, layout.token).to(dtype))
+        latents, globals_ = layouts.compress(head, embeddings_BLd.to(dtype), layout)
         x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, globals_)
         section = self.config.mrope_section
         position = layouts.positions_at(positions, layout, ids_BL.shape[0], section)
@@ -162,7 +162,8 @@ class FeatureDrafter:
         state.memory.select(keep)
 
     def _logits(self, feature: Tensor) -> Tensor:
-        return F.linear(feature, self.lm_head.weight, self.lm_head.bias)
+        weight = self.lm_head.weight
+        return F.linear(feature.to(weight.dtype), weight, self.lm_head.bias)
 
     def _join(self, token: Tensor, feature: Tensor, shift: Tensor | None) -> Tensor:
         """Layer inputs (N, d) of text elements: fc([embedding; feature]) and what the image adds, (1|N, d)."""
@@ -179,7 +180,9 @@ class FeatureDrafter:
         rows, width = token_BT.shape
         memory.reserve(memory.end + width + depth * self.width)
         self._turns_to(max(memory.positions) + width + depth)
-        feature = (self.head.reduced(feature_BTF) if self.config.reduced else feature_BTF).flatten(0, 1)
+        if self.config.reduced:
+            feature_BTF = self.head.reduced(feature_BTF.to(self.head.fc.weight.dtype))
+        feature = feature_BTF.to(self.fold.qkv.dtype).flatten(0, 1)
         shift = memory.shift
         if shift is not None and rows > 1 and width > 1:
             shift = shift.repeat_interleave(width, dim=0)
@@ -266,7 +269,7 @@ class FeatureDrafter:
         answer = answer.clamp(max=x.shape[1] - 1)
         index = torch.arange(answer.shape[1], device=ids.device)
         following = ids[:, 1:]
-        embed = self.embed(layouts.pick(following, layout.token.clamp(max=following.shape[1] - 1)))
+        embed = self.embed(layouts.pick(following, layout.token.clamp(max=following.shape[1] - 1))).to(x.dtype)
         image = globals_[layout.image.to(globals_.device)]
         keys: list[Tensor] = []
         values: list[Tensor] = []

@@ -101,7 +101,7 @@ def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: Layout) -> tuple
     index_RS = start[:, None] + torch.arange(longest, device=device)
     real_RS = index_RS < end[:, None]
     index_RS = torch.minimum(index_RS, end[:, None] - 1)
-    out = head.adaptor(embeddings_BLd[row[:, None], index_RS].to(head.fc.weight.dtype), real_RS)
+    out = head.adaptor(embeddings_BLd[row[:, None], index_RS], real_RS)
     return torch.cat([zero.to(out.dtype), out[:, :-1].flatten(0, 1)]), torch.cat([zero.to(out.dtype), out[:, -1]])
 
 

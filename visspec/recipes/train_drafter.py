@@ -163,7 +163,7 @@ def train(model, drafter, prompts, plan: Plan, out, record: dict, validate, resu
 
         def report(entry: dict) -> None:
             bar.update(entry["step"] - bar.n)
-            bar.set_postfix(loss=entry["loss"], agreed=entry["agreed"][0])
+            bar.set_postfix(loss=entry["loss"], agreed=entry["agreed"][0], refresh=False)
             if entry["step"] % 100 == 0 or "tau_greedy" in entry:
                 bar.write(json.dumps(entry))
 
