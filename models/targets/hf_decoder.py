@@ -19,6 +19,8 @@ from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
 
+# before, a list of layers gave a tuple of those alone, without the embeddings; so all are asked for (5.17 was tried)
+LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
 ATTENTION_WITH_TREES = {"sdpa", "eager"}
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
@@ -39,7 +41,7 @@ class HFDecoder:
         self.window = _sliding_window(text)
         self.mixed = bool(getattr(text, "layer_types", None))  # such models take a mask per kind of layer
         self.dtype = next(model.get_decoder().parameters()).dtype
-        self._outputs = {"output_hidden_states": list(features)} if features else {}
+        self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if features else {}
         self._bias: tuple[Tree | None, Tensor] = (None, torch.empty(0))
 
     @property
