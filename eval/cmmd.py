@@ -3,10 +3,15 @@
 The paper uses CLIP ViT-L/14 at 336 pixels; with any other extractor the number is not comparable to theirs.
 """
 
+from pathlib import Path
+
 import torch
+
+from visspec.eval.features import FeatureExtractor, pair
 
 SIGMA = 10.0
 SCALE = 1000.0
+ORIGINAL = "openai/clip-vit-large-patch14-336"
 
 
 def _mean_kernel(x: torch.Tensor, y: torch.Tensor, rows: int = 2048) -> float:
@@ -24,3 +29,10 @@ def from_features(first: torch.Tensor, second: torch.Tensor) -> float:
         raise ValueError(f"CMMD needs images on both sides, not {len(first)} and {len(second)}")
     x, y = (torch.nn.functional.normalize(t.double(), dim=1) for t in (first, second))
     return SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y))
+
+
+def from_folders(generated: str | Path, reference: str | Path, extractor: FeatureExtractor) -> dict:
+    """The result row of two image folders; called CMMD without brackets only for an extractor named ORIGINAL."""
+    tables = pair(generated, reference, extractor)
+    name = "CMMD" if extractor.name == ORIGINAL else f"CMMD[{extractor.name}]"
+    return tables.result(name, extractor, {"value": from_features(tables.generated, tables.reference)})

@@ -32,9 +32,10 @@ class FeatureExtractor(Protocol):
         """uint8 (n, 3, h, w) -> floating (n, dim)."""
 
 
-def metric_name(extractor: FeatureExtractor) -> str:
-    """`FID` for the Inception weights whose hash was checked, else `FD[name]`."""
-    return "FID" if isinstance(extractor, Inception) and extractor.verified else f"FD[{extractor.name}]"
+def metric_name(extractor: FeatureExtractor, verified: str = "FID", other: str = "FD") -> str:
+    """`FID` for the Inception weights whose hash was checked, else `FD[name]`; the other metrics pass their names."""
+    genuine = isinstance(extractor, Inception) and extractor.verified
+    return verified if genuine else f"{other}[{extractor.name}]"
 
 
 def weights_hash(module: torch.nn.Module) -> str:
@@ -249,3 +250,27 @@ def table(folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32)
     parts: list[torch.Tensor] = []
     gathered = gather(folder, extractor, parts.append, batch_size)
     return torch.cat(parts), gathered
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Feature tables of a generated and a reference folder, with the sentences a result must carry."""
+
+    generated: torch.Tensor
+    reference: torch.Tensor
+    problems: tuple[str, ...]
+
+    def result(self, name: str, extractor: FeatureExtractor, values: dict[str, float]) -> dict:
+        """A result row: name, values, both counts, extractor and problems."""
+        described = {"extractor": extractor.name, "fingerprint": extractor.fingerprint}
+        counts = {"n": len(self.generated), "n_reference": len(self.reference)}
+        return {"name": name, **values, **counts, **described, "problems": list(self.problems)}
+
+
+def pair(generated: str | Path, reference: str | Path, extractor: FeatureExtractor, batch_size: int = 32) -> Pair:
+    """Features of two folders by one extractor; different counts are a problem, as most metrics depend on N."""
+    (x, first), (y, second) = (table(folder, extractor, batch_size) for folder in (generated, reference))
+    problems = [*first.problems, *second.problems]
+    if len(x) != len(y):
+        problems.append(f"different counts: {len(x)} images against {len(y)} of the reference")
+    return Pair(x, y, tuple(problems))

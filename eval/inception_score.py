@@ -3,8 +3,12 @@
 The published score uses the bias-free logits of the 2015-12-05 Inception; any classifier's logits are accepted.
 """
 
+from pathlib import Path
+
 import numpy as np
 import torch
+
+from visspec.eval.features import FeatureExtractor, table
 
 SPLITS = 10
 SEED = 2020
@@ -25,3 +29,18 @@ def from_logits(
         mixed = part.exp().mean(0, keepdim=True).log()
         scores.append(float((part.exp() * (part - mixed)).sum(1).mean().exp()))
     return float(np.mean(scores)), float(np.std(scores))
+
+
+def from_folder(folder: str | Path, classifier: FeatureExtractor, splits: int = SPLITS) -> dict:
+    """The result row of an image folder; `classifier` is an extractor whose features are logits."""
+    logits, met = table(folder, classifier)
+    mean, std = from_logits(logits, splits)
+    described = {"extractor": classifier.name, "fingerprint": classifier.fingerprint}
+    return {
+        "name": f"IS[{classifier.name}]",
+        "value": mean,
+        "std": std,
+        "n": met.n,
+        **described,
+        "problems": list(met.problems),
+    }

@@ -3,8 +3,12 @@
 k(x, y) = (x . y / d + 1)^3, averaged over random subsets; called KID only with the verified Inception features.
 """
 
+from pathlib import Path
+
 import numpy as np
 import torch
+
+from visspec.eval.features import FeatureExtractor, metric_name, pair
 
 SUBSETS = 100
 SUBSET_SIZE = 1000
@@ -38,3 +42,10 @@ def from_features(
         j = rng.choice(len(second), subset_size, replace=False)
         values.append(polynomial_mmd(first[i], second[j]))
     return float(np.mean(values)), float(np.std(values))
+
+
+def from_folders(generated: str | Path, reference: str | Path, extractor: FeatureExtractor, **options: int) -> dict:
+    """The result row of two image folders; `options` are those of `from_features`."""
+    tables = pair(generated, reference, extractor)
+    mean, std = from_features(tables.generated, tables.reference, **options)
+    return tables.result(metric_name(extractor, "KID", "KID"), extractor, {"value": mean, "std": std} | options)

@@ -4,7 +4,11 @@ Precision: share of generated features inside the reference's manifold, the unio
 that reach their k-th nearest other. Recall: the same with the roles exchanged.
 """
 
+from pathlib import Path
+
 import torch
+
+from visspec.eval.features import FeatureExtractor, pair
 
 NEIGHBOURS = 3
 
@@ -33,3 +37,12 @@ def from_features(generated: torch.Tensor, reference: torch.Tensor, k: int = NEI
     recall = inside(reference, generated, radii(generated, k))
     total = precision + recall
     return {"precision": precision, "recall": recall, "f_score": 2 * precision * recall / total if total else 0.0}
+
+
+def from_folders(
+    generated: str | Path, reference: str | Path, extractor: FeatureExtractor, k: int = NEIGHBOURS
+) -> dict:
+    """The result row of two image folders."""
+    tables = pair(generated, reference, extractor)
+    values = from_features(tables.generated, tables.reference, k)
+    return tables.result(f"precision-recall[{extractor.name}]", extractor, values | {"k": k})

@@ -373,3 +373,27 @@ def test_transformers_and_timm_extractors_run_on_tiny_random_models():
     with torch.no_grad():
         next(vit.parameters()).add_(1e-3)
     assert TimmFeatures(vit, "vit-tiny").fingerprint != extractors[2].fingerprint
+
+
+def test_the_family_reads_folders_and_carries_counts_and_problems(tmp_path: Path):
+    extractor = RandomConv()
+    a, b = folder_of(tmp_path / "a", 13, 0), folder_of(tmp_path / "b", 14, 1, divide=4)
+    (a / "2.png").write_bytes(b"broken")
+    x, y = table(a, extractor)[0], table(b, extractor)[0]
+    rows = [
+        kid.from_folders(a, b, extractor, subsets=3, subset_size=10),
+        cmmd.from_folders(a, b, extractor),
+        precision_recall.from_folders(a, b, extractor),
+    ]
+    assert [row["name"] for row in rows] == ["KID[random-conv]", "CMMD[random-conv]", "precision-recall[random-conv]"]
+    for row in rows:
+        assert (row["n"], row["n_reference"], row["fingerprint"]) == (12, 14, extractor.fingerprint)
+        assert (
+            len(row["problems"]) == 2 and "2.png" in row["problems"][0] and "different counts: 12" in row["problems"][1]
+        )
+    assert rows[0]["value"] == kid.from_features(x, y, 3, 10)[0]
+    assert rows[1]["value"] == cmmd.from_features(x, y)
+    assert rows[2]["precision"] == precision_recall.from_features(x, y)["precision"]
+    score = inception_score.from_folder(b, extractor, splits=2)
+    assert score["name"] == "IS[random-conv]" and score["n"] == 14
+    assert score["value"] == inception_score.from_logits(y, 2)[0]
