@@ -11,6 +11,8 @@ import threading
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from visspec import tree as trees
