@@ -88,6 +88,20 @@ def test_tree_rows_equal_paths_and_commit_equals_prefill(name, shape):
     check_against_stock(name, rows, state, draft, target.verify(state, draft), BRANCHING, leaves=(4, 6, 7))
 
 
+DEEP = (-1, 0, 0, *range(2, 13))  # deeper than the windows, and slots that are not depths
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.sliding])
+@torch.inference_mode()
+def test_windows_inside_a_draft(name):
+    """A path longer than the sliding window forgets its own beginning."""
+    for shape in ("one", "even"):
+        rows = shapes(name)[shape]
+        target, state, _ = opened(name, rows)
+        draft = random_draft(state, DEEP)
+        check_against_stock(name, rows, state, draft, target.verify(state, draft), DEEP, leaves=(len(DEEP) - 1,))
+
+
 def drafters(name, shape):
     answers = stock(name, shape)
     return {
