@@ -89,7 +89,8 @@ class Group:
     """What the page shows of the methods of one bench and target: figures as markup, pictures as rows of cells."""
 
     def __init__(self, kind: str, target: str, methods: list[Method]):
-        self.kind, self.target, self.methods = kind, target, methods
+        local = target.startswith(("/", ".", "~"))  # where a checkpoint lies is nobody's business, its name is
+        self.kind, self.target, self.methods = kind, Path(target).name if local else target, methods
         self.sources = ", ".join(dict.fromkeys(m.source for m in methods))
         self.failures = [f"{m.source}: {m.label}: {f}" for m in methods for f in m.record.get("failures") or []]
         self.cases, self.left_out = cases(methods, self.failures)
@@ -183,6 +184,8 @@ def pareto(methods: Sequence[Method], field: str) -> Markup | None:
         if speed is not None and value is not None:
             points.append((str(m.number), speed, interval(m.record.get("speedup_ci95")), value, spread, m.n))
     name, higher = QUALITY[field]
+    if field == "drift_per_token" and not any(value for _, _, _, value, _, _ in points):
+        return None  # exact rules only: nothing to trade
     return figures.pareto(points, name, higher) if points else None
 
 

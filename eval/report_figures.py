@@ -96,6 +96,7 @@ def strip(entries: Sequence[tuple[str, Sequence[float], float, Interval]]) -> Ma
     x, pitch = Scale(low, high, LEFT + 6, RIGHT - 6, log=True), 58
     bottom = pitch * len(entries) + 4
     marks = [t for t in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16) if low <= t <= high]
+    marks = marks if len(marks) > 2 else sorted({1.0, *ticks(low, high, 8)})
     parts = [line(x(t), 16, x(t), bottom, INK if t == 1 else RULE, dash="" if t == 1 else "2 3") for t in marks]
     parts += [text(x(t), bottom + 13, f"{t:g}", "middle", FAINT) for t in marks]
     for i, (label, ratios, mean, interval) in enumerate(entries):

@@ -387,6 +387,22 @@ def test_different_environments_are_kept_apart(page):
     assert "Methods 1, 2" in text and "Methods 3" in text
 
 
+def test_exact_rules_alone_trade_nothing(page):
+    assert "drift per token (lower" not in page(caption())
+    assert "drift per token (lower" in page(caption(), caption(drift_per_token=0.01))
+
+
+def test_names_of_targets_without_their_folder(page):
+    assert "caption: captioner" in Reader(page(caption(target="/home/me/models/captioner"))).text
+    assert "/home" not in page(caption(target="/home/me/models/captioner"))
+    assert "caption: org/model" in Reader(page(caption(target="org/model"))).text
+
+
+def test_narrow_strips_have_ticks():
+    drawing = figures.strip([("ours", [1.04, 1.06, 1.08], 1.06, (1.05, 1.07))])
+    assert len(re.findall(r'text-anchor="middle" fill="#5f5f5f" font-size="11" class="halo">1[.\d]*<', drawing)) >= 3
+
+
 @pytest.mark.parametrize("hits, n", [(0, 5), (3, 8), (64, 64)])
 def test_wilson(hits, n):
     expected = scipy.stats.binomtest(hits, n).proportion_ci(method="wilson")
