@@ -10,6 +10,7 @@ B rows, N draft nodes, V vocabulary, K neighbours.
 import json
 import math
 import platform
+import subprocess
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -373,6 +374,8 @@ def jobs(device, quick):
 def run(device="cpu", json_path=None, quick=False):
     """Measures every kernel on `device` and returns the object described in the benchmark notes; writes it as JSON."""
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: found {device} on a machine without CUDA, expected cpu")
     bandwidth = copy_bandwidth(device)
     calls, waits = dispatched(verification_case(device, draws=1))
     rows = []
@@ -397,9 +400,29 @@ def run(device="cpu", json_path=None, quick=False):
         "rows": rows,
         "provenance": provenance(device),
     }
+    print(table(result))
     if json_path:
         Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def table(result):
+    """The rows as text; a ratio under 1 is called a slowdown."""
+    lines = [
+        f"kernels on {result['provenance']['device']}, copy {result['copy_bandwidth_gb_s']:.1f} GB/s",
+        f"a relaxed verification: {result['dispatched_ops_per_verification']} dispatched calls,"
+        f" {result['host_syncs_per_round']} host waits",
+    ]
+    for row in result["rows"]:
+        name = f"{row['kernel']:26} {row['shape']:34} {row['dtype']:9} {row['device']:5}"
+        if row["time_us"] == NOT_MEASURED:
+            lines.append(f"{name} {NOT_MEASURED}")
+            continue
+        low, high = row["ratio_ci95"]
+        ratio = f"{row['ratio_to_eager']:.2f} ({low:.2f} to {high:.2f}) times eager, {row['eager']}"
+        word = " - a slowdown" if row["ratio_to_eager"] < 1 else ""
+        lines.append(f"{name} {row['time_us']:10.0f} us {row['share_of_copy_bandwidth']:6.1%} of copy {ratio}{word}")
+    return "\n".join(lines)
 
 
 def _blank():
@@ -408,9 +431,12 @@ def _blank():
 
 
 def provenance(device):
-    """What a number needs to be repeated; the revision is the caller's to add."""
+    """What a number needs to be repeated."""
+    revision = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    git = subprocess.run(revision, capture_output=True, text=True, check=False).stdout.strip()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
+        "git": git or None,
         "torch": torch.__version__,
         "device": name,
         "cuda": torch.version.cuda if device.type == "cuda" else None,

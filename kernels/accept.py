@@ -104,7 +104,8 @@ def accept_tree_torch(tokens, parent, p, q, coins, draw, mass, neighbours, delta
         part, scale, residual = child * px, None, None
         exact = part / (part - part.cumsum(2, dtype=torch.float64)).add_(1.0).clamp_min_(TINY)
     else:
-        exact, scale, residual = _drawn_siblings(tok, par, child, px, p, q, branch)
+        drawn = _drawn_chain if branch == 1 else _drawn_siblings
+        exact, scale, residual = drawn(tok, par, child, px, p, q, branch)
     if neighbours is not None:
         mass = _neighbourhood(tok, rows, px, p, neighbours, delta, lam)
     elif mass is not None:
@@ -149,8 +150,21 @@ def _constants(N, device):
     return order, order.unsqueeze(1), torch.eye(1, N, dtype=torch.float64, device=device)
 
 
+def _drawn_chain(tok, par, child, px, p, q, branch):
+    """`_drawn_siblings` where no node has two children: nothing needs a sweep but the last residual."""
+    scale = q.gather(2, tok.mT).mT.double().clamp_min(TINY)
+
+    def residual(last):
+        batch, kind = torch.arange(len(last), device=p.device), torch.promote_types(p.dtype, torch.float32)
+        below = par.squeeze(1) == last.unsqueeze(1)
+        rejected = q[batch, below.long().argmax(1)].to(kind) * below.any(1, keepdim=True)
+        return (p[batch, last].to(kind) - rejected).clamp_min_(0).unsqueeze(1)
+
+    return child * (px / scale).clamp_max(1), scale, residual
+
+
 def _drawn_siblings(tok, par, child, px, p, q, branch):
-    """Acceptance ratios [v, n], the draft law q(x_n) (B, 1, N), and u of every node after all its children.
+    """Acceptance ratios [v, n], the draft law q(x_n) (B, 1, N), and the residual (B, 1, V) after a node's children.
 
     Rank j handles the (j+1)-th child of every node at once; at most (N-1)/(j+1) nodes have one, so with the nodes
     sorted by their number of children the work is (N-1)(1 + 1/2 + 1/3 + ...) rows, without a synchronisation.
@@ -177,7 +191,11 @@ def _drawn_siblings(tok, par, child, px, p, q, branch):
     scale = cross.diagonal(dim1=1, dim2=2).unsqueeze(1).clamp_min(TINY)
     ratio = remaining.clamp_min(0) / (scale * before[:, :N].unsqueeze(1)).clamp_min(TINY)
     back = torch.empty_like(by_children).scatter_(1, by_children, torch.arange(N, device=p.device).expand(B, N))
-    return child * ratio.clamp_max(1), scale, (u, back)
+
+    def residual(last):
+        return u[batch, back.gather(1, last.unsqueeze(1))].clamp_min(0)
+
+    return child * ratio.clamp_max(1), scale, residual
 
 
 def _next_token(tok, par, p, last, draw, residual):
@@ -191,9 +209,7 @@ def _next_token(tok, par, p, last, draw, residual):
     if residual is None:
         left = row.scatter_reduce(2, tok, (par != node).to(row.dtype), "amin")
     else:
-        u, back = residual
-        slot = back.gather(1, last.view(B, 1)).view(B)
-        left = u[torch.arange(B, device=p.device), slot].clamp_min(0).unsqueeze(1)
+        left = residual(last)
     running = left.cumsum(2, dtype=torch.float64)
     found = torch.searchsorted(running, uniform * running[..., -1:], right=True)
     return torch.where(found < V, found, row.argmax(2, keepdim=True)).view(B)
@@ -397,8 +413,8 @@ def accept_tree(
 ):  # fmt: skip
     """Accepts a path of the draft tree and draws the token after it.
 
-    tokens (B, N) int, within the vocabulary at padding nodes too; parent (B, N) or (N,) int: -1 at node 0, the pending
-    token, and at padding nodes; every other node after its parent. p (B, N, V): law after each node. q (B, N, V): law
+    tokens (B, N) int, within the vocabulary at padding nodes too; parent (B, N), (1, N) or (N,) int: -1 at node 0, the
+    pending token, and at padding nodes; others after their parent. p (B, N, V): law after each node. q (B, N, V): law
     from which each node was drawn given its earlier siblings; None: nodes are point masses. coins (B, N) and draw (B,):
     uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN) or lam (LANTERN++), see
     `neighbour_mass`. depth: longest path without the root (default N - 1); branch: most children of a node (default
@@ -408,6 +424,8 @@ def accept_tree(
     next (B,) int64, drift (B,) fp32. Raises ValueError or TypeError naming the argument; with check=True also for laws
     that do not sum to one, a parent that is not an earlier node, and a token outside the vocabulary.
     """
+    if isinstance(parent, torch.Tensor) and parent.dim() == 2 and parent.shape[0] == 1:
+        parent = parent[0]
     _validate(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam)
     N = tokens.shape[1]
     depth, branch = (N - 1 if value is None else int(value) for value in (depth, branch))

@@ -200,8 +200,8 @@ def tree_attention(q, k, v, length, parent=None, ancestors=None, start=None, sca
     """Attention of the tree's nodes: (B, H, N, F) in q's dtype.
 
     q (B, H, N, F); k and v (B, G, S, F), G dividing H, with the tree in slots length .. length + N; length (B,) int;
-    parent (N,) or (B, N) int, or ancestors (B, N, N) bool; start (B,) int: first prefix slot (left padding); scaling
-    defaults to F ** -0.5. length + N <= S is the caller's word. Raises ValueError or TypeError naming the argument.
+    parent (N,) or (1|B, N) int, or ancestors (1|B, N, N) bool; start (B,) int: first prefix slot (left padding);
+    scaling defaults to F ** -0.5. length + N <= S is the caller's word. Raises ValueError or TypeError by argument.
     """
     check_tensor("q", q, (None, None, None, None), FLOATS)
     B, H, N, F = q.shape
@@ -216,10 +216,12 @@ def tree_attention(q, k, v, length, parent=None, ancestors=None, start=None, sca
     if start is not None:
         check_tensor("start", start, (B,), INTS, q.device)
     if ancestors is None:
-        if parent.dim() == 1:
+        if parent.dim() == 1 or parent.shape[0] == 1:
             parent = parent.expand(B, -1)
         check_tensor("parent", parent, (B, N), INTS, q.device)
         ancestors = ancestor_mask(parent)
+    elif ancestors.shape[0] == 1:
+        ancestors = ancestors.expand(B, -1, -1)
     check_tensor("ancestors", ancestors, (B, N, N), (torch.bool,), q.device)
     return torch.ops.visspec.tree_attention(q, k, v, length, ancestors, start, scaling)
 

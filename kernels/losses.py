@@ -59,9 +59,10 @@ def draft_losses_backward_torch(draft, target, sum_d, sum_t, slope, grad_tv, gra
     grad = torch.empty_like(draft, memory_format=torch.contiguous_format)
     for rows in _chunks(*draft.shape):
         q = (draft[rows].to(sum_d.dtype) - sum_d[rows].unsqueeze(1)).exp_()
-        gap = q - (target[rows].to(sum_d.dtype) - sum_t[rows].unsqueeze(1)).exp_()
-        turn = q.mul_(gap.sign().sub_(slope[rows].unsqueeze(1))).mul_(grad_tv[rows].unsqueeze(1) / 2)
-        grad[rows] = gap.mul_((grad_kl[rows] + grad_ce[rows]).unsqueeze(1)).add_(turn)
+        p = (target[rows].to(sum_d.dtype) - sum_t[rows].unsqueeze(1)).exp_()
+        gap = torch.sub(q, p, out=p)
+        turn = gap.sign().sub_(slope[rows].unsqueeze(1)).mul_(q).mul_(grad_tv[rows].unsqueeze(1) / 2)
+        torch.addcmul(turn, gap, (grad_kl[rows] + grad_ce[rows]).unsqueeze(1), out=grad[rows])
     return grad
 
 

@@ -52,6 +52,19 @@ def test_chain_decides_as_the_definition(case):
             assert_row(outputs, b, chain.reference(**row(arguments, b)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chain_is_a_tree_of_one_branch(dtype):
+    for seed in range(20):
+        case = chain.random_chain(seed, rows=20, nodes=6, drawn=True, relaxed=seed % 2 == 0, ragged=True, dtype=dtype)
+        wanted = accept_chain(**case)
+        order = torch.arange(6)
+        parent = torch.where(order < case.pop("count").unsqueeze(1), order - 1, -1)
+        for branch in (1, 2):
+            found = accept_tree(**case, parent=parent, branch=branch)
+            assert all(torch.equal(a, b) for a, b in zip(found[:3], wanted[:3]))
+            assert torch.allclose(found[3], wanted[3], atol=1e-6)
+
+
 def test_neighbours_in_one_call_equal_neighbour_mass_then_mass():
     case = accept.random_case(3, rows=6, nodes=9, near="lam")
     table, lam = case.pop("neighbours"), case.pop("lam")
@@ -103,12 +116,13 @@ def test_laws_that_are_no_laws_never_give_an_impossible_id():
         assert ((following >= 0) & (following < 5)).all() and (path < 4).all() and (length <= 4).all()
 
 
-def test_strided_laws_and_shared_parents():
+@pytest.mark.parametrize("parent_rows", [1, 2])
+def test_strided_laws_and_shared_parents(parent_rows):
     case = accept.random_case(4, rows=2, nodes=5, vocabulary=6)
     case["parent"] = torch.tensor([-1, 0, 0, 1, 1])
     wanted = accept_tree(**case)
     case["p"] = case["p"].transpose(1, 2).contiguous().transpose(1, 2)
-    case["parent"] = case["parent"].expand(2, 5)
+    case["parent"] = case["parent"].expand(parent_rows, 5)
     assert all(torch.equal(a, b) for a, b in zip(wanted, accept_tree(**case)))
 
 
