@@ -44,8 +44,8 @@ class Method:
     def n(self) -> int:
         """Prompts behind its figures."""
         for found in (self.record.get("compared"), len(self.record.get("ratios") or ()), self.record.get("n_prompts")):
-            if number(found):
-                return int(found)
+            if prompts := number(found):
+                return int(prompts)
         return len(self.images)
 
 
@@ -57,8 +57,10 @@ def number(value: Any) -> float | None:
 
 
 def interval(value: Any) -> tuple[float, float] | None:
-    pair = [number(v) for v in value] if isinstance(value, (list, tuple)) and len(value) == 2 else [None]
-    return None if None in pair else (pair[0], pair[1])
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return None
+    low, high = number(value[0]), number(value[1])
+    return None if low is None or high is None else (low, high)
 
 
 def load(path: str | Path) -> list[Method]:

@@ -188,15 +188,15 @@ def heat(total: Sequence[Sequence[float]], count: Sequence[Sequence[int]]) -> Ma
 
     Cells of few observations are grey. Small grids print value and n in each cell, large ones carry them as titles.
     """
-    total, count = pooled(total), pooled(count)
-    rows, columns = len(total), max(map(len, total))
+    sums, counts = pooled(total), pooled(count)
+    rows, columns = len(sums), max(map(len, sums))
     cell = (RIGHT - LEFT) / max(columns, rows * 0.75)
-    means = [[t / n if n else None for t, n in zip(ts, ns)] for ts, ns in zip(total, count)]
+    means = [[t / n if n else None for t, n in zip(ts, ns)] for ts, ns in zip(sums, counts)]
     top = max([1.0] + [m for row in means for m in row if m is not None])
     parts, written = [], cell >= 34
     for r, row in enumerate(means):
         for c, mean in enumerate(row):
-            n, x, y = count[r][c], LEFT + c * cell, r * cell
+            n, x, y = counts[r][c], LEFT + c * cell, r * cell
             words = f"row {r}, column {c}: " + ("never drafted" if mean is None else f"{mean:.2f}") + f", n={n:g}"
             colour = "#f2f2f2" if mean is None else shade(mean / top, n < FEW)
             parts.append(rect(x, y, cell, cell, colour, words))
@@ -230,7 +230,8 @@ def rgb(share: float, grey: bool = False) -> tuple[int, int, int]:
     mixed = [a + (b - a) * (place - i) for a, b in zip(CIVIDIS[i], CIVIDIS[i + 1])]
     if grey:
         mixed = [0.3 * mixed[0] + 0.59 * mixed[1] + 0.11 * mixed[2]] * 3
-    return tuple(round(v) for v in mixed)
+    red, green, blue = (round(v) for v in mixed)
+    return red, green, blue
 
 
 def shade(share: float, grey: bool = False) -> str:
