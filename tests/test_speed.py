@@ -6,6 +6,7 @@ import random
 import pytest
 import scipy.stats
 
+from visspec import bench
 from visspec.eval import speed
 from visspec.eval.speed import Run
 
@@ -210,3 +211,21 @@ def test_nothing_measured_is_nan_not_a_crash():
     assert math.isnan(speed.ideal([], [])["ideal_speedup"])
     found = speed.compare([], [])
     assert math.isnan(found["speedup"]) and found["compared"] == 0
+
+
+def test_reached_is_the_n_of_acceptance_by_depth():
+    """Three levels drafted, 2 tokens gained: depth 1 kept, depth 2 tried, depth 3 not reached. Then all, then none."""
+    runs = [run(1, rounds=[(3, [2])]), run(1, rounds=[(3, [4]), (3, [1]), (0, [1])])]
+    assert bench.reached(runs) == [3, 2, 1]
+    assert bench.acceptance(runs) == pytest.approx([2 / 3, 1 / 2, 1.0])
+
+
+def test_texts_are_the_first_rows_in_pieces():
+    class Words:
+        def decode(self, ids, skip_special_tokens):
+            return " ".join("abcdefgh"[i] for i in ids)
+
+    runs = [Run(1.0, [[0, 1], [2]], origin=[["plain", "drafted"], ["bonus"]]) for _ in range(bench.TEXTS)]
+    found = bench.texts(runs, Words())
+    assert len(found) == bench.TEXTS
+    assert found[:2] == [[("a", "plain"), (" b", "drafted")], [("c", "bonus")]]
