@@ -1,11 +1,13 @@
 """Train the drafter that ships for the embedded captioner, on rendered scenes that the captioner was not shown.
 
-python -m visspec.recipes.captioner_drafter --out runs/captioner-vispec [--target FOLDER] [--resume] [--steps N]
+python -m visspec.recipes.captioner_drafter --out runs/captioner-vispec [--resume] [--export FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ from visspec import targets, zoo
 from visspec.eval.world.captions import REQUESTS, questions
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.provenance import provenance
 from visspec.recipes.captioner import keep_memory
 from visspec.recipes.train_drafter import Validation, fresh_or_resumed, inputs_of, request_of, train
@@ -60,12 +64,20 @@ def held_out(model, processor, rows: int, batches: int):
     return requests
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
+def export(run: Path, folder: Path, model, levels: int) -> None:
+    """Write a finished run's weights in half precision, with its provenance and the depth to ask for."""
+    drafter = FeatureDrafter.from_pretrained(run, model)
+    drafter.head.config = dataclasses.replace(drafter.config, levels=levels)
+    record = json.loads((run / PROVENANCE).read_text()) | {"stored_as": "float16"}
+    drafter.save_pretrained(folder, record, torch.float16)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command line."""
     parser = argparse.ArgumentParser(description="Train the embedded captioner's drafter on two CPU cores.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--target", type=Path, default=zoo.CHECKPOINTS / "captioner")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=48, help="captions that the target writes together")
     parser.add_argument("--rows", type=int, default=8, help="captions of a training step")
     parser.add_argument("--group", type=int, default=8)
@@ -76,13 +88,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--unroll", type=int, default=5)
     parser.add_argument("--reuse", type=int, default=4)
-    parser.add_argument("--levels", type=int, default=8)
+    parser.add_argument("--levels", type=int, default=12, help="depth that the drafter asks for; not trained")
     parser.add_argument("--middle", type=int, default=512, help="width of the MLP")
     parser.add_argument("--validate-every", type=int, default=500)
     parser.add_argument("--threads", type=int, default=1, help="of each of the two: training, and answering ahead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--export", type=Path, help="folder for the finished weights, in half precision")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the recipe."""
+    options = parser().parse_args(arguments)
     keep_memory()
     torch.set_num_threads(options.threads)
     model, processor = targets.load(options.target)
@@ -99,6 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
     record = provenance(model, seed=options.seed, recipe="captioner_drafter", batch=options.batch)
     validate = Validation(model, drafter, held_out(model, processor, 8, 1))
     train(model, drafter, Scenes(model, processor, options.batch), plan, options.out, record, validate, options.resume)
+    if options.export:
+        export(options.out, options.export, model, options.levels)
 
 
 if __name__ == "__main__":
