@@ -89,7 +89,7 @@ def _draw(residual, law, draw):
 
 
 def accept_tree_torch(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
-    """The CPU path: all nodes of all rows at once; `[v, n]` matrices hold what node v knows of its child n."""
+    """All nodes of all rows at once, without a host wait; `[v, n]` matrices hold what node v knows of its child n."""
     B, N = tokens.shape
     V = p.shape[-1]
     tok, par = tokens.unsqueeze(1), (parent.unsqueeze(1) if parent.dim() == 2 else parent.expand(B, 1, N))
@@ -130,6 +130,42 @@ def accept_tree_torch(tokens, parent, p, q, coins, draw, mass, neighbours, delta
     path = index.masked_fill(value <= 0, -1).squeeze(1)
     length = alive.sum((1, 2), dtype=torch.int64)
     return path, length, _next_token(tok, par, p, path.amax(1), draw, residual), drift
+
+
+def accept_tree_walk(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
+    """Drawn trees on a CPU, where no device waits: a walk that stops early reads a few rows of q, not all of them."""
+    B, N, V = p.shape
+    kind, parent = torch.promote_types(p.dtype, torch.float32), parent.expand(B, N)
+    if neighbours is not None:
+        row = (parent.clamp_min(0) + torch.arange(0, B * N, N).unsqueeze(1)).unsqueeze(1)
+        px = torch.take(p, torch.add(tokens.unsqueeze(1), row, alpha=V))
+        mass = _neighbourhood(tokens.unsqueeze(1), row, px, p, neighbours, delta, lam).squeeze(1)
+    path = torch.full((B, min(depth + 1, N)), -1)
+    length, following = (torch.empty(B, dtype=torch.int64) for _ in range(2))
+    drift = torch.zeros(B)
+    for b in range(B):
+        ids, above, tosses = (t[b].tolist() for t in (tokens, parent, coins))
+        extra = None if mass is None else mass[b].tolist()
+        current, kept, u, left = 0, [0], p[b, 0].to(kind), 1.0
+        for n in range(1, N):
+            if above[n] != current:
+                continue
+            qx = max(float(q[b, n, ids[n]]), TINY)
+            exact = min(1.0, max(float(u[ids[n]]), 0.0) / max(left * qx, TINY))
+            f = exact if extra is None else max(exact, min(1.0, exact + extra[n] / qx))
+            drift[b] += f - exact
+            if tosses[n] < f:
+                current, u, left = n, p[b, n].to(kind), 1.0
+                kept.append(n)
+            else:
+                u = u - left * q[b, n].to(kind)
+                left = float(u.clamp_min(0).sum(dtype=torch.float64))
+        running = u.clamp_min(0).cumsum(0, dtype=torch.float64)
+        found = torch.searchsorted(running, draw[b] * running[-1], right=True)
+        following[b] = torch.where(found < V, found, p[b, current].argmax())
+        length[b] = len(kept)
+        path[b, : len(kept)] = torch.tensor(kept[: path.shape[1]])
+    return path, length, following, drift
 
 
 def _neighbourhood(tok, rows, px, p, neighbours, delta, lam):
@@ -391,7 +427,8 @@ def _accept_tree_op(
     depth: int,
     branch: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return accept_tree_torch(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
+    body = accept_tree_walk if q is not None and branch != 1 and not p.is_cuda else accept_tree_torch
+    return body(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
 
 
 @_accept_tree_op.register_kernel("cuda")
