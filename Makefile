@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# test processes, of one thread each
+WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -17,7 +19,7 @@ demo: $(VENV)/.ready
 	$(BIN)/visspec demo
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import re
 from collections.abc import Hashable
 
 import numpy as np
+
 from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
 from visspec.eval.world.scene import GRID, Scene, Shape
 

@@ -5,6 +5,7 @@ A template is defined in the unit frame of its shape: (0, 0) is the centre, 1 is
 
 import numpy as np
 from PIL import Image
+
 from visspec.eval.world.palette import CANVAS, COLOURS, GROUNDS
 from visspec.eval.world.scene import Scene
 

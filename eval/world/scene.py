@@ -6,6 +6,7 @@ Lengths are fractions of the canvas side, the origin is the top left corner, y p
 from dataclasses import dataclass
 
 import numpy as np
+
 from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS
 
 GRID = 3
