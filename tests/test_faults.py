@@ -194,8 +194,18 @@ def test_image_ids_and_empty_drafts_are_no_faults():
         )
 
 
-def at_tokens(q, tokens, value):
-    q.scatter_(2, tokens.clamp(min=0)[..., None], value)
+def test_image_ids_are_never_drafted():
+    """Also where the target itself says one: it comes from the target's own choice."""
+    answers = stock("llava", "ragged")
+    model = fast("llava", Oracle(answers))
+    model.generate(**prompt("llava", shapes("llava")["ragged"]), **GREEDY)
+    said = [
+        origin
+        for row, origins in zip(answers, model.last_state.trace.origin)
+        for token, origin in zip(row, origins)
+        if token == IMAGE
+    ]
+    assert said and "drafted" not in said
 
 
 BAD_LAWS = {
