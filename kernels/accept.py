@@ -455,7 +455,7 @@ def accept_tree(
     from which each node was drawn given its earlier siblings; None: nodes are point masses. coins (B, N) and draw (B,):
     uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN) or lam (LANTERN++), see
     `neighbour_mass`. depth: longest path without the root (default N - 1); branch: most children of a node (default
-    N - 1, used for drawn nodes on the CPU). Both must hold: deeper nodes or later siblings are left out.
+    N - 1; 1 promises a chain). Both must hold: deeper nodes or later siblings are left out.
 
     Returns path (B, depth + 1) int64 padded with -1 and starting with node 0, length (B,) int64 (node 0 counted),
     next (B,) int64, drift (B,) fp32. Raises ValueError or TypeError naming the argument; with check=True also for laws

@@ -109,6 +109,9 @@ def test_attention_interface_equals_a_masked_attention_and_falls_back():
     forward = kernels.tree_attention_forward
     out, weights = forward(None, c["q"], c["k"], c["v"], None, tree_lengths=c["length"], tree_parents=c["parent"])
     assert weights is None and torch.equal(out, kernels.tree_attention(**c).transpose(1, 2))
+    for refused in ({"sliding_window": 8}, {"softcap": 30.0}):
+        with pytest.raises(ValueError, match=next(iter(refused))):
+            forward(None, c["q"], c["k"], c["v"], None, tree_lengths=c["length"], tree_parents=c["parent"], **refused)
     module = torch.nn.Module()
     q, k, v = c["q"], c["k"][:, :, :6], c["v"][:, :, :6]
     wide = [t.repeat_interleave(2, 1) for t in (k, v)]
