@@ -27,7 +27,14 @@ DRAFTERS = {
     ),
 }
 SHIPPED = {"vispec": ("captioner-vispec", "captioner")}  # drafter: its checkpoint, and the checkpoint of its target
-NOT_ARCHITECTURE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path", "attn_implementation"}
+NOT_ARCHITECTURE = {
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "_name_or_path",
+    "attn_implementation",
+} | {f"{kind}_token_id" for kind in ("pad", "bos", "eos")}
 CHECKPOINTS = Path(__file__).parent.parent / "models" / "zoo"
 
 
@@ -82,7 +89,7 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         return load("visspec.models.drafters.small_model:SmallModel")(spec, model), type(spec).__name__
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
-    if Path(spec).is_dir():
+    if str(spec).partition(":")[0] not in DRAFTERS and Path(spec).is_dir():
         return _from_folder(Path(spec), model, {}), Path(spec).name
     name, options = parse(str(spec))
     if name in SHIPPED:
@@ -90,7 +97,10 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         _check_same_model(name, target, model)
         return _from_folder(folder, model, options), name
     if name in DRAFTERS:
-        return load(DRAFTERS[name][0])(**options), name
+        try:
+            return load(DRAFTERS[name][0])(**options), name
+        except TypeError as error:
+            raise ValueError(f"drafter: {name} does not take {options}, {error}") from None
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {', '.join(DRAFTERS)} or a checkpoint folder")
 
 

@@ -97,7 +97,6 @@ class FeatureDrafter:
         positions = scores.aux["positions"]
         if positions.shape[-2] > len(rows):
             positions = positions[..., rows, :]
-        self._turns_to(int(positions.max()) + state.request.max_new_tokens + self.levels + 2)
         x_BTd, turn_BTC, globals_ = self.elements(layout, prompt, features_BLF, embeddings, positions)
         _, key, value = self.head.project(x_BTd, turn_BTC)
         memory = Memory(self.config.heads, [p - 1 for p in state.position.tolist()])
