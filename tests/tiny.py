@@ -310,7 +310,8 @@ VIDEOS = [name for name, family in FAMILIES.items() if family.video]
 @functools.cache
 def model_of(name: str) -> nn.Module:
     """A family's model, built once per session. Tests must leave it as they found it."""
-    return FAMILIES[name].make()
+    with torch.inference_mode(False):  # the first test to ask may be in that mode, and weights made in it stay so
+        return FAMILIES[name].make()
 
 
 # --- prompts ------------------------------------------------------------------------------------------------------
