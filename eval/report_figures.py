@@ -162,7 +162,7 @@ def pareto(
 
 def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
     """Acceptance by depth of the draft: bars are accepted / reached, the mark is reached and accepted / drafts."""
-    pitch, top, bottom = min((RIGHT - LEFT - 24) / max(len(rates), 1), 60), 20, 120
+    pitch, top, bottom = min((RIGHT - LEFT - 24) / max(len(rates), 1), 60), 32, 132
     parts, through = [], 1.0
     for t in (0, 0.5, 1):
         y = bottom - t * (bottom - top)
@@ -177,10 +177,11 @@ def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
         parts.append(text(x + pitch / 2, bottom - height - 4, f"{rate:.2f}", "middle", size=9))
         parts.append(text(x + pitch / 2, bottom + 13, str(i + 1), "middle", FAINT))
         if n is not None:
-            parts.append(text(x + pitch / 2, bottom + 25, f"n={n}", "middle", FAINT, 9))
+            lower = 10 * (i % 2) if pitch < 34 else 0  # narrow bars: every other n a line down
+            parts.append(text(x + pitch / 2, bottom + 25 + lower, f"n={n}", "middle", FAINT, 9))
     parts.append(text(LEFT, 10, "bar: accepted / reached; orange: accepted / drafts", colour=FAINT, size=10))
-    parts.append(text(RIGHT, bottom + 40, "depth in the draft", "end", FAINT))
-    return svg(bottom + 46, parts, "Acceptance by depth of the draft")
+    parts.append(text(RIGHT, bottom + 49, "depth in the draft", "end", FAINT))
+    return svg(bottom + 54, parts, "Acceptance by depth of the draft")
 
 
 def heat(total: Sequence[Sequence[float]], count: Sequence[Sequence[int]]) -> Markup:

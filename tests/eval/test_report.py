@@ -373,7 +373,8 @@ def measured(source: str, tmp_path, width: int) -> list:
 def test_browser_layout(page, tmp_path):
     """Nothing sticks out at 360 and 1200 pixels; every picture decodes; the screenshots are not blank."""
     long_name = "a_very_long_drafter_name_without_any_space_in_it:width=10,levels=5"
-    source = page(caption(drafter_name=long_name), caption(failures=["x" * 300], acceptance="typical"), image_bench())
+    others = [caption(acceptance=f"typical:epsilon={e}") for e in range(9)]  # many files: a long list of sources
+    source = page(caption(drafter_name=long_name), caption(failures=["x" * 300]), *others, image_bench())
     for width, height in ((360, 1200), (1200, 1600)):
         inner, scroll, wide, broken, images = measured(source, tmp_path, width)
         assert inner == width and scroll <= width and wide == [], wide
