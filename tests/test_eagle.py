@@ -10,12 +10,15 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests.tiny import model_of, prompt, shapes
+from visspec import targets
 from visspec.engine import open_request, retire, settle
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
 from visspec.models.drafters.eagle import FeatureDrafter, config_for
 from visspec.models.drafters.feature_layout import plan
 from visspec.models.nets.feature_head import FeatureHead, Folded, rotations_at, staggered
 from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.recipes.train_drafter import request_of
+from visspec.recipes.train_drafter import inputs_of, request_of
 
 CASES = [("llava", "several", 3), ("llava", "ragged", 1), ("qwen2_5_vl", "ragged", 2), ("llama", "ragged", 0)]
 NEW = 16
@@ -306,3 +309,31 @@ def test_a_drafter_that_rests_reads_everything_when_it_wakes():
         first = drafter._catch_up(state.memory, 1)
         _, expected = whole_prefix(drafter, model, inputs, state)
         torch.testing.assert_close(first, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def captioner():
+    return targets.load()
+
+
+def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captioner):
+    model, processor = captioner
+    fast = visspec.accelerate(model, "vispec")
+    assert fast.name == "vispec" and fast.pace.levels == fast.drafter.inner.levels
+    images = [to_image(scene_from_seed(HELD_OUT_SEED + 5000 + i)) for i in range(3)]
+    inputs = inputs_of(model, processor, images, ["describe the picture in detail ."] * 3)
+    assert torch.equal(fast.generate(**inputs), model.generate(**inputs))
+    assert fast.last_stats.faults == 0 and fast.last_stats.tau > 4.0
+    blind = visspec.accelerate(model, "vispec:images=false")
+    assert not blind.drafter.inner.images
+    with pytest.raises(ValueError, match="does not take"):
+        visspec.accelerate(model, "vispec:colour=1")
+
+
+def test_the_shipped_drafter_is_refused_for_another_architecture(captioner):
+    other = copy.deepcopy(captioner[0].config)
+    other.vision_config.patch_size = 12
+    model = copy.copy(captioner[0])
+    model.config = other
+    with pytest.raises(ValueError, match=r"made for a model with vision_config\.patch_size 16, got 12"):
+        visspec.accelerate(model, "vispec")
