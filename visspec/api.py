@@ -27,7 +27,7 @@ def accelerate(
     """Make a loaded transformers model generate several tokens a pass. The model itself is not changed.
 
     drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None.
-    acceptance: "exact" (default), "typical:epsilon=0.3", ..., or a rule. levels: how deep to draft at most.
+    acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule. levels: how deep to draft at most.
     adaptive: draft less, or not at all, where that is measured to be faster.
     tokenizer: for `last_stats`, so that it can show text.
     Raises ValueError in one sentence when the model can't be verified or the drafter was made for another target.

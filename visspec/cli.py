@@ -51,7 +51,7 @@ def _add(sub: argparse.ArgumentParser, run: Callable) -> argparse.ArgumentParser
 def _model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
     sub.add_argument("--drafter", help="name, folder or hub id (default: vispec for the embedded model, else ngram)")
-    sub.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.3")
+    sub.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
     sub.add_argument("--device", default="cpu")
     sub.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     sub.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")

@@ -72,7 +72,7 @@ def _pick(table: dict, what: str, name: str):
 
 
 def acceptance(text: str) -> Any:
-    """A rule by name and options, "typical:epsilon=0.3". Raises ValueError for an unknown name or option."""
+    """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
     name, options = parse(text)
     reference, _ = _pick(ACCEPTANCE, "acceptance", name)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, 
 
 # before, a list of layers gave a tuple of those alone, without the embeddings; so all are asked for (5.17 was tried)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
+LAST = (-1,)
+MASKS_KEPT = 32
 ATTENTION_WITH_TREES = {"sdpa", "eager"}
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
@@ -43,8 +46,9 @@ class HFDecoder:
         self.window = _sliding_window(text)
         self.mixed = bool(getattr(text, "layer_types", None))  # such models take a mask per kind of layer
         self.dtype = next(model.get_decoder().parameters()).dtype
-        self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if features else {}
-        self._bias: tuple[Tree | None, Tensor] = (None, torch.empty(0))
+        inner = features and tuple(features) != LAST  # the last layer's output is seen as it leaves the decoder
+        self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
+        self._bias: dict[int, tuple[Tree, Tensor]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -66,12 +70,8 @@ class HFDecoder:
         attention = inputs.get("attention_mask")
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
         arguments.update(self._outputs)
-        seen: dict[str, Any] = {}
-        hook = self.model.get_decoder().register_forward_pre_hook(_recorder(seen), with_kwargs=True)
-        try:
+        with _Watch(self.model.get_decoder()) as seen:
             output = self.model(**arguments, return_dict=True)
-        finally:
-            hook.remove()
         cache.slots.commit([list(range(length))] * rows)
         if attention is not None and not bool(attention.all()):
             cache.slots.padding = attention.bool()
@@ -86,23 +86,25 @@ class HFDecoder:
         if self.embeddings:
             aux["embeddings"] = seen["inputs_embeds"]
         logits = process(output.logits[:, -1:], trees.root(state.pending), state)
-        return state, Scores(logits, self._features(output), aux)
+        return state, Scores(logits, self._features(output, seen), aux)
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows. Scores for (B, N)."""
         slots: SlotCache = state.cache.slots
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
-        output = self.model(
-            input_ids=draft.tokens.clamp(min=0),
-            attention_mask=self._mask(state, tree, extent),
-            position_ids=state.position[:, None] + tree.depth,
-            past_key_values=state.cache,
-            use_cache=True,
-            return_dict=True,
-            **self._outputs,
-        )
-        return Scores(process(output.logits, draft, state), self._features(output))
+        watched = self.capabilities.feature_layers == LAST
+        with _Watch(self.model.get_decoder()) if watched else nullcontext({}) as seen:
+            output = self.model(
+                input_ids=draft.tokens.clamp(min=0),
+                attention_mask=self._mask(state, tree, extent),
+                position_ids=state.position[:, None] + tree.depth,
+                past_key_values=state.cache,
+                use_cache=True,
+                return_dict=True,
+                **self._outputs,
+            )
+        return Scores(process(output.logits, draft, state), self._features(output, seen))
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.slots.commit(outcome.path)
@@ -110,10 +112,12 @@ class HFDecoder:
     def select(self, state: State, keep: list[int]) -> None:
         state.cache.slots.select(keep)
 
-    def _features(self, output) -> Tensor | None:
+    def _features(self, output, seen: dict[str, Any]) -> Tensor | None:
         layers = self.capabilities.feature_layers
         if not layers:
             return None
+        if layers == LAST:
+            return seen["last_hidden_state"]
         states = output.hidden_states
         return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
 
@@ -136,14 +140,14 @@ class HFDecoder:
 
     def _shared_bias(self, tree: Tree, length: int) -> Tensor:
         """The mask when all rows look alike: a view into a buffer of [zeros | tree], so that a round builds nothing."""
-        known, buffer = self._bias
-        room = buffer.shape[-1] - tree.size
-        if known is not tree or room < length:
-            room = 2 * length
+        known, buffer = self._bias.get(id(tree), (None, None))
+        if known is not tree or buffer.shape[-1] - tree.size < length:
             own = self._additive(tree.ancestor)
-            buffer = torch.cat([own.new_zeros(1, 1, tree.size, room), own], dim=-1)
-            self._bias = (tree, buffer)
-        return buffer[..., room - length :]
+            buffer = torch.cat([own.new_zeros(1, 1, tree.size, 2 * length), own], dim=-1)
+            if len(self._bias) >= MASKS_KEPT:
+                self._bias.clear()
+            self._bias[id(tree)] = (tree, buffer)
+        return buffer[..., buffer.shape[-1] - tree.size - length :]
 
 
 def _last_position(positions: Tensor) -> Tensor:
@@ -159,15 +163,32 @@ def _last_position(positions: Tensor) -> Tensor:
     return time
 
 
-def _recorder(seen: dict[str, Any]):
-    """A pre-hook that keeps the text decoder's keyword arguments: merged embeddings and positions of any family."""
-    caller = threading.get_ident()
+class _Watch:
+    """What goes into a text decoder and comes out of it while the context is open, of any family: merged embeddings and
+    positions, the last hidden state after the final norm. Other threads' calls of the same model are not seen.
+    """
 
-    def hook(module, args, kwargs):
-        if threading.get_ident() == caller:  # another thread's prefill on the same model is not ours to see
-            seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
+    def __init__(self, decoder):
+        self.decoder, self.caller, self.seen = decoder, threading.get_ident(), {}
 
-    return hook
+    def __enter__(self) -> dict[str, Any]:
+        self.hooks = [
+            self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
+            self.decoder.register_forward_hook(self._leaving),
+        ]
+        return self.seen
+
+    def __exit__(self, *error) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _entering(self, module, args, kwargs) -> None:
+        if threading.get_ident() == self.caller:
+            self.seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
+
+    def _leaving(self, module, args, output) -> None:
+        if threading.get_ident() == self.caller:
+            self.seen["last_hidden_state"] = output.last_hidden_state
 
 
 def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tensor:

@@ -16,11 +16,14 @@ from visspec.types import Draft
 
 
 class Typical(Rejection):
-    """epsilon caps the threshold, delta scales its entropy term; larger values are stricter, epsilon > 1 is exact."""
+    """epsilon caps the threshold, delta scales its entropy term; larger values are stricter; both large: exact.
+
+    The defaults are those of the Medusa paper's code.
+    """
 
     guarantee = "approximate"
 
-    def __init__(self, epsilon: float = 0.3, delta: float = 0.09):
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3):
         if epsilon <= 0 or delta <= 0:
             raise ValueError(f"epsilon, delta: got {epsilon}, {delta}, expected numbers above 0")
         self.epsilon, self.delta = epsilon, delta
