@@ -129,7 +129,8 @@ def test_bad_images(kind, pictures, tmp_path, capsys):
     ],
 )
 def test_bad_options(options, word, pictures, capsys):
-    assert word in refused(capsys, "caption", pictures[0], *options)
+    line = refused(capsys, "caption", pictures[0], *options)
+    assert word in line and len(line.splitlines()) == 1
 
 
 def copied(folder, tmp_path):

@@ -26,8 +26,15 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is behind --help."""
+
+    def error(self, message: str):
+        self.exit(2, f"visspec: {message.removeprefix('argument ')}\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="visspec", description="Several tokens per pass of the big model.")
+    top = Parser(prog="visspec", description="Several tokens per pass of the big model.")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     _demo(commands.add_parser("demo", help="caption rendered scenes with and without acceleration, side by side"))
     _caption(commands.add_parser("caption", help="caption image files"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", t
     Safetensors only; remote code only when asked for. Raises ValueError in one sentence when the checkpoint has
     pickled weights, missing, extra or mis-shaped tensors, or files outside its folder.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
     where = str(zoo.CHECKPOINTS / "captioner") if spec in (None, "captioner") else str(spec)
     local = Path(where).exists() or where.startswith((".", "/"))
@@ -24,12 +30,16 @@ def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", t
         checkpoint.check_folder(where)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
     kind = torch.float32 if device == "cpu" and dtype == "auto" else dtype
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what transformers would report of the tensors is said below, in one sentence
     try:
         model, info = AutoModelForImageTextToText.from_pretrained(
             where, dtype=kind, use_safetensors=True, output_loading_info=True, **options
         )
-    except (RuntimeError, OSError, KeyError) as error:
+    except (RuntimeError, OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"model: {where} could not be loaded, {_first_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             name = sorted(map(str, info[what]))[0]
