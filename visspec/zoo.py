@@ -35,7 +35,7 @@ NOT_ARCHITECTURE = {
     "_name_or_path",
     "attn_implementation",
 } | {f"{kind}_token_id" for kind in ("pad", "bos", "eos")}
-CHECKPOINTS = Path(__file__).parent.parent / "models" / "zoo"
+CHECKPOINTS = Path(next(iter(importlib.import_module("visspec.models.zoo").__path__)))
 
 
 def load(reference: str) -> Any:
