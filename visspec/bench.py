@@ -18,6 +18,7 @@ from visspec.captioning import PROMPT, prepare
 from visspec.eval import speed
 from visspec.eval.speed import Run
 from visspec.provenance import provenance
+from visspec.stats import acceptance_by_depth, text_pieces
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
@@ -141,8 +142,7 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
     record = {
         "bench": "caption",
         "guarantee": rule.guarantee,
-        **{k: v for k, v in against.items() if k != "ratios"},
-        "ratios": against["ratios"],
+        **against,
         "identical_to": "transformers_generate",
         **speed.tau(ours),
         "acceptance_by_depth": acceptance(ours),
@@ -162,16 +162,13 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
     record["measured_over_ideal"] = decode / record["ideal_speedup"]
     record["in_words"] = speed.in_words(record["speedup"], record["tau"])
     if sampled:
-        record["identical"], record["compared"] = (
-            baselines["plain"]["identical"], len(ours),
-        )  # fmt: skip
+        record["identical"], record["compared"] = baselines["plain"]["identical"], len(ours)
         record["identical_to"] = "plain (same seeds)"
     return record
 
 
 def acceptance(runs: Sequence[Run]) -> list[float]:
-    from visspec.stats import acceptance_by_depth
-
+    """Accepted / reached at each depth, over all runs."""
     return acceptance_by_depth([entry for run in runs for entry in run.rounds])
 
 
@@ -184,8 +181,6 @@ def reached(runs: Sequence[Run]) -> list[int]:
 
 def texts(runs: Sequence[Run], tokenizer) -> list[list[tuple[str, str]]]:
     """The first captions in pieces of (text, origin), for the report. Decoded here, outside the clocks."""
-    from visspec.stats import text_pieces
-
     rows = [(tokens, origin) for run in runs[:TEXTS] for tokens, origin in zip(run.tokens, run.origin)]
     return [text_pieces(tokenizer, tokens, origin) for tokens, origin in rows[:TEXTS]]
 

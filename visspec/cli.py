@@ -67,9 +67,7 @@ def _model_options(sub: argparse.ArgumentParser) -> None:
 def _decode_options(sub: argparse.ArgumentParser, max_new_tokens: int = 128) -> None:
     sub.add_argument("--batch-size", type=positive, default=1)
     sub.add_argument("--max-new-tokens", type=positive, default=max_new_tokens)
-    sub.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    sub.add_argument("--top-k", type=int)
-    sub.add_argument("--top-p", type=float)
+    sub.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--prompt", default=None, help="what to ask of each image")
     sub.add_argument("--json", type=Path, help="write the results to this file")
@@ -86,6 +84,17 @@ def positive(text: str) -> int:
     return value
 
 
+def temperature(text: str) -> float:
+    """An argparse type, as `positive`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected 0 (greedy) or more")
+    return value
+
+
 def _demo(sub: argparse.ArgumentParser) -> None:
     _add(sub, run_demo)
     sub.add_argument("--images", type=positive, default=4, help="how many scenes")
@@ -96,6 +105,8 @@ def _caption(sub: argparse.ArgumentParser) -> None:
     _add(sub, run_caption)
     sub.add_argument("image", nargs="+", type=Path, help="PNG, JPEG or WEBP files")
     sub.add_argument("--max-pixels", type=positive, default=64_000_000)
+    sub.add_argument("--top-k", type=int)
+    sub.add_argument("--top-p", type=float)
     sub.add_argument("--stats", action="store_true", help="print rounds, tau and times of the last batch")
     _model_options(sub)
     _decode_options(sub)
@@ -141,10 +152,9 @@ def _report(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-o", "--out", type=Path, default=Path("report.html"))
 
 
-def load(arguments) -> tuple[Any, Any, Any]:
-    """(accelerated model, processor, drafter name) from the command line's options."""
+def load(arguments) -> tuple[Any, Any, str]:
+    """(model, processor, drafter name) from the command line's options."""
     from visspec import targets
-    from visspec.api import accelerate
 
     model, processor = targets.load(
         arguments.model,
@@ -152,16 +162,12 @@ def load(arguments) -> tuple[Any, Any, Any]:
         dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,
     )
-    drafter = arguments.drafter or ("ngram" if arguments.model else "vispec")
-    fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
-    return fast, processor, drafter
+    return model, processor, arguments.drafter or ("ngram" if arguments.model else "vispec")
 
 
 def decode_options(arguments) -> dict[str, Any]:
     """generate's keyword arguments. Raises ValueError for sampling options that contradict greedy decoding."""
     sampled = arguments.temperature > 0
-    if arguments.temperature < 0:
-        raise ValueError(f"--temperature: got {arguments.temperature}, expected 0 (greedy) or more")
     for name in ("top_k", "top_p"):
         value = getattr(arguments, name)
         if value is not None and not sampled:
@@ -196,11 +202,13 @@ def write_json(path: Path | None, value: Any) -> None:
 def run_caption(arguments) -> int:
     from tqdm import tqdm
 
+    from visspec.api import accelerate
     from visspec.captioning import PROMPT, caption_files
     from visspec.provenance import provenance
 
     options = decode_options(arguments)
-    fast, processor, drafter = load(arguments)
+    model, processor, drafter = load(arguments)
+    fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
     results, failed = [], 0
     stream = caption_files(
         fast, processor, arguments.image, request=arguments.prompt or PROMPT,
@@ -238,20 +246,14 @@ def run_bench_caption(arguments) -> int:
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    options = decode_options(arguments)
-    model, processor = targets.load(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    model, processor, drafter = load(arguments)
     small = zoo.CHECKPOINTS / "captioner-small"
     assistant = targets.load(str(small))[0] if not arguments.model and small.is_dir() else None
     images = [to_image(scene_from_seed(HELD_OUT_SEED + i)) for i in range(arguments.images)]
     record = bench.bench_caption(
-        model, processor, images, drafter=arguments.drafter or ("ngram" if arguments.model else "vispec"),
-        assistant=assistant, acceptance=arguments.acceptance, batch_size=arguments.batch_size,
-        max_new_tokens=options["max_new_tokens"], temperature=arguments.temperature, seed=arguments.seed,
+        model, processor, images, drafter=drafter, assistant=assistant, acceptance=arguments.acceptance,
+        batch_size=arguments.batch_size,
+        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed,
         request=arguments.prompt or PROMPT,
     )  # fmt: skip
     Console().print(bench.table(record))
