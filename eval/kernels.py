@@ -182,9 +182,9 @@ def dispatched(case, delta=0.1):
     arguments = (case["tokens"], case["parent"], case["p"], None, case["coins"][0], case["draw"][0], None)
     arguments = tuple(None if a is None else a.cpu() for a in arguments)
     rule = (case["neighbours"].cpu(), delta, None, len(LEVELS), max(LEVELS))
-    accept.accept_tree_torch(*arguments, *rule)
+    accept.accept_tree_host(*arguments, *rule)
     with _Count() as count:
-        accept.accept_tree_torch(*arguments, *rule)
+        accept.accept_tree_host(*arguments, *rule)
     return count.calls, count.waits
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 
 try:
@@ -43,6 +44,20 @@ def next_power_of_2(n: int) -> int:
 def as_float32(value: float) -> float:
     """The value a Triton scalar argument really has: both paths compare with the same number."""
     return ctypes.c_float(value).value
+
+
+def host(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as numpy sees it, without a copy on a CPU; bf16, which numpy lacks, as its 16 bits."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.detach().numpy()
+
+
+def widen(stored: np.ndarray) -> np.ndarray:
+    """Values of an array from `host` in fp32, or fp64 if they are; the array itself where nothing is to be done."""
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32) if stored.dtype == np.float16 else stored
 
 
 def require(condition: bool, name: str, found, expected) -> None:

@@ -9,6 +9,7 @@ and x is accepted with probability min(1, (p(x) + mass)/q(x)). delta bounds the 
 which x has taken its neighbours' mass. R rows, V vocabulary, K neighbours.
 """
 
+import numpy as np
 import torch
 
 from visspec.kernels.common import (
@@ -22,6 +23,8 @@ from visspec.kernels.common import (
     require,
     tl,
 )
+
+FIRST = 64  # neighbours looked at before the others, most bounds are reached there
 
 
 def reference(p, token, neighbours, delta=None, lam=None, row=None):
@@ -49,6 +52,23 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     else:
         kept = summed <= torch.take(p, token.unsqueeze(1) + start).double() * (lam - 1.0)
     return summed.mul_(kept).amax(1).float()
+
+
+def prefix_mass(law, near, bound):
+    """One row on the host: the largest prefix sum of law[near] within the bound, left early where the bound is near."""
+    total = 0.0
+    for part in (near[:FIRST], near[FIRST:]):
+        weight = law[part].astype(np.float64)
+        summed = total + float(np.add.reduce(weight))
+        if summed > bound * (1 - 2**-40):  # pairwise sums may differ in the last bits: those of the definition decide
+            weight[:1] += total
+            running = weight.cumsum()
+            inside = int(running.searchsorted(bound, side="right"))
+            if inside < len(running):
+                return float(running[inside - 1]) if inside else total
+            summed = float(running[-1]) if inside else total
+        total = summed
+    return total
 
 
 @jit

@@ -47,19 +47,19 @@ def tree_arguments(case, depth, branch):
 @pytest.mark.parametrize(("near", "limit"), [("delta", 60), ("lam", 60)])
 def test_relaxed_verification_of_a_tree_dispatches_at_most_sixty_operations(near, limit):
     arguments = tree_arguments(accept.random_case(0, rows=1, nodes=59, vocabulary=300, near=near), 5, 10)
-    accept.accept_tree_torch(**arguments)
+    accept.accept_tree_host(**arguments)
     with Count() as count:
-        accept.accept_tree_torch(**arguments)  # the body of the operator: nothing hides inside it
+        accept.accept_tree_host(**arguments)  # the body of the operator: nothing hides inside it
     assert count.calls <= limit and not count.waits
 
 
 def test_from_raw_logits_the_warp_adds_eleven_operations():
     arguments = tree_arguments(accept.random_case(0, rows=1, nodes=59, vocabulary=300, near="delta"), 5, 10)
     cond, uncond = torch.randn(2, 59, 300)
-    accept.accept_tree_torch(**arguments)
+    accept.accept_tree_host(**arguments)
     with Count() as count:
         p = warp.guided_warp_torch(cond, uncond, 7.5, 1.0, 100, 1.0)
-        accept.accept_tree_torch(**{**arguments, "p": p.unsqueeze(0)})
+        accept.accept_tree_host(**{**arguments, "p": p.unsqueeze(0)})
     assert count.calls <= 71 and not count.waits
 
 
@@ -67,7 +67,7 @@ def test_from_raw_logits_the_warp_adds_eleven_operations():
 def test_no_verification_waits_for_the_device(kind):
     arguments = tree_arguments(accept.random_case(0, rows=3, nodes=9, **kind), 8, 8)
     with Count() as count:
-        accept.accept_tree_torch(**arguments)
+        accept.accept_tree_host(**arguments)
     assert not count.waits
 
 

@@ -48,7 +48,7 @@ def test_accept_tree(case):
     for seed in SEEDS:
         arguments = accept.random_case(seed, **case)
         found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
-        assert_same_decisions(found, accept.accept_tree_torch(*tree_arguments(arguments)))
+        assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 40), marks=pytest.mark.slow)], ids=["few", "many"])
@@ -59,7 +59,7 @@ def test_accept_tree_random_cases(seeds):
         kind["near" if seed % 4 == 0 else "relaxed"] = "delta" if seed % 4 == 0 else seed % 4 == 1
         arguments = accept.random_case(1000 + seed, rows=6, nodes=4 + seed % 5, vocabulary=7 + seed, **kind)
         found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
-        assert_same_decisions(found, accept.accept_tree_torch(*tree_arguments(arguments)))
+        assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
 @pytest.mark.gpu
@@ -70,7 +70,7 @@ def test_accept_tree_ten_thousand_cases(dtype):
         kind = ({}, {"drawn": True}, {"relaxed": True}, {"near": "lam"})[seed % 4]
         arguments = accept.random_case(seed, rows=250, nodes=12, vocabulary=50, dtype=dtype, **kind)
         found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
-        assert_same_decisions(found, accept.accept_tree_torch(*tree_arguments(arguments)))
+        assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
 def test_out_of_range_token_is_never_accepted():
