@@ -3,6 +3,11 @@
 A node x drawn from q is accepted with probability min(1, p(x)/q(x)); after a rejection p becomes the residual law
 [p - q]+ and the next sibling is tried; the last law yields the bonus or corrected token (Leviathan et al. 2023,
 Chen et al. 2023; trees: SpecInfer, Miao et al. 2023). A point mass has q = 1 at x. Greedy decoding tosses no coins.
+
+Relaxed rules accept with f = min(1, (p(x) + mass)/q(x)), never below the exact probability f*, and keep the residual.
+Their drift is the sum of f - f* over the tried nodes. Tossed with the same coins, the relaxed and the exact round part
+only at a node whose coin lies between f* and f, so the expected drift bounds the total variation of the output; for one
+draft at a node the two are equal, and acceptance = (1 - TV(p, q)) + TV(output, p).
 """
 
 from __future__ import annotations
@@ -13,8 +18,9 @@ import torch
 from torch import Tensor
 
 from visspec import kernels, sampling
+from visspec.accept import displacement
 from visspec.accept.exact import Exact
-from visspec.types import ABSENT, Draft, Scores, Tree, Verdict
+from visspec.types import ABSENT, Capabilities, Draft, Scores, Tree, Verdict
 
 SIBLINGS = 32  # coins kept for each position; a node has at most this many children
 COLUMNS = SIBLINGS + 2  # the coins, the draw of the residual, the drafter's own draw (`sampling.propose`)
@@ -26,6 +32,12 @@ class Rejection:
     guarantee = "exact"
     needs: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset({"q"})
+    codes: Tensor | None = None  # (K, E): where a relaxed rule knows the codebook, it measures the displacement
+
+    def bind(self, capabilities: Capabilities) -> None:
+        """Called once, when the rule is paired with a target."""
+        if self.guarantee != "exact" and capabilities.codebook is not None:
+            self.codes = capabilities.codebook.detach().float()
 
     def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> sampling.Noise:
         return sampling.Noise(generators, COLUMNS, "uniform")
@@ -34,23 +46,40 @@ class Rejection:
         """(B, N) mass added to each node's probability under its parent's law; None for the exact rule."""
         return None
 
+    def greedy(self, draft: Draft, scores: Scores) -> Verdict:
+        return Exact()(draft, scores, None)
+
     def __call__(self, draft: Draft, scores: Scores, noise: sampling.Noise | None) -> Verdict:
         if noise is None:
-            return Exact()(draft, scores, None)
+            return self.greedy(draft, scores)
         window_BTU = noise.window(draft.levels + 1)
-        tree, p_BNV = draft.tree, scores.p
+        return self.judge(draft, scores.p, toss(draft.tree, window_BTU), window_BTU[:, 0, SIBLINGS].contiguous())
+
+    def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
+        tree = draft.tree
+        mass_BN = self.mass(draft, p_BNV) if tree.size > 1 else None
         path, length, following, drift = kernels.accept_tree(
             draft.tokens.clamp(min=0),
             torch.where(draft.tokens == ABSENT, -1, tree.parent),
             p_BNV,
             draft.q,
-            toss(tree, window_BTU),
-            window_BTU[:, 0, SIBLINGS].contiguous(),
-            mass=self.mass(draft, p_BNV),
+            coins_BN,
+            draw_B,
+            mass=mass_BN,
             depth=draft.levels,
             branch=1 if tree.chain else None,
         )
-        return Verdict(path, length, following, None if self.guarantee == "exact" else drift)
+        if self.guarantee == "exact":
+            return Verdict(path, length, following)
+        if mass_BN is None or self.codes is None:
+            return Verdict(path, length, following, drift)
+        return Verdict(path, length, following, drift, displacement.expected(draft, p_BNV, mass_BN, path, self.codes))
+
+
+def drafted(draft: Draft, p_BNV: Tensor) -> Tensor:
+    """(B, N): each node's probability under its parent's law; the root's entry means nothing."""
+    rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
+    return p_BNV[rows, draft.tree.parent.clamp(min=0), draft.tokens.clamp(min=0)]
 
 
 def toss(tree: Tree, window_BTU: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visspec.accept.rejection import Rejection
+from visspec.accept.rejection import Rejection, drafted
 from visspec.types import Draft
 
 
@@ -33,6 +33,4 @@ class Typical(Rejection):
         entropy_BN = torch.special.entr(p_BNV).sum(dim=-1)
         threshold_BN = (self.delta * torch.exp(-entropy_BN)).clamp(max=self.epsilon)
         parent_BN = draft.tree.parent.expand_as(draft.tokens).clamp(min=0)
-        rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
-        drawn_BN = p_BNV[rows, parent_BN, draft.tokens.clamp(min=0)]
-        return (drawn_BN >= threshold_BN.gather(1, parent_BN)).float()
+        return (drafted(draft, p_BNV) >= threshold_BN.gather(1, parent_BN)).float()

@@ -1,0 +1,75 @@
+"""What the rules of image generation know of a codebook: neighbours and clusters of its codes.
+
+K codes, E features, V vocabulary (V >= K: the ids behind the codes are grammar, which has no neighbours), k neighbours.
+Tables are built once for the content of a codebook, on its device; the last few are kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from visspec import kernels
+from visspec.types import Capabilities
+
+ROUNDS = 20  # of Lloyd's iteration; the grouping of codes hardly moves after a dozen
+_tables: deque[tuple[Tensor, tuple, Tensor]] = deque(maxlen=8)  # codebook, what was asked of it, the table
+
+
+def required(capabilities: Capabilities, rule: str, k: int = 1) -> Tensor:
+    """The target's codebook. Raises ValueError where it has none, or none with k neighbours for each code."""
+    codebook = capabilities.codebook
+    if codebook is None:
+        raise ValueError(f"acceptance: {rule} needs the target's codebook, got a target without one")
+    if k > len(codebook) - 1:
+        raise ValueError(
+            f"k: got {k}, expected at most {len(codebook) - 1} neighbours in a codebook of {len(codebook)}"
+        )
+    return codebook.detach()
+
+
+def neighbours(codebook_KE: Tensor, k: int, vocab: int) -> Tensor:
+    """(V, k) int32: the k codes nearest to each code, nearest first. The row of a grammar id holds that id."""
+
+    def build() -> Tensor:
+        near_Kk = kernels.codebook_neighbours(codebook_KE.float(), k).int()
+        return torch.cat([near_Kk, _grammar(codebook_KE, vocab)[:, None].expand(-1, k).int()])
+
+    return _kept(codebook_KE, ("neighbours", k, vocab), build)
+
+
+def clusters(codebook_KE: Tensor, count: int, vocab: int) -> Tensor:
+    """(V,) int64 cluster ids by Lloyd's iteration from `count` evenly spaced codes; a grammar id stands alone."""
+
+    def build() -> Tensor:
+        codes = codebook_KE.float()
+        centre = codes[torch.linspace(0, len(codes) - 1, count, device=codes.device).round().long()]
+        for _ in range(ROUNDS):
+            label_K = torch.cdist(codes, centre).argmin(dim=1)
+            size = torch.bincount(label_K, minlength=count)[:, None]
+            mean = torch.zeros_like(centre).index_add_(0, label_K, codes) / size.clamp(min=1)
+            centre = torch.where(size > 0, mean, centre)
+        return torch.cat([torch.cdist(codes, centre).argmin(dim=1), _grammar(codes, vocab) + count])
+
+    return _kept(codebook_KE, ("clusters", count, vocab), build)
+
+
+def padded(codebook_KE: Tensor, vocab: int) -> Tensor:
+    """(V, E) float32 code vectors; a grammar id is infinitely far from everything."""
+    rest = codebook_KE.new_full((len(_grammar(codebook_KE, vocab)), codebook_KE.shape[1]), float("inf"))
+    return torch.cat([codebook_KE, rest]).float()
+
+
+def _grammar(codebook_KE: Tensor, vocab: int) -> Tensor:
+    return torch.arange(len(codebook_KE), max(vocab, len(codebook_KE)), device=codebook_KE.device)
+
+
+def _kept(codebook_KE: Tensor, what: tuple, build: Callable[[], Tensor]) -> Tensor:
+    for known_KE, kind, table in _tables:
+        if kind == what and known_KE.device == codebook_KE.device and torch.equal(known_KE, codebook_KE):
+            return table
+    _tables.append((codebook_KE.clone(), what, build()))
+    return _tables[-1][-1]

@@ -1,0 +1,31 @@
+"""COOL-SD: acceptance loosened by a factor that cools with depth (annealed relaxation, AAAI 2026, arXiv 2601.09212).
+
+A drafted x at depth i (1 is the first drafted position) is accepted with probability min(1, w_i p(x)/q(x)), with the
+optimal residual [p - q]+, which is the shared one, and w_i = 1 + (omega - 1) nu^(i - 1): an exponential decay to the
+exact rule, because a token accepted early conditions all that follow. That the decay starts at omega at depth 1 is our
+reading of the paper. No neighbours and no codebook. Later siblings of a tree borrow (w_i - 1) p(x) as well.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from visspec.accept.rejection import Rejection, drafted
+from visspec.types import Draft
+
+
+class Cool(Rejection):
+    """omega: the factor at depth 1 (1 is exact); nu: what is left of its excess one level deeper."""
+
+    guarantee = "approximate"
+
+    def __init__(self, omega: float = 1.1, nu: float = 0.7):
+        if not omega >= 1:
+            raise ValueError(f"omega: got {omega}, expected a factor of at least 1")
+        if not 0 <= nu <= 1:
+            raise ValueError(f"nu: got {nu}, expected a decay in [0, 1]")
+        self.omega, self.nu = omega, nu
+
+    def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
+        above = (draft.tree.depth - 1).clamp(min=0).to(p_BNV.dtype)
+        return drafted(draft, p_BNV) * ((self.omega - 1.0) * self.nu**above)

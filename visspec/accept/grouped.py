@@ -1,0 +1,78 @@
+"""GSD: a drafted code is judged by the mass of its group (grouped speculative decoding, ICCV 2025).
+
+x is accepted with probability min(1, p(C)/q(C)), C its group, never below the exact probability (windows of ranks are
+no partition, so the bare ratio can fall below it). A group is the `group // 2` ranks of p on each side of x, less the
+codes whose p differs by more than `max_gap` or whose vectors lie farther than `max_distance` (dynamic); with
+`clusters=n` it is the cluster of x among n clusters of the codebook (static). The residual is the shared one. Point
+masses have q(C) = 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visspec import kernels
+from visspec.accept import codebook
+from visspec.accept.rejection import Rejection, drafted
+from visspec.types import Capabilities, Draft
+
+
+class Grouped(Rejection):
+    """group 1, or as many clusters as codes: exact."""
+
+    guarantee = "approximate"
+
+    def __init__(
+        self,
+        group: int = 10,
+        clusters: int | None = None,
+        max_gap: float | None = None,
+        max_distance: float | None = None,
+    ):
+        for name, value, least in (("group", group, 1), ("clusters", clusters, 1)):
+            if value is not None and value < least:
+                raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
+        for name, value in (("max_gap", max_gap), ("max_distance", max_distance)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name}: got {value}, expected a number of at least 0")
+            if value is not None and clusters is not None:
+                raise ValueError(f"{name}: got {value} with clusters={clusters}, expected it with groups of ranks only")
+        self.group, self.count, self.max_gap, self.max_distance = group, clusters, max_gap, max_distance
+        self.needs = frozenset() if clusters is None and max_distance is None else frozenset({"neighbours"})
+        self.clusters_V: Tensor | None = None
+        self.embedding_VE: Tensor | None = None
+
+    def bind(self, capabilities: Capabilities) -> None:
+        super().bind(capabilities)
+        if self.needs:
+            codes = codebook.required(capabilities, "Grouped")
+            if self.count is None:
+                self.embedding_VE = codebook.padded(codes, capabilities.vocab)
+            elif self.count > len(codes):
+                raise ValueError(f"clusters: got {self.count}, expected at most the codebook's {len(codes)} codes")
+            else:
+                self.clusters_V = codebook.clusters(codes, self.count, capabilities.vocab)
+
+    def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
+        """q(x) p(C)/q(C) - p(x), as one fraction: a group of one adds exactly nothing."""
+        if self.needs and self.clusters_V is None and self.embedding_VE is None:
+            raise ValueError("acceptance: Grouped knows no codebook, expected bind(capabilities) first")
+        rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
+        tokens_BN = draft.tokens.clamp(min=0)
+        here_BN = drafted(draft, p_BNV)
+        in_p, in_q = kernels.grouped_mass(
+            p_BNV[rows, draft.tree.parent.clamp(min=0)].flatten(0, 1),
+            None if draft.q is None else draft.q.flatten(0, 1),
+            tokens_BN.flatten(),
+            clusters=self.clusters_V,
+            group=self.group if self.count is None else None,
+            max_gap=self.max_gap,
+            embedding=self.embedding_VE,
+            max_distance=self.max_distance,
+        )
+        in_p, in_q = in_p.view_as(here_BN), in_q.view_as(here_BN)
+        if draft.q is None:
+            return in_p - here_BN
+        q_BN = draft.q.gather(2, tokens_BN[..., None])[..., 0]
+        return (q_BN * in_p - here_BN * in_q) / in_q.clamp(min=1e-30)

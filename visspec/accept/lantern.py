@@ -1,0 +1,98 @@
+"""LANTERN and LANTERN++: a drafted code may borrow the probability of its neighbours in the codebook.
+
+With n_1, n_2, ... the codes nearest to x and c_j = p(n_1) + ... + p(n_j), x is accepted with probability
+min(1, (p(x) + c_m)/q(x)), m <= k the largest with c_m <= delta (LANTERN, Jang et al., ICLR 2025) or
+c_m <= (lam - 1) p(x) (LANTERN++, Park et al., ICLR-W 2025). The residual is the shared one, [p - q]+, which costs the
+least total variation of all; `compat="repository"` has the published code's instead (`published.py`), for comparisons.
+
+At temperature 0 a code is kept when p(x) + c_m exceeds every probability of the target's (unwarped) law; each kept code
+that is not the arg-max adds 1 to the drift. Grammar ids have no neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visspec import kernels
+from visspec.accept import codebook, displacement, published
+from visspec.accept.exact import deepest
+from visspec.accept.rejection import Rejection, drafted
+from visspec.types import ABSENT, Capabilities, Draft, Scores, Verdict
+
+MOST = 1024  # neighbours: published runs use 1000 at most, and the table grows with them
+
+
+class Lantern(Rejection):
+    """k: neighbours considered; delta: the mass they may lend."""
+
+    guarantee = "approximate"
+    needs: frozenset[str] = frozenset({"neighbours"})
+    bound = "delta"
+
+    def __init__(self, k: int = 100, delta: float = 0.1, compat: str | None = None):
+        if not 0 <= delta < 1:
+            raise ValueError(f"delta: got {delta}, expected a mass in [0, 1)")
+        self._open(k, delta, compat)
+
+    def _open(self, k: int, value: float, compat: str | None) -> None:
+        if not 1 <= k <= MOST:
+            raise ValueError(f"k: got {k}, expected a number of neighbours from 1 to {MOST}")
+        if compat not in (None, "repository"):
+            raise ValueError(f"compat: got {compat!r}, expected None or 'repository'")
+        self.k, self.value, self.compat = k, value, compat
+        self.table_Vk: Tensor | None = None
+
+    def bind(self, capabilities: Capabilities) -> None:
+        codes = codebook.required(capabilities, type(self).__name__, self.k)
+        super().bind(capabilities)
+        spare = 0 if self.compat is None else min(self.k + 1, len(codes) - 1) - self.k
+        self.table_Vk = codebook.neighbours(codes, self.k + spare, capabilities.vocab)
+
+    def table(self) -> Tensor:
+        if self.table_Vk is None:
+            raise ValueError(f"acceptance: {type(self).__name__} knows no codebook, expected bind(capabilities) first")
+        return self.table_Vk
+
+    def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
+        rows, size, vocab = p_BNV.shape
+        law_BN = draft.tree.parent.clamp(min=0) + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]
+        token_R = draft.tokens.clamp(min=0).flatten()
+        mass_R = kernels.neighbour_mass(
+            p_BNV.flatten(0, 1), token_R, self.table(), row=law_BN.flatten(), **{self.bound: self.value}
+        )
+        if len(self.codes) < vocab:
+            mass_R = mass_R.masked_fill_(token_R >= len(self.codes), 0.0)
+        return mass_R.view(rows, size)
+
+    def greedy(self, draft: Draft, scores: Scores) -> Verdict:
+        if draft.tree.size == 1:
+            return super().greedy(draft, scores)
+        p_BNV, best_BN = scores.p, scores.logits.argmax(dim=-1)
+        above_BN = draft.tree.parent.expand_as(draft.tokens).clamp(min=0)
+        wanted_BN, top_BN = best_BN.gather(1, above_BN), p_BNV.amax(dim=-1).gather(1, above_BN)
+        raised_BN = (drafted(draft, p_BNV) + self.mass(draft, p_BNV) > top_BN) & (draft.tokens != ABSENT)
+        kept_BN = (draft.tokens == wanted_BN) | raised_BN | (draft.tree.parent < 0)
+        verdict = deepest(draft.tree, kept_BN, best_BN)
+        on_BD, path_BD = verdict.path > 0, verdict.path.clamp(min=0)
+        x_BD, y_BD = draft.tokens.gather(1, path_BD), wanted_BN.gather(1, path_BD)
+        moved_BD = on_BD & (x_BD != y_BD)
+        far_B = (displacement.between(x_BD, y_BD, self.codes) * moved_BD).sum(1)
+        return Verdict(verdict.path, verdict.length, verdict.next, moved_BD.sum(1).float(), far_B)
+
+    def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
+        if self.compat is None:
+            return super().judge(draft, p_BNV, coins_BN, draw_B)
+        limits = {self.bound: self.value}
+        return published.walk(draft, p_BNV, coins_BN, draw_B, self.table(), self.k, len(self.codes), **limits)
+
+
+class LanternPlus(Lantern):
+    """k: neighbours considered; lam: how many times its own probability a code may reach."""
+
+    bound = "lam"
+
+    def __init__(self, k: int = 10, lam: float = 2.0, compat: str | None = None):
+        if not lam >= 1:
+            raise ValueError(f"lam: got {lam}, expected a factor of at least 1")
+        self._open(k, lam, compat)
