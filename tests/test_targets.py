@@ -22,7 +22,8 @@ from tests.tiny import (
     prompt,
     qwen2_5_vl,
 )
-from visspec.models.targets.hf_decoder import HFDecoder, describe, nearby
+from visspec.models.targets.hf_decoder import HFDecoder, describe
+from visspec.models.targets.masks import nearby
 from visspec.tree import static
 
 

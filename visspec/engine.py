@@ -76,10 +76,9 @@ def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outc
         if state.request.keep_logits:
             laws, tokens = state.laws[state.rows[b]], state.tokens[state.rows[b]]
             laws.extend(scores.logits[b, outcome.path[b][: len(tokens) - len(laws)]])
-    if verdict.drift is not None:
-        if state.drift is None:
-            state.drift = torch.zeros(len(state.tokens), device=verdict.drift.device)
-        state.drift[state.rows] += verdict.drift
+    for name in ("drift", "displacement"):
+        if (gained := getattr(verdict, name)) is not None:
+            state.meters.setdefault(name, gained.new_zeros(len(state.tokens)))[state.rows] += gained
     state.trace.rounds.append((draft.levels, [len(t) for t in outcome.tokens]))
     state.pending, state.position = verdict.next, state.position + verdict.length
     if state.noise is not None:

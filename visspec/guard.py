@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
+from visspec.grammar import fill
 from visspec.types import ABSENT, Capabilities, Draft, Drafter, Outcome, Scores, State, Tree, Verdict
 
 MAX_NODES = 1024
@@ -96,8 +97,12 @@ class Guarded:
             wrong |= ~lawful & (tokens != ABSENT)
             tokens, q = torch.where(lawful, tokens, ABSENT), torch.where(lawful[..., None], q, 0.0)
         state.refused += wrong[:, 1:].sum()
+        # a row drafts no further than it would alone, so that coins fall the same in any batch
+        room = [state.request.max_new_tokens - len(state.tokens[row]) - 1 for row in state.rows]
+        if min(room) < draft.levels:
+            tokens = torch.where(tree.depth > torch.tensor(room, device=tokens.device)[:, None], ABSENT, tokens)
         tokens = torch.cat([state.pending[:, None], tokens[:, 1:]], dim=1)
-        return Draft(tokens, tree, q)
+        return fill(Draft(tokens, tree, q), state)
 
     def _sound(self, tree: Tree, rows: int) -> tuple[Tree, Tensor | bool]:
         """The tree with its impossible nodes hung below the root, and which nodes are not of that kind (1|B, N).

@@ -41,7 +41,7 @@ class Stats:
         passes = sum(len(gained) for _, gained in trace.rounds)
         gained = sum(sum(g) for _, g in trace.rounds)
         tokens = sum(map(len, state.tokens))
-        drift = 0.0 if state.drift is None else float(state.drift.sum())
+        drift = float(state.meters["drift"].sum()) if "drift" in state.meters else 0.0
         return cls(
             tokens=tokens,
             rounds=len(trace.rounds),

@@ -30,6 +30,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    guidance: float = 1.0  # classifier-free guidance scale, mixed by the target before everything else; 1 is none
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
 
     @property
@@ -93,6 +94,7 @@ class Verdict:
     length: Tensor  # (B,) nodes on the path, node 0 included
     next: Tensor  # (B,) bonus, residual or repaired token: the next pending token
     drift: Tensor | None = None  # (B,) estimate of this round's total variation; None for exact rules
+    displacement: Tensor | None = None  # (B,) latent distance to what the exact rule would have given, expected, summed
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class Request:
     keep_logits: bool = False  # keep the warped law at every emitted token
     media: Mapping[str, Any] = field(default_factory=dict)  # raw images and such, for drafters with eyes of their own
     copies: int = 1  # rows made of each prompt (num_return_sequences)
+    fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the token a position must hold, ABSENT where it is free
+    grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
 
 
 @dataclass
@@ -152,7 +156,7 @@ class State:
     tokens: list[list[int]] = field(default_factory=list)  # emitted tokens of every original row
     laws: list[list[Tensor]] = field(default_factory=list)  # with keep_logits: (V,) for every emitted token
     finished: set[int] = field(default_factory=set)  # original rows that met a stop
-    drift: Tensor | None = None  # (original rows,) summed drift, on the device
+    meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () count of drafted nodes that could not be, on the device
@@ -184,6 +188,7 @@ class Capabilities:
     family: str = ""
     never_drafted: frozenset[int] = frozenset()  # ids that stand for image, video or audio content
     feature_layers: tuple[int, ...] = ()
+    codebook: Tensor | None = None  # (codes, E) float32 as the image decoder looks codes up; ids beyond it are grammar
 
 
 @runtime_checkable

@@ -17,10 +17,19 @@ ACCEPTANCE = {
         "exact, with coins of its own: for drafts sampled from a reported law",
     ),
     "typical": ("visspec.accept.typical:Typical", "keeps what the target finds plausible; drift is measured"),
+    "lantern": ("visspec.accept.lantern:Lantern", "image codes borrow up to delta from k codebook neighbours"),
+    "lantern_plus": ("visspec.accept.lantern:LanternPlus", "the same, up to lam times a code's own probability"),
+    "grouped": ("visspec.accept.grouped:Grouped", "image codes judged by their group: ranks of p, or clusters"),
+    "cool": ("visspec.accept.cool:Cool", "ratios loosened by a factor that decays with depth"),
+    "run_product": (
+        "visspec.accept.run_product:RunProduct",
+        "confident runs of a chain judged by one product of ratios",
+    ),
 }
 DRAFTERS = {
     "none": (None, "plain decoding in our loop"),
     "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
+    "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
     "vispec": (
         "visspec.models.drafters.eagle:FeatureDrafter",
         "drafts on the embedded captioner's own features; shipped, other targets train theirs",

@@ -17,15 +17,15 @@ from packaging.version import Version
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, visibility
+from visspec.cache import SlotCache
+from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process
-from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
+from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State
 
 # before, a list of layers gave a tuple of those alone, without the embeddings; so all are asked for (5.17 was tried)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
 LAST = (-1,)
-MASKS_KEPT = 32
 ATTENTION_WITH_TREES = {"sdpa", "eager"}
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
@@ -43,12 +43,10 @@ class HFDecoder:
         self.capabilities = describe(model, features)
         self.embeddings = embeddings
         text = model.config.get_text_config()
-        self.window = _sliding_window(text)
-        self.mixed = bool(getattr(text, "layer_types", None))  # such models take a mask per kind of layer
-        self.dtype = next(model.get_decoder().parameters()).dtype
+        mixed = bool(getattr(text, "layer_types", None))  # such models take a mask per kind of layer
+        self.masks = Masks(next(model.get_decoder().parameters()).dtype, _sliding_window(text), mixed)
         inner = features and tuple(features) != LAST  # the last layer's output is seen as it leaves the decoder
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
-        self._bias: dict[int, tuple[Tree, Tensor]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +95,7 @@ class HFDecoder:
         with _Watch(self.model.get_decoder()) if watched else nullcontext({}) as seen:
             output = self.model(
                 input_ids=draft.tokens.clamp(min=0),
-                attention_mask=self._mask(state, tree, extent),
+                attention_mask=self.masks(slots, tree, extent),
                 position_ids=state.position[:, None] + tree.depth,
                 past_key_values=state.cache,
                 use_cache=True,
@@ -120,34 +118,6 @@ class HFDecoder:
             return seen["last_hidden_state"]
         states = output.hidden_states
         return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
-
-    def _mask(self, state: State, tree: Tree, extent: int) -> Tensor | dict[str, Tensor] | None:
-        """The additive attention mask of a pass, (1|B, 1, N, extent), a dict of two where layers have windows."""
-        slots: SlotCache = state.cache.slots
-        if slots.uniform and slots.padding is None and not self.window and tree.parent.shape[0] == 1:
-            return None if tree.size == 1 else self._shared_bias(tree, slots.length)
-        seen_BNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
-        full = self._additive(seen_BNS)
-        if not self.window:
-            return full
-        near_BNS = nearby(tree.depth, slots.lengths, extent, self.window)
-        sliding = self._additive(seen_BNS & near_BNS)
-        return {"full_attention": full, "sliding_attention": sliding} if self.mixed else sliding
-
-    def _additive(self, seen_BNS: Tensor) -> Tensor:
-        bias = torch.zeros(seen_BNS.shape, dtype=self.dtype, device=seen_BNS.device)
-        return bias.masked_fill_(~seen_BNS, torch.finfo(self.dtype).min)[:, None]
-
-    def _shared_bias(self, tree: Tree, length: int) -> Tensor:
-        """The mask when all rows look alike: a view into a buffer of [zeros | tree], so that a round builds nothing."""
-        known, buffer = self._bias.get(id(tree), (None, None))
-        if known is not tree or buffer.shape[-1] - tree.size < length:
-            own = self._additive(tree.ancestor)
-            buffer = torch.cat([own.new_zeros(1, 1, tree.size, 2 * length), own], dim=-1)
-            if len(self._bias) >= MASKS_KEPT:
-                self._bias.clear()
-            self._bias[id(tree)] = (tree, buffer)
-        return buffer[..., buffer.shape[-1] - tree.size - length :]
 
 
 def _last_position(positions: Tensor) -> Tensor:
@@ -189,18 +159,6 @@ class _Watch:
     def _leaving(self, module, args, output) -> None:
         if threading.get_ident() == self.caller:
             self.seen["last_hidden_state"] = output.last_hidden_state
-
-
-def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tensor:
-    """Sliding windows, (B, N, extent) bool: a node sees what lies less than `window` tokens above it on its path."""
-    length_B = torch.tensor(lengths, device=depth.device)
-    rows, size = len(lengths), depth.shape[-1]
-    depth_BN = depth.expand(rows, size)
-    slot = torch.arange(extent, device=depth.device).expand(rows, extent)
-    node = slot - length_B[:, None]
-    inside = (node >= 0) & (node < size)
-    index_BS = torch.where(inside, length_B[:, None] + depth_BN.gather(1, node.clamp(0, size - 1)), slot)
-    return (length_B[:, None] + depth_BN)[..., None] - index_BS[:, None] < window
 
 
 def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:

@@ -1,0 +1,176 @@
+"""Jacobi windows: the target's own laws of the last pass are the next draft. Nothing to train. B rows, N nodes.
+
+After a pass, the law at every window position is known for the drafts before it; whatever was not accepted is drawn
+again from it and becomes the next draft, with that law as its q (speculative Jacobi decoding: Teng et al., ICLR 2025).
+`redraw` says how the new draft hangs on the old one:
+
+    gumbel       the position's own noise, the one the target will use: token-identical to plain sampling with `exact`
+    maximal      the old draft is kept with probability min(1, p_new/p_old), else drawn from the residual: the maximal
+                 coupling of the two laws (speculative coupled decoding, 2025)
+    independent  drawn afresh (the published SJD)
+
+and `start` what a position holds that has no law yet: "random" code, that of its "left" or "above" neighbour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visspec import sampling
+from visspec import tree as trees
+from visspec.types import ABSENT, Draft, Outcome, Scores, State, Verdict
+
+REDRAWS = ("gumbel", "maximal", "independent")
+STARTS = ("random", "left", "above")
+
+
+@dataclass
+class Window:
+    """What is drafted for the next positions, nearest first. Every q is the law its token was really drawn from."""
+
+    tokens: Tensor  # (B, W)
+    q: Tensor | None  # (B, W, V); None where drafts are point masses or coupled to the target's own noise
+    coins: sampling.Noise | None  # the drafter's own numbers, never the rule's; None without q
+
+
+class Jacobi:
+    """Windows of `window` positions. redraw "auto" is gumbel where the rule uses the target's noise, else maximal.
+
+    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS.
+    """
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left"):
+        if window < 1:
+            raise ValueError(f"window: got {window}, expected at least 1")
+        if redraw not in ("auto", *REDRAWS):
+            raise ValueError(f"redraw: got {redraw!r}, expected one of auto, {', '.join(REDRAWS)}")
+        if start not in STARTS:
+            raise ValueError(f"start: got {start!r}, expected one of {', '.join(STARTS)}")
+        self.levels, self.redraw, self.begin = window, redraw, start
+
+    def start(self, state: State, scores: Scores) -> None:
+        rows, vocab = len(state.rows), scores.logits.shape[-1]
+        window = Window(state.pending.new_zeros(rows, 0), None, None)
+        if state.noise is not None and state.noise.kind == "uniform":
+            generators = []
+            for parent in state.noise.generators:
+                seed = torch.randint(2**62, (), generator=parent, device=parent.device)
+                generators.append(torch.Generator(parent.device).manual_seed(int(seed)))
+            kind = ("gumbel", vocab) if self.redraw == "gumbel" else ("uniform", 2)
+            coins = sampling.Noise(generators, kind[1], kind[0])
+            window = Window(window.tokens, scores.logits.new_zeros(rows, 0, vocab), coins)
+        state.memory = self._extended(state, window, torch.zeros_like(state.pending), vocab)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        window: Window = state.memory
+        q = window.q
+        if q is not None:  # the root's row is unused
+            q = torch.cat([q[:, :1], q[:, :depth]], dim=1)
+        return trees.chain_draft(state.pending, window.tokens[:, :depth], q)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Shift every row by what it gained, draw again where this pass gave a law, begin anew beyond the old window.
+
+        With l = verdict.length the old node l + j stands where the new window's position j + 1 is (j counted from 0),
+        and the law of that position is the one after old node l + j.
+        """
+        old: Window = state.memory
+        width = old.tokens.shape[1]
+        at_BW = verdict.length[:, None] + torch.arange(self.levels, device=verdict.length.device)
+        judged_BW, stands_BW = at_BW < draft.tree.size, at_BW < width
+        tokens = old.tokens.gather(1, at_BW.clamp(max=width - 1))
+        logp_BWV = _take(scores.logits, at_BW)
+        if old.q is None:
+            window = Window(torch.where(judged_BW, self._coupled(logp_BWV, state), tokens), None, None)
+        else:
+            p_BWV, q_BWV = logp_BWV.softmax(dim=-1), _take(old.q, at_BW)
+            drawn = self._drawn(p_BWV, tokens, q_BWV, stands_BW, old.coins)
+            shared = self.redraw == "gumbel"  # such numbers belong to a position; coins are fresh in every round
+            old.coins.advance([len(t) if shared else self.levels for t in outcome.tokens])
+            q_BWV = torch.where(judged_BW[..., None], p_BWV, q_BWV)
+            window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.coins)
+        known_B = (judged_BW | stands_BW).sum(dim=1)
+        state.memory = self._extended(state, window, known_B, scores.logits.shape[-1])
+
+    def select(self, state: State, keep: list[int]) -> None:
+        old: Window = state.memory
+        if old.coins is not None:
+            old.coins.select(keep)
+        state.memory = Window(old.tokens[keep], None if old.q is None else old.q[keep], old.coins)
+
+    def _coupled(self, logp_BWV: Tensor, state: State) -> Tensor:
+        """The token that each position will hold if its law stays as it is: argmax under the position's own noise."""
+        if state.noise is None:
+            return logp_BWV.argmax(dim=-1)
+        return (logp_BWV + state.noise.window(logp_BWV.shape[1])[..., : logp_BWV.shape[-1]]).argmax(dim=-1)
+
+    def _drawn(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, coins: sampling.Noise) -> Tensor:
+        """Draws from p, coupled to the old draft as `redraw` says."""
+        u_BWX = coins.window(p_BWV.shape[1])
+        if self.redraw == "gumbel":
+            return (p_BWV.log() + u_BWX).argmax(dim=-1)
+        if self.redraw == "independent":
+            return sampling.draw(p_BWV, u_BWX[..., 1])
+        p_BW, q_BW = (law.gather(-1, old_BW[..., None])[..., 0] for law in (p_BWV, q_BWV))
+        kept_BW = stands_BW & (u_BWX[..., 0] * q_BW < p_BW)
+        rest_BWV = torch.where(stands_BW[..., None], sampling.residual(p_BWV, q_BWV), p_BWV)
+        return torch.where(kept_BW, old_BW, sampling.draw(rest_BWV, u_BWX[..., 1]))
+
+    def _extended(self, state: State, window: Window, known_B: Tensor, vocab: int) -> Window:
+        """The window at full width: entries from `known_B` on begin as `start` says, and q says how."""
+        rows, width = window.tokens.shape
+        missing = self.levels - width
+        tokens_BW, q_BWV = window.tokens, window.q
+        if missing:
+            tokens_BW = torch.cat([tokens_BW, tokens_BW.new_zeros(rows, missing)], dim=1)
+        fresh_BW = torch.arange(self.levels, device=tokens_BW.device) >= known_B[:, None]
+        if self.begin == "random" and state.noise is not None:
+            begun_BW = self._random(state, window, vocab)
+        else:
+            with_pending = torch.cat([state.pending[:, None], tokens_BW], dim=1)
+            begun_BW = with_pending.gather(1, known_B[:, None]).expand(rows, self.levels)
+            if self.begin == "above":
+                above_BW = self._above(state)
+                begun_BW = torch.where(above_BW == ABSENT, begun_BW, above_BW)
+        tokens_BW = torch.where(fresh_BW, begun_BW, tokens_BW)
+        if q_BWV is not None:
+            if missing:
+                q_BWV = torch.cat([q_BWV, q_BWV.new_zeros(rows, missing, vocab)], dim=1)
+            if self.begin == "random":
+                law = torch.full_like(q_BWV, 1.0 / vocab)
+            else:
+                law = torch.zeros_like(q_BWV).scatter_(-1, tokens_BW[..., None], 1.0)
+            q_BWV = torch.where(fresh_BW[..., None], law, q_BWV)
+        return Window(tokens_BW, q_BWV, window.coins)
+
+    def _random(self, state: State, window: Window, vocab: int) -> Tensor:
+        """A uniform id for each entry: (B, W)."""
+        if window.coins is None or self.redraw == "gumbel":  # all laws equal: the noise alone decides
+            noise = state.noise if window.coins is None else window.coins
+            return noise.window(self.levels)[..., :vocab].argmax(dim=-1)
+        u_BW2 = window.coins.window(self.levels)
+        window.coins.advance([self.levels] * u_BW2.shape[0])
+        return (u_BW2[..., 0] * vocab).long().clamp(max=vocab - 1)
+
+    def _above(self, state: State) -> Tensor:
+        """The code one image row above each entry, ABSENT where that is not known yet: (B, W)."""
+        if state.request.grid is None:
+            raise ValueError("start: got 'above' for output without a grid, expected 'left' or 'random'")
+        stride = state.request.max_new_tokens // state.request.grid[0]
+        found = []
+        for row in state.rows:
+            known = state.tokens[row]
+            wanted = range(len(known) - stride, len(known) - stride + self.levels)
+            found.append([known[t] if 0 <= t < len(known) else ABSENT for t in wanted])
+        return torch.tensor(found, device=state.pending.device)
+
+
+def _take(laws_BNV: Tensor, at_BW: Tensor) -> Tensor:
+    """Rows of a stack of laws, the last one where there is none so far: (B, W, V)."""
+    index = at_BW.clamp(max=laws_BNV.shape[1] - 1)[..., None]
+    return laws_BNV.gather(1, index.expand(-1, -1, laws_BNV.shape[-1]))

@@ -1,0 +1,201 @@
+"""Discrete autoregressive image models as targets, guidance included.
+
+Classifier-free guidance is ours: each request has two cache rows, conditional rows first, that go through the decoder
+in one forward; logits are mixed, then warped. What differs between models is a `Family` (one file each); the decoder
+itself is the stock module, called with embeddings, an additive mask, positions and our cache.
+
+Shapes: B requests, R = B or 2 B cache rows, L prompt, N nodes, V ids (codes, then grammar ids), T image positions,
+d hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.cache import SlotCache
+from visspec.grammar import constrain
+from visspec.models.targets.masks import Masks
+from visspec.models.targets.slot_layers import SlotLayers
+from visspec.sampling import process
+from visspec.types import ABSENT, Capabilities, Draft, Outcome, Request, Scores, State, Tree
+
+TAKES_MASKS = {"sdpa", "eager"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order of an image's tokens: `fixed` (T,) holds the grammar id of a position, or ABSENT for a code."""
+
+    grid: tuple[int, int]  # rows, columns of codes
+    fixed: Tensor
+
+    @property
+    def positions(self) -> int:
+        return len(self.fixed)
+
+    @property
+    def free(self) -> Tensor:
+        """Positions that hold codes, (rows * columns,) int64, in raster order."""
+        return (self.fixed == ABSENT).nonzero()[:, 0]
+
+    @classmethod
+    def plain(cls, rows: int, columns: int) -> Layout:
+        return cls((rows, columns), torch.full((rows * columns,), ABSENT))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a family makes of texts: ids (B, L), and the decoder's input for R rows, conditional rows first."""
+
+    ids: Tensor
+    embeds: Tensor  # (R, L, d)
+    attention: Tensor  # (R, L) bool, false at padding
+
+
+class Family:
+    """One kind of model. Subclasses say what is theirs; everything here is the common case.
+
+    Ids of the loop are codes 0..codes-1, then grammar ids.
+    """
+
+    name: str
+    codes: int
+    grammar: int = 0  # number of grammar ids behind the codes
+    guided: bool = True  # whether the model knows an unconditional prompt
+    decoder: Any  # the stock transformer
+    codebook: Tensor | None = None  # (codes, E) as the image decoder looks them up, normalised where that is
+    default_guidance: float = 1.0
+
+    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+        """Order of the tokens of an image of so many pixels. Raises ValueError for a size the model has no grid for."""
+        raise NotImplementedError
+
+    def prompt(self, texts: list[str], guided: bool) -> Prompt:
+        """Ids and embeddings of the prompts, padded on the left; with guidance the unconditional rows follow."""
+        raise NotImplementedError
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(..., N) ids -> (..., N, d)."""
+        raise NotImplementedError
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """(..., d) -> (..., V) logits."""
+        raise NotImplementedError
+
+    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]."""
+        raise NotImplementedError
+
+    def mix(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        return unconditional + scale * (conditional - unconditional)
+
+    def places(self, index: Tensor, state: State) -> Tensor:
+        """Position ids of the decoder for linear indices (R, N) counted from the prompt's first slot."""
+        return index
+
+
+class ImageAR:
+    """A `Family` as a `Target`. `features` asks for hidden states: those of both guidance rows, concatenated."""
+
+    def __init__(self, family: Family, features: bool = False):
+        decoder = family.decoder
+        attention = getattr(decoder.config, "_attn_implementation", "sdpa")
+        if attention not in TAKES_MASKS:
+            raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager'")
+        self.family, self.features = family, features
+        self.masks = Masks(next(decoder.parameters()).dtype)
+        self.capabilities = Capabilities(
+            vocab=family.codes + family.grammar,
+            hidden=decoder.config.hidden_size,
+            family=family.name,
+            never_drafted=frozenset(range(family.codes, family.codes + family.grammar)),
+            feature_layers=(-1,) if features else (),
+            codebook=family.codebook,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.family.decoder.parameters()).device
+
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        """Run the prompts (`request.inputs` is a `Prompt`). Scores: logits (B, 1, V), features (B, L, F)."""
+        prompt: Prompt = request.inputs
+        rows, length = prompt.ids.shape
+        cache = SlotLayers(prompt.embeds.shape[0])
+        cache.slots.open(length, self.device)
+        padded = not bool(prompt.attention.all())
+        newest = torch.full((rows,), length - 1, device=self.device)
+        state = State(request, prompt.ids[:, -1], newest, cache, list(range(rows)))
+        state.tokens = [[] for _ in range(rows)]
+        index = torch.arange(length, device=self.device).expand(prompt.embeds.shape[0], length)
+        mask = None
+        if padded:
+            causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
+            mask = self.masks.additive(causal & prompt.attention[:, None])
+        hidden = self._run(prompt.embeds, mask, self.family.places(index, state), cache)
+        cache.slots.commit([list(range(length))] * prompt.embeds.shape[0])
+        if padded:
+            cache.slots.padding = prompt.attention
+        scores = self._scores(state, trees.root(state.pending), self.family.head(hidden[:, -1:]), hidden)
+        return state, scores
+
+    def verify(self, state: State, draft: Draft) -> Scores:
+        """One pass over all nodes of all rows, both guidance rows of each. Scores for (B, N)."""
+        slots: SlotCache = state.cache.slots
+        twice, tree = _twice(state), draft.tree
+        if tree.parent.shape[0] > 1:
+            tree = _repeated(tree, twice)
+        extent = slots.open(tree.size, self.device)
+        embeds = self.family.embed(draft.tokens.clamp(min=0))
+        index = state.position[:, None] + draft.tree.depth
+        if twice == 2:
+            embeds, index = embeds.repeat(2, 1, 1), index.repeat(2, 1)
+        mask = self.masks(slots, tree, extent)
+        hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)
+        return self._scores(state, draft, self.family.head(hidden), hidden)
+
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        state.cache.slots.commit(outcome.path * _twice(state))
+
+    def select(self, state: State, keep: list[int]) -> None:
+        slots: SlotCache = state.cache.slots
+        twice = _twice(state)
+        rows = len(slots.lengths) // twice
+        slots.select([half * rows + k for half in range(twice) for k in keep])
+
+    def _run(self, embeds: Tensor, mask: Tensor | None, positions: Tensor, cache: SlotLayers) -> Tensor:
+        output = self.family.decoder(
+            inputs_embeds=embeds,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        return output.last_hidden_state
+
+    def _scores(self, state: State, draft: Draft, logits: Tensor, hidden: Tensor) -> Scores:
+        scale, rows = state.request.sampling.guidance, len(state.rows)
+        logits = logits.float()
+        features = hidden if self.features else None
+        if logits.shape[0] == 2 * rows:
+            logits = self.family.mix(logits[:rows], logits[rows:], scale)
+            if features is not None:
+                features = torch.cat([features[:rows], features[rows:]], dim=-1)
+        return Scores(constrain(process(logits, draft, state), draft, state), features)
+
+
+def _twice(state: State) -> int:
+    """Cache rows of each request."""
+    return 1 if state.request.sampling.guidance == 1.0 else 2
+
+
+def _repeated(tree: Tree, times: int) -> Tree:
+    """A tree per row, for that many copies of the rows."""
+    again = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
+    return Tree(*again, tree.levels, tree.chain)

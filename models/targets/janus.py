@@ -1,0 +1,67 @@
+"""Janus and Janus-Pro: stock `JanusForConditionalGeneration`, image mode. (Chen et al. 2025; transformers `janus`.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec.models.targets.image_ar import Family, Layout, Prompt
+
+
+class Janus(Family):
+    """Prompts end with the begin-of-image token; the unconditional prompt is the same with its words padded out.
+
+    `processor` is the model's own (`JanusProcessor`), or anything that turns texts into left-padded ids.
+    """
+
+    def __init__(self, model: Any, processor: Any):
+        config, inner = model.config, model.model
+        self.model, self.processor, self.name = model, processor, config.model_type
+        self.decoder = inner.language_model
+        self.codes = config.vq_config.num_embeddings
+        self.side = config.vq_config.num_patches
+        self.pixel_side = config.vision_config.image_size
+        self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
+        settings = model.generation_config
+        self.default_guidance = float(settings.guidance_scale or 5.0)  # generate's own default
+        self.keeps = (settings.bos_token_id, (settings.generation_kwargs or {}).get("boi_token_id"))
+        self.pad = settings.pad_token_id
+        if None in self.keeps or self.pad is None:
+            raise ValueError(
+                "generation_config: got no bos_token_id, pad_token_id or generation_kwargs['boi_token_id'],"
+                " expected those of the Janus checkpoint"
+            )
+
+    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+        side = self.pixel_side
+        if (height or side, width or side) != (side, side):
+            raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, as it was trained")
+        return Layout.plain(self.side, self.side)
+
+    def prompt(self, texts: list[str], guided: bool) -> Prompt:
+        batch = self.processor(text=texts, generation_mode="image", padding=True, return_tensors="pt")
+        ids = batch["input_ids"].to(self.decoder.device)
+        attention = batch["attention_mask"].to(ids.device).bool()
+        return self.from_ids(ids, attention, guided)
+
+    def from_ids(self, ids: Tensor, attention: Tensor, guided: bool) -> Prompt:
+        """From ids (B, L) that end with the begin-of-image token, as stock `generate` takes them."""
+        rows = ids
+        if guided:
+            kept = (ids == self.keeps[0]) | (ids == self.keeps[1])
+            rows = torch.cat([ids, torch.where(kept, ids, self.pad)])
+            attention = attention.repeat(2, 1)
+        return Prompt(ids, self.model.get_input_embeddings()(rows), attention)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.prepare_embeddings_for_image_generation(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.model.model.generation_head(hidden)
+
+    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+        decoded = self.model.decode_image_tokens(tokens).permute(0, 3, 1, 2).float()
+        return (decoded / 2 + 0.5).clamp(0, 1)

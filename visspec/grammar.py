@@ -1,0 +1,43 @@
+"""Grammar tokens of images: positions whose token the layout fixes (row ends, image end). They are never drafted.
+
+`Request.fixed` holds, for every position of the output, the id it must have or ABSENT. The target's law there is a
+point mass, and drafts are filled in before they are verified, so such tokens are always accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from visspec.types import ABSENT, Draft, State
+
+
+def held(state: State, ahead: Tensor) -> Tensor:
+    """The fixed id, or ABSENT, at the position `ahead` (1|B, N) places after each live row's newest token: (B, N)."""
+    fixed = state.request.fixed
+    newest = torch.tensor([[len(state.tokens[row]) - 1] for row in state.rows], device=fixed.device)
+    return fixed[(newest + ahead).clamp(max=len(fixed) - 1)]
+
+
+def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
+    """Log-laws after each node; a point mass where grammar fixes what follows."""
+    if state.request.fixed is None:
+        return logits_BNV
+    following_BN = held(state, draft.tree.depth + 1)
+    point = torch.full_like(logits_BNV, float("-inf")).scatter_(-1, following_BN.clamp(min=0)[..., None], 0.0)
+    return torch.where((following_BN == ABSENT)[..., None], logits_BNV, point)
+
+
+def fill(draft: Draft, state: State) -> Draft:
+    """The draft with the fixed ids in place, each a point mass in q."""
+    if state.request.fixed is None or draft.tree.size == 1:
+        return draft
+    own_BN = held(state, draft.tree.depth)
+    own_BN = torch.where((draft.tree.depth == 0) | (draft.tokens == ABSENT), ABSENT, own_BN)
+    free_BN, q = own_BN == ABSENT, draft.q
+    if q is not None:
+        point = torch.zeros_like(q).scatter_(-1, own_BN.clamp(min=0)[..., None], 1.0)
+        q = torch.where(free_BN[..., None], q, point)
+    return replace(draft, tokens=torch.where(free_BN, draft.tokens, own_BN), q=q)
