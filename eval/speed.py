@@ -25,6 +25,7 @@ class Run:
     rounds: list[tuple[int, list[int]]] = field(default_factory=list)
     drift: float = 0.0  # per token
     origin: list[list[str]] = field(default_factory=list)  # per row: where each token came from (`types.Trace`)
+    prompt: int = -1  # its place among the prompts; set by `interleave`
 
     @property
     def count(self) -> int:
@@ -57,6 +58,7 @@ def interleave(
             failures.append(f"prompt {i}: {type(error).__name__}: {error}")
             continue
         for name in names:
+            found[name].prompt = i
             runs[name].append(found[name])
     return runs, failures
 

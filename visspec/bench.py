@@ -7,22 +7,27 @@ prompt. Every arm goes through the same `model.generate` entry, so preparation a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from visspec import requests
+from visspec import tree as trees
 from visspec.api import Accelerated, accelerate
 from visspec.captioning import PROMPT, prepare
-from visspec.eval import speed
+from visspec.eval import equality, speed
 from visspec.eval.speed import Run
 from visspec.provenance import provenance
 from visspec.stats import acceptance_by_depth, text_pieces
+from visspec.types import Request
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
 TEXTS = 8  # captions kept word by word in the record
+FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, those whose outputs differ
 
 
 def bench_caption(
@@ -56,6 +61,7 @@ def bench_caption(
             arms["transformers_assisted"] = fastest(model, assisted, warm, seed)
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench caption", leave=False))
     record = summarise(runs, failures, arms, temperature)
+    record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, dtype)
     return record | {
         "target": getattr(model.config, "_name_or_path", ""), "drafter": str(drafter), "acceptance": acceptance,
         "n_prompts": len(images), "batch_size": batch_size, "max_new_tokens": max_new_tokens,
@@ -106,6 +112,35 @@ def fastest(model, candidates: list[dict[str, Any]], prompts: Sequence, seed: in
     for arm in arms:
         arm(prompts[0])
     return min(arms, key=lambda arm: sum(arm(p).seconds for p in prompts))
+
+
+def equality_tiers(fast: Accelerated, prompts: Sequence, runs: dict[str, list[Run]], options, dtype) -> dict[str, Any]:
+    """What ours and plain decoding being equal, or not, proves (`visspec.eval.equality`), outside the clocks.
+
+    prompts: (index, inputs). The passes compared have the two commonest depths of this bench's drafts.
+    """
+    tiers = equality.Tiers(dtype, greedy=not options["do_sample"])
+    depths = Counter(levels for run in runs["ours"] for levels, _ in run.rounds if levels)
+    shapes = [trees.chain(levels, str(fast.model.device)) for levels, _ in depths.most_common(2)]
+    for plain, ours in zip(runs["plain"], runs["ours"]):
+        differ = tiers.add(plain.tokens, ours.tokens)
+        if differ or (tiers.low and tiers.forced < FORCED):
+            index, inputs = prompts[ours.prompt]
+            request = request_of(fast.model, inputs, options)
+            tiers.force(fast.target, request, plain.tokens, ours.tokens, shapes, index)
+    return tiers.record()
+
+
+def request_of(model, inputs, options: dict[str, Any]) -> Request:
+    """The request that generate would make of a prompt, not run."""
+    made = []
+
+    def hook(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
+        made.append(requests.build(input_ids, logits_processor, stopping_criteria, generation_config, inputs))
+        return input_ids
+
+    model.generate(**inputs, **options, custom_generate=hook)
+    return made[0]
 
 
 def trimmed(new: torch.Tensor, config) -> list[list[int]]:
@@ -204,5 +239,6 @@ def table(record: dict[str, Any]):
         f"ours: {record['in_words']}; tau {record['tau']:.2f} (without bonus {record['tau_without_bonus']:.2f}); "
         f"decode only {record['speedup_decode_only']:.2f}, ideal {record['ideal_speedup']:.2f}; "
         f"our loop without a drafter over transformers {record['plain_over_transformers']:.2f}; {record['guarantee']}"
+        f"\nequality: {equality.in_words(record['equality'])}"
     )
     return view
