@@ -1,0 +1,96 @@
+"""Convolutional VQ image codecs in the taming form (arXiv 2012.09841), hosted in diffusers' stock `VQModel`.
+
+LlamaGen's VQ-16 and VQ-8, Janus's tokenizer and the VQGAN of Chameleon, Anole and Lumina-mGPT differ in widths, in
+their codebook and in whether the coarsest level has attention: all of them are settings of one stock class. Where a
+published decoder looks codes up L2-normalised, the codebook is stored normalised, so that the stock class needs no
+flag. `layouts_vq.py` loads the published key layouts.
+
+Shapes: B images, T = rows * columns codes, D code size, K codes, c channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from diffusers import VQModel
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VQShape:
+    """What fixes a codec's shape. `multipliers` run from the finest level to the coarsest; each step halves the size.
+
+    attention: whether residual blocks of the coarsest level alternate with attention (the middle always has it).
+    """
+
+    codes: int
+    code_size: int
+    channels: int = 128
+    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
+    blocks: int = 2
+    latent: int = 256
+    attention: bool = False
+
+    def build(self) -> VQModel:
+        """The stock model with random weights, in evaluation mode."""
+        levels = len(self.multipliers)
+        coarse = "Attn" if self.attention else ""
+        return VQModel(
+            down_block_types=("DownEncoderBlock2D",) * (levels - 1) + (f"{coarse}DownEncoderBlock2D",),
+            up_block_types=(f"{coarse}UpDecoderBlock2D",) + ("UpDecoderBlock2D",) * (levels - 1),
+            block_out_channels=tuple(self.channels * m for m in self.multipliers),
+            layers_per_block=self.blocks,
+            latent_channels=self.latent,
+            num_vq_embeddings=self.codes,
+            vq_embed_dim=self.code_size,
+        ).eval()
+
+
+PUBLISHED = {
+    "llamagen-vq16": VQShape(16384, 8, attention=True),
+    "llamagen-vq8": VQShape(16384, 8, multipliers=(1, 2, 2, 4), attention=True),
+    "chameleon": VQShape(8192, 256),
+}
+
+
+class ImageCodec:
+    """A stock `VQModel` between codes and pixels."""
+
+    def __init__(self, model: VQModel):
+        self.model = model
+
+    @property
+    def codebook(self) -> Tensor:
+        """(K, D): the vectors that the decoder sees."""
+        return self.model.quantize.embedding.weight.detach()
+
+    @property
+    def factor(self) -> int:
+        """Pixels per code, along a side."""
+        return 2 ** (len(self.model.config.block_out_channels) - 1)
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Codes (B, T) in raster order -> pixels (B, height, width, 3), float32 in [-1, 1].
+
+        Raises ValueError for another number of codes than rows * columns, or a code outside the codebook.
+        """
+        rows, columns = grid
+        if tokens.dim() != 2 or tokens.shape[1] != rows * columns:
+            raise ValueError(f"tokens: got shape {tuple(tokens.shape)}, expected (B, {rows} * {columns})")
+        codes = self.codebook.shape[0]
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < codes:
+            raise ValueError(f"tokens: got {int(tokens.min())}..{int(tokens.max())}, expected codes 0..{codes - 1}")
+        found = self.codebook[tokens.to(self.codebook.device)].unflatten(1, (rows, columns))
+        pixels = self.model.decode(found.permute(0, 3, 1, 2), force_not_quantize=True).sample
+        return pixels.permute(0, 2, 3, 1).float().clamp(-1, 1)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels (B, height, width, 3) in [-1, 1] -> codes (B, T) int64: the nearest vectors of the codebook."""
+        if pixels.dim() != 4 or pixels.shape[1] % self.factor or pixels.shape[2] % self.factor:
+            raise ValueError(f"pixels: got shape {tuple(pixels.shape)}, expected sides in multiples of {self.factor}")
+        latent = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype)).latents
+        near = torch.cdist(latent.float().permute(0, 2, 3, 1).flatten(1, 2), self.codebook.float()[None])
+        return near.argmin(-1)

@@ -1,0 +1,806 @@
+"""Image networks that transformers lacks, and checkpoints in their authors' key layouts.
+
+Every layout is written out below by its published names and shapes, filled with random numbers and loaded. What the
+loaded model says is compared with formulas that read the published tensors directly, or with another stock class.
+"""
+
+import argparse
+import json
+import re
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from visspec import tree as trees
+from visspec.cache import visibility
+from visspec.models.nets import layouts, layouts_emu3, layouts_janus, layouts_llamagen, layouts_vq, llamagen, vqgan
+from visspec.models.targets.slot_layers import SlotLayers
+
+TOL = {"rtol": 1e-4, "atol": 2e-5}
+
+
+# --- LlamaGen: the transformer ------------------------------------------------------------------------------------
+
+
+def small(condition="class", grid=4, kv_heads=2, **fields):
+    more = {"prefix": 3, "caption_width": 12} if condition == "caption" else {"classes": 10}
+    return llamagen.LlamaGenConfig(
+        2, 4, 32, grid, condition=condition, codes=24, kv_heads=kv_heads, intermediate=48, **(more | fields)
+    )
+
+
+@pytest.fixture(params=["class", "caption"])
+def model(request):
+    model = llamagen.LlamaGen(small(request.param)).eval()
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.3)
+    return model
+
+
+def conditions(model, rows=2):
+    if model.config.condition == "class":
+        return torch.arange(rows) + 3
+    return torch.randn(rows, model.config.prefix, model.config.caption_width)
+
+
+def plain(model, condition, tokens):
+    """Logits after each position of the prefix and the codes, no cache, no mask."""
+    x = torch.cat([model.prefix(condition), model.embed(tokens)], dim=1)
+    return model.head(model(inputs_embeds=x).last_hidden_state)
+
+
+@torch.no_grad()
+def test_a_cache_changes_nothing(model):
+    condition, tokens = conditions(model), torch.randint(24, (2, 9))
+    expected, first = plain(model, condition, tokens), model.config.prefix
+    cache = DynamicCache()
+    hidden = [model(model.prefix(condition), None, None, cache).last_hidden_state]
+    for start, end in ((0, 1), (1, 5), (5, 9)):  # one code, then several under the default mask
+        place = torch.arange(first + start, first + end)[None]
+        hidden.append(model(model.embed(tokens[:, start:end]), place, None, cache).last_hidden_state)
+    torch.testing.assert_close(model.head(torch.cat(hidden, dim=1)), expected, **TOL)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["additive", "bool"])
+def test_a_tree_equals_each_path_alone_also_after_commit(model, kind):
+    """Seven draft nodes of two rows with unlike lengths, in the same slot cache and mask as stock decoders."""
+    parent = [-1, 0, 0, 1, 1, 2, 5]
+    tree = trees.static(tuple(parent))
+    condition, first = conditions(model), model.config.prefix
+    before, draft = torch.randint(24, (2, 4)), torch.randint(24, (2, 7))
+    cache = SlotLayers(2)
+    cache.slots.open(first + 4, "cpu")
+    model(torch.cat([model.prefix(condition), model.embed(before)], dim=1), None, None, cache)
+    cache.slots.commit([list(range(first + 4)), list(range(first + 2))])  # the second row keeps two codes
+
+    def verify(tokens):
+        extent = cache.slots.open(7, "cpu")
+        seen = visibility(tree.ancestor, cache.slots.lengths, None, extent)[:, None]
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        place = torch.tensor(cache.slots.lengths)[:, None] + tree.depth
+        return model.head(model(model.embed(tokens), place, mask if kind == "additive" else seen, cache)[0])
+
+    paths = {n: [n] for n in range(7)}
+    for n in range(1, 7):
+        paths[n] = [*paths[parent[n]], n]
+    kept = [before[0], before[1, :2]]
+    for _ in range(2):
+        logits = verify(draft)
+        for row in range(2):
+            for node, path in paths.items():
+                alone = torch.cat([kept[row], draft[row, path]])[None]
+                expected = plain(model, condition[row : row + 1], alone)[0, -1]
+                torch.testing.assert_close(logits[row, node], expected, **TOL)
+        cache.slots.commit([paths[6], paths[4]])
+        kept = [torch.cat([kept[0], draft[0, paths[6]]]), torch.cat([kept[1], draft[1, paths[4]]])]
+        draft = torch.randint(24, (2, 7))
+
+
+def test_rotations_depend_on_differences_of_coordinates_only():
+    grid, size, prefix = 5, 16, 2
+    table = llamagen.turns(prefix, grid, size, 10000.0)
+    assert table.shape == (prefix + 2 * grid * grid, size // 2)
+    query, key = torch.randn(2, size)
+
+    def logit(at, other):
+        turn = table[[prefix + at[0] * grid + at[1], prefix + other[0] * grid + other[1]]]
+        a, b = llamagen.rotate(torch.stack([query, key])[None, :, None], turn[None])[0, :, 0]
+        return a @ b
+
+    for shift in ((0, 1), (2, 0), (2, 3)):
+        near = logit((2, 1), (1, 0))
+        moved = logit((2 + shift[0], 1 + shift[1]), (1 + shift[0], shift[1]))
+        torch.testing.assert_close(near, moved, **TOL)
+    assert not torch.isclose(logit((1, 0), (0, 0)), logit((0, 1), (0, 0)))  # rows and columns are told apart
+    # row-major: the code below is one grid width away, its row turned by one and its column by none
+    below = (table[prefix + grid] / table[prefix]).angle()
+    torch.testing.assert_close(below[4:], torch.zeros(4))
+    torch.testing.assert_close(below[:4], 10000.0 ** (-torch.arange(4) / 4))
+    assert not table[:prefix].any(), "queries and keys of the prefix are zero, as published"
+
+
+def test_prefixes_and_their_refusals(model):
+    condition = conditions(model)
+    once, both = model.prefix(condition), model.prefix(condition, guidance=True)
+    assert torch.equal(both[:2], once) and both.shape[0] == 4 and torch.equal(both[2], both[3])
+    if model.config.condition == "class":
+        assert torch.equal(both[2, 0], model.cls_embedding.embedding_table.weight[10])
+        wrong = [torch.tensor([11]), torch.tensor([-1]), torch.zeros(1), torch.zeros(1, 1, dtype=torch.long)]
+    else:
+        inner = model.cls_embedding.cap_proj(model.cls_embedding.uncond_embedding)
+        torch.testing.assert_close(both[2], inner)
+        wrong = [torch.zeros(1, 4, 12), torch.zeros(1, 3, 11), torch.tensor([1])]
+    for bad in wrong:
+        with pytest.raises(ValueError, match=r"condition: got .*, expected"):
+            model.prefix(bad)
+
+
+def test_captions_move_to_the_left():
+    features, mask = torch.randn(2, 4, 3), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    moved, real = llamagen.left_padded(features, mask)
+    assert real.tolist() == [[False, True, True, True], [False, False, False, True]]
+    assert torch.equal(moved[0, 1:], features[0, :3]) and torch.equal(moved[1, 3], features[1, 0])
+    assert not moved[~real].any()
+
+
+def test_published_sizes():
+    """Parameters that the paper and the authors' code state, in millions."""
+    millions = {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "3B": 3096}
+    for size, expected in millions.items():
+        with torch.device("meta"):
+            model = llamagen.LlamaGen(llamagen.LlamaGenConfig.of(size, 16))
+        assert abs(sum(p.numel() for p in model.parameters()) / 1e6 - expected) < 0.01 * expected, size
+    caption = llamagen.LlamaGenConfig.of("XL", 32, condition="caption")
+    assert (caption.prefix, caption.caption_width, caption.head_size) == (120, 2048, 64)
+    with pytest.raises(ValueError, match="size: got 'XS', expected one of B, L"):
+        llamagen.LlamaGenConfig.of("XS", 16)
+
+
+@pytest.mark.parametrize(
+    "change", [{"heads": 3}, {"kv_heads": 3}, {"condition": "text"}, {"prefix": 2}, {"grid": 0}, {"codes": 2.5}]
+)
+def test_wrong_settings_are_refused(change):
+    with pytest.raises(ValueError, match=r"got .*, expected"):
+        llamagen.LlamaGenConfig(**({"layers": 1, "heads": 4, "hidden_size": 32, "grid": 4} | change))
+
+
+# --- published names and shapes -----------------------------------------------------------------------------------
+
+
+def affine(name, *shape):
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
+
+def conv(name, out, inn, *kernel):
+    return affine(name, out, inn, *kernel)
+
+
+def filled(names, scale=0.2):
+    """Random values; scales around one, so that norms do not vanish."""
+    return {
+        name: torch.randn(shape) * scale + (1.0 if re.search(r"norm[^.]*\.weight$", name) else 0.0)
+        for name, shape in names.items()
+    }
+
+
+def gpt_names(caption):
+    """A LlamaGen checkpoint: 2 layers, 4 heads of 8, 2 key-value heads, 24 codes."""
+    names = {
+        "tok_embeddings.weight": (24, 32),
+        "norm.weight": (32,),
+        "output.weight": (24, 32),
+    }
+    if caption:
+        names["cls_embedding.cap_proj.fc1.weight"] = (32, 12)
+        names["cls_embedding.cap_proj.fc2.weight"] = (32, 32)
+        names["cls_embedding.uncond_embedding"] = (3, 12)
+    else:
+        names["cls_embedding.embedding_table.weight"] = (11, 32)
+    for layer in ("layers.0", "layers.1"):
+        names[f"{layer}.attention.wqkv.weight"] = (64, 32)
+        names[f"{layer}.attention.wo.weight"] = (32, 32)
+        names[f"{layer}.feed_forward.w1.weight"] = (48, 32)
+        names[f"{layer}.feed_forward.w2.weight"] = (32, 48)
+        names[f"{layer}.feed_forward.w3.weight"] = (48, 32)
+        names[f"{layer}.attention_norm.weight"] = (32,)
+        names[f"{layer}.ffn_norm.weight"] = (32,)
+    return names
+
+
+def resnet(name, inn, out):
+    names = affine(f"{name}.norm1", inn) | conv(f"{name}.conv1", out, inn, 3, 3)
+    names |= affine(f"{name}.norm2", out) | conv(f"{name}.conv2", out, out, 3, 3)
+    return names | (conv(f"{name}.nin_shortcut", out, inn, 1, 1) if inn != out else {})
+
+
+def attention(name, c):
+    names = affine(f"{name}.norm", c)
+    for part in ("q", "k", "v", "proj_out"):
+        names |= conv(f"{name}.{part}", c, c, 1, 1)
+    return names
+
+
+def ends(latent, fine, coarse, codes, size):
+    names = conv("encoder.conv_in", fine, 3, 3, 3) | affine("encoder.norm_out", coarse)
+    names |= conv("encoder.conv_out", latent, coarse, 3, 3) | conv("decoder.conv_in", coarse, latent, 3, 3)
+    names |= affine("decoder.norm_out", fine) | conv("decoder.conv_out", 3, fine, 3, 3)
+    names |= conv("quant_conv", size, latent, 1, 1) | conv("post_quant_conv", latent, size, 1, 1)
+    return names | {"quantize.embedding.weight": (codes, size)}
+
+
+def llamagen_vq_names():
+    """Two levels of 32 and 64 channels, one block each (two in the decoder), 16 codes of size 4, latent 8."""
+    names = ends(8, 32, 64, 16, 4) | {"quantize.codebook_used": (64,)}
+    for part in ("encoder", "decoder"):
+        names |= resnet(f"{part}.mid.0", 64, 64) | attention(f"{part}.mid.1", 64) | resnet(f"{part}.mid.2", 64, 64)
+    names |= resnet("encoder.conv_blocks.0.res.0", 32, 32)
+    names |= conv("encoder.conv_blocks.0.downsample.conv", 32, 32, 3, 3)
+    names |= resnet("encoder.conv_blocks.1.res.0", 32, 64) | attention("encoder.conv_blocks.1.attn.0", 64)
+    names |= resnet("decoder.conv_blocks.0.res.0", 64, 64) | attention("decoder.conv_blocks.0.attn.0", 64)
+    names |= resnet("decoder.conv_blocks.0.res.1", 64, 64) | attention("decoder.conv_blocks.0.attn.1", 64)
+    names |= conv("decoder.conv_blocks.0.upsample.conv", 64, 64, 3, 3)
+    return names | resnet("decoder.conv_blocks.1.res.0", 64, 32) | resnet("decoder.conv_blocks.1.res.1", 32, 32)
+
+
+def chameleon_vq_names():
+    """The same sizes; levels are counted from the finest on both sides, and only the middle has attention."""
+    names = ends(8, 32, 64, 16, 4) | {"loss.discriminator.main.0.weight": (4, 3, 4, 4)}
+    for part in ("encoder", "decoder"):
+        names |= resnet(f"{part}.mid.block_1", 64, 64) | attention(f"{part}.mid.attn_1", 64)
+        names |= resnet(f"{part}.mid.block_2", 64, 64)
+    names |= resnet("encoder.down.0.block.0", 32, 32) | conv("encoder.down.0.downsample.conv", 32, 32, 3, 3)
+    names |= resnet("encoder.down.1.block.0", 32, 64)
+    names |= resnet("decoder.up.1.block.0", 64, 64) | resnet("decoder.up.1.block.1", 64, 64)
+    names |= conv("decoder.up.1.upsample.conv", 64, 64, 3, 3)
+    return names | resnet("decoder.up.0.block.0", 64, 32) | resnet("decoder.up.0.block.1", 32, 32)
+
+
+def llama_names(prefix, vocab):
+    names = {f"{prefix}model.embed_tokens.weight": (vocab, 32), f"{prefix}model.norm.weight": (32,)}
+    names[f"{prefix}lm_head.weight"] = (vocab, 32)
+    for layer in (f"{prefix}model.layers.0", f"{prefix}model.layers.1"):
+        names[f"{layer}.self_attn.q_proj.weight"] = names[f"{layer}.self_attn.o_proj.weight"] = (32, 32)
+        names[f"{layer}.self_attn.k_proj.weight"] = names[f"{layer}.self_attn.v_proj.weight"] = (16, 32)
+        names[f"{layer}.mlp.gate_proj.weight"] = names[f"{layer}.mlp.up_proj.weight"] = (48, 32)
+        names[f"{layer}.mlp.down_proj.weight"] = (32, 48)
+        names[f"{layer}.input_layernorm.weight"] = names[f"{layer}.post_attention_layernorm.weight"] = (32,)
+    return names
+
+
+def janus_names():
+    """Vision tower of width 16 (2 blocks, 8 x 8 pixels in patches of 4), text width 32, aligned width 24."""
+    tower = "vision_model.vision_tower"
+    names = conv(f"{tower}.patch_embed.proj", 16, 3, 4, 4) | {f"{tower}.pos_embed": (1, 4, 16)}
+    for block in (f"{tower}.blocks.0", f"{tower}.blocks.1"):
+        names |= affine(f"{block}.norm1", 16) | affine(f"{block}.norm2", 16)
+        names |= affine(f"{block}.attn.qkv", 48, 16) | affine(f"{block}.attn.proj", 16, 16)
+        names |= affine(f"{block}.mlp.fc1", 64, 16) | affine(f"{block}.mlp.fc2", 16, 64)
+    names |= affine(f"{tower}.norm", 16)
+    names |= {f"{tower}.attn_pool.latent": (1, 1, 16)} | affine(f"{tower}.attn_pool.kv", 32, 16)
+    names |= affine("aligner.layers.0", 32, 16) | affine("aligner.layers.2", 32, 32)
+    names |= {f"gen_vision_model.{name}": shape for name, shape in llamagen_vq_names().items()}
+    names |= affine("gen_aligner.layers.0", 32, 4) | affine("gen_aligner.layers.2", 32, 32)
+    names |= affine("gen_head.output_mlp_projector", 32, 32) | affine("gen_head.vision_head", 16, 32)
+    return names | {"gen_embed.weight": (16, 4)} | llama_names("language_model.", 40)
+
+
+JANUS_CONFIG = {
+    "model_type": "multi_modality",
+    "language_config": {"model_type": "llama", "num_attention_heads": 4, "max_position_embeddings": 64},
+    "vision_config": {"cls": "CLIPVisionTower", "params": {"image_size": 8, "model_name": "siglip_large_patch16_384"}},
+}
+
+
+def spatial(name, c, size=4):
+    return (
+        affine(f"{name}.norm_layer", c) | conv(f"{name}.conv_y", c, size, 1, 1) | conv(f"{name}.conv_b", c, size, 1, 1)
+    )
+
+
+def spatial_resnet(name, inn, out):
+    names = spatial(f"{name}.norm1", inn) | conv(f"{name}.conv1", out, inn, 3, 3)
+    names |= spatial(f"{name}.norm2", out) | conv(f"{name}.conv2", out, out, 3, 3)
+    return names | (conv(f"{name}.nin_shortcut", out, inn, 1, 1) if inn != out else {})
+
+
+def spatial_attention(name, c):
+    names = {key: shape for key, shape in attention(name, c).items() if ".norm." not in key}
+    return names | spatial(f"{name}.norm", c)
+
+
+def temporal_resnet(name, c=4):
+    names = conv(f"{name}.conv1.conv", c, c, 3, 3, 3) | conv(f"{name}.conv2.conv", c, c, 3, 3, 3)
+    for norm in (f"{name}.norm1", f"{name}.norm2"):
+        names |= affine(norm, c) | {f"{norm}.running_mean": (c,), f"{norm}.running_var": (c,)}
+        names |= {f"{norm}.num_batches_tracked": ()}
+    return names
+
+
+def emu3_vq_names():
+    """Emu3-VisionTokenizer: levels of 32 and 64 channels, one block, time halved once, 16 codes of size 4."""
+    names = {"quantize.embedding.weight": (16, 4)} | conv("quant_conv.conv", 4, 4, 3, 1, 1)
+    names |= conv("post_quant_conv.conv", 4, 4, 3, 1, 1) | conv("encoder.conv_in", 32, 3, 3, 3)
+    names |= resnet("encoder.down.0.block.0", 32, 32) | conv("encoder.down.0.downsample.conv", 32, 32, 3, 3)
+    names |= resnet("encoder.down.1.block.0", 32, 64) | attention("encoder.down.1.attn.0", 64)
+    names |= resnet("encoder.mid.block_1", 64, 64) | attention("encoder.mid.attn_1", 64)
+    names |= resnet("encoder.mid.block_2", 64, 64) | affine("encoder.norm_out", 64)
+    names |= conv("encoder.conv_out", 4, 64, 3, 3) | conv("encoder.time_conv.0.conv.conv", 4, 4, 4, 3, 3)
+    names |= temporal_resnet("encoder.time_res_stack.0") | temporal_resnet("decoder.time_res_stack.0")
+    names |= conv("decoder.time_conv.0.conv.conv", 4, 4, 3, 3, 3) | conv("decoder.conv_in", 64, 4, 3, 3)
+    names |= spatial_resnet("decoder.mid.block_1", 64, 64) | spatial_attention("decoder.mid.attn_1", 64)
+    names |= spatial_resnet("decoder.mid.block_2", 64, 64)
+    for block in ("0", "1"):
+        names |= spatial_resnet(f"decoder.up.1.block.{block}", 64, 64)
+        names |= spatial_attention(f"decoder.up.1.attn.{block}", 64)
+    names |= conv("decoder.up.1.upsample.conv", 64, 64, 3, 3)
+    names |= spatial_resnet("decoder.up.0.block.0", 64, 32) | spatial_resnet("decoder.up.0.block.1", 32, 32)
+    return names | spatial("decoder.norm_out", 32) | conv("decoder.conv_out", 3, 32, 3, 3)
+
+
+EMU3_CONFIG = {
+    "model_type": "Emu3",
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "eol_token_id": 3,
+    "img_token_id": 4,
+}
+
+
+# --- formulas that read published tensors ---------------------------------------------------------------------------
+
+
+class Formulas:
+    """Convolutional codecs as their papers define them, on a dict of published tensors."""
+
+    def __init__(self, tensors, code=None):
+        self.t, self.code = tensors, code  # code: the latent that modulates Emu3's norms
+
+    def conv(self, x, name, **how):
+        return F.conv2d(x, self.t[f"{name}.weight"], self.t[f"{name}.bias"], **how)
+
+    def norm(self, x, name):
+        inner = f"{name}.norm_layer" if f"{name}.norm_layer.weight" in self.t else name
+        x = F.group_norm(x, 32, self.t[f"{inner}.weight"], self.t[f"{inner}.bias"], 1e-6)
+        if inner == name:
+            return x
+        code = F.interpolate(self.code, size=x.shape[-2:], mode="nearest")
+        return x * self.conv(code, f"{name}.conv_y") + self.conv(code, f"{name}.conv_b")
+
+    def resnet(self, x, name):
+        h = self.conv(F.silu(self.norm(x, f"{name}.norm1")), f"{name}.conv1", padding=1)
+        h = self.conv(F.silu(self.norm(h, f"{name}.norm2")), f"{name}.conv2", padding=1)
+        return h + (self.conv(x, f"{name}.nin_shortcut") if f"{name}.nin_shortcut.weight" in self.t else x)
+
+    def attention(self, x, name):
+        if f"{name}.q.weight" not in self.t:
+            return x
+        h = self.norm(x, f"{name}.norm")
+        q, k, v = (self.conv(h, f"{name}.{part}").flatten(2) for part in "qkv")
+        weight = (q.transpose(1, 2) @ k * q.shape[1] ** -0.5).softmax(-1)
+        return x + self.conv((v @ weight.transpose(1, 2)).unflatten(2, x.shape[-2:]), f"{name}.proj_out")
+
+    def middle(self, x, names):
+        return self.resnet(self.attention(self.resnet(x, names[0]), names[1]), names[2])
+
+    def level(self, x, name, blocks, res):
+        for i in range(blocks):
+            x = self.attention(self.resnet(x, f"{name}.{res}.{i}"), f"{name}.attn.{i}")
+        return x
+
+    def decode(self, latent, middle, levels, res):
+        x = self.middle(self.conv(latent, "decoder.conv_in", padding=1), middle)
+        for name in levels:
+            x = self.level(x, f"decoder.{name}", 2, res)
+            if f"decoder.{name}.upsample.conv.weight" in self.t:
+                x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+                x = self.conv(x, f"decoder.{name}.upsample.conv", padding=1)
+        return self.conv(F.silu(self.norm(x, "decoder.norm_out")), "decoder.conv_out", padding=1)
+
+    def encode(self, pixels, middle, levels, res):
+        x = self.conv(pixels, "encoder.conv_in", padding=1)
+        for name in levels:
+            x = self.level(x, f"encoder.{name}", 1, res)
+            if f"encoder.{name}.downsample.conv.weight" in self.t:
+                x = self.conv(F.pad(x, (0, 1, 0, 1)), f"encoder.{name}.downsample.conv", stride=2)
+        x = self.conv(F.silu(self.norm(self.middle(x, middle), "encoder.norm_out")), "encoder.conv_out", padding=1)
+        return self.conv(x, "quant_conv")
+
+
+LLAMAGEN = {
+    "middle": ("mid.0", "mid.1", "mid.2"),
+    "levels": ("conv_blocks.0", "conv_blocks.1"),
+    "res": "res",
+}
+TAMING = {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
+FORMS = {
+    "llamagen": (llamagen_vq_names, layouts_vq.load_llamagen_vq, LLAMAGEN, LLAMAGEN, True),
+    "chameleon": (
+        chameleon_vq_names,
+        layouts_vq.load_taming_vq,
+        TAMING | {"levels": ("down.0", "down.1")},
+        TAMING | {"levels": ("up.1", "up.0")},
+        False,
+    ),
+}
+
+
+def looked_up(tensors, tokens, grid, normalised):
+    book = tensors["quantize.embedding.weight"]
+    book = book / book.norm(dim=-1, keepdim=True) if normalised else book
+    return book[tokens].unflatten(1, grid).permute(0, 3, 1, 2), book
+
+
+def within(part, form):
+    return form | {"middle": tuple(f"{part}.{name}" for name in form["middle"])}
+
+
+def reference_decode(tensors, tokens, grid, form, normalised):
+    formulas = Formulas(tensors)
+    code, _ = looked_up(tensors, tokens, grid, normalised)
+    return formulas.decode(formulas.conv(code, "post_quant_conv"), **within("decoder", form)).permute(0, 2, 3, 1)
+
+
+# --- each layout, loaded -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_codecs_decode_and_encode_as_published(tmp_path, form):
+    names, load, encoder, decoder, normalised = FORMS[form]
+    tensors = filled(names())
+    tensors["decoder.conv_out.weight"] *= 0.1  # most pixels inside [-1, 1]
+    file = tmp_path / "vq.safetensors"
+    save_file(tensors, file)
+    codec = load(file)
+    assert codec.factor == 2
+    tokens, grid = torch.randint(16, (2, 12)), (3, 4)  # not square
+    found, expected = codec.decode(tokens, grid), reference_decode(tensors, tokens, grid, decoder, normalised)
+    assert found.shape == (2, 6, 8, 3) and found.abs().max() <= 1 and (expected.abs() < 1).any()
+    torch.testing.assert_close(found, expected.clamp(-1, 1), **TOL)
+
+    pixels = torch.rand(2, 6, 8, 3) * 2 - 1
+    latent = Formulas(tensors).encode(pixels.permute(0, 3, 1, 2), **within("encoder", encoder))
+    latent = latent.permute(0, 2, 3, 1).flatten(1, 2)
+    latent = F.normalize(latent, dim=-1) if normalised else latent
+    _, book = looked_up(tensors, tokens, grid, normalised)
+    assert torch.equal(codec.encode(pixels), (latent[:, :, None] - book).norm(dim=-1).argmin(-1))
+    torch.testing.assert_close(codec.codebook, book)
+
+    codec.model.save_pretrained(tmp_path / "stock")  # round trip as the stock class it is
+    again = vqgan.ImageCodec(vqgan.VQModel.from_pretrained(tmp_path / "stock").eval())
+    assert torch.equal(again.decode(tokens, grid), found)
+    for bad in (tokens[:, :-1], tokens + 16, tokens - 17):
+        with pytest.raises(ValueError, match=r"tokens: got .*, expected"):
+            codec.decode(bad, grid)
+    with pytest.raises(ValueError, match="pixels: got shape"):
+        codec.encode(pixels[:, :5])
+
+
+@pytest.mark.parametrize("name, names", [("llamagen-vq16", llamagen_vq_names), ("chameleon", chameleon_vq_names)])
+def test_published_codecs_have_published_widths(name, names):
+    """The full-size stock model wants 16384 x 8 or 8192 x 256 codes, and widths of 128, 128, 256, 256, 512."""
+    with torch.device("meta"):
+        model = vqgan.PUBLISHED[name].build()
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert shapes["quantize.embedding.weight"] == ((16384, 8) if "llama" in name else (8192, 256))
+    assert shapes["decoder.conv_in.weight"] == (512, 256, 3, 3) and vqgan.ImageCodec(model).factor == 16
+    assert [model.encoder.down_blocks[i].resnets[1].conv2.out_channels for i in range(5)] == [128, 128, 256, 256, 512]
+    assert all(len(block.resnets) == 3 for block in model.decoder.up_blocks)
+    assert any("attentions" in key and "up_blocks.0" in key for key in shapes) == ("llama" in name)
+
+
+def gpt_reference(tensors, x, turn, heads, kv_heads):
+    """LlamaGen's decoder on embeddings (B, N, d), from its published tensors; turn is (N, C, 2): cosine and sine."""
+
+    def norm(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * tensors[f"{name}.weight"]
+
+    def rotated(x):  # (B, N, H, E)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        cosine, sine = turn[None, :, None, :, 0], turn[None, :, None, :, 1]
+        return torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], dim=-1).flatten(-2)
+
+    size = x.shape[-1] // heads
+    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    for i in range(2):
+        qkv = norm(x, f"layers.{i}.attention_norm") @ tensors[f"layers.{i}.attention.wqkv.weight"].T
+        q, k, v = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
+        q, k, v = (y.unflatten(-1, (-1, size)) for y in (q, k, v))
+        q, k = rotated(q), rotated(k)
+        k, v = (y.repeat_interleave(heads // kv_heads, dim=2) for y in (k, v))
+        score = torch.einsum("bqhe,bkhe->bhqk", q, k) / size**0.5
+        weight = score.masked_fill(~causal, -torch.inf).softmax(-1)
+        x = x + torch.einsum("bhqk,bkhe->bqhe", weight, v).flatten(2) @ tensors[f"layers.{i}.attention.wo.weight"].T
+        h = norm(x, f"layers.{i}.ffn_norm")
+        w1, w2, w3 = (tensors[f"layers.{i}.feed_forward.w{n}.weight"] for n in (1, 2, 3))
+        x = x + (F.silu(h @ w1.T) * (h @ w3.T)) @ w2.T
+    return norm(x, "norm") @ tensors["output.weight"].T
+
+
+def turn_by_hand(prefix, grid, size):
+    """Cosines and sines of rows and columns; zeros for the prefix, where the authors rotate by nothing at all."""
+    count = size // 4
+    rows = [torch.zeros(2 * count, 2)] * prefix
+    for row in range(grid):
+        for column in range(grid):
+            angle = torch.tensor([at * 10000.0 ** (-i / count) for at in (row, column) for i in range(count)])
+            rows.append(torch.stack([angle.cos(), angle.sin()], dim=-1))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("caption", [False, True])
+def test_llamagen_loads_as_published(tmp_path, caption):
+    tensors = filled(gpt_names(caption), 0.3)
+    file = tmp_path / "c2i.safetensors"
+    save_file(tensors | {"freqs_cis": torch.zeros(17, 4, 2)}, file)
+    model = layouts_llamagen.load_llamagen(file, grid=4, heads=4)
+    assert model.config == small("caption" if caption else "class") and not model.training
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in tensors.items())
+    condition, tokens = conditions(model), torch.randint(24, (2, 16))
+    if caption:
+        inner = F.gelu(condition @ tensors["cls_embedding.cap_proj.fc1.weight"].T, approximate="tanh")
+        first = inner @ tensors["cls_embedding.cap_proj.fc2.weight"].T
+    else:
+        first = tensors["cls_embedding.embedding_table.weight"][condition][:, None]
+    x = torch.cat([first, tensors["tok_embeddings.weight"][tokens]], dim=1)
+    expected = gpt_reference(tensors, x, turn_by_hand(first.shape[1], 4, 8), 4, 2)
+    torch.testing.assert_close(plain(model, condition, tokens), expected, **TOL)
+
+    layouts_llamagen.save_llamagen(tmp_path / "ours", model)
+    again = layouts_llamagen.load_llamagen(tmp_path / "ours")
+    assert again.config == model.config and torch.equal(
+        plain(again, condition, tokens), plain(model, condition, tokens)
+    )
+    with pytest.raises(ValueError, match="grid, heads: got 5 and 4, expected 4 and 4"):
+        layouts_llamagen.load_llamagen(tmp_path / "ours", grid=5)
+    half = layouts_llamagen.load_llamagen(tmp_path / "ours", dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and half(half.embed(tokens))[0].dtype == torch.bfloat16
+    assert half._turns.dtype == torch.complex64
+
+
+@torch.no_grad()
+def test_janus_loads_as_published(tmp_path):
+    tensors = filled(janus_names())
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(JANUS_CONFIG))
+    model = layouts_janus.load_janus(tmp_path)
+    ids = torch.randint(3, 40, (2, 6))
+    words = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                         num_attention_heads=4, num_key_value_heads=2)).eval()  # fmt: skip
+    words.load_state_dict(part(tensors, "language_model."))
+    torch.testing.assert_close(model(input_ids=ids).logits, words(input_ids=ids).logits, **TOL)
+
+    tokens, codes = torch.randint(16, (2, 4)), part(tensors, "gen_vision_model.")
+    save_file(codes, tmp_path / "vq.safetensors")
+    other = layouts_vq.load_llamagen_vq(tmp_path / "vq.safetensors")  # the same layout in another stock class
+    pixels = model.decode_image_tokens(tokens)
+    torch.testing.assert_close(pixels.clamp(-1, 1), other.decode(tokens, (2, 2)), **TOL)
+    torch.testing.assert_close(pixels, reference_decode(codes, tokens, (2, 2), LLAMAGEN, True), **TOL)
+
+    def mlp(x, first, second):
+        x = F.linear(x, tensors[f"{first}.weight"], tensors[f"{first}.bias"])
+        return F.linear(F.gelu(x), tensors[f"{second}.weight"], tensors[f"{second}.bias"])
+
+    expected = mlp(tensors["gen_embed.weight"][tokens], "gen_aligner.layers.0", "gen_aligner.layers.2")
+    torch.testing.assert_close(model.prepare_embeddings_for_image_generation(tokens), expected, **TOL)
+    hidden = torch.randn(3, 32)
+    expected = mlp(hidden, "gen_head.output_mlp_projector", "gen_head.vision_head")
+    torch.testing.assert_close(model.model.generation_head(hidden), expected, **TOL)
+
+    # the vision tower: timm has the same names; heads are those of the stock configuration, eps SigLIP's
+    tower = timm.models.VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=16, num_classes=0, class_token=False, global_pool=""
+    ).eval()
+    tower.load_state_dict({k: v for k, v in part(tensors, "vision_model.vision_tower.").items() if "pool" not in k})
+    image = torch.randn(2, 3, 8, 8)
+    seen = model.model.get_image_features(image)
+    torch.testing.assert_close(seen.last_hidden_state, tower.forward_features(image), **TOL)
+    expected = mlp(seen.last_hidden_state, "aligner.layers.0", "aligner.layers.2")
+    torch.testing.assert_close(seen.pooler_output, expected, **TOL)
+
+    model.save_pretrained(tmp_path / "stock")
+    again = type(model).from_pretrained(tmp_path / "stock").eval()
+    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    given = model.config
+    given.tie_word_embeddings = given.text_config.tie_word_embeddings = True  # stock default; the authors tie nothing
+    (tmp_path / "vq.safetensors").unlink()
+    assert torch.equal(layouts_janus.load_janus(tmp_path, given)(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def part(tensors, prefix):
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def emu3_reference(tensors, tokens):
+    """Codes (B, rows, columns) -> the two frames that one image becomes, (B, 2, 3, height, width)."""
+
+    def conv3d(x, name):  # causal in time, same size in space
+        weight = tensors[f"{name}.weight"]
+        side = weight.shape[-1] // 2
+        return F.conv3d(F.pad(x, (side, side, side, side, 2, 0)), weight, tensors[f"{name}.bias"])
+
+    def batch_norm(x, name):
+        values = (tensors[f"{name}.{key}"] for key in ("running_mean", "running_var", "weight", "bias"))
+        return F.batch_norm(x, *values)
+
+    code = tensors["quantize.embedding.weight"][tokens].permute(0, 3, 1, 2)[:, :, None]
+    both = torch.cat([conv3d(code, "post_quant_conv.conv"), code])
+    name = "decoder.time_res_stack.0"
+    h = conv3d(F.silu(batch_norm(both, f"{name}.norm1")), f"{name}.conv1.conv")
+    both = both + conv3d(F.silu(batch_norm(h, f"{name}.norm2")), f"{name}.conv2.conv")
+    both = F.silu(conv3d(both.repeat_interleave(2, dim=2), "decoder.time_conv.0.conv.conv"))
+    latent, code = both.transpose(1, 2).chunk(2)
+    formulas = Formulas(tensors, code.flatten(0, 1))
+    form = within("decoder", TAMING | {"levels": ("up.1", "up.0")})
+    return formulas.decode(latent.flatten(0, 1), **form).unflatten(0, (-1, 2))
+
+
+@torch.no_grad()
+def test_emu3_loads_as_published(tmp_path):
+    words, codes = filled(llama_names("", 40)), filled(emu3_vq_names())
+    for name in codes:
+        if name.endswith("running_var"):
+            codes[name] = codes[name].abs() + 0.5
+        if name.endswith("num_batches_tracked"):
+            codes[name] = torch.tensor(7)
+    for folder, tensors in (("text", words), ("codes", codes)):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+    (tmp_path / "text" / "config.json").write_text(json.dumps(EMU3_CONFIG))
+    model = layouts_emu3.load_emu3(tmp_path / "text", tmp_path / "codes")
+    ids = torch.randint(5, 24, (2, 6))
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                         num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5,
+                                         rope_theta=1e6)).eval()  # fmt: skip
+    other.load_state_dict(words)
+    torch.testing.assert_close(model(input_ids=ids).logits, other(input_ids=ids).logits, **TOL)
+
+    grid = torch.randint(16, (2, 2, 3))
+    found = model.model.vqmodel.decode(grid)  # the first of the frames
+    torch.testing.assert_close(found, emu3_reference(codes, grid)[:, 0], **TOL)
+    mapping = model.model.vocabulary_mapping
+    assert mapping.image_tokens == list(range(24, 40)) and mapping.eol_token_id == 3
+    model.save_pretrained(tmp_path / "stock")
+    again = type(model).from_pretrained(tmp_path / "stock").eval()
+    assert torch.equal(again.model.vqmodel.decode(grid), found)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def one_sentence(error):
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 400, text
+    return text
+
+
+LOADERS = {
+    "llamagen": (lambda: gpt_names(False), lambda file: layouts_llamagen.load_llamagen(file, 4, 4)),
+    "llamagen_vq": (llamagen_vq_names, layouts_vq.load_llamagen_vq),
+    "taming_vq": (chameleon_vq_names, layouts_vq.load_taming_vq),
+    "janus": (janus_names, lambda file: layouts_janus.load_janus(file.parent)),
+}
+
+
+@pytest.mark.parametrize("layout", LOADERS)
+def test_what_does_not_fit_is_refused_by_its_published_name(tmp_path, layout):
+    names, load = LOADERS[layout]
+    (tmp_path / "config.json").write_text(json.dumps(JANUS_CONFIG))
+    file, tensors = tmp_path / "model.safetensors", filled(names())
+    some = [name for name in sorted(tensors) if not re.search("codebook_used|^loss|attn_pool", name)]
+    for name in some[:: len(some) // 3]:
+        save_file({k: v for k, v in tensors.items() if k != name}, file)
+        with pytest.raises(ValueError, match=r"checkpoint: .* (lacks|has no tensor) .*expected") as error:
+            load(file)
+        one_sentence(error)
+        save_file(tensors | {name: torch.zeros(*tensors[name].shape, 2)}, file)
+        with pytest.raises(ValueError, match=r"expected") as error:
+            load(file)
+        assert name in one_sentence(error)
+    save_file(tensors | {"head.weight": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match=r"unknown tensor 'head\.weight'"):
+        load(file)
+    save_file({"a": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match=r"has no tensor .*\(but a, ...\), expected another layout"):
+        load(file)
+
+
+def test_llamagen_does_not_guess(tmp_path):
+    file = tmp_path / "gpt.safetensors"
+    save_file(filled(gpt_names(False)), file)
+    with pytest.raises(ValueError, match=r"grid: .* does not tell"):
+        layouts_llamagen.load_llamagen(file)
+    with pytest.raises(ValueError, match=r"heads: .* has 2 layers of width 32"):
+        layouts_llamagen.load_llamagen(file, 4)
+    for heads in (0, 1, 3):
+        with pytest.raises(ValueError, match=f"heads: got {heads} for a wqkv of 64 x 32"):
+            layouts_llamagen.load_llamagen(file, 4, heads)
+
+
+def test_wrong_configurations_of_the_authors_are_refused(tmp_path):
+    save_file(filled(janus_names()), tmp_path / "model.safetensors")
+    for change in ({"language_config": {"num_attention_heads": 5}}, {"language_config": {"num_attention_heads": "4"}},
+                   {"language_config": {"num_attention_heads": 4, "rms_norm_eps": "x"}}, {"vision_config": [1]},
+                   {"language_config": 3}, {"vision_config": {"params": {"image_size": 16}}},
+                   {"vision_config": {"params": {"image_size": "8"}}}):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(JANUS_CONFIG | change))
+        with pytest.raises(ValueError, match=r"expected|wrong entry") as error:
+            layouts_janus.load_janus(tmp_path)
+        one_sentence(error)
+
+
+def test_pickles_are_converted_only_when_asked(tmp_path):
+    tensors = filled(gpt_names(False))
+    pickled, out = tmp_path / "c2i_B_256.pt", tmp_path / "out" / "c2i.safetensors"
+    out.parent.mkdir()
+    torch.save({"model": tensors, "optimizer": {"state": {}}, "steps": 3, "args": argparse.Namespace(lr=1.0)}, pickled)
+    for path in (pickled, tmp_path):
+        with pytest.raises(ValueError, match=r"pickled weights, expected \.safetensors .*convert_pickle") as error:
+            layouts_llamagen.load_llamagen(path, 4, 4)
+        one_sentence(error)
+    layouts.convert_pickle(pickled, out)
+    assert load_file(out).keys() == tensors.keys()
+    assert layouts_llamagen.load_llamagen(out.parent, 4, 4).config == small()
+    for wrong in (out, tmp_path / "x.bin"):
+        with pytest.raises(ValueError, match="out: got"):
+            layouts.convert_pickle(pickled, wrong)
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("this must not run",))
+
+
+@pytest.mark.parametrize("content", [{"model": Harmful()}, [1, 2], {"steps": 1}, b"junk", None])
+def test_pickles_that_are_more_or_less_than_tensors(tmp_path, content, capsys):
+    path = tmp_path / "bad.ckpt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match="path: ") as error:
+        layouts.convert_pickle(path, tmp_path / "x.safetensors")
+    one_sentence(error)
+    assert "must not run" not in capsys.readouterr().out and not (tmp_path / "x.safetensors").exists()
+
+
+def test_nothing_outside_the_folder_is_read(tmp_path):
+    inside, outside = tmp_path / "in", tmp_path / "secret.safetensors"
+    inside.mkdir()
+    save_file(filled(gpt_names(False)), outside)
+    (inside / "model.safetensors").symlink_to(outside)
+    for path in (inside, inside / "model.safetensors"):
+        with pytest.raises(ValueError, match="expected a file inside the folder"):
+            layouts.read_published(path)
+    (inside / "model.safetensors").unlink()
+    index = {"weight_map": {"tok_embeddings.weight": "../secret.safetensors"}}
+    (inside / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="expected a file inside the folder"):
+        layouts.read_published(inside)
+
+
+def test_other_paths_that_hold_no_model(tmp_path):
+    with pytest.raises(ValueError, match=r"does not exist, expected a \.safetensors file"):
+        layouts.read_published(tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="no weights"):
+        layouts.read_published(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"junk")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        layouts.read_published(tmp_path / "a.safetensors")
+    for name in ("a", "b"):
+        save_file({"w": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ValueError, match="holds tensor 'w' twice"):
+        layouts.read_published(tmp_path)
+    with pytest.raises(ValueError, match="are the same, expected one layout"):
+        layouts.rename({"a.w": torch.zeros(1), "b.w": torch.zeros(1)}, [(r"^[ab]\.", "c.")])
