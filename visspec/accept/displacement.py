@@ -19,17 +19,17 @@ from visspec.types import Draft, Tree
 _branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()
 
 
-def expected(draft: Draft, p_BNV: Tensor, mass_BN: Tensor, path_BD: Tensor, codes_KE: Tensor) -> Tensor:
-    """(B,) expected displacement of the accepted nodes; mass_BN is what the rule gave to `kernels.accept_tree`."""
-    on_BD, q_BDV = path_BD[:, 1:] > 0, draft.q
+def expected(draft: Draft, p_BNV: Tensor, mass_BD: Tensor, path_BD: Tensor, codes_KE: Tensor) -> Tensor:
+    """(B,) expected displacement of the accepted nodes; mass_BD is what the rule added to the nodes of the path."""
+    on_BD, q_BDV, mass_BD1 = path_BD[:, 1:] > 0, draft.q, mass_BD[..., None]
     if draft.tree.chain:
-        x_BD1, mass_BD1 = draft.tokens[:, 1:, None].clamp(min=0), mass_BN[:, 1:, None]
+        x_BD1 = draft.tokens[:, 1:, None].clamp(min=0)
         law_BDV, q_BDV = p_BNV[:, :-1], None if q_BDV is None else q_BDV[:, 1:]
         rest_BDV = law_BDV.scatter(2, x_BD1, 0.0) if q_BDV is None else None
     else:
         node_BD, above_BD = path_BD[:, 1:].clamp(min=0), path_BD[:, :-1].clamp(min=0)
         rows = torch.arange(len(p_BNV), device=p_BNV.device)[:, None]
-        x_BD1, mass_BD1 = draft.tokens.gather(1, node_BD)[..., None], mass_BN.gather(1, node_BD)[..., None]
+        x_BD1 = draft.tokens.gather(1, node_BD)[..., None]
         law_BDV, q_BDV = p_BNV[rows, above_BD], None if q_BDV is None else q_BDV[rows, node_BD]
         tried_BDN = _tried(draft, node_BD, above_BD)
         if q_BDV is None:

@@ -6,10 +6,13 @@ c_m <= (lam - 1) p(x) (LANTERN++, Park et al., ICLR-W 2025). The residual is the
 least total variation of all; `compat="repository"` has the published code's instead (`published.py`), for comparisons.
 
 At temperature 0 a code is kept when p(x) + c_m exceeds every probability of the target's (unwarped) law; each kept code
-that is not the arg-max adds 1 to the drift. Grammar ids have no neighbours.
+that is not the arg-max adds 1 to the drift. A grammar id is its own neighbour: its probability is 0 or 1, so that lends
+nothing.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,15 +58,25 @@ class Lantern(Rejection):
         return self.table_Vk
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        rows, size, vocab = p_BNV.shape
-        law_BN = draft.tree.parent.clamp(min=0) + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]
-        token_R = draft.tokens.clamp(min=0).flatten()
+        parent_BN = draft.tree.parent.expand_as(draft.tokens)
+        return self.borrowed(p_BNV, draft.tokens.clamp(min=0), parent_BN.clamp(min=0))
+
+    def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
+        """The kernel sums the neighbours' mass itself, for the tried nodes only."""
+        return {"neighbours": self.table(), self.bound: self.value}
+
+    def lent(self, draft: Draft, p_BNV: Tensor, told: dict[str, Any], path_BD: Tensor) -> Tensor:
+        node_BD = path_BD.clamp(min=0)
+        return self.borrowed(p_BNV, draft.tokens.gather(1, node_BD[:, 1:]), node_BD[:, :-1])
+
+    def borrowed(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
+        """(B, D) mass that codes x are lent under the laws of the nodes above."""
+        rows, size, _ = p_BNV.shape
+        law_BD = above_BD + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]
         mass_R = kernels.neighbour_mass(
-            p_BNV.flatten(0, 1), token_R, self.table(), row=law_BN.flatten(), **{self.bound: self.value}
+            p_BNV.flatten(0, 1), x_BD.flatten(), self.table(), row=law_BD.flatten(), **{self.bound: self.value}
         )
-        if len(self.codes) < vocab:
-            mass_R = mass_R.masked_fill_(token_R >= len(self.codes), 0.0)
-        return mass_R.view(rows, size)
+        return mass_R.view_as(x_BD)
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
         if draft.tree.size == 1:

@@ -13,6 +13,7 @@ draft at a node the two are equal, and acceptance = (1 - TV(p, q)) + TV(output, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,14 @@ class Rejection:
         """(B, N) mass added to each node's probability under its parent's law; None for the exact rule."""
         return None
 
+    def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
+        """What `kernels.accept_tree` is told of the rule."""
+        return {"mass": self.mass(draft, p_BNV)}
+
+    def lent(self, draft: Draft, p_BNV: Tensor, told: dict[str, Any], path_BD: Tensor) -> Tensor:
+        """(B, D - 1) mass added to the nodes of a path below its root."""
+        return told["mass"].gather(1, path_BD[:, 1:].clamp(min=0))
+
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
         return Exact()(draft, scores, None)
 
@@ -57,7 +66,7 @@ class Rejection:
 
     def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
         tree = draft.tree
-        mass_BN = self.mass(draft, p_BNV) if tree.size > 1 else None
+        told = self.relaxation(draft, p_BNV) if tree.size > 1 else {}
         path, length, following, drift = kernels.accept_tree(
             draft.tokens.clamp(min=0),
             torch.where(draft.tokens == ABSENT, -1, tree.parent),
@@ -65,15 +74,16 @@ class Rejection:
             draft.q,
             coins_BN,
             draw_B,
-            mass=mass_BN,
             depth=draft.levels,
             branch=1 if tree.chain else None,
+            **told,
         )
         if self.guarantee == "exact":
             return Verdict(path, length, following)
-        if mass_BN is None or self.codes is None:
+        if tree.size == 1 or self.codes is None:
             return Verdict(path, length, following, drift)
-        return Verdict(path, length, following, drift, displacement.expected(draft, p_BNV, mass_BN, path, self.codes))
+        mass_BD = self.lent(draft, p_BNV, told, path)
+        return Verdict(path, length, following, drift, displacement.expected(draft, p_BNV, mass_BD, path, self.codes))
 
 
 def drafted(draft: Draft, p_BNV: Tensor) -> Tensor:
