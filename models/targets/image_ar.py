@@ -91,6 +91,17 @@ class Family:
         """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]."""
         raise NotImplementedError
 
+    def check(self, prompt: Prompt, layout: Layout, guidance: float) -> None:
+        """Refuse, before any pass, what can't be generated. Raises ValueError that names the argument."""
+        if guidance != 1.0 and not self.guided:
+            raise ValueError(f"guidance_scale: got {guidance}, expected 1: {self.name} has no unconditional prompt")
+        room = getattr(self.decoder.config, "max_position_embeddings", None)
+        needed = prompt.ids.shape[1] + layout.positions
+        if room is not None and needed > room:
+            raise ValueError(
+                f"prompt: got {prompt.ids.shape[1]} tokens and an image of {layout.positions}, expected at most {room}"
+            )
+
     def mix(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         return unconditional + scale * (conditional - unconditional)
 
