@@ -91,20 +91,20 @@ def _draw(residual, law, draw):
 
 
 def accept_tree_host(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
-    """The CPU path: a walk over the nodes that can be reached, on numpy views of the tensors; `branch` is of no use here.
+    """The CPU path: a walk over the nodes that can be reached, on numpy views of the tensors; `branch` is not used.
 
     A CPU has no device to wait for, and a walk reads the laws, drafts and neighbours of the tried nodes only.
     """
     B, N, V = p.shape
-    p, q, tokens = host(p), None if q is None else host(q), host(tokens)
+    p, q, tokens = host(p), None if q is None else host(q), host(tokens).tolist()
     parent, coins, draw = host(parent.expand(B, N)).tolist(), host(coins).tolist(), host(draw).tolist()
     mass = None if mass is None else host(mass.double()).tolist()
     near = None if neighbours is None else (host(neighbours), delta, lam)
-    if tokens.min() < 0 or tokens.max() >= V:
+    if min(map(min, tokens)) < 0 or max(map(max, tokens)) >= V:
         raise IndexError(f"tokens out of range for a vocabulary of {V}")
     path = np.full((B, min(depth + 1, N)), -1)
     length, following, drift = np.empty(B, np.int64), np.empty(B, np.int64), np.empty(B, np.float32)
-    for b, ids in enumerate(tokens.tolist()):
+    for b, ids in enumerate(tokens):
         drafts, extra = None if q is None else q[b], None if mass is None else mass[b]
         kept, left, law, drift[b] = _walk(ids, parent[b], p[b], drafts, coins[b], extra, near)
         following[b], length[b] = _draw_by_blocks(left, law, draw[b]), len(kept)

@@ -22,6 +22,7 @@ except ImportError:  # a torch-only machine: every operator keeps its torch body
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
 TINY = 1e-30
+LOW = 0xFFFFFFFF
 
 
 def jit(fn):
@@ -48,9 +49,9 @@ def as_float32(value: float) -> float:
 
 def host(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's memory as numpy sees it, without a copy on a CPU; bf16, which numpy lacks, as its 16 bits."""
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    return tensor.detach().numpy()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def widen(stored: np.ndarray) -> np.ndarray:
@@ -72,11 +73,16 @@ def check_tensor(name: str, tensor, shape: tuple, dtypes: tuple, device=None) ->
         raise TypeError(f"{name}: found {type(tensor).__name__}, expected a tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}")
-    sizes = tuple(tensor.shape)
-    fits = len(sizes) == len(shape) and all(want is None or want == size for want, size in zip(shape, sizes))
-    require(fits, name, f"shape {sizes}", f"shape {tuple('any' if s is None else s for s in shape)}")
-    if device is not None:
-        require(tensor.device == device, name, f"device {tensor.device}", f"device {device}")
+    sizes = tensor.shape
+    if len(sizes) != len(shape) or any(map(_differs, shape, sizes)):
+        wanted = tuple("any" if size is None else size for size in shape)
+        require(False, name, f"shape {tuple(sizes)}", f"shape {wanted}")
+    if device is not None and tensor.device != device:
+        require(False, name, f"device {tensor.device}", f"device {device}")
+
+
+def _differs(want, size):
+    return want is not None and want != size
 
 
 def check_laws(name: str, law: torch.Tensor, tolerance: float) -> None:
@@ -91,3 +97,10 @@ def check_laws(name: str, law: torch.Tensor, tolerance: float) -> None:
 def law_tolerance(dtype: torch.dtype) -> float:
     """Half a percent for 16-bit laws (eight bits of mantissa), 1e-4 otherwise."""
     return 1e-4 if dtype in (torch.float32, torch.float64) else 5e-3
+
+
+def sortable(score: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """int64 keys that order fp32 scores, equal ones by smaller index first; `LOW - (key & LOW)` is the index again."""
+    bits = (score + 0.0).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (ordered << 32) | (LOW - index)

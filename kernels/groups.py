@@ -13,7 +13,18 @@ mass = q(x) p(C)/q(C) - p(x) to `accept_tree` or `accept_chain`, which clamp it.
 
 import torch
 
-from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, require, tl
+from visspec.kernels.common import (
+    FLOATS,
+    INTS,
+    LOW,
+    check_tensor,
+    jit,
+    launchable,
+    next_power_of_2,
+    require,
+    sortable,
+    tl,
+)
 
 
 def reference(p, q, token, clusters=None, group=0, max_gap=None, embedding=None, max_distance=None):
@@ -42,12 +53,7 @@ def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_dis
         member = clusters == clusters[token].unsqueeze(1)
         laws = (p, q)
     else:
-        V, half = p.shape[1], group // 2
-        order = p.sort(dim=1, descending=True, stable=True).indices
-        rank = (order == token.unsqueeze(1)).int().argmax(1, keepdim=True)
-        window = rank + torch.arange(-half, half + 1, device=p.device)
-        ids = order.gather(1, window.clamp(0, V - 1))
-        member = (window >= 0) & (window < V)
+        ids, member = _window(p, token, min(group // 2, p.shape[1] - 1))
         if max_gap is not None:
             here = p.gather(1, token.unsqueeze(1)).double()
             member &= (p.gather(1, ids).double() - here).abs() <= max_gap
@@ -57,6 +63,17 @@ def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_dis
         laws = (p.gather(1, ids), None if q is None else q.gather(1, ids))
     one = torch.ones(token.shape[0], device=p.device)
     return tuple(one if law is None else (law.double() * member).sum(1).float() for law in laws)
+
+
+def _window(p, token, half):
+    """Ids (R, 2 half + 1) of x and of the ranks above and below it, and which of them exist; no sort of the law."""
+    key = sortable(p.float(), torch.arange(p.shape[1], device=p.device))
+    here = key.gather(1, token.unsqueeze(1))
+    ends = torch.iinfo(torch.int64)
+    above = key.masked_fill(key <= here, ends.max).topk(half, dim=1, largest=False).values
+    below = key.masked_fill(key >= here, ends.min).topk(half, dim=1).values
+    found = torch.cat((here, above, below), 1)
+    return (LOW - (found & LOW)).clamp(0, p.shape[1] - 1), (found != ends.max) & (found != ends.min)
 
 
 @jit

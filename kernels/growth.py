@@ -8,9 +8,18 @@ B rows, W frontier nodes, V vocabulary, N draft nodes.
 
 import torch
 
-from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, require, tl
-
-LOW = 0xFFFFFFFF
+from visspec.kernels.common import (
+    FLOATS,
+    INTS,
+    LOW,
+    check_tensor,
+    jit,
+    launchable,
+    next_power_of_2,
+    require,
+    sortable,
+    tl,
+)
 
 
 def reference(score, law, width, valid=None):
@@ -30,25 +39,17 @@ def reference(score, law, width, valid=None):
 
 
 def draft_topk_torch(score, law, width, valid):
-    """The CPU path: `width` children per node, then `width` of those, by sortable keys, so ties go by index."""
-    W, V = law.shape[1:]
-    keep = min(width, V)
-    total = score.float().unsqueeze(2) + law.float().log()
+    """The CPU path: the score of the last place from one flat top-k, then all that reach it, in order of their index."""
+    total = torch.log(law.float()).add_(score.float().unsqueeze(2))
     if valid is not None:
-        total = total.masked_fill(~valid.unsqueeze(2), float("-inf"))
-    key = _key(total, torch.arange(V, device=law.device)).topk(keep, dim=2).values
-    token = LOW - (key & LOW)
-    best = total.gather(2, token)
-    order = torch.arange(W * keep, device=law.device)
-    index = LOW - (_key(best.flatten(1), order).topk(width, dim=1).values & LOW)
-    return token.flatten(1).gather(1, index), index // keep, best.flatten(1).gather(1, index)
-
-
-def _key(score, index):
-    """int64 that orders by score, then by smaller index."""
-    bits = (score + 0.0).view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return (ordered << 32) | (LOW - index)
+        total.masked_fill_(~valid.unsqueeze(2), float("-inf"))
+    flat = total.flatten(1)
+    last = flat.topk(width).values[:, -1:]
+    index = torch.empty(len(flat), width, dtype=torch.int64)
+    for b, reached in enumerate((flat >= last).numpy()):
+        at = torch.from_numpy(reached.nonzero()[0])
+        index[b] = at[flat[b, at].sort(descending=True, stable=True).indices[:width]]
+    return index % law.shape[2], index // law.shape[2], flat.gather(1, index)
 
 
 @jit
@@ -96,7 +97,7 @@ def draft_topk_triton(score, law, width, valid):
         BLOCK_V=min(4096, next_power_of_2(V)), num_warps=8,
     )  # fmt: skip
     order = torch.arange(W * keep, device=law.device)
-    index = LOW - (_key(best, order).topk(width, dim=1).values & LOW)
+    index = LOW - (sortable(best, order).topk(width, dim=1).values & LOW)
     return token.gather(1, index), index // keep, best.gather(1, index)
 
 

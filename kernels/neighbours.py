@@ -58,9 +58,10 @@ def prefix_mass(law, near, bound):
     """One row on the host: the largest prefix sum of law[near] within the bound, left early where the bound is near."""
     total = 0.0
     for part in (near[:FIRST], near[FIRST:]):
-        weight = law[part].astype(np.float64)
-        summed = total + float(np.add.reduce(weight))
+        weight = law[part]
+        summed = total + float(np.add.reduce(weight, dtype=np.float64))
         if summed > bound * (1 - 2**-40):  # pairwise sums may differ in the last bits: those of the definition decide
+            weight = weight.astype(np.float64)
             weight[:1] += total
             running = weight.cumsum()
             inside = int(running.searchsorted(bound, side="right"))

@@ -1,0 +1,118 @@
+"""The eager forms of a relaxed tree verification that `bench kernels` compares with, and the tree they are timed on.
+
+All decide as `accept_tree` does on the same uniforms (tested), so the times are of the same rule.
+P paths, D levels, N draft nodes, V vocabulary, K neighbours.
+"""
+
+import torch
+
+from visspec import kernels
+
+LEVELS = (10, 16, 14, 10, 8)  # nodes per depth of a 59-node tree, root aside
+
+
+def loop_over_children(tokens, parent, p, neighbours, delta, coins, draw):
+    """Only the children of the node reached, one after another, until one is accepted; no neighbours: the exact rule.
+
+    tokens (N), parent (N), p (N, V), neighbours (V, K) or None, coins (N), draw ().
+    """
+    children = {}
+    for n, above in enumerate(parent.tolist()):
+        children.setdefault(above, []).append(n)
+    current, path = 0, [0]
+    law = p[0]
+    while children.get(current):
+        law = p[current].clone()
+        for n in children[current]:
+            x = tokens[n]
+            mass = 0.0
+            if neighbours is not None:
+                summed = p[current][neighbours[x]].cumsum(0)
+                kept = summed[summed <= delta]
+                mass = kept[-1] if kept.numel() else 0.0
+            if coins[n] < law[x] + mass:
+                current, law = n, p[n]
+                path.append(n)
+                break
+            law[x] = 0
+            law = law / law.sum()
+        else:
+            break
+    return path, int(torch.searchsorted(law.cumsum(0), draw * law.sum(), right=True))
+
+
+def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=True):
+    """The loop of the published implementations in our words, from warped laws on.
+
+    Every level looks for the paths that begin like the accepted one and tries their tokens: the probabilities of all K
+    neighbours (whose table is a numpy array on the host), a running sum, the last entry within the bound, a branch on
+    the host; after a rejection the token is zeroed and the whole law renormalised. copied: first the laws of the nodes
+    are expanded to (P, D, V), as published. Left out: warping the rows, and the neighbours that it zeroes as well.
+    paths (P, D) with -1 as padding, the rest as in `loop_over_children`.
+    """
+    candidates = torch.where(paths >= 0, tokens[paths], -1)
+    laws_PDV = p[paths] if copied else None
+    levels = paths.shape[1]
+    prefix, accepted, best, adjusted = candidates[0, :1], 1, 0, False
+
+    def law_at(path, depth):
+        return laws_PDV[path, depth] if copied else p[paths[path, depth]]
+
+    for depth in range(1, levels):
+        if accepted != depth:
+            break
+        adjusted, tried = False, []
+        same = (candidates[:, :accepted] == prefix).all(dim=1)
+        first = torch.nonzero(same, as_tuple=True)[0][0]
+        row = law_at(first, depth - 1)
+        law = row.clone()
+        for j in range(paths.shape[0]):
+            if same[j]:
+                x = candidates[j, depth].item()
+                if x in tried or x == -1:
+                    continue
+                tried.append(x)
+                summed = torch.cumsum(row[neighbours[x]], dim=0)
+                kept = (summed <= delta).nonzero(as_tuple=True)[0]
+                px = law[x] if kept.numel() == 0 else law[x] + summed[kept[-1]]
+                if coins[paths[j, depth]] < px:
+                    prefix = torch.cat((prefix, candidates[j, depth][None]))
+                    accepted, best = accepted + 1, j
+                    break
+                law[x] = 0
+                if law.sum() == 0:
+                    law = torch.ones_like(law)
+                law /= law.sum()
+                adjusted = True
+    if not adjusted or accepted == levels:
+        law = law_at(best, accepted - 1)
+    path = paths[best, :accepted].tolist()
+    return path, int(torch.searchsorted(law.cumsum(0), draw * law.sum(), right=True))
+
+
+def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, draws=64):
+    """A 59-node tree of likely tokens under image-like laws (top-1 about 7 %, top-1000 kept), and `draws` uniforms."""
+    g = torch.Generator().manual_seed(seed)
+    parent, last = [-1], [0]
+    for count in nodes_per_level:
+        first = len(parent)
+        parent += sorted(last[i % min(5, len(last))] for i in range(count))
+        last = list(range(first, first + count))
+    N = len(parent)
+    p = kernels.guided_warp(torch.randn(N, V, generator=g) * 2.0, top_k=1000).unsqueeze(0)
+    best = p[0].topk(20).indices
+    place = [parent[:n].count(above) for n, above in enumerate(parent)]
+    tokens = torch.stack([best[max(above, 0), k] for above, k in zip(parent, place)]).unsqueeze(0)
+    neighbours = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(256)])[torch.arange(V) % 256]
+    leaves = [n for n in range(N) if n not in parent]
+    chains = []
+    for n in leaves:
+        chain = [n]
+        while chain[0] != 0:
+            chain.insert(0, parent[chain[0]])
+        chains.append(chain)
+    width = len(nodes_per_level) + 1
+    paths = torch.tensor([chain + [-1] * (width - len(chain)) for chain in sorted(chains)])
+    case = {"tokens": tokens, "parent": torch.tensor([parent]), "p": p, "neighbours": neighbours, "paths": paths}
+    case.update(coins=torch.rand(draws, 1, N, generator=g), draw=torch.rand(draws, 1, generator=g))
+    return {k: v.to(device) for k, v in case.items()}
