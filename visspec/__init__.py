@@ -10,6 +10,8 @@ _PUBLIC = {
     "Exact": "visspec.accept.exact",
     "Rejection": "visspec.accept.rejection",
     "Typical": "visspec.accept.typical",
+    "Lantern": "visspec.accept.lantern",
+    "ImagePipeline": "visspec.images",
     "Sampling": "visspec.types",
     "Stats": "visspec.stats",
 }

@@ -12,7 +12,7 @@ from visspec.guard import Guarded
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.pace import Pace
 from visspec.stats import Stats
-from visspec.types import Acceptance, Drafter
+from visspec.types import Acceptance, Capabilities, Drafter
 
 
 def accelerate(
@@ -50,7 +50,7 @@ class Accelerated:
         needs = inner.needs if inner is not None else frozenset()
         layers = getattr(inner, "feature_layers", ()) if "features" in needs else ()
         self.target = HFDecoder(model, tuple(layers), embeddings="embeddings" in needs)
-        check_pairing(inner, self.rule)
+        check_pairing(inner, self.rule, self.target.capabilities)
         self.drafter = None if inner is None else Guarded(inner, self.target.capabilities, model.device)
         self.pace = Pace(levels or getattr(inner, "levels", 8), adaptive)
         self.last_stats: Any = None  # a Stats after the first call
@@ -121,8 +121,10 @@ class Speculative:
         return None if self.fast is None else self.fast.last_stats
 
 
-def check_pairing(drafter: Drafter | None, rule: Acceptance) -> None:
-    """Once, when they are built: can this rule judge this drafter's drafts?"""
+def check_pairing(drafter: Drafter | None, rule: Acceptance, capabilities: Capabilities) -> None:
+    """Once, when they are built: can this rule judge this drafter's drafts, and is the target what it needs?"""
+    if hasattr(rule, "bind"):
+        rule.bind(capabilities)
     sampled = bool(getattr(drafter, "samples", False))
     if "q" in rule.needs and drafter is not None and not sampled:
         raise ValueError(

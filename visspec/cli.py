@@ -38,8 +38,10 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     _demo(commands.add_parser("demo", help="caption rendered scenes with and without acceleration, side by side"))
     _caption(commands.add_parser("caption", help="caption image files"))
+    _generate(commands.add_parser("generate", help="draw images from a prompt"))
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="what", required=True, metavar="what")
     _bench_caption(bench.add_parser("caption", help="captioning against transformers' generate and assisted modes"))
+    _bench_image(bench.add_parser("image", help="methods of image generation against stock generate"))
     _bench_memory(bench.add_parser("memory", help="peak memory, plain and accelerated, each in its own process"))
     _bench_kernels(bench.add_parser("kernels", help="time and bandwidth of each kernel"))
     train = commands.add_parser("train", help="train").add_subparsers(dest="what", required=True, metavar="what")
@@ -110,6 +112,44 @@ def _caption(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--stats", action="store_true", help="print rounds, tau and times of the last batch")
     _model_options(sub)
     _decode_options(sub)
+
+
+def _generate(sub: argparse.ArgumentParser) -> None:
+    _add(sub, run_generate)
+    sub.add_argument("prompt", nargs="+", help="what to draw")
+    sub.add_argument("-n", type=positive, default=1, help="images of each prompt")
+    sub.add_argument("-o", "--out", type=Path, default=Path("out/images"), help="folder of the PNG files")
+    sub.add_argument("--grid", type=Path, help="also write one picture of all images")
+    sub.add_argument("--maps", action="store_true", help="beside each image, where its tokens came from")
+    sub.add_argument("--model", default="painter", help="shipped name, folder or hub id of an image model")
+    _image_options(sub)
+    sub.add_argument("--drafter", help="name, folder or hub id (default: jacobi)", default="jacobi")
+    sub.add_argument("--acceptance", default="exact", help="rule and options, e.g. lantern:k=100,delta=0.1")
+    sub.add_argument("--batch-size", type=positive, default=8)
+    sub.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
+    sub.add_argument("--json", type=Path, help="write seeds, passes and drift to this file")
+
+
+def _image_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--guidance-scale", type=float, help="default: the model's own")
+    sub.add_argument("--temperature", type=temperature, help="0 is greedy; default: the model's own")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--device", default="cpu")
+    sub.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    sub.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")
+
+
+def _bench_image(sub: argparse.ArgumentParser) -> None:
+    _add(sub, run_bench_image)
+    sub.add_argument("--prompts", type=positive, default=24, help="prompts of the shape world's suite")
+    sub.add_argument("--model", default="painter")
+    sub.add_argument("--method", action="append", help="name=drafter/acceptance; repeat; default: the presets")
+    sub.add_argument("--quality", type=int, default=0, help="images a method for GenEval and FD (0: none)")
+    sub.add_argument("--batch-size", type=positive, default=1, help="images at a time in the speed part")
+    sub.add_argument("--images", type=Path, help="keep the images of the quality part in this folder; it resumes")
+    sub.add_argument("--threads", type=positive, help="torch threads")
+    sub.add_argument("--json", type=Path)
+    _image_options(sub)
 
 
 def _bench_caption(sub: argparse.ArgumentParser) -> None:
@@ -227,6 +267,26 @@ def run_caption(arguments) -> int:
     record = {"drafter": drafter, "guarantee": fast.rule.guarantee, "provenance": provenance(fast.model)}
     write_json(arguments.json, {"results": results, **record})
     return 0 if not failed else 1 if failed < len(results) else 2
+
+
+def run_generate(arguments) -> int:
+    from visspec.generating import run
+
+    return run(arguments)
+
+
+def run_bench_image(arguments) -> int:
+    import torch
+    from rich.console import Console
+
+    from visspec import bench_image
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    record = bench_image.run(arguments)
+    Console().print(bench_image.table(record))
+    write_json(arguments.json, record)
+    return 0
 
 
 def run_demo(arguments) -> int:

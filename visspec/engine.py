@@ -43,6 +43,8 @@ def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request:
                 drafter.observe(state, draft, scores, verdict, outcome)
             pace.observe(state, draft, outcome)
         retire(state, target, drafter)
+        if request.on_round is not None:
+            request.on_round(state)
     return state
 
 

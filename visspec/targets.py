@@ -1,4 +1,4 @@
-"""Loading what the command line works on: a vision-language model and its processor, by name, folder or hub id."""
+"""Loading what the command line works on: models and their processors, by shipped name, folder or hub id."""
 
 from __future__ import annotations
 
@@ -17,24 +17,45 @@ def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", t
     Safetensors only; remote code only when asked for. Raises ValueError in one sentence when the checkpoint has
     pickled weights, missing, extra or mis-shaped tensors, or files outside its folder.
     """
+    from transformers import AutoModelForImageTextToText
+
+    return _load(spec or "captioner", AutoModelForImageTextToText, device, dtype, trust_remote_code)
+
+
+def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code=False):
+    """(model, processor) of an image generator, for `ImagePipeline`. None is the embedded painter; else as `load`."""
+    import transformers
+
+    where = str(spec or "painter")
+    folder = zoo.CHECKPOINTS / where if _shipped(where) else Path(where)
+    named = checkpoint.read_json(folder, "config.json").get("architectures") if folder.is_dir() else None
+    kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
+    return _load(where, kind, device, dtype, trust_remote_code)
+
+
+def _shipped(name: str) -> bool:
+    return "/" not in name and (zoo.CHECKPOINTS / name / "config.json").is_file()
+
+
+def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: bool):
     from safetensors import SafetensorError
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoProcessor
     from transformers.utils import logging
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
 
-    where = str(zoo.CHECKPOINTS / "captioner") if spec in (None, "captioner") else str(spec)
+    where = str(zoo.CHECKPOINTS / where) if _shipped(str(where)) else str(where)
     local = Path(where).exists() or where.startswith((".", "/"))
     if local:
         checkpoint.check_folder(where)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
-    kind = torch.float32 if device == "cpu" and dtype == "auto" else dtype
+    precision = torch.float32 if device == "cpu" and dtype == "auto" else dtype
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what transformers would report of the tensors is said below, in one sentence
     try:
-        model, info = AutoModelForImageTextToText.from_pretrained(
-            where, dtype=kind, use_safetensors=True, output_loading_info=True, **options
+        model, info = kind.from_pretrained(
+            where, dtype=precision, use_safetensors=True, output_loading_info=True, **options
         )
     except (RuntimeError, OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"model: {where} could not be loaded, {_first_line(error)}") from None

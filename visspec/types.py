@@ -117,6 +117,7 @@ class Request:
     stop: Callable[[Tensor], bool] | None = None  # called with (1, length) ids after each token; true ends the row
     generators: Sequence[torch.Generator] | None = None  # one per row; None with greedy sampling
     on_tokens: Callable[[list[int]], None] | None = None  # batch 1 only: called with each round's new tokens
+    on_round: Callable[[State], None] | None = None  # called after each round, between passes
     keep_logits: bool = False  # keep the warped law at every emitted token
     media: Mapping[str, Any] = field(default_factory=dict)  # raw images and such, for drafters with eyes of their own
     copies: int = 1  # rows made of each prompt (num_return_sequences)

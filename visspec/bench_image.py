@@ -1,0 +1,243 @@
+"""`visspec bench image`: ways to draw against stock generate, in the field's table: passes, time, quality, drift.
+
+Speed: arms interleaved prompt by prompt, pixels included. Quality: the suite's prompts drawn by each method with the
+same seeds, judged by the shape world's detector, and a Frechet distance against renders. A method is "drafter/rule".
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from visspec.eval import fid, geneval, references, speed
+from visspec.eval.features import RandomConv
+from visspec.eval.speed import Run
+from visspec.eval.world.render import render
+from visspec.eval.world.suite import free_scene, suite
+from visspec.generating import save
+from visspec.images import ORIGINS, ImageOutput, ImagePipeline
+from visspec.provenance import provenance
+from visspec.stats import acceptance_by_depth
+
+PRESETS = {  # name: drafter, rule; docs/presets.md says where each is from
+    "plain": "none/exact",
+    "sjd": "jacobi:redraw=independent/rejection",
+    "coupled": "jacobi:redraw=maximal/rejection",
+    "gumbel": "jacobi/exact",
+}
+CACHES = ("static", "dynamic")  # stock generate gets the faster of these
+REFERENCES = 4  # renders of each prompt that the distance is taken to
+HEADS = (
+    "method", "NFE", "fewer by", "ms / NFE", "over stock", "95 %", "GenEval", "FD", "drift / token", "displacement",
+    "guarantee",
+)  # fmt: skip
+SHOWN = 8  # images a method keeps in the record
+REFERENCE_SEED = 20261121
+
+
+def run(arguments) -> dict[str, Any]:
+    """The command: returns the JSON object, one row a method."""
+    methods = dict(m.split("=", 1) for m in arguments.method or ()) or PRESETS
+    for name, method in methods.items():
+        if "/" not in method:
+            raise ValueError(f"--method: got {name}={method}, expected name=drafter/acceptance")
+    pipe = ImagePipeline.from_pretrained(
+        arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
+    )
+    pipe.set_progress_bar_config(disable=True)
+    options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
+    prompts = suite()
+    prompts = prompts[:: max(1, len(prompts) // arguments.prompts)][: arguments.prompts]
+    record = bench(pipe, [p["prompt"] for p in prompts], methods, options, arguments.seed, arguments.batch_size)
+    if arguments.quality:
+        judge(pipe, record, methods, options, arguments.quality, arguments.seed, arguments.images)
+    return record
+
+
+class StockArm:
+    """The model's own generate, then its own pixel decoder."""
+
+    def __init__(self, pipe: ImagePipeline, options: dict[str, Any], seed: int, cache: str):
+        self.pipe, self.seed, self.cache = pipe, seed, cache
+        sampling = pipe._sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
+        self.options: dict[str, Any] = {"do_sample": not sampling.greedy, "guidance_scale": sampling.guidance}
+        if not sampling.greedy:
+            self.options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+
+    def __call__(self, prompt: tuple[int, list[str]]) -> Run:
+        index, texts = prompt
+        torch.manual_seed(self.seed + index)
+        model = self.pipe.model
+        start = time.perf_counter()
+        batch = self.pipe.processor(text=texts, generation_mode="image", padding=True, return_tensors="pt")
+        tokens = model.generate(
+            **batch.to(model.device), generation_mode="image", cache_implementation=self.cache, **self.options
+        )
+        with torch.inference_mode():
+            model.decode_image_tokens(tokens)
+        return Run(time.perf_counter() - start, tokens.tolist())
+
+
+class OurArm:
+    """The pipeline with one method."""
+
+    def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int):
+        self.pipe, self.seed, self.options = pipe, seed, options
+        self.drafter, self.acceptance = method.split("/", 1)
+        self.outputs: list[ImageOutput] = []
+        self.drift: list[float] = []
+        self.displacement: list[float] = []
+
+    def __call__(self, prompt: tuple[int, list[str]]) -> Run:
+        index, texts = prompt
+        seeds = [1000 * (self.seed + index) + row for row in range(len(texts))]
+        start = time.perf_counter()
+        out = self.pipe(
+            texts, seed=seeds, batch_size=len(texts), drafter=self.drafter, acceptance=self.acceptance, **self.options
+        )
+        seconds = time.perf_counter() - start
+        self.outputs.append(out)
+        state, stats = self.pipe.last_state, out.stats[0]
+        trace = state.trace
+        meter = state.meters.get("displacement")
+        self.displacement.append(0.0 if meter is None else float(meter.sum()) / max(stats.tokens, 1))
+        stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
+        tokens = [t.tolist() for t in out.tokens]
+        return Run(seconds, tokens, trace.times["prefill"], stages, list(trace.rounds), stats.drift_per_token)
+
+
+def bench(
+    pipe: ImagePipeline, texts: Sequence[str], methods: dict[str, str], options: dict[str, Any], seed: int = 0,
+    batch_size: int = 1, warmup: int = 2,
+) -> dict[str, Any]:  # fmt: skip
+    """Speed of every method against the stock generate at its better cache, and against our plain loop."""
+    groups = [list(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
+    prompts = list(enumerate(groups))
+    stock = {cache: StockArm(pipe, options, seed, cache) for cache in CACHES}
+    for arm in stock.values():
+        arm(prompts[0])
+    best = min(CACHES, key=lambda cache: sum(stock[cache](p).seconds for p in prompts[:warmup]))
+    ours = {name: OurArm(pipe, method, options, seed) for name, method in methods.items()}
+    ours = ({} if "plain" in ours else {"plain": OurArm(pipe, "none/exact", options, seed)}) | ours
+    arms: dict[str, Any] = {"stock": stock[best], **ours}
+    runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench image", leave=False))
+    rows = [row(name, arm, runs, pipe) for name, arm in ours.items()]
+    return {
+        "bench": "image", "target": getattr(pipe.model.config, "_name_or_path", ""), "rows": rows,
+        "n_prompts": len(texts), "batch_size": batch_size, "seed": seed, "failures": failures,
+        "stock": {
+            "cache": best, "seconds_per_image": sum(r.seconds for r in runs["stock"]) / max(len(texts), 1),
+            "nfe": pipe.family.layout().positions,
+        },
+        "guidance_scale": stock[best].options["guidance_scale"],
+        "temperature": stock[best].options.get("temperature", 0.0), "provenance": provenance(pipe.model, seed=seed),
+    }  # fmt: skip
+
+
+def row(name: str, arm: OurArm, runs: dict[str, list[Run]], pipe: ImagePipeline) -> dict[str, Any]:
+    """One method's line of the table."""
+    found, plain = runs[name], runs["plain"]
+    against = speed.compare(runs["stock"], found)
+    passes = speed.tau(found)
+    rule = pipe._parts(arm.drafter, arm.acceptance)[3]
+    maps = [m for out in arm.outputs[-len(found) :] for m in out.maps]
+    drafted = np.mean([m == ORIGINS.index("drafted") for m in maps], axis=0)
+    same = speed.compare(plain, found)
+    return {
+        "name": name, "drafter": arm.drafter, "acceptance": arm.acceptance, "guarantee": rule.guarantee,
+        "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
+        **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
+        "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
+        "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"],
+        "acceptance_by_depth": acceptance_by_depth([entry for run in found for entry in run.rounds]), "acceptance_map": drafted.round(4).tolist(),
+        "drift_per_token": sum(r.drift for r in found) / max(len(found), 1),
+        "latent_displacement": sum(arm.displacement[-len(found) :]) / max(len(found), 1),
+        "time_s": {k: sum(r.stages.get(k, 0.0) for r in found) for k in sorted({k for r in found for k in r.stages})},
+        **{k: v for k, v in speed.ideal(plain, found).items() if k != "gap"},
+    }  # fmt: skip
+
+
+def judge(
+    pipe: ImagePipeline, record: dict[str, Any], methods: dict[str, str], options: dict[str, Any], count: int,
+    seed: int, folder: Path | None,
+) -> None:  # fmt: skip
+    """Draw `count` prompts of the suite with every method and add GenEval, strict and FD to the rows, in place.
+
+    Images already in the folder are kept: a killed run goes on where it was.
+    """
+    prompts = suite()
+    prompts = prompts[:: max(1, len(prompts) // count)][:count]
+    extractor = RandomConv()
+    rng = np.random.default_rng(REFERENCE_SEED)
+    side = pipe.family.layout().grid[0] * 8 if not hasattr(pipe.family, "pixel_side") else pipe.family.pixel_side
+    renders = [render(free_scene(p, rng), side) for p in suite() for _ in range(REFERENCES)]
+    reference = references.from_features(features(extractor, renders), extractor)
+    with tempfile.TemporaryDirectory() as spare:
+        for line in record["rows"]:
+            root = Path(folder or spare) / line["name"]
+            images = draw(pipe, methods.get(line["name"], "none/exact"), prompts, options, seed, root)
+            report = geneval.evaluate(root, root.with_suffix(".jsonl"))
+            distance = fid.from_folder(root, reference, extractor)
+            line |= {"geneval": report.summary["overall"], "strict": report.summary.get("strict")}
+            line |= {"fd": distance.value, "quality_n": len(prompts), "fd_name": distance.name}
+            if folder is not None:
+                right = {r["filename"]: r["correct"] for r in report.rows}
+                line["images"] = [image | {"right": right[image["file"]]} for image in images[:SHOWN]]
+
+
+def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[dict]:
+    """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`."""
+    drafter, acceptance = method.split("/", 1)
+    entries = []
+    for i, prompt in enumerate(prompts):
+        path = geneval.write_prompt(root, i, prompt) / "0000.png"
+        file = f"{i:05d}/samples/0000.png"
+        entries.append({"path": str(path), "file": file, "prompt": prompt["prompt"], "seed": seed + i})
+    missing = [e for e in entries if not Path(e["path"]).exists()]
+    for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
+        group = missing[start : start + 16]
+        out = pipe(
+            [e["prompt"] for e in group], seed=[e["seed"] for e in group], batch_size=16, drafter=drafter,
+            acceptance=acceptance, **options,
+        )  # fmt: skip
+        for entry, image in zip(group, out.images):
+            save(image, Path(entry["path"]))
+    return entries
+
+
+def features(extractor: RandomConv, images: Sequence[np.ndarray]) -> torch.Tensor:
+    """(n, d) features of uint8 (H, W, 3) arrays, 32 at a time."""
+    stack = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+    return torch.cat([extractor(part) for part in stack.split(32)])
+
+
+def table(record: dict[str, Any]):
+    """A rich table of a record: the field's own columns."""
+    from rich.table import Table
+
+    view = Table(
+        title=f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
+    )
+    for head in HEADS:
+        view.add_column(head, justify="left" if head in ("method", "guarantee") else "right")
+    stock = record["stock"]
+    per = 1e3 * stock["seconds_per_image"] / stock["nfe"]
+    view.add_row(
+        f"stock ({stock['cache']} cache)", str(stock["nfe"]), "", f"{per:.1f}", "1", *[""] * 5, "the model's own"
+    )
+    for line in record["rows"]:
+        low, high = line["speedup_ci95"]
+        quality = [f"{line[k]:.3f}" if line.get(k) is not None else "" for k in ("geneval", "fd")]
+        view.add_row(
+            line["name"], f"{line['nfe']:.1f}", f"{line['nfe_reduction']:.2f}", f"{line['ms_per_nfe']:.1f}",
+            f"{line['speedup']:.2f}", f"{low:.2f}..{high:.2f}", *quality, f"{line['drift_per_token']:.4f}",
+            f"{line['latent_displacement']:.4f}", line["guarantee"],
+        )  # fmt: skip
+    return view

@@ -1,0 +1,67 @@
+"""`visspec generate`: images to files as they are finished, a grid, maps, and a record of how each was drawn."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from visspec.grid import grid, origin_image
+from visspec.images import ImageOutput, ImagePipeline
+from visspec.provenance import provenance
+
+
+def run(arguments) -> int:
+    """The command. Finished images stay when it is interrupted. Returns the exit code."""
+    from visspec.cli import write_json
+
+    pipe = ImagePipeline.from_pretrained(
+        arguments.model, device=arguments.device, dtype=arguments.dtype, drafter=arguments.drafter,
+        acceptance=arguments.acceptance, trust_remote_code=arguments.trust_remote_code,
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
+    stream = pipe.stream(
+        arguments.prompt, num_images_per_prompt=arguments.n, guidance_scale=arguments.guidance_scale,
+        temperature=arguments.temperature, seed=arguments.seed, batch_size=arguments.batch_size,
+    )  # fmt: skip
+    shown: list[Image.Image] = []
+    captions: list[str] = []
+    rows: list[dict[str, Any]] = []
+    try:
+        for part in stream:
+            for i, image in enumerate(part.images):
+                path = arguments.out / f"{len(rows):05d}.png"
+                picture = beside(image, part, i) if arguments.maps else image
+                save(picture, path)
+                shown.append(picture)
+                captions.append(part.prompts[i])
+                passes = int(part.passes[i].max()) + 1
+                rows.append({"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes})
+                print(
+                    f"{path}: {part.prompts[i]} (seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens)"
+                )
+            if arguments.stats:
+                print(part.stats[0])
+    finally:
+        if shown and arguments.grid:
+            save(grid(shown, captions), arguments.grid)
+            print(f"{arguments.grid}: all {len(shown)}")
+        if rows:
+            record = {"drafter": arguments.drafter, "acceptance": arguments.acceptance}
+            write_json(arguments.json, {"results": rows, **record, "provenance": provenance(pipe.model)})
+    return 0
+
+
+def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:
+    """The image with the map of its tokens' origins to the right."""
+    return grid([image, origin_image(part.maps[i], image.width)], columns=2)
+
+
+def save(image: Image.Image, path: Path) -> None:
+    """Write-then-rename, so that a kill leaves no half file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    image.save(draft, format="PNG" if path.suffix.lower() != ".jpg" else "JPEG")
+    draft.replace(path)

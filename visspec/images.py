@@ -1,0 +1,321 @@
+"""`ImagePipeline`: image generation in diffusers' conventions, on autoregressive models loaded with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from visspec import zoo
+from visspec.api import check_pairing
+from visspec.engine import decode
+from visspec.guard import Guarded
+from visspec.models.targets.families import family_of
+from visspec.models.targets.image_ar import Family, ImageAR, Layout
+from visspec.pace import Pace
+from visspec.stats import COLOURS, Stats
+from visspec.types import Acceptance, Drafter, Request, Sampling, State
+
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
+
+
+@dataclass
+class ImageOutput:
+    """What a call returns. `images` holds what `output_type` says; the lists run over images.
+
+    maps: (rows, columns) uint8 arrays, indices into ORIGINS; passes: (rows, columns) int32, the target pass that gave
+    each token (0 is the prefill).
+    """
+
+    images: list[Any] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)  # (rows * columns,) codes
+    maps: list[np.ndarray] = field(default_factory=list)
+    passes: list[np.ndarray] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    stats: list[Stats] = field(default_factory=list)  # one a batch
+
+    def extend(self, other: ImageOutput) -> None:
+        for name in self.__dataclass_fields__:
+            getattr(self, name).extend(getattr(other, name))
+
+
+class ImagePipeline:
+    """A loaded image model and how it is accelerated. The model is not changed.
+
+    model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; a call may
+    name others. Raises ValueError in one sentence where the parts do not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        drafter: str | Drafter | None = "jacobi",
+        acceptance: str | Acceptance = "exact",
+        levels: int | None = None,
+    ):
+        self.model, self.processor = model, processor
+        self.family: Family = family_of(model, processor)
+        self.drafter, self.acceptance, self.levels = drafter, acceptance, levels
+        self.interrupt = False  # a callback may set it: the call ends and returns what is finished
+        self.last_output = ImageOutput()  # finished images of the newest call, also when it was interrupted
+        self.last_state: State | None = None
+        self._progress: dict[str, Any] = {}
+        self._home: torch.device | None = None
+        self._built: dict[Any, tuple] = {}
+
+    @classmethod
+    def from_pretrained(cls, where: str = "painter", *, device: str = "cpu", dtype: str = "auto", **options):
+        """A shipped name ("painter"), a folder or a hub id. Safetensors only; `options` as in the constructor, and
+        `trust_remote_code` (off).
+        """
+        from visspec.targets import load_image_model
+
+        remote = options.pop("trust_remote_code", False)
+        model, processor = load_image_model(where, device=device, dtype=dtype, trust_remote_code=remote)
+        return cls(model, processor, **options)
+
+    @property
+    def device(self) -> torch.device:
+        return self._home or self.model.device
+
+    def to(self, *args, **kwargs) -> ImagePipeline:
+        self.model.to(*args, **kwargs)
+        return self
+
+    def set_progress_bar_config(self, **options) -> None:
+        """Arguments for tqdm, `disable=True` among them."""
+        self._progress = options
+
+    def enable_model_cpu_offload(self, device: str | torch.device = "cuda") -> None:
+        """Keep the weights in main memory between calls, on `device` during them."""
+        self._home = torch.device(device)
+        self.model.to("cpu")
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        num_images_per_prompt: int = 1,
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        seed: int | Sequence[int] | None = None,
+        batch_size: int = 8,
+        drafter: Any = ...,
+        acceptance: str | Acceptance | None = None,
+        output_type: str = "pil",
+        callback_on_step_end: Callable[[ImagePipeline, int, int, dict], dict | None] | None = None,
+    ) -> ImageOutput:
+        """Draw `num_images_per_prompt` images of every prompt.
+
+        Defaults of guidance_scale, temperature, top_k and top_p are the model's own generation settings; temperature 0
+        is greedy. seed: image i of the call gets seed + i, or its entry of a list; an image does not depend on the
+        batch it is drawn in. callback_on_step_end(pipeline, round, tokens, {"state": ...}) runs after every pass of the
+        target; setting `pipeline.interrupt` in it ends the call. KeyboardInterrupt leaves finished images in
+        `last_output`. output_type: pil; np (H, W, 3) and pt (3, H, W) in [0, 1]; latent for codes alone.
+        """
+        self.last_output = ImageOutput()
+        for part in self.stream(
+            prompt, num_images_per_prompt=num_images_per_prompt, guidance_scale=guidance_scale,
+            temperature=temperature, top_k=top_k, top_p=top_p, height=height, width=width, generator=generator,
+            seed=seed, batch_size=batch_size, drafter=drafter, acceptance=acceptance, output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
+        ):  # fmt: skip
+            self.last_output.extend(part)
+        return self.last_output
+
+    @torch.inference_mode()
+    def stream(self, prompt, *, batch_size: int = 8, output_type: str = "pil", **options) -> Iterator[ImageOutput]:
+        """The same, batch by batch, each as it is finished."""
+        job = self._job(prompt, batch_size=batch_size, output_type=output_type, **options)
+        self.interrupt = False
+        if self._home is not None:
+            self.model.to(self._home)
+        try:
+            with self.progress_bar(len(job.texts) * job.layout.positions) as bar:
+                for start in range(0, len(job.texts), batch_size):
+                    part = self._batch(job, slice(start, start + batch_size), bar)
+                    yield part
+                    if self.interrupt:
+                        return
+        finally:
+            if self._home is not None:
+                self.model.to("cpu")
+
+    def progress_bar(self, total: int) -> tqdm:
+        return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
+
+    def _job(
+        self, prompt, *, num_images_per_prompt=1, guidance_scale=None, temperature=None, top_k=None, top_p=None,
+        height=None, width=None, generator=None, seed=None, batch_size, drafter=..., acceptance=None, output_type,
+        callback_on_step_end=None,
+    ) -> _Job:  # fmt: skip
+        """Everything that can be wrong is found here, before any pass."""
+        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if not texts or not all(isinstance(t, str) for t in texts):
+            raise ValueError(f"prompt: got {prompt!r}, expected a text or a list of texts")
+        for name, count in (("num_images_per_prompt", num_images_per_prompt), ("batch_size", batch_size)):
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type: got {output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
+        texts = [t for t in texts for _ in range(num_images_per_prompt)]
+        sampling = self._sampling(guidance_scale, temperature, top_k, top_p)
+        layout = self.family.layout(height, width)
+        longest = self.family.prompt(texts, sampling.guidance != 1.0)
+        self.family.check(longest, layout, sampling.guidance)
+        seeds = image_seeds(generator, seed, len(texts))
+        target, inner, name, rule, pace = self._parts(
+            self.drafter if drafter is ... else drafter, acceptance if acceptance is not None else self.acceptance
+        )
+        return _Job(texts, seeds, sampling, layout, target, inner, name, rule, pace, output_type, callback_on_step_end)
+
+    def _sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
+        own = self.model.generation_config
+        guidance = self.family.default_guidance if guidance_scale is None else float(guidance_scale)
+        heat = getattr(own, "temperature", None) if temperature is None else temperature
+        values = {
+            "temperature": 1.0 if heat is None else float(heat),
+            "top_k": int((getattr(own, "top_k", None) if top_k is None else top_k) or 0),
+            "top_p": float((getattr(own, "top_p", None) if top_p is None else top_p) or 1.0),
+        }
+        for name, value in {"guidance_scale": guidance, **values}.items():
+            if not (0 < value <= 1 if name == "top_p" else value >= 0):
+                raise ValueError(f"{name}: got {value}, expected {'(0, 1]' if name == 'top_p' else '0 or more'}")
+        return Sampling(guidance=guidance, **values)
+
+    def _parts(self, drafter, acceptance) -> tuple:
+        """Target, guarded drafter, its name, rule and pace of a pairing; kept, so that a pace goes on learning."""
+        key = (drafter if isinstance(drafter, str | None) else id(drafter), str(acceptance))
+        if key not in self._built:
+            rule = zoo.acceptance(acceptance) if isinstance(acceptance, str) else acceptance
+            inner, name = zoo.drafter(drafter, self.model)
+            target = ImageAR(self.family, features=inner is not None and "features" in inner.needs)
+            check_pairing(inner, rule, target.capabilities)
+            if hasattr(inner, "attach"):
+                inner.attach(self.family)
+            guarded = None if inner is None else Guarded(inner, target.capabilities, self.device)
+            pace = Pace(self.levels or getattr(inner, "levels", 8), adaptive="q" not in rule.takes)
+            self._built[key] = (target, guarded, name, rule, pace)
+        return self._built[key]
+
+    def _batch(self, job: _Job, rows: slice, bar: tqdm) -> ImageOutput:
+        texts, seeds = job.texts[rows], job.seeds[rows]
+        prompt = self.family.prompt(texts, job.sampling.guidance != 1.0)
+        request = Request(
+            inputs=prompt, prompt=prompt.ids, max_new_tokens=job.layout.positions, sampling=job.sampling,
+            media={"texts": texts}, grid=job.layout.grid,
+        )  # fmt: skip
+        if bool((job.layout.fixed >= 0).any()):
+            request.fixed = job.layout.fixed.to(self.device)
+        if not job.sampling.greedy:
+            request.generators = [torch.Generator(self.device).manual_seed(s) for s in seeds]
+        request.on_round = self._watch(job, bar)
+        try:
+            state = decode(job.target, job.drafter, job.rule, request, job.pace)
+        except Interrupted as stop:
+            state = stop.state
+        if job.drafter is not None:
+            job.drafter.finish(state)
+        self.last_state = state
+        return self._output(job, state, texts, seeds)
+
+    def _watch(self, job: _Job, bar: tqdm) -> Callable[[State], None]:
+        before = [0]
+
+        def after(state: State) -> None:
+            done = sum(map(len, state.tokens))
+            bar.update(done - before[0])
+            before[0] = done
+            if job.callback is not None:
+                job.callback(self, len(state.trace.rounds), done, {"state": state})
+            if self.interrupt:
+                raise Interrupted(state)
+
+        return after
+
+    def _output(self, job: _Job, state: State, texts: list[str], seeds: list[int]) -> ImageOutput:
+        """Finished rows only: an interrupted batch keeps those that were complete."""
+        done = [b for b, tokens in enumerate(state.tokens) if len(tokens) == job.layout.positions]
+        out = ImageOutput(prompts=[texts[b] for b in done], seeds=[seeds[b] for b in done])
+        out.stats = [Stats.of(state, job.name, job.rule)]
+        if not done:
+            return out
+        free = job.layout.free
+        codes = torch.tensor([state.tokens[b] for b in done])[:, free]
+        out.tokens = list(codes)
+        out.maps = [origin_map(state.trace.origin[b], job.layout) for b in done]
+        out.passes = [pass_map(state.trace.origin[b], job.layout) for b in done]
+        if job.output_type == "latent":
+            out.images = list(codes.view(len(done), *job.layout.grid))
+            return out
+        pixels = self.family.pixels(codes.to(self.model.device), job.layout).cpu()
+        out.images = list(pixels) if job.output_type == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]
+        if job.output_type == "pil":
+            out.images = [Image.fromarray((255 * image).round().astype(np.uint8)) for image in out.images]
+        return out
+
+
+class Interrupted(Exception):
+    """Raised between rounds when a callback asked for the end; carries the unfinished state."""
+
+    def __init__(self, state: State):
+        super().__init__("interrupted")
+        self.state = state
+
+
+@dataclass
+class _Job:
+    """A checked call."""
+
+    texts: list[str]
+    seeds: list[int]
+    sampling: Sampling
+    layout: Layout
+    target: ImageAR
+    drafter: Guarded | None
+    name: str
+    rule: Acceptance
+    pace: Pace
+    output_type: str
+    callback: Callable | None
+
+
+def image_seeds(generator, seed, count: int) -> list[int]:
+    """One seed an image. Raises ValueError where a list has another length."""
+    given = seed if seed is not None else generator
+    if isinstance(given, (list, tuple)):
+        if len(given) != count:
+            what = "seed" if seed is not None else "generator"
+            raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one an image)")
+        return [g if isinstance(g, int) else int(torch.randint(2**62, (), generator=g, device=g.device)) for g in given]
+    if isinstance(given, int):
+        return [given + i for i in range(count)]
+    where = given.device if given is not None else "cpu"
+    return torch.randint(2**62, (count,), generator=given, device=where).tolist()
+
+
+def origin_map(origin: list[str], layout: Layout) -> np.ndarray:
+    """Where each code came from, (rows, columns) uint8 indices into ORIGINS."""
+    kinds = np.array([ORIGINS.index(o) for o in origin], np.uint8)
+    return kinds[layout.free.numpy()].reshape(layout.grid)
+
+
+def pass_map(origin: list[str], layout: Layout) -> np.ndarray:
+    """The target pass that gave each code, (rows, columns) int32: a pass ends with a token that was not drafted."""
+    ends = np.array([o != "drafted" for o in origin], np.int32)
+    passes = np.concatenate([[0], np.cumsum(ends)[:-1]])
+    return passes[layout.free.numpy()].reshape(layout.grid).astype(np.int32)
