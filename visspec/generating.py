@@ -39,9 +39,8 @@ def run(arguments) -> int:
                 captions.append(part.prompts[i])
                 passes = int(part.passes[i].max()) + 1
                 rows.append({"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes})
-                print(
-                    f"{path}: {part.prompts[i]} (seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens)"
-                )
+                found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
+                print(f"{path}: {part.prompts[i]} ({found})")
             if arguments.stats:
                 print(part.stats[0])
     finally:
