@@ -52,7 +52,7 @@ def clusters(codebook_KE: Tensor, count: int, vocab: int) -> Tensor:
             size = torch.bincount(label_K, minlength=count)[:, None]
             mean = torch.zeros_like(centre).index_add_(0, label_K, codes) / size.clamp(min=1)
             centre = torch.where(size > 0, mean, centre)
-        return torch.cat([torch.cdist(codes, centre).argmin(dim=1), _grammar(codes, vocab) + count])
+        return torch.cat([torch.cdist(codes, centre).argmin(dim=1), _grammar(codes, vocab) - len(codes) + count])
 
     return _kept(codebook_KE, ("clusters", count, vocab), build)
 

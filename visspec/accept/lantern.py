@@ -45,12 +45,14 @@ class Lantern(Rejection):
             raise ValueError(f"compat: got {compat!r}, expected None or 'repository'")
         self.k, self.value, self.compat = k, value, compat
         self.table_Vk: Tensor | None = None
+        self.wide_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
         codes = codebook.required(capabilities, type(self).__name__, self.k)
         super().bind(capabilities)
-        spare = 0 if self.compat is None else min(self.k + 1, len(codes) - 1) - self.k
-        self.table_Vk = codebook.neighbours(codes, self.k + spare, capabilities.vocab)
+        self.table_Vk = codebook.neighbours(codes, self.k, capabilities.vocab)
+        if self.compat is not None:  # the published code zeroes one more than it borrows from
+            self.wide_Vk = codebook.neighbours(codes, min(self.k + 1, len(codes) - 1), capabilities.vocab)
 
     def table(self) -> Tensor:
         if self.table_Vk is None:
@@ -96,8 +98,9 @@ class Lantern(Rejection):
     def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
         if self.compat is None:
             return super().judge(draft, p_BNV, coins_BN, draw_B)
+        self.table()
         limits = {self.bound: self.value}
-        return published.walk(draft, p_BNV, coins_BN, draw_B, self.table(), self.k, len(self.codes), **limits)
+        return published.walk(draft, p_BNV, coins_BN, draw_B, self.wide_Vk, self.k, len(self.codes), **limits)
 
 
 class LanternPlus(Lantern):
