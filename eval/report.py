@@ -17,7 +17,8 @@ from markupsafe import Markup
 
 from visspec.eval import report_figures as figures
 from visspec.eval import report_images as pictures
-from visspec.eval.report_data import Method, interval, load, number, verdict, wilson
+from visspec.eval import report_kernels as kernels
+from visspec.eval.report_data import KINDS, Method, interval, methods_of, number, read, verdict, wilson
 from visspec.eval.speed import in_words
 from visspec.stats import COLOURS, MEANING
 
@@ -42,7 +43,7 @@ TERMS = (
 def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     """Write the page for some result files of `visspec bench`. Returns its path.
 
-    Raises FileNotFoundError or ValueError, in one sentence, for a missing or malformed file, an unknown bench, and
+    Raises FileNotFoundError or ValueError, in one sentence, for a missing or malformed file, and
     image paths outside the folder of their JSON. A picture that can't be read is listed as a failure.
     """
     out = Path(out)
@@ -52,8 +53,14 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         raise ValueError(f"report: --out: {out} is a folder, expected a file")
     together: dict[tuple[str, str], list[Method]] = {}
     methods: list[Method] = []
-    for path in paths:
-        for method in load(path):
+    tables, others = [], []  # of kernels; of benches that this page knows nothing about
+    for path in map(Path, paths):
+        record = read(path)
+        if record["bench"] == "kernels":
+            tables.append(kernels.Table(record, path.name))
+        elif record["bench"] not in KINDS:
+            others.append(kernels.listed(record, path.name))
+        for method in methods_of(record, path) if record["bench"] in KINDS else []:
             methods.append(method)
             method.number = len(methods)
             together.setdefault((method.kind, str(method.record.get("target") or "")), []).append(method)
@@ -61,6 +68,7 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     failures = [failure for group in groups for failure in group.failures]
     page = environment().get_template("report.html.j2").render(
         groups=groups, methods=[summary(m) for m in methods], failures=failures, provenance=provenance(methods),
+        tables=tables, others=others,
         origins=[(name, COLOURS[name], MEANING[name]) for name in COLOURS], few=figures.FEW,
     )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +131,34 @@ def summary(method: Method) -> dict[str, Any]:
         "drift": record.get("drift_per_token"), "guarantee": str(record.get("guarantee") or "not stated"),
         "identical": None if identical is None or not compared else int(identical), "compared": int(compared or 0),
         "identical_to": str(record.get("identical_to") or "plain decoding").replace("_", " "), "quality": quality,
-        "owes_identity": str(record.get("guarantee") or "").startswith("exact"),
+        "owes_identity": str(record.get("guarantee") or "").startswith("exact") and not near_ties(record),
+        "equality": equality(record), "near_ties": near_ties(record), "ms_per_nfe": number(record.get("ms_per_nfe")),
     }  # fmt: skip
+
+
+def near_ties(record: Mapping[str, Any]) -> bool:
+    """Were differences to plain decoding looked into, in a dtype that rounds, and found to be near ties?"""
+    found = record.get("equality") or {}
+    return found.get("tier") == "teacher-forced" and found.get("benign") is True
+
+
+def equality(record: Mapping[str, Any]) -> str:
+    """The low-precision tier in words, made from its numbers; empty where it was not measured."""
+    found = record.get("equality") or {}
+    gap = found.get("gap")
+    if not isinstance(gap, dict) or number(gap.get("max")) is None:
+        return ""
+    identical, compared = (int(number(found.get(k)) or 0) for k in ("identical", "compared"))
+    differ = f"{identical} of {compared} as plain" + (
+        "" if identical == compared or found.get("benign") is None
+        else ", the others near ties" if found["benign"] is True
+        else ", others NOT near ties"
+    )  # fmt: skip
+    entries = found.get("first_divergences")
+    entries = entries if isinstance(entries, list) else []
+    widest = [m for e in entries if isinstance(e, dict) and (m := number(e.get("margin"))) is not None]
+    margins = f"; widest margin {max(widest):.2g}" if widest else ""
+    return f"{found.get('dtype')}: {differ}; pass shapes move logits by {number(gap['max']):.2g}{margins}"
 
 
 def speed_of(method: Method) -> float | None:
@@ -190,7 +224,13 @@ def pareto(methods: Sequence[Method], field: str) -> Markup | None:
 
 
 def heats(method: Method) -> list[tuple[str, Markup]]:
-    """The mean acceptance map of a method's images, one for each size of grid."""
+    """The mean acceptance map of a method: its own, or that of its images, one for each size of grid."""
+    if given := method.record.get("acceptance_map"):
+        n = method.n
+        count = [[0 if value is None else n for value in row] for row in given]
+        total = [[0.0 if value is None else n * value for value in row] for row in given]
+        words = f"{method.number}: {method.label}, {len(given)} x {len(given[0])} tokens, n={n} a cell"
+        return [(words, figures.heat(total, count))]
     sums: dict[tuple[int, int], tuple[list[list[float]], list[list[int]]]] = {}
     for image in method.images:
         grid = image.get("acceptance")

@@ -11,15 +11,15 @@ from typing import Any
 
 MAX_BYTES = 256 << 20
 LARGEST = 1e12
-KINDS = ("caption", "image")
+KINDS = ("caption", "image")  # benches of methods; `kernels` has a table of its own, any other bench is listed
 NUMBERS = (
     "n_prompts", "batch_size", "temperature", "seed", "speedup", "speedup_decode_only", "speedup_total_time",
     "ideal_speedup", "tau", "tau_without_bonus", "nfe", "nfe_plain", "identical", "compared", "drift_per_token",
-    "geneval", "strict", "fd", "latent_displacement", "plain_over_transformers", "tokens_per_prompt",
+    "geneval", "strict", "fd", "latent_displacement", "plain_over_transformers", "tokens_per_prompt", "ms_per_nfe",
 )  # fmt: skip
 INTERVALS = ("speedup_ci95", "geneval_ci95", "strict_ci95", "fd_ci95")
 LISTS = ("ratios", "acceptance_by_depth", "reached_by_depth", "failures", "texts", "images")
-OBJECTS = ("gap", "time_s", "baselines", "provenance")
+OBJECTS = ("gap", "time_s", "baselines", "provenance", "equality")
 REQUIRED = {"caption": ("speedup", "tau", "baselines", "provenance"), "image": ("rows",)}
 
 
@@ -63,8 +63,8 @@ def interval(value: Any) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
-def load(path: str | Path) -> list[Method]:
-    """The methods of a result file, numbered from 0. Raises ValueError or FileNotFoundError."""
+def read(path: str | Path) -> dict[str, Any]:
+    """The object of a result file; its `bench` is a name. Raises ValueError or FileNotFoundError."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"report: there is no result file {path}")
@@ -74,9 +74,14 @@ def load(path: str | Path) -> list[Method]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"report: {path} is not JSON ({error})") from None
-    if not isinstance(record, dict) or record.get("bench") not in KINDS:
-        got = record.get("bench") if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"report: {path.name}: bench: got {got!r}, expected one of {', '.join(KINDS)}")
+    bench = record.get("bench") if isinstance(record, dict) else type(record).__name__
+    if not isinstance(record, dict) or not isinstance(bench, str) or not bench:
+        raise ValueError(f"report: {path.name}: bench: got {bench!r}, expected the name of a bench")
+    return record
+
+
+def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
+    """The methods of a caption or image record read from `path`, numbered from 0. Raises ValueError."""
     kind = record["bench"]
     for name in REQUIRED[kind]:
         if name not in record:
@@ -84,13 +89,11 @@ def load(path: str | Path) -> list[Method]:
     check(record, path.name)
     if kind == "caption":
         return [Method(0, kind, record, path.parent, path.name)]
-    rows, methods = record["rows"], []
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"report: {path.name}: rows: got {type(rows).__name__}, expected a list of methods")
-    for i, row in enumerate(rows):
+    methods = []
+    for i, row in enumerate(rows_of(record, path.name, "methods")):
         where = f"{path.name}: rows[{i}]"
         check(row, where)
-        images = row.get("images") or []
+        images = pictures_of(row, where)
         for k, image in enumerate(images):
             check_image(image, f"{where}.images[{k}]")
         shared = {k: record[k] for k in ("provenance", "target", "batch_size", "temperature") if k in record}
@@ -98,6 +101,29 @@ def load(path: str | Path) -> list[Method]:
     if record.get("failures"):  # of the whole bench: shown once, with the first method
         methods[0].record["failures"] = [*record["failures"], *(methods[0].record.get("failures") or [])]
     return methods
+
+
+def rows_of(record: dict[str, Any], where: str, what: str) -> list[Any]:
+    """The rows of a record. Raises ValueError unless they are a list that is not empty."""
+    rows = record.get("rows")
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"report: {where}: rows: got {type(rows).__name__}, expected a list of {what}")
+    return rows
+
+
+def pictures_of(row: dict[str, Any], where: str) -> list[Any]:
+    """The images of a row. Bare paths become entries: pictures of one number belong to one prompt and seed, and
+    `verdicts`, where the row has them, go with them in the same order.
+    """
+    images, verdicts = row.get("images") or [], row.get("verdicts")
+    if verdicts is not None and (not isinstance(verdicts, list) or len(verdicts) != len(images)):
+        got = len(verdicts) if isinstance(verdicts, list) else type(verdicts).__name__
+        raise ValueError(f"report: {where}: verdicts: got {got}, expected one for each of {len(images)} images")
+    bare = [{"path": image, "prompt": f"picture {k + 1}", "seed": k} if isinstance(image, str) else image
+            for k, image in enumerate(images)]  # fmt: skip
+    if verdicts is None:
+        return bare
+    return [image | {"verdict": said} if isinstance(image, dict) else image for image, said in zip(bare, verdicts)]
 
 
 def check(record: Any, where: str) -> None:
@@ -117,6 +143,8 @@ def check(record: Any, where: str) -> None:
         _expect(value, (int, float), f"{where}: gap.{name}")
     for name, value in (record.get("baselines") or {}).items():
         _expect(value, dict, f"{where}: baselines.{name}")
+    if record.get("acceptance_map") is not None:
+        check_grid(record["acceptance_map"], f"{where}: acceptance_map")
     for row in record.get("texts") or []:
         _expect(row, list, f"{where}: texts")
         for piece in row:
@@ -130,17 +158,20 @@ def check_image(image: Any, where: str) -> None:
     sources = [s for s in ("path", "png") if image.get(s)]
     if len(sources) != 1 or not isinstance(image[sources[0]], str):
         raise ValueError(f"report: {where}: got {' and '.join(sources) or 'neither'}, expected either path or png")
-    grid = image.get("acceptance")
-    if grid is None:
-        return
-    _expect(grid, list, f"{where}.acceptance")
+    if image.get("acceptance") is not None:
+        check_grid(image["acceptance"], f"{where}.acceptance")
+
+
+def check_grid(grid: Any, where: str) -> None:
+    """One number of at least 0, or null, for each token; rows of one length."""
+    _expect(grid, list, where)
     for row in grid:
-        _expect(row, list, f"{where}.acceptance")
+        _expect(row, list, where)
         for value in row:
             if value is not None and (number(value) is None or value < 0):
-                raise ValueError(f"report: {where}.acceptance: got {value!r}, expected numbers of at least 0 or null")
+                raise ValueError(f"report: {where}: got {value!r}, expected numbers of at least 0 or null")
     if not grid or not grid[0] or len({len(row) for row in grid}) != 1:
-        raise ValueError(f"report: {where}.acceptance: got rows of different length, expected a rectangular grid")
+        raise ValueError(f"report: {where}: got rows of different length, expected a rectangular grid")
 
 
 def verdict(image: Mapping[str, Any]) -> tuple[bool | None, str]:

@@ -177,7 +177,9 @@ def test_hostile_text_stays_text(page):
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[]", "bench: got 'list'"),
-        ({"bench": "lunch"}, "bench: got 'lunch', expected one of caption, image"),
+        ({"bench": 3}, "bench: got 3, expected the name of a bench"),
+        ({"bench": "kernels"}, "rows: got NoneType, expected a list of kernels"),
+        ({"bench": "kernels", "rows": [{}]}, "rows[0]: kernel: got NoneType, expected a name"),
         ({"bench": "caption"}, "no 'speedup'"),
         (caption(speedup="fast"), "speedup: got str, expected a number"),
         (caption(ratios={"a": 1}), "ratios: got dict"),
@@ -192,6 +194,12 @@ def test_hostile_text_stays_text(page):
         ({"bench": "image", "rows": [{"images": [{"path": "a.png", "acceptance": [[1], [1, 2]]}]}]}, "rectangular"),
         ({"bench": "image", "rows": [{"images": [{"path": "a.png", "acceptance": [["1"]]}]}]}, "acceptance: got '1'"),
         ({"bench": "image", "rows": [{"images": [{"path": "../a.png"}]}]}, "inside the folder"),
+        ({"bench": "image", "rows": [{"images": ["../a.png"]}]}, "inside the folder"),
+        (
+            {"bench": "image", "rows": [{"images": ["a.png"], "verdicts": [True, True]}]},
+            "verdicts: got 2, expected one",
+        ),
+        ({"bench": "image", "rows": [{"acceptance_map": [[1], [-1]]}]}, "acceptance_map: got -1"),
         ({"bench": "image", "rows": [{"images": [{"path": "/etc/passwd"}]}]}, "inside the folder"),
     ],
 )
@@ -334,6 +342,101 @@ def test_more_pictures_than_fit_are_said_to_be_left_out(page, monkeypatch):
     assert source.count('alt="method ') == 6 and "3 more prompts are left out here" in source
 
 
+# --- other benches --------------------------------------------------------------------------------------------------
+
+
+def kernel_bench(**changes):
+    """The JSON of a kernel bench: a gain, a slowdown, one of few repeats, and what no GPU was there for."""
+    row = {"kernel": "commit_kv", "shape": "8 x 4x8", "dtype": "float32", "device": "cpu", "time_us": 120.0,
+           "bytes": 1000, "share_of_copy_bandwidth": 0.42, "ratio_to_eager": 2.5, "ratio_ci95": [2.0, 3.0],
+           "eager": "index per row", "repeats": 40}  # fmt: skip
+    blank = dict.fromkeys(("time_us", "share_of_copy_bandwidth", "ratio_to_eager", "ratio_ci95"), "not measured")
+    rows = [row, row | {"kernel": "draft_topk", "ratio_to_eager": 0.5, "ratio_ci95": [0.4, 0.6]},
+            row | {"kernel": "guided_warp", "repeats": 8}, row | blank | {"device": "cuda", "repeats": 0}]  # fmt: skip
+    return {"bench": "kernels", "host_syncs_per_round": 0, "dispatched_ops_per_verification": 60,
+            "copy_bandwidth_gb_s": 11.5, "rows": rows, "provenance": {"device": "a cpu"}} | changes  # fmt: skip
+
+
+def test_kernels_have_a_table_and_bars(page):
+    source = page(kernel_bench())
+    text = Reader(source).text
+    assert "copy bandwidth, GB/s: 11.5" in text and "for the ratios only" in text and "a cpu" in text
+    assert "2.50 [2.00, 3.00] n=40 against index per row" in text and "42.0 % n=40" in text
+    assert text.count("a slowdown") == 2 and text.count("not measured") == 3 and "tau" not in text.split("kernels")[1]
+    fills = re.findall(r'fill="(#\w+)"><title>(\w+), against', source)
+    assert fills == [("#0b5cad", "commit_kv"), ("#b34700", "draft_topk"), ("#9a9a9a", "guided_warp")]
+    widths = [float(w) for w in re.findall(r'width="([\d.]+)" height="10.0" fill', source)]
+    assert widths[1] / widths[0] == pytest.approx(math.log(2) / math.log(2.5), rel=0.02)
+    assert outside(Reader(source)) == []
+
+
+def test_kernels_and_methods_share_a_page(page):
+    hostile = kernel_bench()
+    hostile["rows"][0] |= {"kernel": HOSTILE, "shape": HOSTILE, "eager": HOSTILE, "ratio_to_eager": float("nan")}
+    text = Reader(page(caption(), hostile)).text
+    assert "Every prompt, paired" in text and text.count("<script>alert(2)</script>") == 2
+
+
+def test_unknown_benches_are_listed(page):
+    record = {"bench": "lunch", "peak_mb": 866.123456789, "arms": {"plain": 1}, HOSTILE: HOSTILE, "none": None}
+    record["provenance"] = {"device": "a cpu"}
+    text = Reader(page(caption(), record)).text
+    assert "lunch r1.json" in text and "no figures for this bench" in text
+    assert "peak_mb 866.123" in text and "arms 1 entries" in text and "device a cpu" in text
+    assert "80 more are left out" in Reader(page({"bench": "x"} | {f"f{i}": i for i in range(140)})).text
+
+
+def plain_image_bench(tmp_path, n: int = 3):
+    """What an image bench writes: one map a method, bare paths, pictures on disk; the second method errs once."""
+    common = {"guarantee": "exact", "drafter": "jacobi", "nfe_plain": 65.0, "ms_per_nfe": 12.5, "n_prompts": n}
+    rows = []
+    for k, name in enumerate(("plain", "relaxed")):
+        paths = [f"{name}/{i:03d}.png" for i in range(n)]
+        (tmp_path / name).mkdir(exist_ok=True)
+        for i, path in enumerate(paths):
+            pixels = noise(i, 16)
+            pixels[:8] ^= 255 * (k * (i == 2))
+            Image.fromarray(pixels).save(tmp_path / path)
+        rows.append(common | {
+            "name": name, "acceptance": "exact", "speedup": 1.0 + k, "speedup_ci95": [0.9 + k, 1.1 + k],
+            "nfe": 65.0 / (1 + k), "geneval": 0.9, "strict": 0.8, "fd": 1.5, "drift_per_token": 0.01 * k,
+            "latent_displacement": 0.2 * k, "acceptance_by_depth": [0.9, 0.5], "images": paths,
+            "verdicts": [True, {"correct": k == 0, "reason": "no cube"}, None],
+            "acceptance_map": [[0.25, None], [1.5, 0.75]] if k else None,
+        })  # fmt: skip
+    return {"bench": "image", "target": "painter", "rows": rows}
+
+
+def test_image_bench_with_bare_paths_and_one_map_a_method(page, tmp_path):
+    source = page(plain_image_bench(tmp_path))
+    text = Reader(source).text
+    assert "2: relaxed" in text and "12.5 ms a pass" in text and "no image of seed" not in text
+    assert text.count("Speed against quality") == 6, "GenEval, strict, right, distance, displacement, drift"
+    assert "2: relaxed, 2 x 2 tokens, n=3 a cell" in text
+    assert "row 1, column 0: 1.50, n=3" in source and "row 0, column 1: never drafted, n=0" in source
+    cases = source.split('<div class="case">')[1:]
+    words = [" ".join(re.sub(r"<[^>]*>", " ", case).split()) for case in cases]
+    assert len(cases) == 3 and words[0].startswith("picture 1 seed 0")
+    assert "identical pixels" in words[0] and "✗ wrong 2: relaxed" in words[1] and "no cube" in words[1]
+    assert "50.0 % of pixels differ" in words[2] and "✓" not in words[2]
+
+
+def equality(benign: bool, **gap):
+    """What the caption bench says of bfloat16."""
+    gap = {"max": 0.125, "mean": 0.006, "margin_shift": 0.2} | gap
+    return {"tier": "teacher-forced", "dtype": "bfloat16", "identical": 63, "compared": 64, "benign": benign,
+            "gap": gap, "first_divergences": [{"margin": 0.0625, "benign": benign}]}  # fmt: skip
+
+
+def test_differences_of_low_precision_are_judged_by_their_margin(page):
+    text = Reader(page(caption(identical=63, equality=equality(True)))).text
+    assert "63 of 64 as plain, the others near ties" in text and "widest margin 0.062" in text and "✗" not in text
+    text = Reader(page(caption(identical=63, equality=equality(False)))).text
+    assert "others NOT near ties" in text and "✗ 63 of 64" in text
+    strange = {"gap": {"max": "x"}, "first_divergences": 3}
+    assert "near ties" not in Reader(page(caption(equality=strange), caption(equality={"gap": {"max": 1}}))).text
+
+
 # --- a real browser ---------------------------------------------------------------------------------------------
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -374,7 +477,8 @@ def test_browser_layout(page, tmp_path):
     """Nothing sticks out at 360 and 1200 pixels; every picture decodes; the screenshots are not blank."""
     long_name = "a_very_long_drafter_name_without_any_space_in_it:width=10,levels=5"
     others = [caption(acceptance=f"typical:epsilon={e}") for e in range(9)]  # many files: a long list of sources
-    source = page(caption(drafter_name=long_name), caption(failures=["x" * 300]), *others, image_bench())
+    source = page(caption(drafter_name=long_name), caption(failures=["x" * 300]), *others, image_bench(),
+                  kernel_bench(), {"bench": "memory", "peak": 3.5, "x" * 90: "y" * 300})  # fmt: skip
     for width, height in ((360, 1200), (1200, 1600)):
         inner, scroll, wide, broken, images = measured(source, tmp_path, width)
         assert inner == width and scroll <= width and wide == [], wide
