@@ -91,6 +91,14 @@ class Memory:
             return table_PC[at : at + 1]
         return table_PC[self._position_B + level]
 
+    def added(self, width: int) -> Tensor | None:
+        """What the context adds to the layer inputs of the next `width` elements, (1|B, 1|T, d)."""
+        return None if self.shift is None else self.shift[:, None]
+
+    def added_at(self, level: int) -> Tensor | None:
+        """The same for elements `level` below the last one read, (1|B, 1, d)."""
+        return self.added(1)
+
     def write(self, kv_BTHE: Tensor, offset: int = 0) -> None:
         """Store a block `offset` slots behind what is read. Padding lands on free slots that no query sees."""
         width = kv_BTHE.shape[1]

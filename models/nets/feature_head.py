@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,11 @@ class HeadConfig:
     def reduced(self) -> bool:
         """Whether features go through a learned reduction before they enter."""
         return self.feature_layers != (-1,)
+
+    @property
+    def parts(self) -> int:
+        """Hidden states that the target hands over for a token, concatenated."""
+        return len(self.feature_layers)
 
     def to_dict(self) -> dict:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
@@ -137,11 +143,14 @@ class ImageAdaptor(nn.Module):
 class FeatureHead(nn.Module):
     """Trainable weights of the drafter. Drafting itself runs on a `fold` of them; this is the form that trains."""
 
+    kind: ClassVar[str] = "feature_drafter"  # how its checkpoints call themselves
+    config_class: ClassVar[type[HeadConfig]] = HeadConfig
+
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config, d, middle = config, config.hidden, config.intermediate
         if config.reduced:
-            self.reduce = nn.Linear(len(config.feature_layers) * d, d, bias=False)
+            self.reduce = nn.Linear(config.parts * d, d, bias=False)
         self.embed_norm = RMSNorm(d)
         self.fc = nn.Linear(2 * d, d)
         if config.image_latents:
@@ -167,11 +176,11 @@ class FeatureHead(nn.Module):
             layer.weight.mul_(0.3)
 
     def reduced(self, feature: Tensor) -> Tensor:
-        """Target features (..., F) -> (..., d), each layer brought to unit scale first."""
+        """Target features (..., F) -> (..., d), each part brought to unit scale first."""
         if not self.config.reduced:
             return feature
-        layers = feature.unflatten(-1, (len(self.config.feature_layers), -1))
-        return self.reduce(unit(layers).flatten(-2))
+        parts = feature.unflatten(-1, (self.config.parts, -1))
+        return self.reduce(unit(parts).flatten(-2))
 
     def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
         """Layer input of text elements: fc([norm(embedding); img_fc([feature; global vector])]). All (..., d)."""

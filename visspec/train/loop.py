@@ -3,7 +3,8 @@
 Work comes in groups: the target answers `group` batches of prompts, the drafter trains on them, `rows` answers a step,
 `reuse` times in random order, and the group is dropped. Everything is a function of (seed, step), so a resumed run goes
 on where it stopped and ends with the weights of an uninterrupted one. The trainer knows neither model classes nor data:
-it receives a target, a drafter with `head` (a module), `rollout` and `refresh`, and `prompts`, which makes request i.
+it receives a target, a drafter with `head` (a module), `borrowed` (modules of the target), `rollout` and `refresh`, and
+`prompts`, which makes request i.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Trainer:
     def run(self, report: Callable[[dict], None] | None = None) -> list[dict]:
         """Train to the last step. `report` gets a record a step. Returns the validations, newest last."""
         begun = time.time() - self.seconds
-        frozen = [p for p in (*self.drafter.embed.parameters(), *self.drafter.lm_head.parameters())]
+        frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
         wanted = [p.requires_grad for p in frozen]
         for p in frozen:
             p.requires_grad_(False)

@@ -1,0 +1,273 @@
+"""What feature drafters (EAGLE-type) share: one decoder layer that drafts level by level on the target's hidden states.
+
+As the network has one layer, only the *last* element of a catch-up needs attention and MLP: of all others the keys and
+values suffice. So one pass reads the true features of everything accepted since the last round and gives the first
+level's law; each further level is one element a row.
+
+Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V vocabulary, W width of a tree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.models.drafters import feature_checkpoint as checkpoint
+from visspec.models.drafters import feature_layout as layouts
+from visspec.models.drafters.feature_memory import Memory
+from visspec.models.nets.feature_head import FeatureHead, Folded, rotate, rotations, rotations_at, staggered, unit
+from visspec.sampling import propose, warp
+from visspec.types import Draft, Outcome, Scores, State, Verdict
+
+FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
+
+
+class FeatureDrafting:
+    """A drafter around a `FeatureHead`, less the reading of prompts. width 1 drafts chains; above it, trees of at most
+    `nodes` nodes grown best first.
+
+    Subclasses define `start` (with `_read_prompt`), `_lesson_layout` and `_following`, and may replace the other hooks.
+    """
+
+    borrowed: tuple[nn.Module, ...] = ()  # modules of the target, which training leaves alone
+
+    def __init__(self, head: FeatureHead, embed: nn.Module, lm_head: nn.Module, like: Tensor, width: int, nodes: int):
+        """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
+        if width < 1 or nodes < 1:
+            raise ValueError(f"width, nodes: got {width}, {nodes}, expected at least 1 each")
+        config = head.config
+        self.head, self.config, self.embed, self.lm_head = head.to(like.device), config, embed, lm_head
+        self.width, self.nodes, self.dtype = width, nodes, like.dtype
+        self.feature_layers, self.levels = config.feature_layers, config.levels
+        self._turns = rotations(256, config.head_size, config.rope_theta, like.device)
+        self.refresh()
+
+    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
+        checkpoint.write(folder, self.head, provenance, dtype)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Fold the network's present weights for drafting: to be called after they change."""
+        table, (vocab, d) = None, self.embed.weight.shape
+        if vocab * d <= FOLD_LIMIT:
+            table = self.embed(torch.arange(vocab, device=self.embed.weight.device))
+        self.fold = Folded.of(self.head, table, self.dtype)
+
+    def _turns_to(self, length: int) -> None:
+        if self._turns.shape[0] < length:
+            size, theta = self.config.head_size, self.config.rope_theta
+            self._turns = rotations(2 * length, size, theta, self._turns.device)
+
+    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
+        return layouts.compress(self.head, embeddings_BLd, layout)
+
+    def elements(
+        self, layout: layouts.Layout, following_BLd: Tensor, features_BLF: Tensor, embeddings: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Layer inputs (B, T, d) and rotations (B, T, C) of a layout's elements, and their context vectors.
+
+        following: the embedding of the token after each; embeddings (B, L, d): what the target took in.
+        """
+        head, dtype = self.head, self.head.fc.weight.dtype
+        embed = self._next_embeddings(layout, following_BLd)
+        feature = head.reduced(layouts.pick(features_BLF, layout.token).to(dtype))
+        latents, context = self._context(layout, embeddings.to(dtype))
+        x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
+        section = self.config.mrope_section
+        position = layouts.positions_at(positions, layout, following_BLd.shape[0], section)
+        self._turns_to(int(position.max()) + 1 if position.numel() else 1)
+        return x_BTd, rotations_at(self._turns, position, section), context
+
+    def _next_embeddings(self, layout: layouts.Layout, following_BLd: Tensor) -> Tensor:
+        index = layout.token.clamp(max=following_BLd.shape[1] - 1)
+        return layouts.pick(following_BLd, index).to(self.head.fc.weight.dtype)
+
+    def _read_prompt(self, state: State, memory: Memory, lengths: list[int], x: Tensor, turn: Tensor, last: Tensor):
+        """Keys and values of all elements of a prompt but the last, which waits, with its feature `last` (B, 1, F)."""
+        _, key, value = self.head.project(x, turn)
+        memory.write_prompt(torch.cat([key, value], dim=2).to(self.fold.qkv.dtype), lengths)
+        memory.add(state.pending[:, None], last, [1] * len(lengths))
+        state.memory = memory
+
+    def propose(self, state: State, depth: int) -> Draft:
+        """A chain of `depth` levels, or a tree. Coupled to the noise of the positions it drafts, or with its law."""
+        memory: Memory = state.memory
+        feature_Bd = self._catch_up(memory, depth)
+        if self.width > 1:
+            return self._tree(state, memory, feature_Bd, depth)
+        tokens, laws = [], []
+        for level in range(depth):
+            token_B, law = self._draw(feature_Bd, state, level)
+            tokens.append(token_B)
+            laws.append(law)
+            if level + 1 < depth:
+                entered_B = self._entered(token_B, state, level)
+                x_Bd = self._join(entered_B[:, None], feature_Bd[:, None], memory.added_at(level))
+                feature_Bd = self._level(memory, x_Bd, level)
+        q = None if laws[0] is None else torch.stack([torch.zeros_like(laws[0]), *laws], dim=1)
+        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Keep the true features of the accepted nodes; they are read at the next proposal."""
+        counts = [len(path) for path in outcome.path]
+        width = max(counts)
+        if draft.tree.chain and len(counts) == 1:
+            features = scores.features[:, :width]
+            tokens = torch.cat([draft.tokens[:, 1:width], verdict.next[:, None]], dim=1)
+        else:
+            path = verdict.path[:, :width].clamp(min=0)
+            features = layouts.pick(scores.features, path)
+            shifted = torch.cat([path[:, 1:], path[:, -1:]], dim=1)
+            tokens = draft.tokens.gather(1, shifted).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
+        state.memory.add(tokens, features, counts)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.memory.select(keep)
+
+    def _draw(self, feature_Bd: Tensor, state: State, level: int) -> tuple[Tensor, Tensor | None]:
+        """The token of a chain's level, and the law it came from."""
+        return propose(self._logits(feature_Bd), state, level)
+
+    def _entered(self, token: Tensor, state: State, level: int) -> Tensor:
+        """Drafted ids (B,) or (B, W) of a level as the next level reads them."""
+        return token
+
+    def _logits(self, feature: Tensor) -> Tensor:
+        weight = self.lm_head.weight
+        return F.linear(feature.to(weight.dtype), weight, self.lm_head.bias)
+
+    def _join(self, token: Tensor, feature: Tensor, added: Tensor | None) -> Tensor:
+        """Layer inputs (N, d): fc([embedding; feature]) and what the context adds. token (...), the others (..., d)."""
+        fold = self.fold
+        if fold.table is not None:
+            base = fold.table[token]
+        else:
+            embed = unit(self.embed(token.flatten()))
+            base = torch.addmm(fold.bias, embed, fold.embed_in).view(feature.shape)
+        if added is not None:
+            base = base + added
+        return torch.addmm(base.flatten(0, -2), feature.flatten(0, -2), fold.feature_in)
+
+    def _catch_up(self, memory: Memory, depth: int) -> Tensor:
+        """Read the elements that wait, and predict the feature after each row's pending token, (B, d)."""
+        token_BT, feature_BTF, counts = memory.take()
+        rows, width = token_BT.shape
+        memory.reserve(memory.end + width + depth * self.width)
+        self._turns_to(max(memory.positions) + width + depth)
+        if self.config.reduced:
+            feature_BTF = self.head.reduced(feature_BTF.to(self.head.fc.weight.dtype))
+        x_Nd = self._join(token_BT, feature_BTF.to(self.fold.qkv.dtype), memory.added(width))
+        qkv = self._project(x_Nd, rows, width, memory.turns(self._turns, width))
+        heads = self.config.heads
+        memory.write(qkv[:, :, heads:])
+        memory.advance(counts)
+        if min(counts) == width:
+            x_Bd, query = x_Nd.view(rows, width, -1)[:, -1], qkv[:, -1, :heads]
+        else:
+            row, last = torch.arange(rows, device=x_Nd.device), torch.tensor(counts, device=x_Nd.device) - 1
+            x_Bd, query = x_Nd.view(rows, width, -1)[row, last], qkv[row, last, :heads]
+        return self._finish(x_Bd, memory.attend(query, 0))
+
+    def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
+        """Rotated queries, rotated keys, and values of a block of elements, (B, T, 3H, E)."""
+        heads, size = self.config.heads, self.config.head_size
+        qkv = torch.mm(_unit(x_Nd), self.fold.qkv).view(rows, width, 3 * heads, size)
+        turned = qkv[:, :, : 2 * heads]
+        if qkv.dtype == torch.float32:  # in place: two calls less, each as dear as a small matrix product
+            torch.view_as_complex(turned.unflatten(-1, (-1, 2))).mul_(turn_BTC[:, :, None])
+        else:
+            turned.copy_(rotate(turned, turn_BTC))
+        return qkv
+
+    def _level(self, memory: Memory, x_Bd: Tensor, level: int) -> Tensor:
+        """One element a row, written behind the `level` drafted before it: the predicted feature (B, d)."""
+        qkv = self._project(x_Bd, x_Bd.shape[0], 1, memory.turn(self._turns, level)[:, None])
+        memory.write(qkv[:, :, self.config.heads :], level)
+        return self._finish(x_Bd, memory.attend(qkv[:, 0, : self.config.heads], level + 1))
+
+    def _finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
+        fold = self.fold
+        x = torch.addmm(x_Bd, attended_Bd, fold.out)
+        gate, up = torch.mm(_unit(x), fold.gate_up).chunk(2, dim=-1)
+        x = torch.addmm(x, F.silu(gate).mul_(up), fold.down)
+        return _unit(x).mul_(fold.norm_out)
+
+    def _growing(self, state: State, depth: int) -> Any:
+        """What a tree grows by: `trees.Growing`, best first (EAGLE-2), or something with its two methods."""
+        return trees.Growing(state.pending, self.width)
+
+    def _tree(self, state: State, memory: Memory, feature_Bd: Tensor, depth: int) -> Draft:
+        """Grow a tree. Under noise a child counts by its law *given* the noise of its position."""
+        growing, rows = self._growing(state, depth), feature_Bd.shape[0]
+        coupled = state.noise is not None and state.noise.kind == "gumbel"
+        window = state.noise.window(depth) if coupled else None
+        feature_BWd, seen = feature_Bd[:, None], None
+        for level in range(depth):
+            law = warp(self._logits(feature_BWd), state.request.sampling)
+            if window is not None:
+                law = law + window[:, level, None, : law.shape[-1]]
+            token_BW, parent_BW = growing.grow(law.log_softmax(dim=-1))
+            if level + 1 == depth:
+                break
+            width = token_BW.shape[1]
+            carried = layouts.pick(feature_BWd, parent_BW)
+            x_Nd = self._join(self._entered(token_BW, state, level), carried, memory.added_at(level))
+            eye = torch.eye(width, dtype=torch.bool, device=x_Nd.device).expand(rows, width, width)
+            seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
+            qkv = self._project(x_Nd, rows, width, memory.turn(self._turns, level)[:, None])
+            memory.write(qkv[:, :, self.config.heads :], seen.shape[2] - width)
+            attended = memory.attend_tree(qkv[:, :, : self.config.heads], seen)
+            feature_BWd = self._finish(x_Nd, attended.flatten(0, 1)).view(rows, width, -1)
+        return growing.finish(self.nodes)
+
+    def _lesson_layout(self, lesson: Any) -> layouts.Layout:
+        """The elements of a lesson's prompts and answers."""
+        raise NotImplementedError
+
+    def _following(self, lesson: Any) -> Tensor:
+        """Embeddings of a lesson's tokens, the first aside, (B, L + M - 1, d)."""
+        raise NotImplementedError
+
+    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Self-fed steps over whole answers, for training (`visspec.train.capture.Lesson`).
+
+        Step k sees true features up to k tokens back, and its own predictions from there on. Per step: logits
+        (B, T, V), predicted features (B, T, d), and which elements count (B, T) bool. Element t of a row's answer
+        predicts the law after answer token t.
+        """
+        ids, features = lesson.ids, lesson.features
+        layout, following = self._lesson_layout(lesson), self._following(lesson)
+        embeddings = lesson.embeddings if lesson.embeddings is not None else features[..., : self.config.hidden]
+        x, turn, context = self.elements(layout, following, features, embeddings, lesson.positions)
+        first = torch.tensor(layout.lengths, device=ids.device) - torch.tensor(lesson.lengths, device=ids.device) + 1
+        answer = first[:, None] + torch.arange(max(lesson.lengths) - 1, device=ids.device)
+        count = torch.tensor(lesson.lengths, device=ids.device)[:, None] - 1
+        answer = answer.clamp(max=x.shape[1] - 1)
+        index = torch.arange(answer.shape[1], device=ids.device)
+        embed = self._next_embeddings(layout, following)
+        image = context[layout.image.to(context.device)]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        out = []
+        for step in range(steps):
+            query, key, value = self.head.project(x, turn)
+            keys.append(key)
+            values.append(value)
+            feature = self.head.finish(x, staggered(query, keys, values))
+            predicted = layouts.pick(feature, answer)
+            out.append((self._logits(predicted), predicted, (index >= step) & (index < count)))
+            if step + 1 < steps:
+                shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)
+                x = self.head.join(embed, shifted, image)
+        return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-6)

@@ -1,0 +1,119 @@
+"""Static trees of drafts (LANTERN++): their shape is known beforehand, their tokens are drawn without replacement.
+
+The order of the Gumbel-perturbed log-law is a sequence of draws without replacement, so one vector of Gumbel numbers a
+position gives all siblings of a node, and a sibling's law is the node's law without the siblings before it. Cousins
+share the numbers of their position: at most one of them is ever reached.
+
+Shapes: B rows, N nodes, W frontier width, M nodes of a level, K children, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.types import ABSENT, Draft, Tree
+
+MOST_CHILDREN = 32  # acceptance rules keep coins for so many siblings
+SHARE = 0.6  # of a sibling in the chances of the sibling before it: decides who gets children
+
+
+def parse(shape: str | int) -> tuple[int, ...]:
+    """ "5-13-16" -> (5, 13, 16): nodes of each depth. Raises ValueError for anything else."""
+    counts = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in str(shape).split("-"))
+    room = 1
+    for count in counts:
+        room *= MOST_CHILDREN
+        if not 0 < count <= room:
+            raise ValueError(
+                f"shape: got {shape!r}, expected nodes of each depth, like '4-6-6', {MOST_CHILDREN} a node"
+            )
+        room = count
+    return counts
+
+
+@dataclass(frozen=True)
+class Level:
+    """Nodes of one depth, by parent and rank: where they hang in the frontier above, and which get children."""
+
+    parent: Tensor  # (M,) index in the frontier above
+    rank: Tensor  # (M,) siblings before it
+    children: int  # most children of a node of the frontier above
+    open: Tensor  # (W,) the nodes that are the next frontier
+
+
+@lru_cache(maxsize=64)
+def plan(counts: tuple[int, ...], device: str) -> tuple[Tree, list[Level]]:
+    """The tree of so many nodes a depth. Children go to the likeliest (parent, rank), where every rank is SHARE times
+    as likely as the one before it.
+    """
+    parents, above, levels = [-1], [(0, 1.0)], []  # above: node and chances of each node of the depth before
+    for count in counts:
+        offers = [
+            (-chance * SHARE**rank, place, rank)
+            for place, (_, chance) in enumerate(above)
+            for rank in range(MOST_CHILDREN)
+        ]
+        chosen = sorted((place, rank, -worth) for worth, place, rank in sorted(offers)[:count])
+        wanted = sorted({place for place, _, _ in chosen})
+        if levels:
+            levels[-1]["open"] = wanted
+        spot = {place: i for i, place in enumerate(wanted)}
+        ranks = [rank for _, rank, _ in chosen]
+        levels.append({"parent": [spot[place] for place, _, _ in chosen], "rank": ranks, "open": []})
+        first = len(parents)
+        parents += [above[place][0] for place, _, _ in chosen]
+        above = [(first + i, worth) for i, (_, _, worth) in enumerate(chosen)]
+    made = [
+        Level(*(torch.tensor(x[k], dtype=torch.long, device=device) for k in ("parent", "rank")), max(x["rank"]) + 1,
+              torch.tensor(x["open"], dtype=torch.long, device=device))
+        for x in levels
+    ]  # fmt: skip
+    return trees.static(tuple(parents), device), made
+
+
+class Planned:
+    """A static tree under growth, with the methods of `trees.Growing`. Without numbers children are the likeliest."""
+
+    def __init__(self, pending_B: Tensor, counts: tuple[int, ...], gumbel_BTV: Tensor | None):
+        self.tree, self.levels = plan(counts, str(pending_B.device))
+        self.tokens, self.laws, self.gumbel, self.done = [pending_B[:, None]], [], gumbel_BTV, 0
+
+    def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a level. Returns the new frontier's tokens (B, W) and which old frontier node each hangs from."""
+        level = self.levels[self.done]
+        ranking = logp_BWV
+        if self.gumbel is not None:
+            ranking = logp_BWV + self.gumbel[:, self.done, None, : logp_BWV.shape[-1]]
+        missing = max(level.children - logp_BWV.shape[-1], 0)
+        value_BWK, child_BWK = ranking.topk(level.children - missing, dim=-1)
+        value_BWK = F.pad(value_BWK, (0, missing), value=float("-inf"))
+        child_BWK = torch.where(value_BWK > float("-inf"), F.pad(child_BWK, (0, missing)), ABSENT)
+        token_BM = child_BWK[:, level.parent, level.rank]
+        self.tokens.append(token_BM)
+        if self.gumbel is not None:
+            self.laws.append(_conditional(logp_BWV, child_BWK)[:, level.parent, level.rank])
+        self.done += 1
+        hangs = level.parent[level.open]
+        return token_BM[:, level.open].clamp(min=0), hangs.expand(len(token_BM), -1)
+
+    def finish(self, nodes: int) -> Draft:
+        """The draft. `nodes` is for grown trees."""
+        q = None
+        if self.laws:
+            q = torch.cat([torch.zeros_like(self.laws[0][:, :1]), *self.laws], dim=1)
+        return Draft(torch.cat(self.tokens, dim=1), self.tree, q)
+
+
+def _conditional(logp_BWV: Tensor, child_BWK: Tensor) -> Tensor:
+    """The law of each child given the siblings before it, (B, W, K, V); zero where nothing is left."""
+    laws, rest = [], logp_BWV
+    for rank in range(child_BWK.shape[-1]):
+        laws.append(rest.softmax(dim=-1).nan_to_num(0.0))
+        rest = rest.scatter(-1, child_BWK[..., rank : rank + 1].clamp(min=0), float("-inf"))
+    return torch.stack(laws, dim=2)

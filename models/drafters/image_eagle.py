@@ -1,0 +1,228 @@
+"""The feature drafter of image tokens (EAGLE-type, as LANTERN uses): one stream under guidance, an own head of codes.
+
+It drafts chains, trees grown best first (LANTERN) or static trees drawn without replacement (LANTERN++). Under a rule
+with coins of its own, chains and static trees report the law of every node; grown trees are point masses. Under the
+`exact` rule everything is coupled to the target's noise.
+
+Shapes: B rows, L prompt, T positions of the image, d hidden size, F features, V ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.grammar import held
+from visspec.models.drafters import feature_checkpoint as checkpoint
+from visspec.models.drafters import feature_layout as layouts
+from visspec.models.drafters import feature_tree
+from visspec.models.drafters.feature_drafting import FeatureDrafting
+from visspec.models.drafters.feature_memory import Memory
+from visspec.models.nets.image_head import ImageHead, ImageHeadConfig
+from visspec.models.targets.families import family_of
+from visspec.models.targets.image_ar import Family, ImageAR
+from visspec.sampling import Noise
+from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
+
+TREES = ("chain", "dynamic", "static")
+OTHER_SCALE = 1.5  # guidance further from what was taught than this factor is warned of
+IMPOSSIBLE = -1e4  # logit of grammar ids, which are never drafted: probability 0 in float32
+
+
+class ImageMemory(Memory):
+    """Memory of a request with what each position adds, by position id (P, d), and the drafter's own numbers."""
+
+    places: Tensor
+    coins: Noise | None = None
+
+    def added(self, width: int) -> Tensor:
+        return self.turns(self.places, width)
+
+    def added_at(self, level: int) -> Tensor:
+        return self.turn(self.places, level)[:, None]
+
+    def select(self, keep: list[int]) -> None:
+        super().select(keep)
+        if self.coins is not None:
+            self.coins.select(keep)
+
+
+class ImageFeatureDrafter(FeatureDrafting):
+    """A drafter around an `ImageHead`, for one image model (or its `Family`).
+
+    tree: "chain" of `levels`; "dynamic", the best `nodes` of a tree that grows `width` wide; "static", of `shape` nodes
+    a depth. Raises ValueError for other options, or when the network was made for another target.
+    """
+
+    needs = frozenset({"features"})
+
+    def __init__(
+        self, head: ImageHead, target: nn.Module | Family, *, tree: str = "chain", levels: int | None = None,
+        width: int = 4, nodes: int = 24, shape: str | int = "4-6-6-4-2",
+    ):  # fmt: skip
+        if tree not in TREES:
+            raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}")
+        if levels is not None and levels < 1:
+            raise ValueError(f"levels: got {levels}, expected at least 1")
+        family = target if isinstance(target, Family) else family_of(target, None)
+        check_target(head.config, family)
+        like = next(family.decoder.parameters())
+        with torch.no_grad():
+            table = family.embed(torch.arange(head.config.vocab, device=like.device))
+        self.counts = feature_tree.parse(shape) if tree == "static" else None
+        width = {"chain": 1, "dynamic": width}.get(tree) or max(self.counts)
+        super().__init__(head, nn.Embedding.from_pretrained(table.detach()), head.codes, like, width, nodes)
+        self.levels = len(self.counts) if self.counts else levels or self.levels
+        self.warned = False
+
+    @classmethod
+    def for_target(cls, target: nn.Module | Family, *, seed: int = 0, **options: Any) -> ImageFeatureDrafter:
+        """A fresh, untrained drafter for a target. `options` are fields of ImageHeadConfig."""
+        family = target if isinstance(target, Family) else family_of(target, None)
+        torch.manual_seed(seed)
+        return cls(ImageHead(config_for(family, **options)), family)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> ImageFeatureDrafter:
+        """Load a checkpoint folder for its target, strictly; `options` as in the constructor."""
+        family = target if isinstance(target, Family) else family_of(target, None)
+        head = checkpoint.read(folder, ImageHead, lambda config: check_target(config, family))
+        return cls(head, family, **options)
+
+    def start(self, state: State, scores: Scores) -> None:
+        """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
+        self._check(state.request)
+        prompt, rows = state.request.inputs, state.rows
+        length = prompt.ids.shape[1]
+        features, embeds = self._whole(scores).features[rows], prompt.embeds[rows]
+        layout = self._plan(prompt.ids[rows], prompt.attention[rows])
+        positions = torch.arange(length, device=embeds.device)[None]
+        x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
+        memory = ImageMemory(self.config.heads, [p - 1 for p in state.position.tolist()])
+        before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
+        memory.places = torch.cat([before, places[1:], behind]).to(self.fold.qkv.dtype)
+        if self.counts and state.noise is not None and state.noise.kind == "uniform":
+            seeds = [int(torch.randint(2**62, (), generator=g, device=g.device)) for g in state.noise.generators]
+            own = [torch.Generator(embeds.device).manual_seed(s) for s in seeds]
+            memory.coins = Noise(own, self.config.vocab)
+        self._read_prompt(state, memory, layout.lengths, x, turn, features[:, -1:])
+
+    def _check(self, request: Request) -> None:
+        config, grid = self.config, request.grid
+        stride = None if grid is None else request.max_new_tokens // grid[0]
+        if grid is None or (grid[0], stride) != (config.rows, config.columns):
+            found = None if grid is None else (grid[0], stride)
+            raise ValueError(f"grid: got {found}, expected {(config.rows, config.columns)}, which it was trained on")
+        scale, taught = request.sampling.guidance, config.guidance
+        if not self.warned and not taught / OTHER_SCALE <= scale <= taught * OTHER_SCALE:
+            self.warned = True
+            warnings.warn(
+                f"guidance: got {scale}, the drafter learned {taught}; fewer of its drafts will be accepted",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+
+    def _whole(self, scores: Scores) -> Scores:
+        """Without guidance the unconditional state is the conditional one: u + s (c - u) = c."""
+        parts = self.config.parts * self.config.hidden // scores.features.shape[-1]
+        return scores if parts == 1 else dataclasses.replace(scores, features=scores.features.repeat(1, 1, parts))
+
+    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.Layout:
+        real = None if attention_BL is None else attention_BL.tolist()
+        return layouts.plan(ids_BL.tolist(), real, frozenset(), 0)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        super().observe(state, draft, self._whole(scores), verdict, outcome)
+        if state.memory.coins is not None:
+            state.memory.coins.advance([len(tokens) for tokens in outcome.tokens])
+
+    def propose(self, state: State, depth: int) -> Draft:
+        return super().propose(state, min(depth, self.levels) if self.counts else depth)
+
+    def _growing(self, state: State, depth: int) -> Any:
+        if self.counts is None:
+            return trees.Growing(state.pending, self.width)
+        coins = state.memory.coins
+        return feature_tree.Planned(state.pending, self.counts[:depth], None if coins is None else coins.window(depth))
+
+    def _entered(self, token: Tensor, state: State, level: int) -> Tensor:
+        if state.request.fixed is None:
+            return token
+        own_B1 = held(state, torch.full((1, 1), level + 1, device=token.device))
+        own = own_B1.view(-1, *[1] * (token.dim() - 1))
+        return torch.where(own == ABSENT, token, own)
+
+    def _logits(self, feature: Tensor) -> Tensor:
+        return F.pad(super()._logits(feature), (0, self.config.vocab - self.config.codes), value=IMPOSSIBLE)
+
+    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor) -> tuple[Tensor, Tensor]:
+        return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
+
+    def _lesson_layout(self, lesson: Any) -> layouts.Layout:
+        layout = self._plan(lesson.ids[:, : lesson.prompt_length], lesson.attention)
+        layout = layouts.extend(layout, lesson.prompt_length, lesson.lengths)
+        return dataclasses.replace(layout, image=(layout.token - lesson.prompt_length + 2).clamp(min=0))
+
+    def _following(self, lesson: Any) -> Tensor:
+        answer = self.embed(lesson.ids[:, lesson.prompt_length :])
+        return torch.cat([lesson.embeddings[:, 1:].to(answer.dtype), answer], dim=1)
+
+    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """As in the base; positions that the grammar fixes do not count."""
+        free = lesson.logits.argmax(dim=-1) < self.config.codes
+        return [(logits, feature, mask & free) for logits, feature, mask in super().rollout(lesson, steps)]
+
+
+class Teaching(ImageAR):
+    """The target as `train.capture` wants it: the scores of the prefill also tell positions, padding and embeddings."""
+
+    def __init__(self, family: Family):
+        super().__init__(family, features=True)
+
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        state, scores = super().prefill(request)
+        rows, length = request.inputs.ids.shape
+        aux = {
+            "positions": torch.arange(length, device=self.device)[None],
+            "attention": request.inputs.attention[:rows],
+            "embeddings": request.inputs.embeds[:rows],
+        }
+        return state, dataclasses.replace(scores, aux=aux)
+
+
+def check_target(config: ImageHeadConfig, family: Family) -> None:
+    """Refuse a model that the drafter was not made for."""
+    decoder, vocab = family.decoder.config, family.codes + family.grammar
+    layers = decoder.num_hidden_layers
+    checkpoint.check_target(
+        config, family=family.name, hidden=decoder.hidden_size, codes=family.codes, vocab=vocab, target_layers=layers
+    )
+
+
+def config_for(family: Family, **options: Any) -> ImageHeadConfig:
+    """The configuration of a drafter for a family, at its own size of image and guidance scale."""
+    decoder, layout = family.decoder.config, family.layout()
+    rows = layout.grid[0]
+    return ImageHeadConfig(
+        **{
+            "family": family.name,
+            "vocab": family.codes + family.grammar,
+            "hidden": decoder.hidden_size,
+            "target_layers": decoder.num_hidden_layers,
+            "heads": decoder.num_attention_heads,
+            "intermediate": decoder.intermediate_size,
+            "codes": family.codes,
+            "rows": rows,
+            "columns": layout.positions // rows,
+            "guided": family.guided,
+            "guidance": family.default_guidance,
+            "levels": 5,
+            **options,
+        }
+    )

@@ -1,0 +1,81 @@
+"""The one-layer network of a feature drafter for image tokens: `FeatureHead` with places in the image and own codes.
+
+The target's feature after a token is the conditional hidden state and, under classifier-free guidance, behind it the
+unconditional one; both are reduced to one stream. Guidance is not drafted twice: the network's own head is taught the
+*mixed* law at one guidance scale, which its configuration declares. Each element also gets a learned row and column of
+the code it predicts.
+
+Shapes: T positions of an image, d hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from visspec.models.nets.feature_head import FeatureHead, HeadConfig
+
+
+@dataclass(frozen=True)
+class ImageHeadConfig(HeadConfig):
+    """`vocab` counts codes and grammar ids. An image is `rows` rows of `columns` positions, row ends included."""
+
+    image_latents: int = 0
+    codes: int = 0
+    rows: int = 0
+    columns: int = 0
+    guided: bool = True  # features come in pairs, conditional and unconditional
+    guidance: float = 1.0  # the scale of the law it was taught
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("codes", "rows", "columns"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected at least 1")
+        if self.codes > self.vocab or self.image_latents:
+            raise ValueError(f"codes: got {self.codes}, expected at most the vocabulary {self.vocab}, and no latents")
+        if not isinstance(self.guidance, (int, float)) or self.guidance <= 0:
+            raise ValueError(f"guidance: got {self.guidance!r}, expected a number above 0")
+
+    @property
+    def parts(self) -> int:
+        return len(self.feature_layers) * (2 if self.guided else 1)
+
+    @property
+    def reduced(self) -> bool:
+        return self.guided or super().reduced
+
+    @property
+    def positions(self) -> int:
+        return self.rows * self.columns
+
+
+class ImageHead(FeatureHead):
+    """`FeatureHead` whose elements know their place, with a head over the codes."""
+
+    kind: ClassVar[str] = "image_drafter"
+    config_class: ClassVar[type[HeadConfig]] = ImageHeadConfig
+    config: ImageHeadConfig
+
+    def __init__(self, config: ImageHeadConfig):
+        super().__init__(config)
+        self.row = nn.Embedding(config.rows, config.hidden)
+        self.column = nn.Embedding(config.columns, config.hidden)
+        self.codes = nn.Linear(config.hidden, config.codes)
+        with torch.no_grad():
+            for table in (self.row, self.column):
+                table.weight.mul_(0.1)
+
+    def places(self) -> Tensor:
+        """What an element that predicts position t of the image adds, (T, d); zero at 0, which none predicts."""
+        index = torch.arange(1, self.config.positions, device=self.row.weight.device)
+        own = self.row(index // self.config.columns) + self.column(index % self.config.columns)
+        return torch.cat([torch.zeros_like(own[:1]), own]) if len(own) else own.new_zeros(1, self.config.hidden)
+
+    def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
+        """Layer input: fc([norm(embedding); feature]) and the place. All (..., d)."""
+        assert image is not None
+        return super().join(embed, feature, None) + image
