@@ -230,20 +230,19 @@ def tree_attention_forward(module, query, key, value, attention_mask, scaling=No
     """The signature of transformers' attention interface: returns (output (B, N, H, F), None).
 
     A draft tree is announced by the forward arguments `tree_lengths` (B,) with `tree_parents` or `tree_ancestors`, and
-    `tree_starts` for left padding; a window shorter than the cache, a soft cap or sinks are refused then. Without them
-    (the prefill, the vision tower) it is plain attention under `attention_mask`, causal where there is none.
+    `tree_starts` for left padding; a window shorter than the cache is refused then. Without them (the prefill, the
+    vision tower) it is plain attention under `attention_mask`, causal where there is none. Soft caps are refused.
     """
+    for name in ("softcap", "s_aux"):
+        require(kwargs.get(name) is None, name, "a value", "None: this is plain softmax attention")
     length = kwargs.get("tree_lengths")
     if length is not None:
         window = kwargs.get("sliding_window")
         fits = window is None or window >= key.shape[2]
         require(fits, "sliding_window", window, f"none, or at least the {key.shape[2]} slots of the cache")
-        for name in ("softcap", "s_aux"):
-            require(kwargs.get(name) is None, name, "a value", "None: a tree is scored by plain softmax attention")
-        out = tree_attention(
-            query, key, value, length, kwargs.get("tree_parents"), kwargs.get("tree_ancestors"),
-            kwargs.get("tree_starts"), scaling,
-        )  # fmt: skip
+        relation = (kwargs.get(name) for name in ("tree_parents", "tree_ancestors", "tree_starts"))
+        tensors = (None if t is None else t.to(query.device) for t in (length, *relation))
+        out = tree_attention(query, key, value, *tensors, scaling)
     else:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -21,6 +21,8 @@ from visspec.kernels.common import (
     tl,
 )
 
+BLOCK = 128  # scores of a maximum on the CPU
+
 
 def reference(score, law, width, valid=None):
     """The definition: (tokens, frontier positions, scores), each (B, width)."""
@@ -39,15 +41,17 @@ def reference(score, law, width, valid=None):
 
 
 def draft_topk_torch(score, law, width, valid):
-    """The CPU path: the score of the last place from one flat top-k, then all that reach it, in order of their index."""
+    """The CPU path: maxima of blocks bound the last place from below; what reaches the bound is put in order."""
     total = torch.log(law.float()).add_(score.float().unsqueeze(2))
     if valid is not None:
         total.masked_fill_(~valid.unsqueeze(2), float("-inf"))
     flat = total.flatten(1)
-    last = flat.topk(width).values[:, -1:]
+    blocks = flat.shape[1] // BLOCK
+    tops = flat if blocks < width else flat[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK)).amax(2)
+    reached = (flat >= tops.topk(width, dim=1).values[:, -1:]).numpy()
     index = torch.empty(len(flat), width, dtype=torch.int64)
-    for b, reached in enumerate((flat >= last).numpy()):
-        at = torch.from_numpy(reached.nonzero()[0])
+    for b, row in enumerate(reached):
+        at = torch.from_numpy(row.nonzero()[0])  # by index, so a stable sort leaves equal scores in that order
         index[b] = at[flat[b, at].sort(descending=True, stable=True).indices[:width]]
     return index % law.shape[2], index // law.shape[2], flat.gather(1, index)
 

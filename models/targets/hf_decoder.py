@@ -18,6 +18,7 @@ from torch import Tensor
 
 from visspec import tree as trees
 from visspec.cache import SlotCache
+from visspec.models.targets import tree_attention
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process
@@ -26,7 +27,7 @@ from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State
 # before, a list of layers gave a tuple of those alone, without the embeddings; so all are asked for (5.17 was tried)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
 LAST = (-1,)
-ATTENTION_WITH_TREES = {"sdpa", "eager"}
+ATTENTION_WITH_TREES = {"sdpa", "eager", tree_attention.NAME}
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
 
@@ -45,6 +46,7 @@ class HFDecoder:
         text = model.config.get_text_config()
         mixed = bool(getattr(text, "layer_types", None))  # such models take a mask per kind of layer
         self.masks = Masks(next(model.get_decoder().parameters()).dtype, _sliding_window(text), mixed)
+        self.relational = text._attn_implementation == tree_attention.NAME and not self.masks.window
         inner = features and tuple(features) != LAST  # the last layer's output is seen as it leaves the decoder
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
 
@@ -73,6 +75,8 @@ class HFDecoder:
         cache.slots.commit([list(range(length))] * rows)
         if attention is not None and not bool(attention.all()):
             cache.slots.padding = attention.bool()
+            if self.relational:
+                tree_attention.check_padding(cache.slots.padding)
         positions = seen.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=self.device).expand(rows, length)
@@ -91,15 +95,19 @@ class HFDecoder:
         slots: SlotCache = state.cache.slots
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
+        if self.relational:
+            attention = tree_attention.draft_arguments(slots, tree)
+        else:
+            attention = {"attention_mask": self.masks(slots, tree, extent)}
         watched = self.capabilities.feature_layers == LAST
         with _Watch(self.model.get_decoder()) if watched else nullcontext({}) as seen:
             output = self.model(
                 input_ids=draft.tokens.clamp(min=0),
-                attention_mask=self.masks(slots, tree, extent),
                 position_ids=state.position[:, None] + tree.depth,
                 past_key_values=state.cache,
                 use_cache=True,
                 return_dict=True,
+                **attention,
                 **self._outputs,
             )
         return Scores(process(output.logits, draft, state), self._features(output, seen))
@@ -177,7 +185,8 @@ def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
     attention = text._attn_implementation
     if attention not in ATTENTION_WITH_TREES:
         raise ValueError(
-            f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' (a draft needs its own mask)"
+            f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' or {tree_attention.NAME!r} (a draft"
+            " needs its own mask)"
         )
     if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters or getattr(text, "alibi", False):
         raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")

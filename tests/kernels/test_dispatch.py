@@ -44,31 +44,28 @@ def tree_arguments(case, depth, branch):
     return {**blank, **case, "depth": depth, "branch": branch}
 
 
-@pytest.mark.parametrize(("near", "limit"), [("delta", 60), ("lam", 60)])
-def test_relaxed_verification_of_a_tree_dispatches_at_most_sixty_operations(near, limit):
-    arguments = tree_arguments(accept.random_case(0, rows=1, nodes=59, vocabulary=300, near=near), 5, 10)
-    accept.accept_tree_host(**arguments)
-    with Count() as count:
-        accept.accept_tree_host(**arguments)  # the body of the operator: nothing hides inside it
-    assert count.calls <= limit and not count.waits
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_verification_from_raw_logits_dispatches_at_most_sixty_operations(kind, rows, dtype):
+    """Guidance, warp and acceptance of 59 nodes, counted in the bodies of the operators: nothing hides inside them.
 
-
-def test_from_raw_logits_the_warp_adds_eleven_operations():
-    arguments = tree_arguments(accept.random_case(0, rows=1, nodes=59, vocabulary=300, near="delta"), 5, 10)
-    cond, uncond = torch.randn(2, 59, 300)
-    accept.accept_tree_host(**arguments)
+    The CPU body of the acceptance works on numpy views, which a dispatch mode does not see; on a GPU it is one launch.
+    """
+    arguments = tree_arguments(accept.random_case(0, rows=rows, nodes=59, vocabulary=300, dtype=dtype, **kind), 5, 10)
+    cond, uncond = torch.randn(2, rows * 59, 300)
     with Count() as count:
-        p = warp.guided_warp_torch(cond, uncond, 7.5, 1.0, 100, 1.0)
-        accept.accept_tree_host(**{**arguments, "p": p.unsqueeze(0)})
-    assert count.calls <= 71 and not count.waits
+        p = warp.guided_warp_torch(cond, uncond, 7.5, 0.9, 100, 0.9)
+        accept.accept_tree_host(**{**arguments, "p": p.view(rows, 59, 300)})
+    assert count.calls <= 60 and not count.waits
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_no_verification_waits_for_the_device(kind):
-    arguments = tree_arguments(accept.random_case(0, rows=3, nodes=9, **kind), 8, 8)
+    arguments = tree_arguments(accept.random_case(0, rows=3, nodes=9, dtype=torch.bfloat16, **kind), 8, 8)
     with Count() as count:
         accept.accept_tree_host(**arguments)
-    assert not count.waits
+    assert count.calls <= 20 and not count.waits
 
 
 def test_no_other_step_waits_for_the_device():
