@@ -19,6 +19,7 @@ from visspec import tree as trees
 from visspec.cache import visibility
 from visspec.models.nets import layouts, layouts_emu3, layouts_janus, layouts_llamagen, layouts_vq, llamagen, vqgan
 from visspec.models.targets.slot_layers import SlotLayers
+from visspec.recipes import convert_checkpoint
 
 TOL = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -746,15 +747,15 @@ def test_pickles_are_converted_only_when_asked(tmp_path):
     out.parent.mkdir()
     torch.save({"model": tensors, "optimizer": {"state": {}}, "steps": 3, "args": argparse.Namespace(lr=1.0)}, pickled)
     for path in (pickled, tmp_path):
-        with pytest.raises(ValueError, match=r"pickled weights, expected \.safetensors .*convert_pickle") as error:
+        with pytest.raises(ValueError, match=r"pickled weights, expected \.safetensors .*convert_checkpoint") as error:
             layouts_llamagen.load_llamagen(path, 4, 4)
         one_sentence(error)
-    layouts.convert_pickle(pickled, out)
+    convert_checkpoint.convert(pickled, out)
     assert load_file(out).keys() == tensors.keys()
     assert layouts_llamagen.load_llamagen(out.parent, 4, 4).config == small()
     for wrong in (out, tmp_path / "x.bin"):
         with pytest.raises(ValueError, match="out: got"):
-            layouts.convert_pickle(pickled, wrong)
+            convert_checkpoint.convert(pickled, wrong)
 
 
 class Harmful:
@@ -770,7 +771,7 @@ def test_pickles_that_are_more_or_less_than_tensors(tmp_path, content, capsys):
     elif content is not None:
         torch.save(content, path)
     with pytest.raises(ValueError, match="path: ") as error:
-        layouts.convert_pickle(path, tmp_path / "x.safetensors")
+        convert_checkpoint.convert(path, tmp_path / "x.safetensors")
     one_sentence(error)
     assert "must not run" not in capsys.readouterr().out and not (tmp_path / "x.safetensors").exists()
 

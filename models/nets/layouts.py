@@ -1,13 +1,12 @@
 """Checkpoints in their authors' own key layouts, for our networks and for stock classes.
 
-What every layout shares: reading safetensors (pickles are refused until `convert_pickle` is called), renaming by an
-ordered list of rules, and strict placement, whose refusals name a tensor as it is published. The families are in
-`layouts_*.py`. Every refusal is a ValueError of one sentence.
+What every layout shares: reading safetensors (pickles are refused; `visspec.recipes.convert_checkpoint` rewrites them
+when asked), renaming by an ordered list of rules, and strict placement, whose refusals name a tensor as it is published.
+The families are in `layouts_*.py`. Every refusal is a ValueError of one sentence.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -26,7 +24,6 @@ from visspec.checkpoint import PICKLED, inside, weight_files
 
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
-WRAPPERS = ("model", "module", "state_dict")  # how training scripts file their weights
 LLAMA_FIELDS = (  # what shapes don't tell; the names are the authors' and transformers' alike
     "num_attention_heads",
     "hidden_act",
@@ -76,34 +73,8 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
 def _pickled(path: Path) -> ValueError:
     return ValueError(
         f"checkpoint: {path} holds pickled weights, expected .safetensors"
-        " (visspec.models.nets.layouts.convert_pickle writes them)"
+        " (python -m visspec.recipes.convert_checkpoint FILE OUT writes them)"
     )
-
-
-def convert_pickle(path: str | Path, out: str | Path) -> None:
-    """Write the tensors of a .pt, .pth, .bin or .ckpt file as safetensors, their names unchanged.
-
-    The file is unpickled with `weights_only=True`, so nothing in it runs; one that needs more is refused. The weights
-    may lie under 'model', 'module' or 'state_dict'; everything that is no tensor (optimizer, steps) is left behind.
-    """
-    path, out = Path(path), Path(out)
-    if out.suffix != ".safetensors" or out.exists():
-        raise ValueError(f"out: got {out}, expected a new file that ends in .safetensors")
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # training arguments, often saved beside
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged files end in errors of any kind
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"path: {path} is not a file of plain tensors, expected one ({what})") from None
-    for wrapper in WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            content = content[wrapper]
-            break
-    values = content.items() if isinstance(content, Mapping) else ()
-    tensors = {str(name): value.detach().contiguous().clone() for name, value in values if isinstance(value, Tensor)}
-    if not tensors:
-        raise ValueError(f"path: {path} holds no tensors, expected a state dict or one under {', '.join(WRAPPERS)}")
-    save_file(tensors, out, metadata={"format": "pt"})
 
 
 def renamed(name: str, rules: Rules) -> str:
