@@ -23,6 +23,7 @@ from visspec.eval.tasks import (
 
 MAX_BYTES = 1_000_000_000
 SHORT = "\nAnswer the question using a single word or phrase."
+MMMU_IMAGES = 7  # of a question, at most
 LETTER = "\nAnswer with the option's letter from the given choices directly."
 
 
@@ -50,10 +51,11 @@ def _task(name: str, source: Path, samples: Callable[[], Iterable[Sample]], toke
     there: list[Sample] = []
     problems: list[str] = []
     for sample in found:
-        if Path(sample.image).is_file():
+        missing = next((path for path in sample.files if not path.is_file()), None)
+        if missing is None:
             there.append(sample)
         else:
-            problems.append(f"{sample.id}: there is no image file {sample.image}")
+            problems.append(f"{sample.id}: there is no image file {missing}")
     if not there:
         raise ValueError(
             f"{source} has no sample whose image exists" + (f"; the first problem: {problems[0]}" if found else "")
@@ -171,22 +173,19 @@ def mme(root: str | Path) -> Task:
 
 
 def mmmu(rows: str | Path, images: str | Path) -> Task:
-    """MMMU rows as JSON or JSONL (`id`, `question`, `options`, `answer`, `image_1` a file name); one image a question.
+    """MMMU rows as JSON or JSONL (`id`, `question`, `options`, `answer`, `image_1` to `image_7` file names).
 
-    Questions with a second image are listed as problems.
+    A question with one image has a single file as its image, one with several a tuple, in the order of the fields.
     """
     data = _json(rows)
-    skipped: list[str] = []
 
     def samples():
         for row in data:
-            if row.get("image_2"):
-                skipped.append(f"{row['id']}: has more than one image")
-                continue
             options = row.get("options") or []
             options = ast.literal_eval(options) if isinstance(options, str) else options  # published as Python's text
-            path = _inside(images, row["image_1"])
-            yield Sample(str(row["id"]), path, row["question"], (row["answer"],), tuple(map(str, options)))
+            more = [row[name] for name in (f"image_{i}" for i in range(2, MMMU_IMAGES + 1)) if row.get(name)]
+            paths = tuple(_inside(images, name) for name in [row["image_1"], *more])
+            image = paths if more else paths[0]
+            yield Sample(str(row["id"]), image, row["question"], (row["answer"],), tuple(map(str, options)))
 
-    task = _task("mmmu", Path(rows), samples, 16, multiple_choice, suffix=LETTER)
-    return Task(**{**vars(task), "problems": (*task.problems, *skipped)})
+    return _task("mmmu", Path(rows), samples, 16, multiple_choice, suffix=LETTER)

@@ -1,13 +1,16 @@
 """Vision-language tasks: samples with images and answers, a prompt, a scorer, a loop that survives being killed.
 
-A task is data and two functions. `generate(image, question) -> text` is the caller's model; a judge, where a task has
+A task is data and two functions. `generate(image, question) -> text` is the caller's model (for samples of several
+images it is handed their list); a judge, where a task has
 no rule, is the caller's function too. The shape world's caption and question tasks need no download.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -24,17 +27,29 @@ Score = Callable[["Sample", str], float | None]
 
 @dataclass(frozen=True)
 class Sample:
-    """One question about one image; `image` is a file or a function that draws it."""
+    """One question about one image, or several; `image` is a file, a function that draws it, or a tuple of files.
+
+    With a tuple, `<image 1>`, `<image 2>`, ... in question and choices say where each image belongs.
+    """
 
     id: str
-    image: Path | Callable[[], Image.Image]
+    image: Path | Callable[[], Image.Image] | tuple[Path, ...]
     question: str
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     extra: dict = field(default_factory=dict)
 
-    def open(self, max_pixels: int = MAX_PIXELS) -> Image.Image:
-        """The image, RGB."""
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Its image files, in order; empty where the image is drawn."""
+        if isinstance(self.image, tuple):
+            return self.image
+        return () if callable(self.image) else (Path(self.image),)
+
+    def open(self, max_pixels: int = MAX_PIXELS) -> Any:
+        """The image, RGB; a list of them where the sample has a tuple."""
+        if isinstance(self.image, tuple):
+            return [open_image(path, max_pixels) for path in self.image]
         return self.image() if callable(self.image) else open_image(self.image, max_pixels)
 
 
@@ -55,16 +70,27 @@ class Task:
     problems: tuple[str, ...] = ()
 
     def messages(self, sample: Sample) -> list[dict]:
-        """The question in the chat form of transformers' processors, image first."""
-        text = sample.question
-        if sample.choices:
-            text += "".join(f"\n{chr(65 + i)}. {choice}" for i, choice in enumerate(sample.choices))
-        content = [{"type": "image"}, {"type": "text", "text": text + self.suffix}]
+        """The question in the chat form of transformers' processors: images first, or, where a sample has several and
+        its text names them all once, in order, each where the text has it.
+        """
+        text = self.prompt(sample)
+        count = len(sample.image) if isinstance(sample.image, tuple) else 1
+        pieces = re.split(r"<image (\d+)>", text)
+        if isinstance(sample.image, tuple) and pieces[1::2] == [str(i + 1) for i in range(count)]:
+            content = [
+                {"type": "image"} if i % 2 else {"type": "text", "text": piece} for i, piece in enumerate(pieces)
+            ]
+            content = [part for part in content if part.get("text") != ""]
+        else:
+            content = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": text}]
         return [{"role": "user", "content": content}]
 
     def prompt(self, sample: Sample) -> str:
-        """The text part of `messages`."""
-        return self.messages(sample)[0]["content"][1]["text"]
+        """The whole text of a sample: question, choices, suffix."""
+        text = sample.question
+        if sample.choices:
+            text += "".join(f"\n{chr(65 + i)}. {choice}" for i, choice in enumerate(sample.choices))
+        return text + self.suffix
 
 
 def subset(task: Task, count: int, seed: int = 0) -> Task:
@@ -77,7 +103,7 @@ def subset(task: Task, count: int, seed: int = 0) -> Task:
 
 def run(
     task: Task,
-    generate: Callable[[Image.Image, str], str],
+    generate: Callable[[Any, str], str],
     results: str | Path,
     model: str,
     judge: Score | None = None,
@@ -85,7 +111,8 @@ def run(
 ) -> dict:
     """Answer every sample, appending a row to the JSONL file `results` as each is finished; returns the summary.
 
-    Rows of an earlier run of the same task and `model` are kept. A broken image is a listed problem with score 0.
+    Rows of an earlier run of the same task and `model` are kept, one for each id: files of several processes put one
+    after the other are one run, without the repeats of a padding sampler. A broken image is a listed problem, score 0.
     """
     if not task.samples:
         raise ValueError(f"the task {task.name} has no sample")
@@ -171,7 +198,7 @@ def yes_or_no(sample: Sample, text: str) -> float:
 
 
 def caption_scores(samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, float]:
-    """Corpus BLEU-4, mean ROUGE-L and mean CIDEr-D."""
+    """Corpus BLEU-4, mean ROUGE-L and mean CIDEr-D. METEOR and SPICE are not here: see `text_scores`."""
     truths = [sample.answers for sample in samples]
     rouge = [text_scores.rouge_l(text, truth) for text, truth in zip(texts, truths)]
     cider = text_scores.cider_d(texts, truths)

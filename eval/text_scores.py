@@ -1,7 +1,9 @@
 """Rule-based scores of generated text: VQA accuracy, letters and yes/no, BLEU, ROUGE-L and CIDEr-D.
 
 Captions are split into lower-case words without punctuation; the published COCO scores use a Java tokenizer, so ours
-differ from them by small amounts and are comparable among themselves.
+differ from them by small amounts and are comparable among themselves. METEOR and SPICE are absent: the published ones
+are Java programs, and the METEOR of nltk needs the files of WordNet, which it downloads. Where they are wanted, the
+task's result file has every text; give it to the authors' evaluation.
 """
 
 import math

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from visspec.eval import cmmd, fid, inception_score, kid, precision_recall, references
+from visspec.eval import cmmd, fid, inception_score, kid, precision_recall, references, statistics
 from visspec.eval.features import Inception, RandomConv, TimmFeatures, TransformersFeatures, gather, metric_name, table
 from visspec.eval.statistics import GaussianStats, merged
 
@@ -69,6 +69,30 @@ def test_statistics_round_trip_and_refuse_what_does_not_fit():
 
 
 # --- distance ---
+
+
+@pytest.mark.parametrize("n", [12, 403])
+def test_every_image_counts_once(n: int):
+    """Eight ranks: unpadded shards equal one pass; a padded sampler's repeats are refused, also after a round trip."""
+    x, names = draws(n, 16, 3), [f"{i}.png" for i in range(n)]
+    whole = GaussianStats(16).update(x, names)
+    assert GaussianStats(16).update(torch.cat([x, x[:3]]), names + names[:3]).n == n, "repeats in one batch"
+    assert whole.update(x[:5], names[:5]).n == n, "and in a later one"
+    parts = [GaussianStats(16).update(statistics.shard(x, r, 8), statistics.shard(names, r, 8)) for r in range(8)]
+    one = merged(parts)
+    assert one.n == n and (one.covariance - whole.covariance).abs().max() < 1e-9 * whole.covariance.abs().max()
+    assert sorted(i for r in range(8) for i in statistics.shard(range(n), r, 8)) == list(range(n))
+    sampler = torch.utils.data.DistributedSampler(range(n), num_replicas=8, rank=7, shuffle=False)
+    padded = list(sampler)
+    assert padded[-1] < 8, "no padding: this test compares nothing"
+    parts[7] = GaussianStats(16).update(x[padded], [names[i] for i in padded])
+    parts = [GaussianStats.from_state_dict(part.state_dict()) for part in parts]
+    with pytest.raises(ValueError, match="1 images are in both statistics, expected none"):
+        merged(parts)
+    with pytest.raises(ValueError, match="different counts: 2 ids and 3"):
+        whole.update(x[:3], names[:2])
+    with pytest.raises(ValueError, match=r"rank must lie in 0..7, not 8"):
+        statistics.shard(names, 8, 8)
 
 
 def test_distance_of_known_gaussians():

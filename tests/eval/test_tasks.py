@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,8 +149,29 @@ def test_scienceqa_and_mmmu(tmp_path: Path):
     ]
     (tmp_path / "mmmu.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = readers.mmmu(tmp_path / "mmmu.jsonl", tmp_path)
-    assert [s.id for s in task.samples] == ["a", "b"] and task.problems == ("c: has more than one image",)
+    assert [s.id for s in task.samples] == ["a", "b", "c"] and task.problems == ()
+    assert [len(s.files) for s in task.samples] == [1, 1, 2] and task.samples[0].open().size == (8, 8)
     assert task.score(task.samples[0], "(C)") == 1.0 and task.score(task.samples[1], "seven") == 1.0
+
+
+def test_mmmu_questions_of_several_images(tmp_path: Path):
+    for i in (1, 2, 7):
+        picture(tmp_path / f"{i}.png")
+    row = {"id": "a", "question": "Is <image 1> like <image 2>?", "options": "['<image 3>', 'no']", "answer": "A",
+           "image_1": "1.png", "image_2": "2.png", "image_7": "7.png"}  # fmt: skip
+    rows = [row, row | {"id": "b", "question": "<image 2> then <image 1>?"}, row | {"id": "c", "image_7": "none.png"}]
+    task = readers.mmmu(write(tmp_path / "m.json", rows), tmp_path)
+    assert [s.id for s in task.samples] == ["a", "b"] and task.problems[0].startswith("c: there is no image file")
+    placed, before = (task.messages(s)[0]["content"] for s in task.samples)
+    kinds = [part["type"] for part in placed]
+    assert kinds == ["text", "image", "text", "image", "text", "image", "text"] and placed[0]["text"] == "Is "
+    assert [part["type"] for part in before] == ["image"] * 3 + ["text"], "named out of order: images first"
+    seen = []
+    tasks.run(task, lambda images, text: seen.append((len(images), text)) or "A", tmp_path / "r.jsonl", "m")
+    assert [n for n, _ in seen] == [3, 3] and seen[0][1].startswith("Is <image 1> like <image 2>?\nA. <image 3>")
+    outside = write(tmp_path / "o.json", [row | {"image_7": "../7.png"}])
+    with pytest.raises(ValueError, match="leads out of"):
+        readers.mmmu(outside, tmp_path)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -209,6 +233,45 @@ def test_run_resumes_after_a_torn_line_and_lists_broken_images(tmp_path: Path):
         tasks.run(task, generate, results, "other")
     with pytest.raises(ValueError, match="has no sample"):
         tasks.run(tasks.Task("t", (), 8, tasks.exact), generate, results, "m")
+
+
+def test_a_killed_run_loses_no_finished_answer(tmp_path: Path):
+    """SIGKILL in the middle of a question; answers reported finished are kept and not asked again."""
+    code = (
+        "import sys\nfrom visspec.eval import tasks\n"
+        "def generate(image, text):\n    print(1, flush=True)\n    sys.stdin.readline()\n    return 'x'\n"
+        "tasks.run(tasks.shape_questions(8), generate, sys.argv[1], 'm')\n"
+    )
+    results = tmp_path / "r.jsonl"
+    command = [sys.executable, "-P", "-c", code, str(results)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for i in range(4):  # four questions asked, three of them answered
+        assert process.stdout.readline() == "1\n"
+        if i < 3:
+            process.stdin.write("\n")
+            process.stdin.flush()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and results.read_bytes().count(b"\n") == 3
+    asked = []
+    out = tasks.run(tasks.shape_questions(8), lambda image, text: asked.append(text) or "x", results, "m")
+    assert len(asked) == 5 and out["n"] == 8
+
+
+def test_ranks_results_in_one_file_count_once(tmp_path: Path):
+    """Three ranks of a sampler that pads with repeats: their files one after the other are one run."""
+    task, files = tasks.shape_questions(8), []
+    for rank, chosen in enumerate([(0, 3, 6), (1, 4, 7), (2, 5, 0)]):
+        part = tasks.Task(**{**vars(task), "samples": tuple(task.samples[i] for i in chosen)})
+        files.append(tmp_path / f"{rank}.jsonl")
+        tasks.run(part, lambda image, text: "red", files[-1], "m")
+    together = tmp_path / "all.jsonl"
+    together.write_bytes(b"".join(file.read_bytes() for file in files))
+    asked = []
+    out = tasks.run(task, lambda image, text: asked.append(text) or "red", together, "m")
+    assert (
+        out == tasks.run(task, lambda image, text: "red", tmp_path / "one.jsonl", "m") and not asked and out["n"] == 8
+    )
 
 
 def test_judge_is_the_callers_function(tmp_path: Path):
