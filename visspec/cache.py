@@ -43,6 +43,12 @@ class SlotCache:
             self._slots = starts[:, None] + torch.arange(nodes, device=device)
         return self._extent
 
+    def open_at(self, slots: Tensor, extent: int) -> None:
+        """Announce a pass that writes at the given slots (B, N), overwriting them, and sees `extent` of them. It
+        advances no row: nothing is committed afterwards.
+        """
+        self._slots, self._extent = slots, extent
+
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's new (B, H, N, E) pair; return views of that layer's slots [0, extent)."""
         if layer == len(self.keys):

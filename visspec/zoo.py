@@ -25,11 +25,14 @@ ACCEPTANCE = {
         "visspec.accept.run_product:RunProduct",
         "confident runs of a chain judged by one product of ratios",
     ),
+    "local": ("visspec.accept.local:Local", "drafted images judged place by place; rejected islands are drawn again"),
 }
 DRAFTERS = {
     "none": (None, "plain decoding in our loop"),
     "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
     "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
+    "lowres": ("visspec.models.drafters.lowres:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
+    "zipar": ("visspec.wavefront:ZipAR", "images: an order, not a drafter; a row starts `window` codes after the last"),
     "vispec": (
         "visspec.models.drafters.eagle:FeatureDrafter",
         "drafts on the embedded captioner's own features; shipped, other targets train theirs",

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from visspec import tree as trees
 from visspec.cache import SlotCache
 from visspec.grammar import constrain
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
-from visspec.sampling import process
+from visspec.sampling import process, warp
 from visspec.types import ABSENT, Capabilities, Draft, Outcome, Request, Scores, State, Tree
 
 TAKES_MASKS = {"sdpa", "eager"}
@@ -179,6 +180,30 @@ class ImageAR:
         rows = len(slots.lengths) // twice
         slots.select([half * rows + k for half in range(twice) for k in keep])
 
+    def revise(self, state: State, tokens: Tensor, places: Tensor, seen: Tensor) -> Scores:
+        """Run tokens (B, N) at given places of the image (B, N), counted in raster order, ABSENT where a row has none.
+
+        Keys and values overwrite what stands at those places. A node sees the prompt, itself, and those places before
+        it that `seen` (B, T) allows. Scores for (B, N), the laws of the places that follow: mixed and warped, without
+        processors and grammar. Needs a state whose cache holds the prompt alone.
+        """
+        slots: SlotCache = state.cache.slots
+        twice, (rows, size), start, total = _twice(state), places.shape, slots.length, seen.shape[1]
+        at_BN = torch.where(places == ABSENT, total, places)  # one slot beyond the image takes what absent nodes write
+        slots.open_at((start + at_BN).repeat(twice, 1), start + total + 1)
+        place = torch.arange(total + 1, device=self.device)
+        before_BNS = (place < at_BN[..., None]) & F.pad(seen, (0, 1))[:, None]
+        image_RNS = (before_BNS | (place == at_BN[..., None])).repeat(twice, 1, 1)
+        prompt_RL = slots.padding
+        if prompt_RL is None:
+            prompt_RL = torch.ones(twice * rows, start, dtype=torch.bool, device=self.device)
+        mask = self.masks.additive(torch.cat([prompt_RL[:, None].expand(-1, size, -1), image_RNS], dim=-1))
+        embeds = self.family.embed(tokens).repeat(twice, 1, 1)
+        index = (start + at_BN.clamp(max=total - 1)).repeat(twice, 1)
+        hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)
+        logits, features = self._mixed(state, self.family.head(hidden), hidden)
+        return Scores(warp(logits, state.request.sampling), features)
+
     def _run(self, embeds: Tensor, mask: Tensor | None, positions: Tensor, cache: SlotLayers) -> Tensor:
         output = self.family.decoder(
             inputs_embeds=embeds,
@@ -191,6 +216,11 @@ class ImageAR:
         return output.last_hidden_state
 
     def _scores(self, state: State, draft: Draft, logits: Tensor, hidden: Tensor) -> Scores:
+        logits, features = self._mixed(state, logits, hidden)
+        return Scores(constrain(process(logits, draft, state), draft, state), features)
+
+    def _mixed(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Float logits (B, N, V) of both guidance rows as one, and what the drafter sees of them."""
         scale, rows = state.request.sampling.guidance, len(state.rows)
         logits = logits.float()
         features = hidden if self.features else None
@@ -198,7 +228,9 @@ class ImageAR:
             logits = self.family.mix(logits[:rows], logits[rows:], scale)
             if features is not None:
                 features = torch.cat([features[:rows], features[rows:]], dim=-1)
-        return Scores(constrain(process(logits, draft, state), draft, state), features)
+        if self.family.grammar:
+            logits = F.pad(logits, (0, self.family.grammar), value=float("-inf"))
+        return logits, features
 
 
 def _twice(state: State) -> int:

@@ -1,0 +1,173 @@
+"""A low-resolution sibling of the target drafts: it draws the whole image small, an up-sampler makes codes of it.
+
+The sibling speaks the target's codes and reads its prompts (MuLo-SD, 2601.05149, drafts so). It decodes plainly, with
+the request's guidance and warp, numbers of its own and none of the request's processors. No up-sampler is trained:
+
+    bicubic  the small image in pixels, enlarged, and encoded by the target's own VQ encoder
+    latent   every code repeated over the places it covers (nearest neighbour in the codes' latent space)
+
+In the ordinary loop the codes are point masses, proposed in chains of `window`. `visspec.wavefront.Islands` takes the
+whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec import tree as trees
+from visspec.accept.exact import Exact
+from visspec.engine import decode
+from visspec.models.targets.image_ar import Family, ImageAR, Prompt
+from visspec.pace import Pace
+from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
+
+UPSAMPLERS = ("bicubic", "latent")
+
+
+@dataclass
+class Drawn:
+    """The draft of a request: (original rows, T) on the host, ABSENT behind the end."""
+
+    codes: list[list[int]]
+
+
+class LowRes:
+    """family: the sibling; target: the family it drafts for, or None until `attach`; window: codes proposed at a time,
+    in the ordinary loop.
+
+    Raises ValueError for an unknown up-sampler, and for a sibling with another codebook, tokenizer or a larger grid.
+    """
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, family: Family, target: Family | None = None, window: int = 8, upsample: str = "bicubic"):
+        if window < 1:
+            raise ValueError(f"window: got {window}, expected at least 1")
+        if upsample not in UPSAMPLERS:
+            raise ValueError(f"upsample: got {upsample!r}, expected one of {', '.join(UPSAMPLERS)}")
+        self.family, self.levels, self.upsample = family, window, upsample
+        self.layout = family.layout()
+        self.target: Family | None = None
+        if target is not None:
+            self.attach(target)
+
+    def attach(self, target: Family) -> None:
+        """Called once, when the drafter is paired with a target."""
+        check_siblings(self.family, target)
+        self.target = target
+
+    def start(self, state: State, scores: Scores) -> None:
+        fixed, total = state.request.fixed, state.request.max_new_tokens
+        codes_BN = self.sketch(state)
+        drawn_BT = codes_BN.new_zeros(len(state.rows), total)  # the guard puts grammar where it belongs
+        free = torch.arange(total) if fixed is None else (fixed[:total] == ABSENT).nonzero()[:, 0]
+        drawn_BT[:, free.to(drawn_BT.device)] = codes_BN
+        rows: list[list[int]] = [[] for _ in state.tokens]
+        for row, codes in zip(state.rows, drawn_BT.tolist()):
+            rows[row] = codes
+        state.memory = Drawn(rows)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        drawn: Drawn = state.memory
+        tokens = []
+        for row in state.rows:
+            ahead = drawn.codes[row][len(state.tokens[row]) :][:depth]
+            tokens.append(ahead + [ABSENT] * (depth - len(ahead)))
+        return trees.chain_draft(state.pending, torch.tensor(tokens, device=state.pending.device))
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        pass
+
+    def select(self, state: State, keep: list[int]) -> None:
+        pass
+
+    def sketch(self, state: State) -> Tensor:
+        """(B, rows * columns) drafted codes of the live rows' images, in raster order."""
+        request = state.request
+        if request.grid is None:
+            raise ValueError("drafter: got output without a grid, expected an image")
+        if self.target is None:
+            raise ValueError("target: got None, expected attach(family) first")
+        return self.enlarged(self.small(state), request.grid)
+
+    @torch.inference_mode()
+    def small(self, state: State) -> Tensor:
+        """(B, S) codes of the small images: plain decoding, drawn with numbers derived from each row's own."""
+        sampling = replace(state.request.sampling, processors=())
+        prompt = self._prompt(state, sampling.guidance != 1.0)
+        layout = self.layout
+        request = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid)
+        if bool((layout.fixed != ABSENT).any()):
+            request.fixed = layout.fixed.to(prompt.ids.device)
+        if state.noise is not None:
+            request.generators = [derived(parent) for parent in state.noise.generators]
+        drawn = decode(ImageAR(self.family), None, Exact(), request, Pace(1, adaptive=False))
+        return torch.tensor(drawn.tokens, device=prompt.ids.device)[:, layout.free.to(prompt.ids.device)]
+
+    @torch.inference_mode()
+    def enlarged(self, small_BS: Tensor, grid: tuple[int, int]) -> Tensor:
+        """(B, rows * columns) codes of a larger grid from those of a small image."""
+        rows, columns = self.layout.grid
+        if self.upsample == "latent":
+            places = small_BS.view(-1, 1, rows, columns).float()  # ids below 2**24 survive
+            return F.interpolate(places, size=grid, mode="nearest-exact").long().flatten(1)
+        pixels = self.family.pixels(small_BS, self.layout)
+        size = pixels.shape[2] // rows * grid[0], pixels.shape[3] // columns * grid[1]
+        return encoded(self.target, F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp(0, 1))
+
+    def _prompt(self, state: State, guided: bool) -> Prompt:
+        """The live rows' prompts as the sibling reads them: from the request's texts where it has them, else ids."""
+        texts, given = state.request.media.get("texts"), state.request.inputs
+        if texts is not None:
+            if len(texts) != len(given.ids):
+                raise ValueError(f"texts: got {len(texts)}, expected {len(given.ids)}, one a row")
+            return self.family.prompt([texts[row] for row in state.rows], guided)
+        if not hasattr(self.family, "from_ids"):
+            raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids)")
+        return self.family.from_ids(given.ids[state.rows], given.attention[state.rows], guided)
+
+
+def derived(parent: torch.Generator) -> torch.Generator:
+    """A generator seeded by the next number of `parent`, which is not spent: the row's own noise stays as it is."""
+    seed = torch.randint(2**62, (), generator=parent.clone_state(), device=parent.device)
+    return torch.Generator(parent.device).manual_seed(int(seed))
+
+
+def encoded(family: Family, pixels: Tensor) -> Tensor:
+    """(B, 3, height, width) in [0, 1] -> (B, rows * columns) codes, by the family's VQ encoder."""
+    if hasattr(family, "encode"):
+        return family.encode(pixels)
+    vq = getattr(getattr(getattr(family, "model", None), "model", None), "vqmodel", None)
+    if vq is None:
+        raise ValueError(f"upsample: got 'bicubic', expected 'latent': {family.name} has no VQ encoder")
+    tokens = vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens
+    return tokens.view(len(pixels), -1)
+
+
+def check_siblings(family: Family, target: Family) -> None:
+    """Raises ValueError where a sibling's codes or prompts are not the target's."""
+    own, wanted = family.codebook, target.codebook
+    if own is None or wanted is None:
+        raise ValueError("family: got a model without a codebook, expected one that shares the target's")
+    if own.shape != wanted.shape or not torch.allclose(own.to(wanted.device), wanted, atol=1e-4):
+        raise ValueError(f"family: got a sibling with another codebook, expected the target's {len(wanted)} codes")
+    ours, theirs = (_vocabulary(f) for f in (family, target))
+    if ours != theirs:
+        raise ValueError("family: got a sibling with another tokenizer, expected that of the target")
+    small, large = family.layout().grid, target.layout().grid
+    if small[0] > large[0] or small[1] > large[1]:
+        raise ValueError(f"family: got a sibling with a grid of {small}, expected at most the target's {large}")
+
+
+def _vocabulary(family: Family) -> Any:
+    """What must agree for prompts to mean the same: the tokenizer's words, or how many ids there are without one."""
+    processor = getattr(family, "processor", None)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    words = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
+    embedding = family.decoder.get_input_embeddings()
+    return words, embedding.num_embeddings, getattr(family, "keeps", None), getattr(family, "pad", None)

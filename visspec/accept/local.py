@@ -1,0 +1,110 @@
+"""Local acceptance of MuLo-SD (2601.05149): the places of a drafted image are judged one by one, not as a prefix.
+
+A drafted code x stays when the law p at its place gives the k codes nearest to x, itself among them, at least tau in
+all. What is rejected grows to the squares of side 2 radius + 1 around it, as far as they lie behind the first rejected
+place in raster order; that region is drawn again from the target (`visspec.wavefront.Islands`). No coin is tossed and
+no law q of the draft enters.
+
+A place whose code stays whatever p says has a point mass for its law, at total variation 1 - p(x) from p: the drift is
+the sum of that over the codes that stay, the displacement the sum of E ||e(x) - e(y)||, y ~ p. Both are measured under
+the law that judged the code, so under the draft's context; `wavefront.audit` measures under the finished image's.
+
+In the ordinary loop the rule keeps the prefix of a draft up to the first rejected node (the paper's raster order).
+B rows, N places or nodes, V vocabulary, R and C rows and columns of an image, k neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec import sampling
+from visspec.accept import codebook
+from visspec.accept.exact import deepest
+from visspec.types import ABSENT, Capabilities, Draft, Scores, Verdict
+
+
+class Local:
+    """tau: pooled probability that a code needs; k: codes pooled; radius: how far a rejection spreads.
+
+    `rows`: image rows that are verified in one pass, None for all of them. tau above 1 rejects everything, 0 nothing.
+    """
+
+    guarantee = "approximate"
+    needs: frozenset[str] = frozenset({"neighbours"})
+    takes: frozenset[str] = frozenset()
+
+    def __init__(self, tau: float = 0.1, radius: int = 1, k: int = 1, rows: int | None = None):
+        if not tau >= 0:
+            raise ValueError(f"tau: got {tau}, expected a probability of at least 0 (above 1 rejects everything)")
+        for name, value, least in (("radius", radius, 0), ("k", k, 1), ("rows", rows, 1)):
+            if value is not None and value < least:
+                raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
+        self.tau, self.radius, self.k, self.rows = tau, radius, k, rows
+        self.codes: Tensor | None = None
+        self.near_Vk: Tensor | None = None
+
+    def bind(self, capabilities: Capabilities) -> None:
+        """Called once, when the rule is paired with a target."""
+        self.codes = codebook.required(capabilities, "Local", self.k - 1).float()
+        ids_V1 = torch.arange(capabilities.vocab, device=self.codes.device)[:, None]
+        near_Vk = codebook.neighbours(self.codes, self.k - 1, capabilities.vocab) if self.k > 1 else ids_V1[:, :0]
+        self.near_Vk = torch.cat([ids_V1, near_Vk.long()], dim=1)
+
+    def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> sampling.Noise:
+        return sampling.Noise(generators, vocab, "gumbel")
+
+    def trusted(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
+        """(B, N) whether codes x, ABSENT or an id of grammar never, have enough of the laws of their places."""
+        if self.near_Vk is None or self.codes is None:
+            raise ValueError("acceptance: Local knows no codebook, expected bind(capabilities) first")
+        pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN.clamp(min=0)]).sum(-1)
+        return (pooled_BN >= self.tau) & (x_BN >= 0) & (x_BN < len(self.codes))
+
+    def again(self, p_BNV: Tensor, x_BN: Tensor, columns: int) -> Tensor:
+        """(B, N) places of whole image rows, in raster order, that must be drawn again."""
+        rejected_BRC = ~self.trusted(p_BNV, x_BN).unflatten(1, (-1, columns))
+        return spread(rejected_BRC, self.radius).flatten(1)
+
+    def cost(self, p_BNV: Tensor, x_BN: Tensor, stays_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Drift and displacement (B,) of letting the marked codes x stay."""
+        x_BN = x_BN.clamp(min=0)
+        here_BN = p_BNV.gather(2, x_BN[..., None])[..., 0]
+        last = len(self.codes) - 1
+        far_BN = (p_BNV[..., : last + 1] * torch.cdist(self.codes[x_BN.clamp(max=last)], self.codes)).sum(-1)
+        return ((1 - here_BN) * stays_BN).sum(1), (far_BN * stays_BN).sum(1)
+
+    def __call__(self, draft: Draft, scores: Scores, noise: sampling.Noise | None) -> Verdict:
+        tree = draft.tree
+        chosen_BN = sampling.choose(scores.logits, tree.depth, noise, draft.levels)
+        above_BN = tree.parent.expand_as(draft.tokens).clamp(min=0)
+        p_BNV = scores.p.gather(1, above_BN[..., None].expand_as(scores.logits))
+        certain_BN = (draft.tokens != ABSENT) & (draft.tokens >= len(self.codes if self.codes is not None else ()))
+        kept_BN = self.trusted(p_BNV, draft.tokens) | (certain_BN & (draft.tokens == chosen_BN.gather(1, above_BN)))
+        verdict = deepest(tree, kept_BN | (tree.parent < 0), chosen_BN)
+        if tree.size == 1:
+            return verdict
+        node_BD = verdict.path.clamp(min=0)
+        law_BDV = p_BNV.gather(1, node_BD[..., None].expand(-1, -1, p_BNV.shape[-1]))
+        law_BDV = settled(law_BDV, noise is None)
+        stays_BD = (verdict.path > 0) & ~certain_BN.gather(1, node_BD)
+        drift_B, far_B = self.cost(law_BDV, draft.tokens.gather(1, node_BD), stays_BD)
+        return Verdict(verdict.path, verdict.length, verdict.next, drift_B, far_B)
+
+
+def settled(p_BNV: Tensor, greedy: bool) -> Tensor:
+    """The laws that tokens are drawn from: point masses at the argmax where decoding is greedy."""
+    if not greedy:
+        return p_BNV
+    return torch.zeros_like(p_BNV).scatter_(-1, p_BNV.argmax(-1, keepdim=True), 1.0)
+
+
+def spread(rejected_BRC: Tensor, radius: int) -> Tensor:
+    """The rejected places and all within `radius` rows and columns of one, from the first rejected one on."""
+    size = 2 * radius + 1
+    grown_BRC = F.max_pool2d(rejected_BRC.float(), size, stride=1, padding=radius) > 0
+    from_first_BN = rejected_BRC.flatten(1).long().cumsum(1) > 0
+    return grown_BRC & from_first_BN.view_as(rejected_BRC)
