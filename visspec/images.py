@@ -164,7 +164,7 @@ class ImagePipeline:
         callback_on_step_end=None,
     ) -> _Job:  # fmt: skip
         """Everything that can be wrong is found here, before any pass."""
-        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
         if not texts or not all(isinstance(t, str) for t in texts):
             raise ValueError(f"prompt: got {prompt!r}, expected a text or a list of texts")
         for name, count in (("num_images_per_prompt", num_images_per_prompt), ("batch_size", batch_size)):

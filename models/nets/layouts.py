@@ -1,8 +1,8 @@
 """Checkpoints in their authors' own key layouts, for our networks and for stock classes.
 
 What every layout shares: reading safetensors (pickles are refused; `visspec.recipes.convert_checkpoint` rewrites them
-when asked), renaming by an ordered list of rules, and strict placement, whose refusals name a tensor as it is published.
-The families are in `layouts_*.py`. Every refusal is a ValueError of one sentence.
+when asked), renaming by an ordered list of rules, and strict placement, whose refusals name a tensor as published. The
+families are in `layouts_*.py`. Every refusal is a ValueError of one sentence.
 """
 
 from __future__ import annotations

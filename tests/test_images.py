@@ -1,0 +1,163 @@
+"""The image pipeline and `visspec generate`: diffusers' habits, one image in any batch, bad input in a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import JanusForConditionalGeneration
+
+from tests.tiny import enliven
+from visspec import cli, grid
+from visspec.images import ImagePipeline, image_seeds
+from visspec.models.drafters.jacobi import Jacobi
+from visspec.recipes.painter_build import build_processor, generation_config, model_config
+
+PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]
+TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOKENS = 36
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random model of the painter's kind, as a checkpoint folder."""
+    torch.manual_seed(0)
+    model = JanusForConditionalGeneration(model_config(True, TEXT)).eval()
+    enliven(model, 0)
+    model.generation_config = generation_config(True)
+    where = tmp_path_factory.mktemp("tiny-painter")
+    model.save_pretrained(where)
+    build_processor(True).save_pretrained(where)
+    return where
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    found = ImagePipeline.from_pretrained(str(folder))
+    found.set_progress_bar_config(disable=True)
+    return found
+
+
+def test_images_tokens_maps_and_statistics(pipe):
+    out = pipe(PROMPTS[:2], num_images_per_prompt=2, seed=5)
+    assert [i.size for i in out.images] == [(48, 48)] * 4 and all(isinstance(i, Image.Image) for i in out.images)
+    assert out.prompts == [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2 and out.seeds == [5, 6, 7, 8]
+    assert all(len(t) == TOKENS for t in out.tokens) and out.maps[0].shape == out.passes[0].shape == (6, 6)
+    assert out.stats[0].guarantee == "exact" and out.stats[0].tokens == 4 * TOKENS
+    assert out.passes[0].reshape(-1)[0] == 0 and (np.diff(out.passes[0].reshape(-1)) >= 0).all()
+
+
+def test_default_drafting_is_token_identical_to_plain(pipe):
+    plain, fast = (pipe(PROMPTS, seed=1, drafter=d) for d in (None, "jacobi:window=8"))
+    assert all(torch.equal(a, b) for a, b in zip(plain.tokens, fast.tokens))
+    assert all(np.array_equal(a, b) for a, b in zip(plain.images, fast.images))
+    assert fast.stats[0].tau > plain.stats[0].tau == 1
+
+
+@pytest.mark.parametrize("method", [("jacobi", "exact"), ("jacobi:redraw=maximal,window=5", "rejection"),
+                                    ("jacobi:redraw=maximal", "lantern:k=20,delta=0.2")])  # fmt: skip
+def test_an_image_does_not_depend_on_its_batch(pipe, method):
+    options = {"drafter": method[0], "acceptance": method[1]}
+    together = pipe(PROMPTS, seed=3, **options)
+    split = pipe(PROMPTS, seed=3, batch_size=2, **options)
+    alone = [pipe(p, seed=3 + i, **options).tokens[0] for i, p in enumerate(PROMPTS)]
+    for b in range(3):
+        assert torch.equal(together.tokens[b], alone[b]) and torch.equal(split.tokens[b], alone[b])
+
+
+def test_greedy_equals_stock_generate(pipe):
+    batch = pipe.processor(text=PROMPTS, generation_mode="image", padding=True, return_tensors="pt")
+    stock = pipe.model.generate(**batch, generation_mode="image", do_sample=False, guidance_scale=3.0)
+    for drafter in (None, Jacobi(7)):
+        ours = pipe(PROMPTS, temperature=0, guidance_scale=3.0, drafter=drafter)
+        assert torch.equal(torch.stack(ours.tokens), stock)
+
+
+def test_output_types(pipe):
+    kinds = {k: pipe(PROMPTS[0], seed=2, output_type=k).images[0] for k in ("pil", "np", "pt", "latent")}
+    assert kinds["np"].shape == (48, 48, 3) and kinds["pt"].shape == (3, 48, 48) and kinds["latent"].shape == (6, 6)
+    assert 0 <= kinds["np"].min() and kinds["np"].max() <= 1
+    assert np.abs(np.asarray(kinds["pil"], float) / 255 - kinds["np"]).max() < 0.003
+    assert torch.allclose(torch.from_numpy(kinds["np"]).permute(2, 0, 1), kinds["pt"])
+
+
+def test_generators_and_seeds():
+    assert image_seeds(None, 4, 3) == [4, 5, 6] and image_seeds(None, [9, 1], 2) == [9, 1]
+    a, b = (image_seeds(torch.Generator().manual_seed(1), None, 2) for _ in range(2))
+    assert a == b and a[0] != a[1]
+    assert image_seeds([torch.Generator().manual_seed(1)], None, 1) == image_seeds(
+        [torch.Generator().manual_seed(1)], None, 1
+    )
+    with pytest.raises(ValueError, match=r"^seed: got 2 entries, expected 3"):
+        image_seeds(None, [1, 2], 3)
+
+
+def test_callback_and_interrupt_keep_what_is_finished(pipe):
+    seen = []
+
+    def stop(pipeline, step, done, extra):
+        seen.append(done)
+        pipeline.interrupt = step >= 3 and len(pipeline.last_output.images) == 2
+
+    out = pipe(PROMPTS * 2, seed=0, batch_size=2, callback_on_step_end=stop)
+    assert (len(out.images) == 2 and seen == sorted(seen[: len(seen)])) or len(seen) > 3
+    assert len(pipe(PROMPTS[:1], seed=0).images) == 1  # the next call is not interrupted
+
+
+def test_keyboard_interrupt_leaves_finished_images(pipe):
+    def stop(pipeline, step, done, extra):
+        if pipeline.last_output.images:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe(PROMPTS, seed=0, batch_size=1, callback_on_step_end=stop)
+    assert len(pipe.last_output.images) == 1
+
+
+@pytest.mark.parametrize("change,words", [
+    ({"prompt": 3}, "prompt: got 3"), ({"prompt": []}, "prompt: got"), ({"prompt": "red " * 300}, "prompt: got"),
+    ({"num_images_per_prompt": 0}, "num_images_per_prompt: got 0"), ({"batch_size": 0}, "batch_size: got 0"),
+    ({"output_type": "jpg"}, "output_type: got 'jpg'"), ({"height": 64}, "height, width: got 64"),
+    ({"temperature": -1}, "temperature: got -1"), ({"top_p": 1.5}, "top_p: got 1.5"),
+    ({"guidance_scale": -2}, "guidance_scale: got -2"), ({"drafter": "nothing"}, "drafter: got 'nothing'"),
+    ({"acceptance": "lantern:k=5000,delta=0.1"}, "k: got 5000"),
+    ({"acceptance": "lantern:delta=1.5"}, "delta: got 1.5"),
+    ({"acceptance": "nothing"}, "acceptance: got 'nothing'"), ({"drafter": "jacobi:redraw=odd"}, "redraw: got 'odd'"),
+])  # fmt: skip
+def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch):
+    monkeypatch.setattr("visspec.images.decode", lambda *a: pytest.fail("decoding began"))
+    with pytest.raises(ValueError) as error:
+        pipe(**({"prompt": PROMPTS[0]} | change))
+    assert str(error.value).startswith(words) and "expected" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_that_draws_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"^model: got the type .* expected an image model of janus"):
+        ImagePipeline(torch.nn.Linear(1, 1), None)
+
+
+def test_the_command(folder, tmp_path, capsys):
+    arguments = ["generate", PROMPTS[0], "-n", "3", "--model", str(folder), "--out", str(tmp_path / "o")]
+    arguments += ["--grid", str(tmp_path / "g.png"), "--maps", "--json", str(tmp_path / "r.json"), "--stats"]
+    arguments += ["--acceptance", "lantern:k=10,delta=0.1", "--batch-size", "2"]
+    assert cli.main(arguments) == 0
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert [r["seed"] for r in record["results"]] == [0, 1, 2] and record["provenance"]
+    assert len(list((tmp_path / "o").glob("*.png"))) == 3 and Image.open(tmp_path / "g.png").width > 100
+    assert "guarantee: approximate" in capsys.readouterr().out
+    assert cli.main([*arguments[:4], "--model", str(tmp_path / "nowhere")]) == 2
+    assert cli.main(["generate", "x", "--model", str(folder), "--acceptance", "lantern:k=0"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 2 and "nowhere" in shown and "k: got 0" in shown
+
+
+def test_grid_and_maps():
+    images = [Image.new("RGB", (20, 20), c) for c in ("red", "green", "blue")]
+    sheet = grid.grid(images, ["a b c d e f g", "", "x"], columns=2)
+    assert sheet.getpixel((grid.MARGIN, grid.MARGIN)) == (255, 0, 0) and sheet.width == 2 * 20 + 3 * grid.MARGIN
+    with pytest.raises(ValueError, match="images: got none"):
+        grid.grid([])
+    assert grid.origin_image(np.zeros((2, 3), np.uint8), 30).size == (30, 30)
