@@ -1,9 +1,9 @@
 """`bench kernels`: time, bytes moved, share of the copy bandwidth and ratio to eager torch, per kernel.
 
 Ours and eager run in one process, alternating, on the same inputs; a ratio is the geometric mean of the paired ratios
-(eager time / our time, each the best of three calls) with a bootstrap interval. Times on a CPU are for the ratios only.
-A GPU row that was not measured says so. The calls are in `kernels_jobs`, the eager loops of a tree verification in
-`kernels_loops`.
+(eager time / our time, each the best of three calls) with a bootstrap interval. CPU rows are in processor time, for the
+ratios only. A GPU row that was not measured says so. The calls are in `kernels_jobs`, the eager loops of a tree
+verification in `kernels_loops`.
 """
 
 import json
@@ -25,12 +25,15 @@ NOT_MEASURED = "not measured"
 
 
 def _seconds(call, index, device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Wall time on a GPU; on a CPU the processor's, so that other work on the machine does not count."""
+    if device.type != "cuda":
+        start = time.process_time()
+        call(index)
+        return time.process_time() - start
+    torch.cuda.synchronize(device)
     start = time.perf_counter()
     call(index)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 

@@ -18,7 +18,7 @@ import torch
 
 from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, tl
 
-ELEMENTS = 1 << 18  # of a chunk of rows on the CPU
+ELEMENTS = 1 << 16  # of a chunk of rows on the CPU
 
 
 def reference(draft, target):
@@ -30,10 +30,12 @@ def reference(draft, target):
     return tv, kl, -torch.where(p > 0, p * log_q, 0).sum(1)
 
 
-def _chunks(R, V):
-    """Row slices whose temporaries stay near a megabyte."""
-    rows = max(1, ELEMENTS // max(V, 1))
-    return [slice(i, i + rows) for i in range(0, R, rows)]
+def _chunks(draft, kind, count):
+    """Row slices, each with the same `count` buffers of its shape: temporaries stay in the cache."""
+    R, V = draft.shape
+    rows = max(1, min(R, ELEMENTS // max(V, 1)))
+    buffers = torch.empty(count, rows, V, dtype=kind, device=draft.device)
+    return [(slice(i, i + rows), buffers[:, : R - i]) for i in range(0, R, rows)]
 
 
 def draft_losses_torch(draft, target):
@@ -41,28 +43,28 @@ def draft_losses_torch(draft, target):
     kind = torch.promote_types(draft.dtype, torch.float32)
     lowest = torch.finfo(kind).min
     out = draft.new_empty(6, draft.shape[0], dtype=kind)
-    for rows in _chunks(*draft.shape):
+    for rows, (log_q, log_p, q, p) in _chunks(draft, kind, 4):
         d, t = draft[rows].to(kind), target[rows].to(kind)
-        log_q, log_p = d.log_softmax(1), t.log_softmax(1)
-        sum_d, sum_t = d.amax(1) - log_q.amax(1), t.amax(1) - log_p.amax(1)
-        q, p = log_q.exp(), log_p.exp()
+        torch.softmax(d, 1, out=q), torch.softmax(t, 1, out=p)
+        # One exponential an element: the logarithms are differences.
+        sum_d, sum_t = d.amax(1) - q.amax(1).log_(), t.amax(1) - p.amax(1).log_()
+        torch.sub(d, sum_d.unsqueeze(1), out=log_q), torch.sub(t, sum_t.unsqueeze(1), out=log_p)
         # A forbidden token (-inf) adds nothing where p is 0.
-        soft_ce = -log_q.clamp_min_(lowest).mul_(p).sum(1)
-        kl = log_p.clamp_min_(lowest).mul_(p).sum(1) + soft_ce
+        soft_ce = -torch.linalg.vecdot(log_q.clamp_min_(lowest), p)
+        kl = torch.linalg.vecdot(log_p.clamp_min_(lowest), p) + soft_ce
         gap = torch.sub(q, p, out=p)
         tv = torch.abs(gap, out=log_q).sum(1) / 2
-        out[:, rows] = torch.stack((tv, kl, soft_ce, sum_d, sum_t, gap.sign_().mul_(q).sum(1)))
+        out[:, rows] = torch.stack((tv, kl, soft_ce, sum_d, sum_t, torch.linalg.vecdot(gap.sign_(), q)))
     return tuple(column.clone() for column in out)
 
 
 def draft_losses_backward_torch(draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce):
     grad = torch.empty_like(draft, memory_format=torch.contiguous_format)
-    for rows in _chunks(*draft.shape):
-        q = (draft[rows].to(sum_d.dtype) - sum_d[rows].unsqueeze(1)).exp_()
-        p = (target[rows].to(sum_d.dtype) - sum_t[rows].unsqueeze(1)).exp_()
+    for rows, (q, p, turn) in _chunks(draft, sum_d.dtype, 3):
+        torch.softmax(draft[rows].to(sum_d.dtype), 1, out=q), torch.softmax(target[rows].to(sum_d.dtype), 1, out=p)
         gap = torch.sub(q, p, out=p)
-        turn = gap.sign().sub_(slope[rows].unsqueeze(1)).mul_(q).mul_(grad_tv[rows].unsqueeze(1) / 2)
-        torch.addcmul(turn, gap, (grad_kl[rows] + grad_ce[rows]).unsqueeze(1), out=grad[rows])
+        torch.sign(gap, out=turn).sub_(slope[rows].unsqueeze(1)).mul_(q).mul_(grad_tv[rows].unsqueeze(1) / 2)
+        grad[rows] = turn.addcmul_(gap, (grad_kl[rows] + grad_ce[rows]).unsqueeze(1))
     return grad
 
 
