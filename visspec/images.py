@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from visspec import zoo
+from visspec.accept.local import Local
 from visspec.api import check_pairing
 from visspec.engine import decode
 from visspec.guard import Guarded
@@ -21,6 +22,7 @@ from visspec.models.targets.image_ar import Family, ImageAR, Layout
 from visspec.pace import Pace
 from visspec.stats import COLOURS, Stats
 from visspec.types import Acceptance, Drafter, Request, Sampling, State
+from visspec.wavefront import Islands, ZipAR, decode_wavefront
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
@@ -51,7 +53,9 @@ class ImagePipeline:
     """A loaded image model and how it is accelerated. The model is not changed.
 
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; a call may
-    name others. Raises ValueError in one sentence where the parts do not fit.
+    name others. parts: what some families need beside the model (a codec, a style, a negative prompt). Besides
+    drafters, `drafter` may name an order of decoding, "zipar:window=4". Raises ValueError in one sentence where the
+    parts do not fit.
     """
 
     def __init__(
@@ -61,9 +65,10 @@ class ImagePipeline:
         drafter: str | Drafter | None = "jacobi",
         acceptance: str | Acceptance = "exact",
         levels: int | None = None,
+        parts: dict[str, Any] | None = None,
     ):
         self.model, self.processor = model, processor
-        self.family: Family = family_of(model, processor)
+        self.family: Family = family_of(model, processor, **(parts or {}))
         self.drafter, self.acceptance, self.levels = drafter, acceptance, levels
         self.interrupt = False  # a callback may set it: the call ends and returns what is finished
         self.last_output = ImageOutput()  # finished images of the newest call, also when it was interrupted
@@ -175,7 +180,9 @@ class ImagePipeline:
         texts = [t for t in texts for _ in range(num_images_per_prompt)]
         sampling = self._sampling(guidance_scale, temperature, top_k, top_p)
         layout = self.family.layout(height, width)
-        longest = self.family.prompt(texts, sampling.guidance != 1.0)
+        if self.family.no_pixels and output_type != "latent":
+            raise ValueError(f"output_type: got {output_type!r}, expected 'latent': {self.family.no_pixels}")
+        longest = self.family.prompt(texts, sampling.guidance != 1.0, layout)
         self.family.check(longest, layout, sampling.guidance)
         seeds = image_seeds(generator, seed, len(texts))
         target, inner, name, rule, pace = self._parts(
@@ -201,20 +208,44 @@ class ImagePipeline:
         """Target, guarded drafter, its name, rule and pace of a pairing; kept, so that a pace goes on learning."""
         key = (drafter if isinstance(drafter, str | None) else id(drafter), str(acceptance))
         if key not in self._built:
-            rule = zoo.acceptance(acceptance) if isinstance(acceptance, str) else acceptance
-            inner, name = zoo.drafter(drafter, self.model)
-            target = ImageAR(self.family, features=inner is not None and "features" in inner.needs)
-            check_pairing(inner, rule, target.capabilities)
-            if hasattr(inner, "attach"):
-                inner.attach(self.family)
-            guarded = None if inner is None else Guarded(inner, target.capabilities, self.device)
-            pace = Pace(self.levels or getattr(inner, "levels", 8), adaptive="q" not in rule.takes)
-            self._built[key] = (target, guarded, name, rule, pace)
+            self._built[key] = self._pairing(drafter, acceptance)
         return self._built[key]
+
+    def _pairing(self, drafter, acceptance) -> tuple:
+        """A fresh pairing. What decodes out of raster order comes back as a plan in the drafter's place."""
+        rule = zoo.acceptance(acceptance) if isinstance(acceptance, str) else acceptance
+        inner, name = self._drafter(drafter)
+        if hasattr(inner, "attach"):
+            inner.attach(self.family)
+        target = ImageAR(self.family, features=inner is not None and "features" in inner.needs)
+        if hasattr(inner, "sketch") and isinstance(rule, Local):
+            inner = Islands(rule, inner)
+        if hasattr(inner, "paint"):
+            inner.bind(target.capabilities)
+            return target, inner, name, rule if isinstance(inner, Islands) else inner, None
+        check_pairing(inner, rule, target.capabilities)
+        guarded = None if inner is None else Guarded(inner, target.capabilities, self.device)
+        # a pace that reads clocks would make the draws of a rule with coins depend on them
+        pace = Pace(self.levels or getattr(inner, "levels", 8), adaptive="q" not in rule.takes)
+        return target, guarded, name, rule, pace
+
+    def _drafter(self, spec) -> tuple[Any, str]:
+        """A drafter or an order of decoding, by name or as it is, and its name."""
+        if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
+            return zoo.drafter(spec, self.model)
+        from visspec.models.drafters.lowres import LowRes
+        from visspec.targets import load_image_model
+
+        name, options = zoo.parse(spec)
+        sibling = load_image_model(options.pop("model", "painter-lowres"), device=str(self.device))
+        try:
+            return LowRes(family_of(*sibling), **options), name
+        except TypeError:
+            raise ValueError(f"drafter: lowres does not take {options}") from None
 
     def _batch(self, job: _Job, rows: slice, bar: tqdm) -> ImageOutput:
         texts, seeds = job.texts[rows], job.seeds[rows]
-        prompt = self.family.prompt(texts, job.sampling.guidance != 1.0)
+        prompt = self.family.prompt(texts, job.sampling.guidance != 1.0, job.layout)
         request = Request(
             inputs=prompt, prompt=prompt.ids, max_new_tokens=job.layout.positions, sampling=job.sampling,
             media={"texts": texts}, grid=job.layout.grid,
@@ -225,10 +256,14 @@ class ImagePipeline:
             request.generators = [torch.Generator(self.device).manual_seed(s) for s in seeds]
         request.on_round = self._watch(job, bar)
         try:
-            state = decode(job.target, job.drafter, job.rule, request, job.pace)
+            if job.pace is None:
+                state = decode_wavefront(job.target, job.drafter, request)
+                bar.update(sum(map(len, state.tokens)))
+            else:
+                state = decode(job.target, job.drafter, job.rule, request, job.pace)
         except Interrupted as stop:
             state = stop.state
-        if job.drafter is not None:
+        if isinstance(job.drafter, Guarded):
             job.drafter.finish(state)
         self.last_state = state
         return self._output(job, state, texts, seeds)
@@ -258,7 +293,8 @@ class ImagePipeline:
         codes = torch.tensor([state.tokens[b] for b in done])[:, free]
         out.tokens = list(codes)
         out.maps = [origin_map(state.trace.origin[b], job.layout) for b in done]
-        out.passes = [pass_map(state.trace.origin[b], job.layout) for b in done]
+        passes = state.memory if job.pace is None else [pass_numbers(o) for o in state.trace.origin]
+        out.passes = [np.array(passes[b], np.int32)[free.numpy()].reshape(job.layout.grid) for b in done]
         if job.output_type == "latent":
             out.images = list(codes.view(len(done), *job.layout.grid))
             return out
@@ -286,10 +322,10 @@ class _Job:
     sampling: Sampling
     layout: Layout
     target: ImageAR
-    drafter: Guarded | None
+    drafter: Guarded | Islands | ZipAR | None
     name: str
     rule: Acceptance
-    pace: Pace
+    pace: Pace | None  # None: not in raster order
     output_type: str
     callback: Callable | None
 
@@ -314,8 +350,10 @@ def origin_map(origin: list[str], layout: Layout) -> np.ndarray:
     return kinds[layout.free.numpy()].reshape(layout.grid)
 
 
-def pass_map(origin: list[str], layout: Layout) -> np.ndarray:
-    """The target pass that gave each code, (rows, columns) int32: a pass ends with a token that was not drafted."""
-    ends = np.array([o != "drafted" for o in origin], np.int32)
-    passes = np.concatenate([[0], np.cumsum(ends)[:-1]])
-    return passes[layout.free.numpy()].reshape(layout.grid).astype(np.int32)
+def pass_numbers(origin: list[str]) -> list[int]:
+    """The target pass that gave each token in raster order: a pass ends with a token that was not drafted."""
+    passes, now = [], 0
+    for kind in origin:
+        passes.append(now)
+        now += kind != "drafted"
+    return passes
