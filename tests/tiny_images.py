@@ -6,8 +6,11 @@ import functools
 
 import torch
 import transformers as tf
-from tests.tiny import enliven
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.models.emu3.configuration_emu3 import Emu3TextConfig, Emu3VQVAEConfig
 from transformers.models.janus.configuration_janus import JanusVisionConfig, JanusVQVAEConfig
+
+from tests.tiny import enliven
 
 PAD, BOS, EOS, BOI = 0, 1, 2, 3
 SIDE, CODES = 4, 24
@@ -52,3 +55,137 @@ def prompts(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
         line = [BOS, *words[b % len(words)], BOI]
         ids[b, 7 - len(line) :] = torch.tensor(line)
     return ids, ids != PAD
+
+
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def word_tokenizer(names: list[str], **specials: str) -> tf.PreTrainedTokenizerFast:
+    """One token a word, ids in the order of `names`; `specials` are the names of special tokens, as transformers calls
+    them (pad_token) or a processor (eoi_token).
+    """
+    core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    known = {"bos_token", "eos_token", "pad_token", "unk_token"}
+    extra = {key: name for key, name in specials.items() if key not in known}
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", padding_side="left", extra_special_tokens=extra,
+        **{key: name for key, name in specials.items() if key in known},
+    )  # fmt: skip
+
+
+# --- Emu3: ids of words, then special ids, then 24 codes --------------------------------------------------------------
+
+EMU3 = [
+    "<pad>", "<s>", "</s>", "<unk>", "<image>", "<boi>", "<eoi>", "<wrap>", "<eof>", "<|extra_200|>", "4*3", "2*5",
+    "a", "red", "blue", "cube", "sphere", "on", "grass", "blurry.", "lowres,",
+]  # fmt: skip
+EMU3_SPECIAL = {
+    "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>", "boi_token": "<boi>",
+    "eoi_token": "<eoi>", "image_wrapper_token": "<wrap>", "eof_token": "<eof>",
+}  # fmt: skip
+
+
+@functools.cache
+def emu3(seed: int = 0):
+    """Stock Emu3 with 24 codes of 2 x 2 pixels."""
+    torch.manual_seed(seed)
+    vocabulary = {name: i for i, name in enumerate(EMU3)}
+    vocabulary |= {f"<|visual token {i:06d}|>": len(EMU3) + i for i in range(CODES)}
+    text = Emu3TextConfig(vocab_size=len(vocabulary), pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, **TEXT)
+    vq = Emu3VQVAEConfig(
+        codebook_size=CODES, embed_dim=4, latent_channels=4, base_channels=32, channel_multiplier=[1, 1],
+        num_res_blocks=1, attn_resolutions=[], hidden_size=32, temporal_downsample_factor=1,
+    )  # fmt: skip
+    config = tf.Emu3Config(text_config=text, vq_config=vq, vocabulary_map=vocabulary)
+    model = enliven(tf.Emu3ForConditionalGeneration(config), seed)
+    model.generation_config.guidance_scale = 3.0
+    return model
+
+
+@functools.cache
+def emu3_processor() -> tf.Emu3Processor:
+    names = EMU3 + [f"<|visual token {i:06d}|>" for i in range(CODES)]
+    return tf.Emu3Processor(tf.Emu3ImageProcessor(), word_tokenizer(names, **EMU3_SPECIAL))
+
+
+# --- GLM-Image: 24 codes, start, end, then words ----------------------------------------------------------------------
+
+GLM_START, GLM_END = CODES, CODES + 1
+GLM_HEAD = CODES + 4  # the head knows two ids more than codes, start and end
+GLM = [f"<{i}>" for i in range(CODES)] + ["<start>", "<end>", "<x>", "<y>"] + [
+    "<pad>", "<unk>", "<image>", "<grid>", "</grid>", "2", "3", "4", "19", "13", "a", "red", "blue", "cube", "on",
+    "grass",
+]  # fmt: skip
+
+
+@functools.cache
+def glm_image(seed: int = 0):
+    """Stock GLM-Image with 24 codes."""
+    torch.manual_seed(seed)
+    pad = GLM.index("<pad>")
+    text = {
+        "vocab_size": len(GLM), "vision_vocab_size": GLM_HEAD, "pad_token_id": pad, "eos_token_id": GLM_END,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}, **TEXT,
+    }  # fmt: skip
+    config = tf.GlmImageConfig(
+        text_config=text,
+        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "image_size": 8, "patch_size": 2,
+                       "intermediate_size": 16},
+        vq_config={"embed_dim": 8, "num_embeddings": CODES, "latent_channels": 16},
+        image_token_id=GLM.index("<image>"), image_start_token_id=GLM_START, image_end_token_id=GLM_END,
+    )  # fmt: skip
+    model = enliven(tf.GlmImageForConditionalGeneration(config), seed)
+    model.generation_config.pad_token_id = pad
+    return model
+
+
+@functools.cache
+def glm_processor() -> tf.GlmImageProcessor:
+    tokenizer = word_tokenizer(
+        GLM, pad_token="<pad>", bos_token="<start>", image_token="<image>", grid_bos_token="<grid>",
+        grid_eos_token="</grid>",
+    )  # fmt: skip
+    template = "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
+    processor = tf.GlmImageProcessor(tf.GlmImageImageProcessor(), tokenizer, chat_template=template)
+    processor.target_h, processor.target_w = 64, 96
+    return processor
+
+
+# --- Chameleon: special ids and words, then 24 codes in a shuffled order ----------------------------------------------
+
+CHAMELEON = [
+    "<s>", "<pad>", "</s>", "<unk>", "<racm3:break>", "<eoss>", "<reserved08706>", "<reserved08799>", "<image>",
+    *(f"<reserved{8800 + n:05d}>" for n in range(1, 5)),
+    "a", "red", "blue", "cube", "on", "grass", "Generate",
+]  # fmt: skip
+
+
+def code_name(code: int) -> str:
+    """Chameleon's name of a code: its digits as letters."""
+    return "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z"
+
+
+@functools.cache
+def chameleon(seed: int = 0):
+    """Stock Chameleon with 24 codes of 16 x 16 pixels."""
+    torch.manual_seed(seed)
+    vocabulary = {name: i for i, name in enumerate(CHAMELEON)}
+    vocabulary |= {code_name((7 * i) % CODES): len(CHAMELEON) + i for i in range(CODES)}
+    config = tf.ChameleonConfig(
+        vocab_size=len(vocabulary) + 3, vocabulary_map=vocabulary, pad_token_id=1,
+        vq_config={"embed_dim": 8, "num_embeddings": CODES, "latent_channels": 8, "resolution": 64,
+                   "base_channels": 32, "channel_multiplier": [1, 1, 1, 1, 1], "num_res_blocks": 1},
+        **TEXT,
+    )  # fmt: skip
+    return enliven(tf.ChameleonForConditionalGeneration(config), seed)
+
+
+class ChameleonTexts:
+    """As much of a `ChameleonProcessor` as prompts need."""
+
+    def __init__(self):
+        self.tokenizer = word_tokenizer(CHAMELEON, bos_token="<s>", pad_token="<pad>", eos_token="</s>")

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from visspec.models.targets.image_ar import Family
 
 FAMILIES = {
     "janus": "visspec.models.targets.janus:Janus",
+    "emu3": "visspec.models.targets.emu3:Emu3",
+    "glm_image": "visspec.models.targets.glm_image:GlmImage",
+    "chameleon": "visspec.models.targets.chameleon:Chameleon",
+    "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",  # not of transformers: known by its class
 }
 
 
-def family_of(model: Any, processor: Any) -> Family:
-    """The family that drives a model. Raises ValueError for a model that draws no images here."""
+def family_of(model: Any, processor: Any, **parts: Any) -> Family:
+    """The family that drives a model. `parts` are what only some take: a codec, a style, a negative prompt.
+
+    Raises ValueError for a model that draws no images here, or for a part that its family does not take.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in FAMILIES:
         raise ValueError(f"model: got the type {kind!r}, expected an image model of {', '.join(FAMILIES)}")
     module, name = FAMILIES[kind].split(":")
-    return getattr(import_module(module), name)(model, processor)
+    family = getattr(import_module(module), name)
+    unknown = sorted(set(parts) - set(signature(family).parameters))
+    if unknown:
+        raise ValueError(f"{unknown[0]}: got one for a model of the type {kind!r}, which takes none")
+    return family(model, processor, **parts)

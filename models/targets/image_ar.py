@@ -5,7 +5,7 @@ in one forward; logits are mixed, then warped. What differs between models is a 
 itself is the stock module, called with embeddings, an additive mask, positions and our cache.
 
 Shapes: B requests, R = B or 2 B cache rows, L prompt, N nodes, V ids (codes, then grammar ids), T image positions,
-d hidden size.
+A axes of position ids, d hidden size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec import tree as trees
@@ -34,6 +34,7 @@ class Layout:
 
     grid: tuple[int, int]  # rows, columns of codes
     fixed: Tensor
+    preview: int = 0  # codes that come before the image's own and are not part of it: a smaller grid drawn first
 
     @property
     def positions(self) -> int:
@@ -41,12 +42,18 @@ class Layout:
 
     @property
     def free(self) -> Tensor:
-        """Positions that hold codes, (rows * columns,) int64, in raster order."""
-        return (self.fixed == ABSENT).nonzero()[:, 0]
+        """Positions that hold the image's codes, (rows * columns,) int64, in raster order."""
+        return (self.fixed == ABSENT).nonzero()[self.preview :, 0]
 
     @classmethod
     def plain(cls, rows: int, columns: int) -> Layout:
-        return cls((rows, columns), torch.full((rows * columns,), ABSENT))
+        return cls.lines(rows, columns, None)
+
+    @classmethod
+    def lines(cls, rows: int, columns: int, end: int | None, tail: tuple[int, ...] = ()) -> Layout:
+        """Every row of codes is followed by the grammar id `end` (None: by nothing), the image by those of `tail`."""
+        row = [ABSENT] * columns + ([] if end is None else [end])
+        return cls((rows, columns), torch.tensor(row * rows + list(tail)))
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,13 @@ class Prompt:
     ids: Tensor
     embeds: Tensor  # (R, L, d)
     attention: Tensor  # (R, L) bool, false at padding
+    positions: Tensor | None = None  # (R, L + T) or (A, R, L + T) position ids of all slots; None: the slot's number
 
 
 class Family:
     """One kind of model. Subclasses say what is theirs; everything here is the common case.
 
-    Ids of the loop are codes 0..codes-1, then grammar ids.
+    Ids of the loop are codes 0..codes-1, then grammar ids, which stand only where a layout fixes them.
     """
 
     name: str
@@ -71,13 +79,17 @@ class Family:
     decoder: Any  # the stock transformer
     codebook: Tensor | None = None  # (codes, E) as the image decoder looks them up, normalised where that is
     default_guidance: float = 1.0
+    no_pixels: str = ""  # why codes do not become pixels here, as an error says it; empty where they do
 
     def layout(self, height: int | None = None, width: int | None = None) -> Layout:
         """Order of the tokens of an image of so many pixels. Raises ValueError for a size the model has no grid for."""
         raise NotImplementedError
 
-    def prompt(self, texts: list[str], guided: bool) -> Prompt:
-        """Ids and embeddings of the prompts, padded on the left; with guidance the unconditional rows follow."""
+    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
+        """Ids and embeddings of the prompts, padded on the left; with guidance the unconditional rows follow.
+
+        `layout` (default: that of the model's own size) counts where prompts name the size or positions depend on it.
+        """
         raise NotImplementedError
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -85,12 +97,12 @@ class Family:
         raise NotImplementedError
 
     def head(self, hidden: Tensor) -> Tensor:
-        """(..., d) -> (..., V) logits."""
+        """(..., d) -> (..., codes) logits of the codes."""
         raise NotImplementedError
 
     def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]."""
-        raise NotImplementedError
+        """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]. Raises ValueError where `no_pixels`."""
+        raise ValueError(self.no_pixels)
 
     def check(self, prompt: Prompt, layout: Layout, guidance: float) -> None:
         """Refuse, before any pass, what can't be generated. Raises ValueError that names the argument."""
@@ -108,7 +120,54 @@ class Family:
 
     def places(self, index: Tensor, state: State) -> Tensor:
         """Position ids of the decoder for linear indices (R, N) counted from the prompt's first slot."""
-        return index
+        prompt: Prompt = state.request.inputs
+        if prompt.positions is None:
+            return index
+        rows = len(prompt.ids)
+        live = [half * rows + row for half in range(len(prompt.embeds) // rows) for row in state.rows]
+        table = prompt.positions[..., live, :]
+        index = index.clamp(max=table.shape[-1] - 1)  # a draft may hang over the end
+        return table.gather(-1, index.expand(*table.shape[:-1], -1))
+
+
+class Vocabulary:
+    """Where codes and grammar live in a text model's vocabulary: `ids` (V,) holds the vocabulary id of each loop id."""
+
+    def __init__(self, ids: Tensor, codes: int):
+        self.ids, used = ids, ids[:codes]
+        self.first, self.last = int(used.min()), int(used.max()) + 1
+        self.order = None if used.tolist() == list(range(self.first, self.last)) else used - self.first
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Loop ids -> vocabulary ids."""
+        self.ids = self.ids.to(tokens.device)
+        return self.ids[tokens]
+
+    def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        """(..., d) -> (..., codes): only the head's rows between the first and the last code are multiplied."""
+        if type(head) is nn.Linear:  # looked up in every call, as weights may move between devices
+            bias = None if head.bias is None else head.bias[self.first : self.last]
+            logits = F.linear(hidden, head.weight[self.first : self.last], bias)
+        else:
+            logits = head(hidden)[..., self.first : self.last]
+        if self.order is None:
+            return logits
+        self.order = self.order.to(hidden.device)
+        return logits[..., self.order]
+
+
+def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids of unequal lengths as one tensor (R, L), and which of them are real (R, L)."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
+    first = torch.tensor([length - len(row) for row in rows], device=device)
+    return ids, torch.arange(length, device=device) >= first[:, None]
+
+
+def counted(attention: Tensor, ahead: int) -> Tensor:
+    """Position ids that start at each row's first real slot, for the prompt and `ahead` tokens: (R, L + ahead)."""
+    ahead_RT = torch.ones(len(attention), ahead, dtype=torch.bool, device=attention.device)
+    return (torch.cat([attention, ahead_RT], dim=1).cumsum(dim=1) - 1).clamp(min=0)
 
 
 class ImageAR:

@@ -41,7 +41,7 @@ class Janus(Family):
             raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, as it was trained")
         return Layout.plain(self.side, self.side)
 
-    def prompt(self, texts: list[str], guided: bool) -> Prompt:
+    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
         batch = self.processor(text=texts, generation_mode="image", padding=True, return_tensors="pt")
         ids = batch["input_ids"].to(self.decoder.device)
         attention = batch["attention_mask"].to(ids.device).bool()

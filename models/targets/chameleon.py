@@ -1,0 +1,124 @@
+"""Chameleon that draws: Anole and Lumina-mGPT on stock `ChameleonForConditionalGeneration`. (arXiv 2405.09818,
+2407.06135, 2408.02657.)
+
+The stock forward forbids image tokens, so its backbone and its head are called apart. What differs between the
+published models is a `Style`. transformers has no decoder of these codes: `codec` is one (`visspec.models.nets.vqgan`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.models.targets.image_ar import Family, Layout, Prompt, Vocabulary, counted, left_padded
+
+BOS, BEGIN, END, TURN = "<s>", "<racm3:break>", "<eoss>", "<reserved08706>"
+LARGEST = 2048  # pixels along a side that a header can name
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a model was trained to draw. `{}` in `question` is the text; sizes are in pixels."""
+
+    question: str
+    guidance: float
+    size: int  # the trained size, or the usual one of a model that draws several
+    step: int = 0  # sides are multiples of this; 0: `size` alone
+    row_end: str = ""  # token behind every row of codes
+    end: str = ""  # token behind the image
+    sized: bool = False  # the image begins with two tokens that say how many steps high and wide it is
+    unconditional: tuple[str, ...] = (BOS,)  # what stays of a prompt, before the header, without its words
+
+    def header(self, layout: Layout, codes_per_step: int) -> list[str]:
+        """Tokens between the words and the first code."""
+        counts = [side // codes_per_step for side in layout.grid] if self.sized else []
+        return [BEGIN, *(f"<reserved{8800 + count:05d}>" for count in counts)]
+
+
+STYLES = {
+    "anole": Style("{}", guidance=3.0, size=512),
+    "lumina": Style(
+        "Generate an image of {width}x{height} according to the following prompt:\n{}",
+        guidance=4.0,
+        size=768,
+        step=32,
+        row_end="<reserved08799>",
+        end=END,
+        sized=True,
+        unconditional=(),
+    ),
+}
+
+
+class Chameleon(Family):
+    """`processor` is a `ChameleonProcessor`, or anything with its `tokenizer`; `style` a name in STYLES or a Style."""
+
+    def __init__(self, model: Any, processor: Any, codec: Any = None, style: str | Style = "anole"):
+        if isinstance(style, str) and style not in STYLES:
+            raise ValueError(f"style: got {style!r}, expected one of {', '.join(STYLES)}")
+        self.style = STYLES[style] if isinstance(style, str) else style
+        self.model, self.processor, self.codec, self.name = model, processor, codec, model.config.model_type
+        self.decoder, mapping = model.model, model.model.vocabulary_mapping
+        self.token_ids: dict[str, int] = mapping.vocab_map
+        codes = mapping.img2bpe_mapping_tensor.long()
+        ends = [name for name in (self.style.row_end, self.style.end) if name]
+        needed = {BOS, BEGIN, TURN, *ends} - set(self.token_ids)
+        if needed:
+            raise ValueError(f"model: its vocabulary_map has no {', '.join(sorted(needed))}, expected Chameleon's own")
+        self.codes, self.grammar = len(codes), len(ends)
+        self.vocabulary = Vocabulary(
+            torch.cat([codes, torch.tensor([self.token_ids[name] for name in ends], dtype=torch.long)]), self.codes
+        )
+        self.codebook = model.model.vqmodel.quantize.embedding.weight.detach().float()
+        self.factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
+        self.default_guidance = self.style.guidance
+        if codec is None:
+            self.no_pixels = (
+                "codec: got none, expected the model's VQGAN (visspec.models.nets.layouts_vq.load_taming_vq), as"
+                " transformers has no decoder of these codes; output_type='latent' needs none"
+            )
+
+    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+        style, height, width = self.style, height or self.style.size, width or self.style.size
+        if not style.step and (height, width) != (style.size, style.size):
+            raise ValueError(f"height, width: got {height} x {width}, expected {style.size} x {style.size}")
+        if style.step and any(side % style.step or not 0 < side <= LARGEST for side in (height, width)):
+            raise ValueError(
+                f"height, width: got {height} x {width}, expected multiples of {style.step} up to {LARGEST}"
+            )
+        ids = iter(range(self.codes, self.codes + self.grammar))
+        row_end, end = (next(ids) if name else None for name in (style.row_end, style.end))
+        tail = () if end is None else (end,)
+        return Layout.lines(height // self.factor, width // self.factor, row_end, tail)
+
+    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
+        layout = layout or self.layout()
+        height, width = (side * self.factor for side in layout.grid)
+        asked = [self.style.question.format(text, height=height, width=width) for text in texts]
+        words = self.processor.tokenizer(asked, add_special_tokens=False)["input_ids"]
+        return self.from_words(words, guided, layout)
+
+    def from_words(self, words: list[list[int]], guided: bool, layout: Layout) -> Prompt:
+        """From the ids of each prompt's words, without special ids."""
+        ids = self.token_ids
+        header = [ids[name] for name in self.style.header(layout, max(self.style.step // self.factor, 1))]
+        rows = [[ids[BOS], *row, ids[TURN], *header] for row in words]
+        if guided:
+            rows += [[*(ids[name] for name in self.style.unconditional), *header]] * len(words)
+        both, seen = left_padded(rows, 0, self.decoder.device)
+        embeds = self.model.get_input_embeddings()(both)
+        return Prompt(both[: len(words)], embeds, seen, counted(seen, layout.positions))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(self.vocabulary(tokens))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.vocabulary.logits(self.model.lm_head, hidden)
+
+    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+        if self.codec is None:
+            return super().pixels(tokens, layout)
+        return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5

@@ -1,0 +1,79 @@
+"""LlamaGen, class- and caption-conditional, on `visspec.models.nets.llamagen`: transformers has none. (arXiv 2406.06525)
+
+Guidance sets the condition to a learned "nothing". Captions are text features: `processor` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.models.nets.llamagen import LlamaGen, left_padded
+from visspec.models.targets.image_ar import Family, Layout, Prompt
+
+GUIDANCE = {"class": 4.0, "caption": 7.5}  # of the authors' sampling scripts
+FACTOR = 16  # pixels per code, along a side, of the published codec
+
+
+class LlamaGenImages(Family):
+    """Prompts of a class-conditional model are class numbers ("207").
+
+    processor: for captions, texts -> features (B, P, F) and which are real (B, P), padded on the right as T5's encoder
+    gives them. codec: `visspec.models.nets.layouts_vq.load_llamagen_vq`.
+    """
+
+    name = "llamagen"
+
+    def __init__(
+        self, model: LlamaGen, processor: Callable[[list[str]], tuple[Tensor, Tensor]] | None, codec: Any = None
+    ):
+        self.model = self.decoder = model
+        self.processor, self.codec, self.codes = processor, codec, model.config.codes
+        self.codebook = None if codec is None else codec.codebook.float()
+        self.factor = FACTOR if codec is None else codec.factor
+        self.default_guidance = GUIDANCE[model.config.condition]
+        if codec is None:
+            self.no_pixels = (
+                "codec: got none, expected LlamaGen's VQ codec (visspec.models.nets.layouts_vq.load_llamagen_vq);"
+                " output_type='latent' needs none"
+            )
+
+    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+        side = self.model.config.grid * self.factor
+        if (height or side, width or side) != (side, side):
+            raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, the grid it was given")
+        return Layout.plain(self.model.config.grid, self.model.config.grid)
+
+    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
+        if self.model.config.condition == "class":
+            classes = self.model.config.classes
+            wrong = [text for text in texts if not (text.strip().isdecimal() and int(text) < classes)]
+            if wrong:
+                raise ValueError(f"prompt: got {wrong[0]!r}, expected a class number 0..{classes - 1}")
+            return self.from_condition(torch.tensor([int(text) for text in texts]), None, guided)
+        if self.processor is None:
+            raise ValueError("processor: got None, expected a function from texts to text features and their mask")
+        return self.from_condition(*left_padded(*self.processor(texts)), guided)
+
+    def from_condition(self, condition: Tensor, attention: Tensor | None, guided: bool) -> Prompt:
+        """From class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
+        embeds = self.model.prefix(condition.to(self.model.device), guidance=guided)
+        rows, length = len(condition), embeds.shape[1]
+        ids = torch.zeros(rows, length, dtype=torch.long, device=embeds.device)  # a prefix of embeddings has none
+        seen = torch.ones_like(ids).bool() if attention is None else attention.to(embeds.device).bool()
+        # "nothing" is seen where the caption is: the published models were sampled so
+        return Prompt(ids, embeds, seen.repeat(2, 1) if guided else seen)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.embed(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.model.head(hidden)
+
+    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+        if self.codec is None:
+            return super().pixels(tokens, layout)
+        return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5
