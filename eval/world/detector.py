@@ -5,6 +5,7 @@
    frequent colours is split.
 3. A component's soft coverage is the pixels' projection on the line from canvas to colour. Every class is fitted over
    centre and radius with the renderer's own anti-aliased templates; the score is the soft intersection over union.
+   Where it is middling, templates of lower resolution are tried as well: lost resolution is not another shape.
 4. What no accepted template explains is counted; an image with too much of it is refused.
 
 "Exact" is a tested claim about clean renders; `robustness.py` measures damaged ones.
@@ -28,6 +29,8 @@ TEXTURE = 30  # grey values a ground may differ from the canvas
 OFF_PALETTE = 22.0  # Lab distance from which a colour is none of the ten
 FOREIGN = 30.0  # Lab distance from the ground beyond which a pixel is no ground, whatever the palette
 BLUR = ((6.0, 0.0), (20.0, 0.6), (np.inf, 0.9))  # noise below x grey levels: smooth by sigma y pixels
+SHARP, HOPELESS = 0.85, 0.45  # a component explained less well, yet not hopelessly, is tried with blurred templates
+SOFT = (0.7, 1.1)  # their blurs, sigma in pixels: lost resolution, as of the halved colour of JPEG
 
 
 @dataclass(frozen=True)
@@ -271,8 +274,15 @@ class ShapeDetector:
         if alpha.sum() < 1:  # on the far side of the canvas from its nearest colour
             return None
         radii = (ceil(0.6 * self.min_radius * side * STEPS), floor(1.5 * self.max_radius * side * STEPS))
-        fit = _Fit(alpha.astype(np.float32), int(top), int(left), sigma, radii)
+        alpha = alpha.astype(np.float32)
+        fit = _Fit(alpha, int(top), int(left), sigma, radii)
         score, kind, (x, y, radius) = fit.best()
+        if HOPELESS < score < SHARP:
+            for soft in SOFT:
+                blunt = _Fit(alpha, int(top), int(left), float(np.hypot(sigma, soft)), radii)
+                found = blunt.best()
+                if found[0] > score:
+                    fit, (score, kind, (x, y, radius)) = blunt, found
         if score < self.score:
             return None
         px, py, r = x / STEPS - fit.margin + left, y / STEPS - fit.margin + top, radius / STEPS

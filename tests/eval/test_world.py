@@ -9,7 +9,7 @@ import pytest
 
 from visspec.eval.detection import DetectedColours, Detection, Found, ShapeWorldDetector
 from visspec.eval.geneval import judge, kept, strictly
-from visspec.eval.world import lattice, suite
+from visspec.eval.world import detector, lattice, robustness, suite
 from visspec.eval.world.components import components
 from visspec.eval.world.detector import Analysis, ShapeDetector, _moments, noise_level
 from visspec.eval.world.palette import GROUNDS
@@ -300,3 +300,18 @@ def test_detector_names_a_bad_argument():
         ShapeDetector(0.2, 0.1)
     with pytest.raises(ValueError, match="at least 32"):
         ShapeDetector().analyse(np.zeros((8, 8, 3)))
+
+
+def test_blurred_templates_explain_lost_resolution(monkeypatch):
+    """Stars at 64 pixels through JPEG, which halves the resolution of colour; without such templates they are lost."""
+    row = next(r for r in ROWS if r["prompt"] == "a photo of a purple star")
+    rng = np.random.default_rng(0)
+    damaged = [robustness.jpeg(75)(p, rng) for p in robustness.pictures("lattice", 64, [row] * 12, 0)]
+
+    def stars() -> int:
+        found = [ShapeDetector().analyse(image).shapes for image in damaged]
+        return sum([(s.label, s.colour) for s in shapes] == [("star", "purple")] for shapes in found)
+
+    assert stars() >= 11
+    monkeypatch.setattr(detector, "SOFT", ())
+    assert stars() <= 6
