@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from visspec import zoo
 from visspec.eval import fid, geneval, references, speed
 from visspec.eval.features import RandomConv
 from visspec.eval.speed import Run
@@ -26,12 +27,6 @@ from visspec.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.provenance import provenance
 from visspec.stats import acceptance_by_depth
 
-PRESETS = {  # name: drafter, rule; docs/presets.md says where each is from
-    "plain": "none/exact",
-    "sjd": "jacobi:redraw=independent/rejection",
-    "coupled": "jacobi:redraw=maximal/rejection",
-    "gumbel": "jacobi/exact",
-}
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
 REFERENCES = 4  # renders of each prompt that the distance is taken to
 HEADS = (
@@ -44,10 +39,7 @@ REFERENCE_SEED = 20261121
 
 def run(arguments) -> dict[str, Any]:
     """The command: returns the JSON object, one row a method."""
-    methods = dict(m.split("=", 1) for m in arguments.method or ()) or PRESETS
-    for name, method in methods.items():
-        if "/" not in method:
-            raise ValueError(f"--method: got {name}={method}, expected name=drafter/acceptance")
+    methods = dict(chosen(m) for m in arguments.method or zoo.PRESETS)
     pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
     )
@@ -59,6 +51,16 @@ def run(arguments) -> dict[str, Any]:
     if arguments.quality:
         judge(pipe, record, methods, options, arguments.quality, arguments.seed, arguments.images)
     return record
+
+
+def chosen(method: str) -> tuple[str, str]:
+    """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"."""
+    name, equals, pair = method.partition("=")
+    if not equals:
+        return name, "/".join(zoo.preset(name))
+    if "/" not in pair:
+        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance")
+    return name, pair
 
 
 class StockArm:

@@ -123,8 +123,9 @@ def _generate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--maps", action="store_true", help="beside each image, where its tokens came from")
     sub.add_argument("--model", default="painter", help="shipped name, folder or hub id of an image model")
     _image_options(sub)
-    sub.add_argument("--drafter", help="name, folder or hub id (default: jacobi)", default="jacobi")
-    sub.add_argument("--acceptance", default="exact", help="rule and options, e.g. lantern:k=100,delta=0.1")
+    sub.add_argument("--preset", help="a published method by name, see visspec list")
+    sub.add_argument("--drafter", help="name, folder or hub id (default: jacobi)")
+    sub.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact)")
     sub.add_argument("--batch-size", type=positive, default=8)
     sub.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
     sub.add_argument("--json", type=Path, help="write seeds, passes and drift to this file")
@@ -143,7 +144,9 @@ def _bench_image(sub: argparse.ArgumentParser) -> None:
     _add(sub, run_bench_image)
     sub.add_argument("--prompts", type=positive, default=24, help="prompts of the shape world's suite")
     sub.add_argument("--model", default="painter")
-    sub.add_argument("--method", action="append", help="name=drafter/acceptance; repeat; default: the presets")
+    sub.add_argument(
+        "--method", action="append", help="preset or name=drafter/acceptance; repeat; default: all presets"
+    )
     sub.add_argument("--quality", type=int, default=0, help="images a method for GenEval and FD (0: none)")
     sub.add_argument("--batch-size", type=positive, default=1, help="images at a time in the speed part")
     sub.add_argument("--images", type=Path, help="keep the images of the quality part in this folder; it resumes")
@@ -366,6 +369,8 @@ def run_list(arguments) -> int:
     for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE)):
         for name, (_, what) in entries.items():
             view.add_row(kind, name, what)
+    for name, (drafter, rule, what) in zoo.PRESETS.items():
+        view.add_row("preset", name, f"{what} ({drafter} / {rule})")
     for folder in sorted(p for p in zoo.CHECKPOINTS.iterdir() if (p / "config.json").is_file()):
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
         view.add_row("checkpoint", folder.name, f"{size:.1f} MB, shipped with the package")

@@ -8,6 +8,7 @@ from typing import Any
 
 from PIL import Image
 
+from visspec import zoo
 from visspec.grid import grid, origin_image
 from visspec.images import ImageOutput, ImagePipeline
 from visspec.provenance import provenance
@@ -17,9 +18,10 @@ def run(arguments) -> int:
     """The command. Finished images stay when it is interrupted. Returns the exit code."""
     from visspec.cli import write_json
 
+    drafter, acceptance = method(arguments)
     pipe = ImagePipeline.from_pretrained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype, drafter=arguments.drafter,
-        acceptance=arguments.acceptance, trust_remote_code=arguments.trust_remote_code,
+        arguments.model, device=arguments.device, dtype=arguments.dtype, drafter=drafter, acceptance=acceptance,
+        trust_remote_code=arguments.trust_remote_code,
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     stream = pipe.stream(
@@ -48,9 +50,19 @@ def run(arguments) -> int:
             save(grid(shown, captions), arguments.grid)
             print(f"{arguments.grid}: all {len(shown)}")
         if rows:
-            record = {"drafter": arguments.drafter, "acceptance": arguments.acceptance}
+            record = {"drafter": drafter, "acceptance": acceptance}
             write_json(arguments.json, {"results": rows, **record, "provenance": provenance(pipe.model)})
     return 0
+
+
+def method(arguments) -> tuple[str, str]:
+    """Drafter and rule from --preset, or from --drafter and --acceptance."""
+    if arguments.preset is None:
+        return arguments.drafter or "jacobi", arguments.acceptance or "exact"
+    for name in ("drafter", "acceptance"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name}: got {getattr(arguments, name)} beside --preset, expected one of the two")
+    return zoo.preset(arguments.preset)
 
 
 def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:

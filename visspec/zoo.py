@@ -38,6 +38,26 @@ DRAFTERS = {
         "drafts on the embedded captioner's own features; shipped, other targets train theirs",
     ),
 }
+PRESETS = {  # of image generation: drafter, rule, where it is from; docs/presets.md compares them
+    "plain": ("none", "exact", "no drafting, in our loop"),
+    "gumbel": ("jacobi:window=32", "exact", "Jacobi windows coupled to the target's own noise; token-identical"),
+    "coupled": ("jacobi:redraw=maximal,window=32", "rejection", "SCD, SJD-PAC: Jacobi windows, maximal coupling"),
+    "sjd": ("jacobi:redraw=independent,start=random,window=16", "rejection", "SJD (ICLR 2025)"),
+    "gsd": ("jacobi:redraw=independent,start=random,window=16", "grouped:group=14", "GSD (ICCV 2025)"),
+    "sjd-sv": ("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),
+    "drafter": ("painter-eagle", "exact", "the trained drafter, chains coupled to the target's own noise"),
+    "naive": ("painter-eagle:tree=dynamic", "rejection", "EAGLE-2 trees, exact rejection"),
+    "lantern": ("painter-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),
+    "lantern++": ("painter-eagle:tree=static", "lantern_plus:k=10,lam=2.0", "LANTERN++ (ICLR-W 2025)"),
+    "cool": ("painter-eagle", "cool:omega=1.1,nu=0.7", "COOL-SD (AAAI 2026)"),
+    "mulo": ("lowres", "local:tau=0.1,k=100,radius=1", "MuLo-SD (CVPR 2026)"),
+    "zipar": ("zipar:window=4", "exact", "ZipAR (ICML 2025)"),
+    "coupled-lantern": (
+        "jacobi:redraw=maximal,window=32",
+        "lantern:k=100,delta=0.1",
+        "LANTERN's rule on Jacobi windows",
+    ),
+}
 SHIPPED = {"vispec": ("captioner-vispec", "captioner")}  # drafter: its checkpoint, and the checkpoint of its target
 NOT_ARCHITECTURE = {
     "dtype",
@@ -91,6 +111,11 @@ def acceptance(text: str) -> Any:
         return load(reference)(**options)
     except TypeError as error:
         raise ValueError(f"acceptance: {name} does not take {options}, {error}") from None
+
+
+def preset(name: str) -> tuple[str, str]:
+    """Drafter and rule of a preset of image generation. Raises ValueError for an unknown name."""
+    return _pick(PRESETS, "preset", name)[:2]
 
 
 def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
