@@ -83,7 +83,7 @@ class ImageFeatureDrafter(FeatureDrafting):
         self.warned = False
 
     @classmethod
-    def for_target(cls, target: nn.Module | Family, *, seed: int = 0, **options: Any) -> ImageFeatureDrafter:
+    def for_model(cls, target: nn.Module | Family, *, seed: int = 0, **options: Any) -> ImageFeatureDrafter:
         """A fresh, untrained drafter for a target. `options` are fields of ImageHeadConfig."""
         family = target if isinstance(target, Family) else family_of(target, None)
         torch.manual_seed(seed)
@@ -171,7 +171,7 @@ class ImageFeatureDrafter(FeatureDrafting):
 
     def _following(self, lesson: Any) -> Tensor:
         answer = self.embed(lesson.ids[:, lesson.prompt_length :])
-        return torch.cat([lesson.embeddings[:, 1:].to(answer.dtype), answer], dim=1)
+        return torch.cat([lesson.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
 
     def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """As in the base; positions that the grammar fixes do not count."""

@@ -116,7 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
     )  # fmt: skip
     record = provenance(model, seed=options.seed, recipe="captioner_drafter", batch=options.batch)
     validate = Validation(model, drafter, held_out(model, processor, 8, 1))
-    train(model, drafter, Scenes(model, processor, options.batch), plan, options.out, record, validate, options.resume)
+    scenes = Scenes(model, processor, options.batch)
+    train(validate.target, drafter, scenes, plan, options.out, record, validate, options.resume)
     if options.export:
         export(options.out, options.export, model, options.levels)
 

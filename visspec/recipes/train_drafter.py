@@ -128,14 +128,14 @@ def run(
     drafter = fresh_or_resumed(model, out, resume, seed, image_latents=image_latents)
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter")
     validate = Validation(model, drafter, lambda temperature: [checks(0, temperature)])
-    return train(model, drafter, prompts, options, out, record, validate, resume)
+    return train(validate.target, drafter, prompts, options, out, record, validate, resume)
 
 
-def fresh_or_resumed(model, out: str | Path, resume: bool, seed: int, **options: Any) -> FeatureDrafter:
-    """The drafter of a run's folder when it is to be resumed and there is one, else a new one."""
+def fresh_or_resumed(model, out: str | Path, resume: bool, seed: int, kind: Any = FeatureDrafter, **options: Any):
+    """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`."""
     if resume and (Path(out) / CONFIG).is_file():
-        return FeatureDrafter.from_pretrained(out, model)
-    return FeatureDrafter.for_model(model, seed=seed, **options)
+        return kind.from_pretrained(out, model)
+    return kind.for_model(model, seed=seed, **options)
 
 
 class Validation:
@@ -153,10 +153,9 @@ class Validation:
         return found
 
 
-def train(model, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool) -> list[dict]:
+def train(target, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool, rule=None) -> list[dict]:
     """Run a trainer under a progress bar, with a JSON line a hundred steps; the drafter is saved in `out`."""
-    target = HFDecoder(model, drafter.feature_layers, embeddings=True)
-    trainer = Trainer(target, drafter, Exact(), prompts, plan, out, record, validate)
+    trainer = Trainer(target, drafter, rule or Exact(), prompts, plan, out, record, validate)
     if resume:
         trainer.resume()
     with tqdm(total=plan.steps, initial=trainer.step, unit="step", mininterval=2.0) as bar:
@@ -164,7 +163,7 @@ def train(model, drafter, prompts, plan: Plan, out, record: dict, validate, resu
         def report(entry: dict) -> None:
             bar.update(entry["step"] - bar.n)
             bar.set_postfix(loss=entry["loss"], agreed=entry["agreed"][0], refresh=False)
-            if entry["step"] % 100 == 0 or "tau_greedy" in entry:
+            if entry["step"] % 100 == 0 or "tau_sampled" in entry:
                 bar.write(json.dumps(entry))
 
         return trainer.run(report)
