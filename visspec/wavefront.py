@@ -115,13 +115,13 @@ class Canvas:
         """
         final, extra = [], []
         for b, places in enumerate(wanted):
-            final.append(set(self.due(b)))
+            final.append(set(self.due(b) if places else ()))  # a row without a wish waits for the next block
             before = {u - 1: self.above.get(u) for u in places if u > 0 and u - 1 not in final[b]}
             final[b] |= {t for t in before if self.cached[b][t]}
             extra.append({t: t if self.known[b][t] else s for t, s in before.items() if t not in final[b]})
         laws, at = self._run(final, extra)
         for b, places in enumerate(wanted):
-            self.fresh[b] = list(places)
+            self.fresh[b] = list(places) or self.fresh[b]
         pairs, ran = [(b, u) for b, places in enumerate(wanted) for u in places], [bool(nodes) for nodes in at]
         self.decide(pairs, self._after(laws, at, pairs), self.pass_number(any(ran)))
         self.record([len(places) for places in wanted], ran)

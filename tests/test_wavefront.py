@@ -1,0 +1,539 @@
+"""Images out of raster order: the limits where every method is plain decoding, and what happens between them."""
+
+import functools
+
+import pytest
+import torch
+import transformers as tf
+
+from tests.tiny import enliven
+from tests.tiny_images import BOI, BOS, CODES, EOS, PAD, SIDE, janus, prompts
+from visspec import zoo
+from visspec.accept.exact import Exact
+from visspec.accept.local import Local, spread
+from visspec.engine import decode
+from visspec.guard import Guarded
+from visspec.models.drafters import lowres
+from visspec.models.drafters.lowres import LowRes
+from visspec.models.targets.image_ar import ImageAR, Layout
+from visspec.models.targets.janus import Janus
+from visspec.pace import Pace
+from visspec.types import ABSENT, Capabilities, Request, Sampling
+from visspec.wavefront import Canvas, Islands, ZipAR, decode_wavefront, islands, zip_waves
+
+PLACES = SIDE * SIDE
+KINDS = [(0.0, 1.0), (0.0, 3.0), (1.0, 3.0)]  # temperature, guidance
+each_kind = pytest.mark.parametrize("temperature,guidance", KINDS, ids=["greedy", "greedy-guided", "sampled-guided"])
+
+
+class Lined(Janus):
+    """The tiny Janus with a row end of grammar behind every row of codes, and a leading one."""
+
+    grammar = 2
+
+    def layout(self, height=None, width=None):
+        return Layout((SIDE, SIDE), torch.tensor([CODES + 1, *([ABSENT] * SIDE + [CODES]) * SIDE]))
+
+    def embed(self, tokens):
+        words = self.model.get_input_embeddings()(tokens.clamp(min=CODES) - CODES + 25)
+        return torch.where((tokens < CODES)[..., None], super().embed(tokens.clamp(max=CODES - 1)), words)
+
+
+@functools.cache
+def family(kind=Janus):
+    return kind(janus(), None)
+
+
+@functools.cache
+def sibling(side: int = 2, seed: int = 1):
+    """A smaller Janus with the same codes, for a smaller image."""
+    config = janus().config.to_dict()
+    config["vq_config"]["num_patches"] = side
+    config["vision_config"] |= {"image_size": 8 * side, "num_image_tokens": side * side}
+    torch.manual_seed(seed)
+    model = tf.JanusForConditionalGeneration(tf.JanusConfig(**config)).eval()
+    enliven(model, seed)
+    model.model.vqmodel.load_state_dict(janus().model.vqmodel.state_dict())
+    model.generation_config = tf.GenerationConfig(
+        bos_token_id=BOS, pad_token_id=PAD, eos_token_id=EOS, guidance_scale=3.0, max_length=64,
+        generation_kwargs={"boi_token_id": BOI},
+    )  # fmt: skip
+    return model
+
+
+def drafter(**options):
+    return LowRes(Janus(sibling(), None), family(), **options)
+
+
+def request(temperature=1.0, guidance=3.0, rows=(0, 1, 2), kind=Janus, seed=0):
+    ids, attention = prompts(3)
+    rows, layout = list(rows), family(kind).layout()
+    prompt = family(kind).from_ids(ids[rows], attention[rows], guidance != 1.0)
+    asked = Request(prompt, prompt.ids, layout.positions, Sampling(temperature, guidance=guidance), grid=layout.grid)
+    if layout.positions > PLACES:
+        asked.fixed = layout.fixed
+    if temperature:
+        asked.generators = [torch.Generator().manual_seed(seed + row) for row in rows]
+    return asked
+
+
+def plain(*args, **options):
+    asked = request(*args, **options)
+    return decode(ImageAR(family(options.get("kind", Janus))), None, Exact(), asked, Pace(1, False))
+
+
+def run(plan, *args, **options):
+    return decode_wavefront(ImageAR(family(options.get("kind", Janus))), plan, request(*args, **options))
+
+
+class Draft:
+    """A fixed draft for every prompt, right up to place `upto` of what plain decoding gives."""
+
+    def __init__(self, right=None, upto=0):
+        self.right, self.upto = right, upto
+
+    def sketch(self, state):
+        rows = []
+        for row, ids in enumerate(state.request.prompt):
+            codes = torch.randint(CODES, (PLACES,), generator=torch.Generator().manual_seed(int(ids.sum())))
+            if self.right is not None:
+                codes[: self.upto] = torch.tensor(self.right[row][: self.upto])
+            rows.append(codes)
+        return torch.stack(rows)
+
+
+class Chosen(Local):
+    """Draws again what it was told to: one list of places for each row."""
+
+    def __init__(self, places, **options):
+        super().__init__(**options)
+        self.places = places
+
+    def again(self, p_BNV, x_BN, columns):
+        mask = torch.zeros_like(x_BN, dtype=torch.bool)
+        for b, row in enumerate(self.places):
+            mask[b, row] = True
+        return mask
+
+
+def pad_free(tokens):
+    """Codes alone, of rows with grammar."""
+    return [[t for t in row if t < CODES] for row in tokens]
+
+
+# --- the pass that overwrites -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@torch.no_grad()
+def test_revise_is_verify_where_nothing_is_missing(guidance):
+    from visspec import tree as trees
+
+    target, asked = ImageAR(family()), request(1.0, guidance)
+    tokens = torch.tensor(plain(1.0, guidance).tokens)
+    state, _ = target.prefill(asked)
+    state.tokens = [[0]] * 3
+    places = torch.arange(PLACES).expand(3, -1)
+    seen = torch.ones(3, PLACES, dtype=torch.bool)
+    revised = target.revise(state, tokens, places, seen).logits
+    shuffled = torch.stack([torch.randperm(PLACES) for _ in range(3)])
+    again = target.revise(state, tokens.gather(1, shuffled), shuffled, seen).logits
+    one = target.revise(state, tokens[:, 5:6], places[:, 5:6], seen).logits
+    state, _ = target.prefill(asked)
+    state.tokens, state.position = [[0]] * 3, state.position + 1
+    verified = target.verify(state, trees.chain_draft(tokens[:, 0], tokens[:, 1:])).logits
+    torch.testing.assert_close(revised, verified, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(again, revised.gather(1, shuffled[..., None].expand_as(again)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one, revised[:, 5:6], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_absent_nodes_and_unseen_places_change_nothing():
+    target = ImageAR(family())
+    tokens = torch.tensor(plain().tokens)
+    places, seen = torch.arange(PLACES).expand(3, -1), torch.ones(3, PLACES, dtype=torch.bool)
+    seen[:, 7] = False
+    laws = []
+    for junk in (0, 9):
+        state, _ = target.prefill(request())
+        altered = tokens.clone()
+        altered[:, 7] = junk
+        target.revise(state, altered, places, seen)
+        holes = torch.where((places % 3 == 2) & (places != 5), ABSENT, places)
+        laws.append(target.revise(state, altered, holes, seen).logits)
+        torch.testing.assert_close(laws[-1][:, 5], target.revise(state, tokens, places, seen).logits[:, 5])
+    others = [n for n in range(PLACES) if n != 7 and (n % 3 != 2 or n == 5)]
+    torch.testing.assert_close(laws[0][:, others], laws[1][:, others])
+    assert not torch.allclose(laws[0][:, 7], laws[1][:, 7])
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@each_kind
+@pytest.mark.parametrize("kind", [Janus, Lined])
+@pytest.mark.parametrize("window", [SIDE, 3 * SIDE])
+def test_a_window_of_the_image_is_plain_decoding(temperature, guidance, kind, window):
+    state, expected = run(ZipAR(window), temperature, guidance, kind=kind), plain(temperature, guidance, kind=kind)
+    assert state.tokens == expected.tokens
+    assert len(state.trace.rounds) == (PLACES - 1 if kind is Janus else PLACES)  # leading grammar takes a pass
+    assert state.meters["drift"].abs().max() < 1e-3
+    assert {o for row in state.trace.origin for o in row} == {"plain"}
+
+
+@each_kind
+@pytest.mark.parametrize("kind", [Janus, Lined])
+@pytest.mark.parametrize("rows,radius", [(None, 0), (1, 2), (3, 1)])
+def test_tau_above_one_is_plain_decoding(temperature, guidance, kind, rows, radius):
+    plan = Islands(Local(1.1, radius, k=3, rows=rows), Draft())
+    state, expected = run(plan, temperature, guidance, kind=kind), plain(temperature, guidance, kind=kind)
+    assert state.tokens == expected.tokens
+    assert len(state.trace.rounds) == PLACES  # the judgement of a block gives its first code
+    assert state.meters["drift"].abs().max() < 1e-3
+
+
+@each_kind
+@pytest.mark.parametrize("kind", [Janus, Lined])
+def test_tau_zero_takes_the_draft(temperature, guidance, kind):
+    plan = Islands(Local(0.0, 3), Draft())
+    state = run(plan, temperature, guidance, kind=kind)
+    wanted = Draft().sketch(type("S", (), {"request": request()})).tolist()
+    assert pad_free(state.tokens) == wanted and len(state.trace.rounds) == 1
+    codes = [o for row, kinds in zip(state.tokens, state.trace.origin) for t, o in zip(row, kinds) if t < CODES]
+    assert set(codes) == {"drafted"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("upto", [0, 6, 11])
+def test_one_island_behind_a_right_prefix_is_plain_decoding(temperature, upto):
+    """Keys and values of the wrong draft are overwritten, those of the right prefix are kept."""
+    expected = plain(temperature).tokens
+    plan = Islands(Chosen([list(range(upto, PLACES))] * 3), Draft(expected, upto))
+    state = run(plan, temperature)
+    assert state.tokens == expected and len(state.trace.rounds) == PLACES - upto
+    assert [o == "drafted" for o in state.trace.origin[0]] == [u < upto for u in range(PLACES)]
+    assert state.memory[0] == [1] * upto + [1 + n for n in range(PLACES - upto)]
+
+
+# --- between the limits -----------------------------------------------------------------------------------------------
+
+PLANS = {
+    "zipar-1": lambda: ZipAR(1),
+    "zipar-2": lambda: ZipAR(2),
+    "local": lambda: Islands(Local(0.03, 0, k=2), Draft()),
+    "local-rows": lambda: Islands(Local(0.03, 1, rows=2), Draft()),
+    "lowres": lambda: Islands(Local(0.03, 0), drafter(upsample="latent")),
+}
+
+
+@pytest.mark.parametrize("kind", [Janus, Lined])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_row_does_not_know_its_batch(name, kind):
+    together = run(PLANS[name](), kind=kind)
+    again = run(PLANS[name](), kind=kind)
+    assert together.tokens == again.tokens and together.rows == [] and together.finished == {0, 1, 2}
+    for row in range(3):
+        alone = run(PLANS[name](), rows=[row], kind=kind)
+        assert alone.tokens[0] == together.tokens[row]
+        assert alone.trace.origin[0] == together.trace.origin[row]
+        torch.testing.assert_close(alone.meters["drift"][0], together.meters["drift"][row], rtol=1e-3, atol=1e-3)
+        gained = sum(sum(g) for _, g in alone.trace.rounds)
+        assert gained == PLACES - (alone.memory[0].count(0) - (len(alone.tokens[0]) - PLACES))
+    assert together.trace.times.keys() >= {"prefill", "verify", "accept", "audit"}
+
+
+@pytest.mark.parametrize("rows,columns,window", [(4, 4, 1), (4, 4, 2), (3, 5, 3), (6, 3, 2), (2, 4, 4), (3, 4, 9)])
+def test_zip_waves(rows, columns, window):
+    done, passes = set(), 0
+    for wave in zip_waves(rows, columns, window):
+        assert len({i for i, _ in wave}) == len(wave)
+        for i, j in wave:
+            needed = {(i - 1, c) for c in range(j, min(j + window, columns))} if i else set()
+            assert needed <= done and (j == 0 or (i, j - 1) in done) and (i, j) not in done
+        done |= set(wave)
+        passes += 1
+    assert len(done) == rows * columns and passes == columns + (rows - 1) * min(window, columns)
+
+
+@torch.no_grad()
+def test_the_code_above_stands_in_for_a_missing_row_end():
+    """The first code of row 1, decided when two codes of row 0 are there, from a forward of the stock decoder."""
+    state = run(ZipAR(2), 0.0, 1.0)
+    model, (ids, attention), tokens = janus(), prompts(3), torch.tensor(state.tokens)
+    drawn = torch.cat([tokens[:, :2], tokens[:, :1]], dim=1)
+    embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(drawn)], 1)
+    length = ids.shape[1]
+    positions = torch.tensor([*range(length), length, length + 1, length + SIDE - 1]).expand(3, -1)
+    mask = torch.cat([attention.long(), torch.ones(3, 3, dtype=torch.long)], dim=1)
+    hidden = model.model.language_model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions)
+    law = model.model.generation_head(hidden.last_hidden_state[:, -1])
+    assert law.argmax(-1).tolist() == tokens[:, SIDE].tolist() and state.memory[0][SIDE] == 2
+
+
+@torch.no_grad()
+def test_drift_of_kept_codes_is_what_stock_forwards_say():
+    state = run(Islands(Local(0.0), Draft()), 1.0, 1.0)
+    bare = run(Islands(Local(0.0), Draft(), audit=False), 1.0, 1.0)
+    model, (ids, attention), tokens = janus(), prompts(3), torch.tensor(state.tokens)
+    drawn = model.prepare_embeddings_for_image_generation(tokens)
+    length = ids.shape[1]
+    hidden = model.model.language_model(
+        inputs_embeds=torch.cat([model.get_input_embeddings()(ids), drawn], dim=1),
+        attention_mask=torch.cat([attention.long(), torch.ones(3, PLACES, dtype=torch.long)], dim=1),
+        position_ids=torch.arange(length + PLACES).expand(3, -1),
+    ).last_hidden_state[:, length - 1 : -1]
+    p = model.model.generation_head(hidden).softmax(-1)
+    drift = (1 - p.gather(2, tokens[..., None])[..., 0]).sum(1)
+    torch.testing.assert_close(state.meters["drift"], drift, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(bare.meters["drift"], drift, rtol=1e-3, atol=1e-3)
+    codes = family().codebook
+    far = (p * torch.cdist(codes[tokens], codes)).sum((1, 2))
+    torch.testing.assert_close(state.meters["displacement"], far, rtol=1e-3, atol=1e-3)
+    assert "audit" not in bare.trace.times
+
+
+def test_without_an_audit_zipar_claims_no_drift():
+    assert run(ZipAR(2, audit=False)).meters == {} and ZipAR.guarantee == Islands.guarantee == "approximate"
+    assert bool((run(ZipAR(1)).meters["drift"] > run(ZipAR(SIDE)).meters["drift"] + 0.1).all())
+
+
+# --- islands ----------------------------------------------------------------------------------------------------------
+
+
+def grid(text):
+    return torch.tensor([[c == "x" for c in line] for line in text.split()])[None]
+
+
+@pytest.mark.parametrize("before,radius,after", [
+    ("..... ..x.. .....", 0, "..... ..x.. ....."),
+    ("..... ..x.. .....", 1, "..... ..xx. .xxx."),  # nothing before the first rejected place
+    ("x.... ..... ....x", 1, "xx... xx.xx ...xx"),
+    ("....x x.... .....", 1, "....x xx.xx xx..."),
+    ("..... ..... .....", 3, "..... ..... ....."),
+    ("..... ...x. .....", 9, "..... ...xx xxxxx"),
+])  # fmt: skip
+def test_rejections_spread_behind_the_first(before, radius, after):
+    assert torch.equal(spread(grid(before), radius), grid(after))
+
+
+@pytest.mark.parametrize("mask,expected", [
+    ("x.x ... x.x", [[0], [2], [6], [8]]),
+    ("x.. .x. ..x", [[0, 4, 8]]),
+    (".xx x.. ...", [[1, 2, 3]]),
+    ("xx. ... .xx", [[0, 1], [7, 8]]),
+    ("xxx x.x xxx", [[0, 1, 2, 3, 5, 6, 7, 8]]),
+    ("..x x.. ...", [[2], [3]]),  # neighbours in raster order, not in the image
+    ("... ... ...", []),
+])  # fmt: skip
+def test_islands_touch_at_corners(mask, expected):
+    places = [n for n, on in enumerate(grid(mask).flatten().tolist()) if on]
+    assert islands(places, {n: divmod(n, 3) for n in range(9)}) == expected
+
+
+@pytest.mark.parametrize("kind", [Janus, Lined])
+def test_islands_go_on_together(kind):
+    # row 0: two islands of two and four codes; row 1: two of one code, the second waits for the first; row 2: none
+    again = [[0, 1, 10, 11, 14, 15], [3, 4], []]
+    state = run(Islands(Chosen(again), Draft()), kind=kind)
+    assert [g for _, g in state.trace.rounds] == [[11, 15, 16], [2, 1], [1], [1], [1]]
+    kept = torch.tensor(pad_free(state.tokens)) == Draft().sketch(type("S", (), {"request": request()}))
+    for b in range(3):
+        assert all(kept[b, u] for u in range(PLACES) if u not in again[b])
+    codes = [[o for t, o in zip(*row) if t < CODES] for row in zip(state.tokens, state.trace.origin)]
+    assert [[u for u in range(PLACES) if row[u] == "plain"] for row in codes] == again
+
+
+def test_a_canvas_runs_every_final_token_once_more(monkeypatch):
+    """After the last pass only what was decided in it is not in the cache."""
+    kept = []
+    monkeypatch.setattr(Canvas, "finish", lambda self, do=Canvas.finish: (kept.append(self), do(self)))
+    run(ZipAR(2, audit=False), kind=Lined)
+    canvas = kept[0]
+    for b in range(3):
+        missing = [t for t in range(canvas.total) if not canvas.cached[b][t]]
+        assert missing == [canvas.total - 2, canvas.total - 1]  # the last code and the grammar behind it
+
+
+def test_a_broken_drafter_costs_speed_only():
+    class Broken:
+        def __init__(self, result):
+            self.result = result
+
+        def sketch(self, state):
+            if self.result is None:
+                raise RuntimeError("no")
+            return self.result
+
+    expected = plain().tokens
+    for result in (None, torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, PLACES)):
+        with pytest.warns(RuntimeWarning, match="decoding goes on without it"):
+            state = run(Islands(Local(0.0), Broken(result)))
+        assert state.tokens == expected and state.trace.faults == 1
+    strange = torch.full((3, PLACES), CODES + 7)
+    assert run(Islands(Local(0.0), Broken(strange))).tokens == expected
+
+
+# --- local acceptance as a rule ---------------------------------------------------------------------------------------
+
+
+def test_pooled_mass_counts_the_code_itself():
+    rule = Local(0.5, k=2)
+    rule.bind(Capabilities(vocab=4, codebook=torch.tensor([[0.0], [1.0], [5.0]])))
+    p = torch.tensor([[[0.3, 0.25, 0.45, 0.0]] * 5])
+    x = torch.tensor([[0, 1, 2, 3, ABSENT]])
+    assert rule.trusted(p, x).tolist() == [[True, True, True, False, False]]  # 0 and 1 pool, 2 with 1; no grammar
+    drift, far = rule.cost(p, x, torch.tensor([[True, False, True, False, False]]))
+    assert float(drift) == pytest.approx(0.7 + 0.55)
+    assert float(far) == pytest.approx(0.25 + 0.45 * 5 + 0.3 * 5 + 0.25 * 4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [Janus, Lined])
+def test_local_in_the_ordinary_loop(temperature, kind):
+    """Raster order: tau above 1 is plain decoding, tau 0 takes every draft."""
+    target = ImageAR(family(kind))
+    for tau in (1.1, 0.0):
+        rule, low = Local(tau), LowRes(Janus(sibling(), None), family(kind), window=5, upsample="latent")
+        rule.bind(target.capabilities)
+        guarded = Guarded(low, target.capabilities)
+        state = decode(target, guarded, rule, request(temperature, kind=kind), Pace(5, False))
+        guarded.finish(state)
+        assert state.trace.faults == 0
+        if tau:
+            assert state.tokens == plain(temperature, kind=kind).tokens
+        else:
+            assert len(state.trace.rounds) <= 4 and bool((state.meters["drift"] > 0).all())
+
+
+# --- the low-resolution sibling ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("upsample", lowres.UPSAMPLERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_lowres_drafts_change_nothing_under_the_exact_rule(temperature, upsample):
+    target, low = ImageAR(family()), drafter(window=5, upsample=upsample)
+    guarded = Guarded(low, target.capabilities)
+    state = decode(target, guarded, Exact(), request(temperature), Pace(5, False))
+    guarded.finish(state)
+    assert state.tokens == plain(temperature).tokens and state.trace.faults == 0
+    assert state.trace.rounds[0][0] == 5
+
+
+@pytest.mark.parametrize("rule", ["lantern:k=4,delta=0.2", "rejection", "typical", "local:tau=0.02"])
+def test_lowres_drafts_suit_every_rule(rule):
+    target, rule = ImageAR(family()), zoo.acceptance(rule)
+    if hasattr(rule, "bind"):
+        rule.bind(target.capabilities)
+    guarded = Guarded(drafter(window=5, upsample="latent"), target.capabilities)
+    state = decode(target, guarded, rule, request(), Pace(5, False))
+    guarded.finish(state)
+    assert state.trace.faults == 0 and [len(t) for t in state.tokens] == [PLACES] * 3
+
+
+def test_a_right_draft_is_taken_whole(monkeypatch):
+    expected, low, target = plain().tokens, drafter(window=5), ImageAR(family())
+    monkeypatch.setattr(low, "sketch", lambda state: torch.tensor(expected)[state.rows])
+    state = decode(target, Guarded(low, target.capabilities), Exact(), request(), Pace(5, False))
+    assert state.tokens == expected and [levels for levels, _ in state.trace.rounds] == [5, 5, 2]
+
+
+def test_the_small_image_is_the_siblings_own():
+    ids, attention = prompts(3)
+    target, low = ImageAR(family()), drafter()
+    state, _ = target.prefill(request(0.0))
+    stock = sibling().generate(
+        input_ids=ids, attention_mask=attention.long(), generation_mode="image", do_sample=False, guidance_scale=3.0
+    )
+    assert torch.equal(low.small(state), stock)
+
+    class Words:  # texts are read by the sibling's processor
+        def __call__(self, text, **options):
+            rows = [int(t) for t in text]
+            return {"input_ids": ids[rows], "attention_mask": attention[rows].long()}
+
+    low.family = Janus(sibling(), Words())
+    state.request.media = {"texts": ["2", "1", "0"]}
+    assert torch.equal(low.small(state), stock.flip(0))
+    state.request.media = {"texts": ["2"]}
+    with pytest.raises(ValueError, match="texts: got 1, expected 3"):
+        low.small(state)
+
+
+def test_derived_numbers_leave_the_parent_alone():
+    parent = torch.Generator().manual_seed(7)
+    numbers = [torch.rand(3, generator=lowres.derived(parent)) for _ in range(2)]
+    assert torch.equal(*numbers)
+    assert torch.equal(torch.rand(4, generator=parent), torch.rand(4, generator=torch.Generator().manual_seed(7)))
+
+
+@torch.no_grad()
+def test_upsamplers(monkeypatch):
+    small = torch.tensor([[1, 2, 3, 4], [5, 5, 5, 5]])
+    latent = drafter(upsample="latent").enlarged(small, (SIDE, SIDE))
+    assert latent[0].view(SIDE, SIDE).tolist() == [[1, 1, 2, 2]] * 2 + [[3, 3, 4, 4]] * 2
+    assert latent[1].tolist() == [5] * PLACES
+    bicubic = drafter().enlarged(small, (SIDE, SIDE))
+    assert bicubic.shape == latent.shape and torch.equal(bicubic, drafter().enlarged(small, (SIDE, SIDE)))
+    assert bool(((bicubic >= 0) & (bicubic < CODES)).all())
+    colour = torch.tensor([0.2, 0.5, 0.9])[None, :, None, None]
+    monkeypatch.setattr(Janus, "pixels", lambda self, tokens, layout: colour.expand(1, 3, 16, 16))
+    flat = drafter().enlarged(small[:1], (SIDE, SIDE))
+    whole = janus().model.vqmodel.encode(2 * colour.expand(1, 3, 32, 32) - 1).image_tokens
+    assert torch.equal(flat[0], whole)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make,sentence", [
+    (lambda: LowRes(family(), upsample="nearest"), "upsample: got 'nearest', expected one of bicubic, latent"),
+    (lambda: LowRes(family(), family(), window=0), "window: got 0, expected at least 1"),
+    (lambda: LowRes(Janus(janus(3), None), family()), "another codebook, expected the target's 24 codes"),
+    (lambda: LowRes(Janus(sibling(8), None), family()), r"grid of \(8, 8\), expected at most the target's \(4, 4\)"),
+    (lambda: ZipAR(0), "window: got 0, expected at least 1"),
+    (lambda: Islands(Local(), ZipAR()), "drafter: got ZipAR, expected one that drafts whole images"),
+    (lambda: Local(tau=-0.1), "tau: got -0.1, expected a probability"),
+    (lambda: Local(radius=-1), "radius: got -1, expected a number of at least 0"),
+    (lambda: Local(k=0), "k: got 0, expected a number of at least 1"),
+    (lambda: zoo.acceptance("local:radii=2"), "local does not take"),
+    (lambda: Local().bind(Capabilities(vocab=9)), "needs the target's codebook"),
+    (lambda: Local().trusted(torch.ones(1, 1, 4), torch.zeros(1, 1, dtype=torch.long)), "knows no codebook"),
+])  # fmt: skip
+def test_errors(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_another_tokenizer_is_refused():
+    class Processor:
+        def __init__(self, words):
+            self.tokenizer = type("T", (), {"get_vocab": lambda _: words})()
+
+    ours, theirs = Janus(sibling(), Processor({"a": 1})), Janus(janus(), Processor({"b": 1}))
+    with pytest.raises(ValueError, match="another tokenizer, expected that of the target"):
+        LowRes(ours).attach(theirs)
+    LowRes(ours, Janus(janus(), Processor({"a": 1})))
+
+
+@pytest.mark.parametrize("change,sentence", [
+    ({"grid": None}, "grid: got None"),
+    ({"grid": (3, 4)}, "16 places for codes, expected one for each"),
+    ({"stop": lambda ids: False}, "stop: got .* expected none"),
+    ({"eos": frozenset({3})}, "eos: got .* expected none"),
+    ({"sampling": Sampling(1.0, guidance=3.0, processors=(lambda ids, logits: logits,))}, "processors: got .* none"),
+    ({"keep_logits": True}, "keep_logits: got True"),
+])  # fmt: skip
+def test_requests_that_need_raster_order_are_refused(change, sentence):
+    asked = request()
+    for name, value in change.items():
+        setattr(asked, name, value)
+    with pytest.raises(ValueError, match=sentence):
+        decode_wavefront(ImageAR(family()), ZipAR(), asked)
+
+
+def test_zoo_names_them():
+    rule = zoo.acceptance("local:tau=0.2,radius=3,k=4,rows=2")
+    assert (rule.tau, rule.radius, rule.k, rule.rows) == (0.2, 3, 4, 2)
+    plan, name = zoo.drafter("zipar:window=3", janus())
+    assert (plan.window, name) == (3, "zipar")
+    assert zoo.load(zoo.DRAFTERS["lowres"][0]) is LowRes
