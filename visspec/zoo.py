@@ -37,6 +37,10 @@ DRAFTERS = {
         "visspec.models.drafters.eagle:FeatureDrafter",
         "drafts on the embedded captioner's own features; shipped, other targets train theirs",
     ),
+    "painter-eagle": (
+        "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
+        "images: drafts on the embedded painter's own features; tree=chain, dynamic or static; shipped",
+    ),
 }
 PRESETS = {  # of image generation: drafter, rule, where it is from; docs/presets.md compares them
     "plain": ("none", "exact", "no drafting, in our loop"),
@@ -58,7 +62,11 @@ PRESETS = {  # of image generation: drafter, rule, where it is from; docs/preset
         "LANTERN's rule on Jacobi windows",
     ),
 }
-SHIPPED = {"vispec": ("captioner-vispec", "captioner")}  # drafter: its checkpoint, and the checkpoint of its target
+SHIPPED = {  # drafter: its checkpoint, and the checkpoint of its target
+    "vispec": ("captioner-vispec", "captioner"),
+    "painter-eagle": ("painter-eagle", "painter"),
+}
+KINDS = {"image_drafter": "painter-eagle"}  # kind of a drafter checkpoint: the drafter that reads it; else vispec
 NOT_ARCHITECTURE = {
     "dtype",
     "torch_dtype",
@@ -142,9 +150,11 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
 
 
 def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
-    """A drafter from a checkpoint folder: width, nodes and images are its options."""
+    """A drafter from a checkpoint folder; its options are those of its class."""
+    kind = read_json(folder, "config.json").get("kind")
+    reference, _ = DRAFTERS[KINDS.get(str(kind), "vispec")]
     try:
-        return load("visspec.models.drafters.eagle:FeatureDrafter").from_pretrained(folder, model, **options)
+        return load(reference).from_pretrained(folder, model, **options)
     except TypeError as error:
         raise ValueError(f"drafter: {folder.name} does not take {options}, {error}") from None
 
