@@ -16,9 +16,10 @@ PROMISES = {  # words that the outputs must hold
     "01_the_loop_on_a_toy_law": ["tau 1.00 in 59 rounds", "the mistaken rule is off by"],
     "02_caption_with_a_vlm": ["<span style=", "tau", "approximate", "drift a token 0.0000"],
     "03_write_a_drafter_in_forty_lines": ["3 rows: same ids", "out of ideas"],
+    "05_generate_an_image": ["the same codes: True", "guarantee: exact", "grouped:group=10"],
     "04_speed_and_quality_of_your_own_model": ["same tokens: 4 of 4", "after_host", "report.html"],
 }
-NEED_WEIGHTS = {"02_caption_with_a_vlm", "04_speed_and_quality_of_your_own_model"}
+NEED_WEIGHTS = {"02_caption_with_a_vlm", "04_speed_and_quality_of_your_own_model", "05_generate_an_image"}
 
 
 def read(name: str):

@@ -59,7 +59,7 @@ PRESETS = {  # of image generation: drafter, rule, where it is from; docs/preset
     "coupled-lantern": (
         "jacobi:redraw=maximal,window=32",
         "lantern:k=100,delta=0.1",
-        "LANTERN's rule on Jacobi windows",
+        "LANTERN on Jacobi windows",
     ),
 }
 SHIPPED = {  # drafter: its checkpoint, and the checkpoint of its target
