@@ -44,7 +44,7 @@ def _verification_jobs(device, delta=0.1):
 
         return call
 
-    moved = N * K * (8 + 4) + 16384 * 4 * 2
+    moved = 8 * K * (8 + 4) + 16384 * 4 * 2  # of these uniforms' mean: eight nodes tried, one law drawn from
     published, lean = (eager(loop_over_paths, case["paths"], host_table, copied=copied) for copied in (True, False))
     children = eager(loop_over_children, case["parent"][0], case["neighbours"])
     name = f"{N}x{case['p'].shape[2]} k={K}"

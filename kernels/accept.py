@@ -10,8 +10,8 @@ the law of the target (Leviathan et al. 2023, Chen et al. 2023; trees: SpecInfer
 r(x): f = min(1, (r(x) + mass)/q(x)), never below the exact f, with the residual unchanged, and `drift` sums
 f - min(1, r(x)/q(x)) over the tried nodes (LANTERN's neighbourhood mass is computed here when `neighbours` is given).
 
-Closed forms, which need no loop over nodes. Point mass: r(x_j) = p(x_j) / (1 - sum of the earlier siblings' p).
-Drawn: with M_0 = 1, u_j = u_{j-1} - M_{j-1} q_j and M_j = sum [u_j]+, the residual is [u_j]+ / M_j.
+Closed forms, so that a sibling needs no pass over V. Point mass: r(x_j) = p(x_j) / (1 - sum of the earlier siblings'
+p). Drawn: with M_0 = 1, u_j = u_{j-1} - M_{j-1} q_j and M_j = sum [u_j]+, the residual is [u_j]+ / M_j.
 
 Laws are read as they are stored, their sums are kept in fp64, so the launch geometry cannot turn a decision.
 An all-zero residual (rounding only) falls back to the most likely token of the node's law.
