@@ -77,7 +77,8 @@ class ImageFeatureDrafter(FeatureDrafting):
         with torch.no_grad():
             table = family.embed(torch.arange(head.config.vocab, device=like.device))
         self.counts = feature_tree.parse(shape) if tree == "static" else None
-        width = {"chain": 1, "dynamic": width}.get(tree) or max(self.counts)
+        if tree != "dynamic":
+            width = max(self.counts or [1])
         super().__init__(head, nn.Embedding.from_pretrained(table.detach()), head.codes, like, width, nodes)
         self.levels = len(self.counts) if self.counts else levels or self.levels
         self.warned = False

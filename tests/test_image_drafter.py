@@ -1,0 +1,375 @@
+"""The feature drafter of image tokens: laws it reports, laws it leaves, identity, rows, checkpoints and its recipe."""
+
+import collections
+import json
+
+import pytest
+import torch
+from transformers import JanusVQVAE
+
+from tests.laws import context_law, output_law, plain_law, total_variation
+from tests.test_law import chi_square
+from tests.tiny_images import janus, prompts
+from visspec import tree as trees
+from visspec import zoo
+from visspec.accept.exact import Exact
+from visspec.accept.rejection import Rejection
+from visspec.engine import decode, open_request
+from visspec.guard import Guarded
+from visspec.models.drafters import feature_tree
+from visspec.models.drafters.image_eagle import ImageFeatureDrafter, Teaching, config_for
+from visspec.models.nets.image_head import ImageHead
+from visspec.models.targets.image_ar import ImageAR
+from visspec.models.targets.janus import Janus
+from visspec.pace import Pace
+from visspec.recipes import painter_build, painter_drafter
+from visspec.train.capture import capture
+from visspec.types import ABSENT, Request, Sampling
+
+SHAPES = {
+    "chain": {},
+    "dynamic": {"tree": "dynamic", "width": 3, "nodes": 9},
+    "static": {"tree": "static", "shape": "3-4-2"},
+}
+V = 3  # codes that the drafter of the law tests knows
+LAWS = {
+    "chain": {"levels": 2},
+    "static": {"tree": "static", "shape": "2-2"},
+    "wide": {"tree": "static", "shape": "3-1"},
+}
+
+
+def family():
+    return Janus(janus(), None)
+
+
+def drafter(options=None, seed=1, **config):
+    """A random drafter with laws sharp enough to differ."""
+    fresh = ImageFeatureDrafter.for_model(family(), seed=seed, **{"levels": 4, **config})
+    with torch.no_grad():
+        fresh.head.codes.weight.mul_(2.0)
+        for table in (fresh.head.row, fresh.head.column):
+            table.weight.mul_(5.0)
+    return ImageFeatureDrafter(fresh.head, family(), **(options or {}))
+
+
+def request(ids, attention, guidance=3.0, temperature=1.0, seed=0, **options):
+    own, layout = family(), family().layout()
+    with torch.no_grad():
+        prompt = own.from_ids(ids, attention, guidance != 1)
+    made = Request(
+        prompt, ids, layout.positions, Sampling(temperature=temperature, guidance=guidance, **options), grid=layout.grid
+    )
+    if temperature:
+        made.generators = [torch.Generator().manual_seed(seed + b) for b in range(len(ids))]
+    return made
+
+
+def run(made, used, rule=None, levels=None):
+    target = ImageAR(family(), features=used is not None)
+    guarded = None if used is None else Guarded(used, target.capabilities)
+    state = decode(target, guarded, rule or Exact(), made, Pace(levels or getattr(used, "levels", 1), adaptive=False))
+    if guarded is not None:
+        guarded.finish(state)
+    return torch.tensor(state.tokens), state
+
+
+@torch.inference_mode()
+def proposed(options, rows=4000, depth=2):
+    """One draft for each of many seeds, all below the same prefix: tokens, parents and laws."""
+    used = drafter(options)
+    with torch.no_grad():
+        used.head.codes.weight.mul_(0.4)  # no draft so unlikely that it is not seen
+        used.head.codes.bias[V:] = -1e4
+    ids, attention = prompts(1)
+    made = request(ids.expand(rows, -1), attention.expand(rows, -1))
+    state, scores = open_request(Teaching(family()), Rejection(), made)
+    state.pending = torch.full_like(state.pending, 5)
+    used.start(state, scores)
+    draft = used.propose(state, depth)
+    return draft.tokens[:, 1:].tolist(), draft.tree.parent[0].tolist(), draft.q[..., :V].double()
+
+
+@pytest.mark.parametrize("kind", LAWS)
+def test_reported_laws_are_those_the_tokens_were_drawn_from(kind):
+    """Given everything above a node and the siblings before it, its law is always the reported one, and is reported."""
+    tokens, parent, q = proposed(LAWS[kind])
+    for n in range(1, len(parent)):
+        groups = collections.defaultdict(list)
+        for row, drawn in enumerate(tokens):
+            above, m = [], parent[n]
+            while m > 0:
+                above.append(drawn[m - 1])
+                m = parent[m]
+            siblings = [drawn[m - 1] for m in range(1, n) if parent[m] == parent[n]]
+            groups[tuple(above), tuple(siblings)].append(row)
+        for rows in groups.values():
+            torch.testing.assert_close(q[rows, n], q[rows[:1], n].expand(len(rows), V), rtol=1e-4, atol=1e-6)
+            counts = torch.bincount(torch.tensor([tokens[row][n - 1] for row in rows]), minlength=V)
+            law = q[rows[0], n] / q[rows[0], n].sum()
+            assert (law > 0.999).any() or chi_square(counts, law) > 1e-3
+
+
+def rounds(p, parent, tokens, q, node=0, context=()):
+    """Rounds of textbook rejection sampling below a node: (probability, emitted tokens)."""
+    residual, left = p(context).clone(), 1.0
+    for n in [n for n in range(1, len(parent)) if parent[n] == node]:
+        x = tokens[n - 1]
+        accepted = left * min(1.0, float(residual[x] / q[n][x]))
+        for weight, emitted in rounds(p, parent, tokens, q, n, (*context, x)):
+            yield accepted * weight, emitted
+        left -= accepted
+        rest = (residual - q[n]).clamp(min=0)
+        residual = rest / rest.sum() if rest.sum() > 0 else residual
+    for token, weight in enumerate(residual.tolist()):
+        yield left * weight, (*context, token)
+
+
+def path_law(parent, tokens, q):
+    """Probability of a whole draft under the reported laws."""
+    return float(torch.stack([q[n, tokens[n - 1]] for n in range(1, len(parent))]).prod())
+
+
+@pytest.mark.parametrize("kind", LAWS)
+@pytest.mark.parametrize("seed", range(2))
+def test_rejection_keeps_any_target_law_enumerated(kind, seed):
+    """All drafts there are, by their reported laws: the next tokens have the law of plain sampling."""
+    tokens, parent, q = proposed(LAWS[kind])
+    p, levels = context_law(V, seed), 2
+    distinct = {tuple(drawn): row for row, drawn in enumerate(tokens)}
+    law = torch.zeros((V,) * (levels + 1), dtype=torch.float64)
+    total = 0.0
+    for drawn, row in distinct.items():
+        weight = path_law(parent, drawn, q[row])
+        total += weight
+        law += weight * output_law(p, rounds(p, parent, drawn, q[row]), V, levels + 1)
+    assert total == pytest.approx(1.0, abs=1e-5)  # every draft was seen, and the laws leave nothing out
+    assert total_variation(law, plain_law(p, V, levels + 1)) < 1e-5
+    flat = torch.full_like(q, 1 / V)  # the control: a law they were not drawn from
+    off = sum(
+        path_law(parent, drawn, q[row]) * output_law(p, rounds(p, parent, drawn, flat[row]), V, levels + 1)
+        for drawn, row in distinct.items()
+    )
+    assert total_variation(off, plain_law(p, V, levels + 1)) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHAPES)
+def test_sampled_pairs_follow_the_model(kind):
+    """The whole loop under `rejection`, 1500 images of the same prompt: the first two codes have the model's law."""
+    rows, k = 1500, 3
+    used = drafter(SHAPES[kind])
+    ids, attention = prompts(1)
+    made = request(ids.expand(rows, -1), attention.expand(rows, -1), top_k=k)
+    tokens, state = run(made, used, Rejection())
+    assert state.trace.faults == 0
+    target = ImageAR(family())
+    with torch.inference_mode():
+        state, scores = target.prefill(request(ids.expand(k, -1), attention.expand(k, -1), top_k=k))
+        first = scores.p[0, 0]
+        state.pending, state.position = first.nonzero()[:, 0], state.position + 1
+        for row, token in enumerate(state.pending.tolist()):
+            state.tokens[row] = [token]
+        second = target.verify(state, trees.root(state.pending)).p[:, 0]
+    joint, counts = torch.zeros(24, 24, dtype=torch.float64), torch.zeros(24, 24)
+    joint[state.pending] = first[state.pending][:, None].double() * second.double()
+    counts.index_put_((tokens[:, 0], tokens[:, 1]), torch.ones(rows), accumulate=True)
+    flatter = joint.sqrt() / joint.sqrt().sum()
+    assert chi_square(counts, joint / joint.sum()) > 1e-3 > chi_square(counts, flatter)
+
+
+@pytest.mark.filterwarnings("ignore:guidance")
+@pytest.mark.parametrize("guidance", [3.0, 1.0])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_output_is_that_of_plain_decoding_for_a_ragged_batch(kind, guidance):
+    ids, attention = prompts(3)
+    used = drafter(SHAPES[kind])
+    for temperature in (0.0, 1.0):
+        plain, _ = run(request(ids, attention, guidance, temperature), None)
+        fast, state = run(request(ids, attention, guidance, temperature), used)
+        assert torch.equal(plain, fast) and state.trace.faults == 0
+        assert len(state.trace.rounds) < plain.shape[1]
+    if guidance != 1:
+        stock = janus().generate(
+            input_ids=ids, attention_mask=attention.long(), generation_mode="image", do_sample=False
+        )
+        assert torch.equal(run(request(ids, attention, guidance, 0.0), used)[0], stock)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_row_does_not_depend_on_its_batch(kind):
+    ids, attention = prompts(3)
+    used = drafter(SHAPES[kind])
+    together, state = run(request(ids, attention, seed=4), used, Rejection())
+    assert state.trace.faults == 0
+    for b in range(3):
+        alone, _ = run(request(ids[b : b + 1], attention[b : b + 1], seed=4 + b), used, Rejection())
+        assert torch.equal(together[b], alone[0])
+
+
+def test_a_rollout_is_what_drafting_says():
+    """Step k of the rollout at image token t is level k + 1 of a chain that starts at token t - k."""
+    ids, attention = prompts(3)
+    used, target = drafter(), Teaching(family())
+    lesson = capture(target, Rejection(), request(ids, attention))
+    with torch.no_grad():
+        steps = used.rollout(lesson, 3)
+    codes = lesson.ids[:, lesson.prompt_length :]
+    with torch.inference_mode():
+        state, scores = open_request(target, Rejection(), request(ids, attention))
+        used.start(state, scores)
+        for t in range(5):
+            assert torch.equal(state.pending, codes[:, t])
+            feature = used._catch_up(state.memory, 3)
+            for level in range(3):
+                torch.testing.assert_close(used._logits(feature), steps[level][0][:, t + level], rtol=1e-3, atol=1e-3)
+                token = codes[:, t + level + 1]
+                x = used._join(token[:, None], feature[:, None], state.memory.added_at(level))
+                feature = used._level(state.memory, x, level)
+            draft = trees.root(state.pending)
+            scores = target.verify(state, draft)
+            state.memory.add(codes[:, t + 1 : t + 2], scores.features, [1] * 3)
+            target.commit(state, draft, type("Paths", (), {"path": [[0]] * 3})())
+            state.pending, state.position = codes[:, t + 1], state.position + 1
+            for b in range(3):
+                state.tokens[b].append(int(codes[b, t + 1]))
+
+
+def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting():
+    ids, attention = prompts(1)
+    used = drafter()
+    with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter learned 3.0") as caught:
+        run(request(ids, attention, 6.0), used)
+        run(request(ids, attention, 6.0), used)
+    assert len(caught) == 1
+    made = request(ids, attention)
+    made.grid = (2, 8)
+    with pytest.warns(RuntimeWarning, match=r"grid: got \(2, 8\), expected \(4, 4\)"):
+        tokens, state = run(made, used)
+    assert state.trace.faults == 1 and torch.equal(tokens, run(request(ids, attention), None)[0])
+
+
+def test_static_trees_have_the_shape_they_are_told():
+    for counts in ((5, 13, 16, 14, 9), (4, 8, 8, 3, 2), (1, 1, 1), (2, 7), (32, 1)):
+        tree, levels = feature_tree.plan(counts, "cpu")
+        assert tree.depth[0].bincount()[1:].tolist() == list(counts)
+        assert tree.chain == (max(counts) == 1)
+        for depth, level in enumerate(levels[:-1]):
+            assert sorted(set(tree.parent[0][tree.depth[0] == depth + 2].tolist())) == (
+                (tree.depth[0] == depth + 1).nonzero()[:, 0][level.open].tolist()
+            )
+    children = collections.Counter(feature_tree.plan((3, 6), "cpu")[0].parent[0].tolist()[4:])
+    assert children[1] >= children[2] >= children[3]  # likelier parents have no fewer
+
+
+def test_more_siblings_than_codes_are_absent():
+    pending, logp = torch.zeros(2, dtype=torch.long), torch.randn(2, 1, 4).log_softmax(-1)
+    logp[..., 3] = float("-inf")
+    planned = feature_tree.Planned(pending, (5,), torch.zeros(2, 1, 4))
+    planned.grow(logp)
+    draft = planned.finish(0)
+    assert (draft.tokens[:, 4:] == ABSENT).all() and (draft.tokens[:, 1:4] >= 0).all()
+    assert draft.q[:, 4:].sum() == 0 and (draft.q[:, 1:4].sum(-1) - 1).abs().max() < 1e-6
+
+
+BAD = {
+    "tree": ({"tree": "bush"}, "tree: got 'bush', expected one of chain"),
+    "levels": ({"levels": 0}, "levels: got 0"),
+    "width": ({"tree": "dynamic", "width": 0}, "width, nodes: got 0"),
+    "nodes": ({"tree": "dynamic", "nodes": 0}, "width, nodes: got 4, 0"),
+    "words": ({"tree": "static", "shape": "4-many"}, "shape: got '4-many'"),
+    "none": ({"tree": "static", "shape": "4-0-2"}, "shape: got '4-0-2'"),
+    "too many": ({"tree": "static", "shape": 33}, "shape: got 33"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_options_are_refused_in_a_sentence(what):
+    options, message = BAD[what]
+    with pytest.raises(ValueError, match=message) as caught:
+        drafter(options)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_configurations_are_refused():
+    for options in ({"codes": 0}, {"rows": 0}, {"columns": -1}, {"codes": 25}, {"image_latents": 2}, {"guidance": 0}):
+        with pytest.raises(ValueError, match="expected"):
+            ImageHead(config_for(family(), **options))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    drafter().save_pretrained(tmp_path / "drafter", {"seed": 1}, torch.float16)
+    return tmp_path / "drafter"
+
+
+def test_save_and_load_round_trip(saved):
+    loaded, name = zoo.drafter(str(saved), janus())
+    assert name == "drafter" and isinstance(loaded, ImageFeatureDrafter)
+    for key, value in drafter().head.state_dict().items():
+        assert torch.equal(value.half().float(), loaded.head.state_dict()[key])
+    ids, attention = prompts(2)
+    again = ImageFeatureDrafter.from_pretrained(saved, family(), tree="static", shape="3-4-2")
+    first, second = (run(request(ids, attention), d, Rejection())[0] for d in (again, again))
+    assert torch.equal(first, second)
+
+
+REFUSED = {
+    "codes": ({"codes": 20}, "made for a target of codes 20, got a model of 24"),
+    "hidden": ({"hidden": 64}, "hidden size 64"),
+    "layers": ({"target_layers": 7}, "number of layers 7"),
+    "family": ({"family": "emu3"}, "family 'emu3', got a model of 'janus'"),
+    "kind": ({"kind": "feature_drafter"}, "kind 'image_drafter'"),
+    "unknown": ({"colour": 1}, "'colour', expected the fields of ImageHeadConfig"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_another_target_or_file_is_refused_in_a_sentence(saved, what):
+    changes, message = REFUSED[what]
+    config = saved / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ValueError, match=message) as caught:
+        ImageFeatureDrafter.from_pretrained(saved, family())
+    assert "\n" not in str(caught.value)
+
+
+def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vq = JanusVQVAE(painter_build.vq_config(True)).state_dict()
+    model = painter_build.build_model(vq, True, sizes)
+    painter_build.save(model, painter_build.build_processor(True), tmp_path / "painter", torch.float32)
+    common = ["--target", str(tmp_path / "painter"), "--batch", "2", "--rows", "2", "--group", "1", "--reuse", "1"]
+    common += ["--validate-every", "2", "--save-every", "1"]
+    out = tmp_path / "run"
+    painter_drafter.main(
+        [*common, "--out", str(out), "--steps", "2", "--export", str(tmp_path / "x"), "--prompts", "1"]
+    )
+    record = json.loads((tmp_path / "x" / "provenance.json").read_text())
+    assert record["training"]["step"] == 2 and record["stored_as"] == "float16"
+    assert record["measured"]["table"]["chain of 4"]["tau"] >= 1
+    card = (tmp_path / "x" / "README.md").read_text()
+    assert "| chain of 6 | " in card and "{" not in card.split("```")[2]
+    loaded, _ = zoo.drafter(str(tmp_path / "x"), model)
+    assert loaded.config.guidance == model.generation_config.guidance_scale and loaded.levels == 5
+    pictures = painter_drafter.Pictures(Janus(model, painter_build.build_processor(True)), 2, 3.0)
+    pooled = [pictures(number) for number in range(painter_drafter.POOL)]
+    assert [r.prompt.shape[1] for r in pooled] == sorted(r.prompt.shape[1] for r in pooled)
+
+
+SHIPPED = zoo.CHECKPOINTS / "painter-eagle" / "config.json"
+
+
+@pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
+def test_the_shipped_drafter_belongs_to_the_shipped_painter_alone():
+    from visspec.targets import load_image_model
+
+    model, _ = load_image_model("painter")
+    loaded, name = zoo.drafter("painter-eagle:tree=static,shape=3-3", model)
+    assert name == "painter-eagle" and loaded.levels == 2
+    assert (SHIPPED.parent / "model.safetensors").stat().st_size < 6e6
+    with pytest.raises(ValueError, match="painter-eagle is made for a model with"):
+        zoo.drafter("painter-eagle", janus())
+    with pytest.raises(ValueError, match="does not take"):
+        zoo.drafter("painter-eagle:colour=red", model)
