@@ -7,7 +7,7 @@ knows nothing of ours. B rows, T positions, V ids of the loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from visspec import tree as trees
 from visspec import zoo
 from visspec.engine import decode
 from visspec.guard import Guarded
+from visspec.images import ImagePipeline
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.nets.llamagen import LlamaGen, LlamaGenConfig
 from visspec.models.nets.vqgan import ImageCodec, VQShape
@@ -280,7 +281,7 @@ def test_greedy_is_what_the_reference_draws(name, rows, window):
 @pytest.mark.parametrize("name", [n for n in CASES if n != "glm_image"])
 def test_guidance_counts(name):
     case = made(name)
-    weak = Case(case.family, case.layout, 1.5, case.prompt, case.reference)
+    weak = replace(case, guidance=1.5)
     assert draw(weak, [0])[0] != draw(case, [0])[0]
 
 
@@ -442,6 +443,20 @@ def test_glm_image_prompts_and_grids_are_those_of_its_processor():
     assert prompt.positions.shape == (3, 2, prompt.ids.shape[1] + family.layout().positions)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_every_axis_of_glm_image_positions_counts(axis):
+    case = made("glm_image")
+
+    def shifted(rows):
+        prompt = case.prompt(rows)
+        positions = prompt.positions.clone()
+        positions[axis, :, prompt.ids.shape[1] + 4 :] += 1  # from the large grid on
+        return replace(prompt, positions=positions)
+
+    wrong = replace(case, prompt=shifted)
+    assert draw(wrong, [0, 1, 2])[0] != [expected("glm_image", row) for row in range(3)]
+
+
 def test_glm_image_leaves_the_model_as_it_was():
     case = made("glm_image")
     model = case.family.model.model
@@ -465,6 +480,17 @@ def test_chameleon_prompts_end_as_its_style_says():
         embeds = prompt.embeds[1, prompt.attention[1]]
         ids = torch.tensor([model.config.vocabulary_map[n] for n in bare])
         assert embeds.equal(model.get_input_embeddings()(ids))
+
+
+def test_the_pipeline_draws_in_the_size_it_is_asked_for():
+    pipe = ImagePipeline(tiny.emu3(), tiny.emu3_processor())
+    pipe.family.negative = NEGATIVE
+    pipe.set_progress_bar_config(disable=True)
+    found = pipe(TEXTS, height=4, width=10, output_type="pt", seed=0)
+    assert [tuple(image.shape) for image in found.images] == [(3, 4, 10)] * 3
+    assert [len(tokens) for tokens in found.tokens] == [10] * 3
+    alone = pipe(TEXTS[1], height=4, width=10, output_type="latent", seed=1)
+    assert alone.tokens[0].equal(found.tokens[1])
 
 
 def test_codes_become_pixels_through_a_codec():
@@ -491,9 +517,15 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
     long = Layout.plain(40, 40)
     refused = {
         "guidance_scale: got 3.0": lambda: glm.family.check(glm.prompt([0]), glm.layout, 3.0),
-        "output_type: GLM-Image": lambda: glm.family.pixels(torch.zeros(1, 12), glm.layout),
-        "codec: got none": lambda: anole.family.pixels(torch.zeros(1, 12), anole.layout),
-        "codec: got none, expected LlamaGen": lambda: classes.pixels(torch.zeros(1, 16), classes.layout()),
+        "output_type: got pixels, expected 'latent': the codes of GLM-Image": lambda: glm.family.pixels(
+            torch.zeros(1, 12), glm.layout
+        ),
+        "output_type: got pixels, expected 'latent': transformers has no decoder": lambda: anole.family.pixels(
+            torch.zeros(1, 12), anole.layout
+        ),
+        "output_type: got pixels, expected 'latent': no codec": lambda: classes.pixels(
+            torch.zeros(1, 16), classes.layout()
+        ),
         "prompt: got 7 tokens and an image of 1600": lambda: emu3.family.check(emu3.prompt([0]), long, 3.0),
         "height, width: got 9 x 6, expected multiples of 2": lambda: emu3.family.layout(9, 6),
         "height, width: got 64 x 50, expected multiples of 32": lambda: glm.family.layout(64, 50),

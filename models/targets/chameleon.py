@@ -77,8 +77,8 @@ class Chameleon(Family):
         self.default_guidance = self.style.guidance
         if codec is None:
             self.no_pixels = (
-                "codec: got none, expected the model's VQGAN (visspec.models.nets.layouts_vq.load_taming_vq), as"
-                " transformers has no decoder of these codes; output_type='latent' needs none"
+                "transformers has no decoder of Chameleon's codes and no codec was given"
+                " (visspec.models.nets.layouts_vq.load_taming_vq)"
             )
 
     def layout(self, height: int | None = None, width: int | None = None) -> Layout:

@@ -24,8 +24,8 @@ class GlmImage(Family):
 
     guided = False
     no_pixels = (
-        "output_type: GLM-Image's codes become pixels in diffusers' GlmImagePipeline (prior_token_ids, each code"
-        " doubled along both sides), expected 'latent'"
+        "the codes of GLM-Image become pixels in diffusers' GlmImagePipeline (prior_token_ids, each code doubled along"
+        " both sides)"
     )
 
     def __init__(self, model: Any, processor: Any):
@@ -70,7 +70,7 @@ class GlmImage(Family):
         return self.from_inputs({name: value.to(self.decoder.device) for name, value in batch.items()})
 
     def from_inputs(self, inputs: dict[str, Tensor]) -> Prompt:
-        """From what stock `generate` takes: input_ids, attention_mask, image_grid_thw and images_per_sample of texts."""
+        """From what stock `generate` takes: input_ids, attention_mask, image_grid_thw, images_per_sample."""
         ids, attention = inputs["input_ids"], inputs["attention_mask"]
         model = self.model.model
         kept = model._cached_decode_position_ids, model._prefill_len  # the function leaves its results in the model

@@ -79,7 +79,7 @@ class Family:
     decoder: Any  # the stock transformer
     codebook: Tensor | None = None  # (codes, E) as the image decoder looks them up, normalised where that is
     default_guidance: float = 1.0
-    no_pixels: str = ""  # why codes do not become pixels here, as an error says it; empty where they do
+    no_pixels: str = ""  # why codes do not become pixels here, for an error; empty where they do
 
     def layout(self, height: int | None = None, width: int | None = None) -> Layout:
         """Order of the tokens of an image of so many pixels. Raises ValueError for a size the model has no grid for."""
@@ -102,7 +102,7 @@ class Family:
 
     def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
         """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]. Raises ValueError where `no_pixels`."""
-        raise ValueError(self.no_pixels)
+        raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
 
     def check(self, prompt: Prompt, layout: Layout, guidance: float) -> None:
         """Refuse, before any pass, what can't be generated. Raises ValueError that names the argument."""
@@ -140,7 +140,7 @@ class Vocabulary:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Loop ids -> vocabulary ids."""
-        self.ids = self.ids.to(tokens.device)
+        self._follow(tokens.device)
         return self.ids[tokens]
 
     def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
@@ -150,10 +150,14 @@ class Vocabulary:
             logits = F.linear(hidden, head.weight[self.first : self.last], bias)
         else:
             logits = head(hidden)[..., self.first : self.last]
-        if self.order is None:
-            return logits
-        self.order = self.order.to(hidden.device)
-        return logits[..., self.order]
+        self._follow(hidden.device)
+        return logits if self.order is None else logits[..., self.order]
+
+    def _follow(self, device: torch.device) -> None:
+        if self.ids.device != device:
+            with torch.inference_mode(False):  # whoever moves them first must not forbid later training
+                self.ids = self.ids.to(device)
+                self.order = None if self.order is None else self.order.to(device)
 
 
 def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

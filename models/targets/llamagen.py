@@ -1,4 +1,4 @@
-"""LlamaGen, class- and caption-conditional, on `visspec.models.nets.llamagen`: transformers has none. (arXiv 2406.06525)
+"""LlamaGen, class- and caption-conditional, on `visspec.models.nets.llamagen`. (arXiv 2406.06525)
 
 Guidance sets the condition to a learned "nothing". Captions are text features: `processor` makes them.
 """
@@ -36,10 +36,7 @@ class LlamaGenImages(Family):
         self.factor = FACTOR if codec is None else codec.factor
         self.default_guidance = GUIDANCE[model.config.condition]
         if codec is None:
-            self.no_pixels = (
-                "codec: got none, expected LlamaGen's VQ codec (visspec.models.nets.layouts_vq.load_llamagen_vq);"
-                " output_type='latent' needs none"
-            )
+            self.no_pixels = "no codec was given (visspec.models.nets.layouts_vq.load_llamagen_vq)"
 
     def layout(self, height: int | None = None, width: int | None = None) -> Layout:
         side = self.model.config.grid * self.factor
