@@ -53,7 +53,8 @@ class LlamaGenImages(Family):
             return self.from_condition(torch.tensor([int(text) for text in texts]), None, guided)
         if self.processor is None:
             raise ValueError("processor: got None, expected a function from texts to text features and their mask")
-        return self.from_condition(*left_padded(*self.processor(texts)), guided)
+        features, real = left_padded(*self.processor(texts))
+        return self.from_condition(features, real, guided)
 
     def from_condition(self, condition: Tensor, attention: Tensor | None, guided: bool) -> Prompt:
         """From class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
