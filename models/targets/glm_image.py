@@ -39,8 +39,8 @@ class GlmImage(Family):
         self.codebook = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> Layout:
-        height = int(height or getattr(self.processor, "target_h", 1024))
-        width = int(width or getattr(self.processor, "target_w", 1024))
+        usual: list[int] = [getattr(self.processor, name, 1024) for name in ("target_h", "target_w")]
+        height, width = height or usual[0], width or usual[1]
         if height % FACTOR or width % FACTOR or not all(self._preview(height, width)):
             raise ValueError(
                 f"height, width: got {height} x {width}, expected multiples of {FACTOR}, one at most"
