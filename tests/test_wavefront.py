@@ -106,7 +106,7 @@ class Chosen(Local):
     """Draws again what it was told to: one list of places for each row."""
 
     def __init__(self, places, **options):
-        super().__init__(**options)
+        super().__init__(k=1, **options)
         self.places = places
 
     def again(self, p_BNV, x_BN, columns):
@@ -195,7 +195,7 @@ def test_tau_above_one_is_plain_decoding(temperature, guidance, kind, rows, radi
 @each_kind
 @pytest.mark.parametrize("kind", [Janus, Lined])
 def test_tau_zero_takes_the_draft(temperature, guidance, kind):
-    plan = Islands(Local(0.0, 3), Draft())
+    plan = Islands(Local(0.0, 3, k=3), Draft())
     state = run(plan, temperature, guidance, kind=kind)
     wanted = Draft().sketch(type("S", (), {"request": request()})).tolist()
     assert pad_free(state.tokens) == wanted and len(state.trace.rounds) == 1
@@ -221,7 +221,8 @@ PLANS = {
     "zipar-1": lambda: ZipAR(1),
     "zipar-2": lambda: ZipAR(2),
     "local": lambda: Islands(Local(0.03, 0, k=2), Draft()),
-    "local-rows": lambda: Islands(Local(0.03, 1, rows=2), Draft()),
+    "local-rows": lambda: Islands(Local(0.03, 1, k=1, rows=2), Draft()),
+    "local-window": lambda: Islands(Local(0.03, 1, window=1), Draft()),
     "lowres": lambda: Islands(Local(0.03, 0), drafter(upsample="latent")),
 }
 
@@ -343,6 +344,25 @@ def test_islands_go_on_together(kind):
     assert [[u for u in range(PLACES) if row[u] == "plain"] for row in codes] == again
 
 
+@each_kind
+@pytest.mark.parametrize("kind", [Janus, Lined])
+@pytest.mark.parametrize("window", [1, 2, SIDE])
+def test_a_window_makes_zipar_of_an_island(temperature, guidance, kind, window):
+    island = run(Islands(Local(1.1, window=window), Draft()), temperature, guidance, kind=kind)
+    whole = run(ZipAR(window), temperature, guidance, kind=kind)
+    assert island.tokens == whole.tokens
+    torch.testing.assert_close(island.meters["drift"], whole.meters["drift"], rtol=1e-3, atol=1e-3)
+    assert len(island.trace.rounds) == len(whole.trace.rounds) + (kind is Janus)
+
+
+def test_one_place_a_row_of_an_island():
+    """Three sides of a square: its right side waits for what is left of it, its rows only for the window above."""
+    again = [u for u in range(PLACES) if u not in (5, 9)]
+    state = run(Islands(Chosen([again] * 3, window=1), Draft()))
+    passes = torch.tensor(state.memory[0]).view(SIDE, SIDE)
+    assert passes.tolist() == [[1, 2, 3, 4], [2, 1, 4, 5], [3, 1, 5, 6], [4, 5, 6, 7]]
+
+
 def test_a_canvas_runs_every_final_token_once_more(monkeypatch):
     """After the last pass only what was decided in it is not in the cache."""
     kept = []
@@ -419,7 +439,7 @@ def test_lowres_drafts_change_nothing_under_the_exact_rule(temperature, upsample
     assert state.trace.rounds[0][0] == 5
 
 
-@pytest.mark.parametrize("rule", ["lantern:k=4,delta=0.2", "rejection", "typical", "local:tau=0.02"])
+@pytest.mark.parametrize("rule", ["lantern:k=4,delta=0.2", "rejection", "typical", "local:tau=0.02,k=2"])
 def test_lowres_drafts_suit_every_rule(rule):
     target, rule = ImageAR(family()), zoo.acceptance(rule)
     if hasattr(rule, "bind"):
@@ -532,8 +552,8 @@ def test_requests_that_need_raster_order_are_refused(change, sentence):
 
 
 def test_zoo_names_them():
-    rule = zoo.acceptance("local:tau=0.2,radius=3,k=4,rows=2")
-    assert (rule.tau, rule.radius, rule.k, rule.rows) == (0.2, 3, 4, 2)
+    rule = zoo.acceptance("local:tau=0.2,radius=3,k=4,rows=2,window=5")
+    assert (rule.tau, rule.radius, rule.k, rule.rows, rule.window) == (0.2, 3, 4, 2, 5)
     plan, name = zoo.drafter("zipar:window=3", janus())
     assert (plan.window, name) == (3, "zipar")
     assert zoo.load(zoo.DRAFTERS["lowres"][0]) is LowRes

@@ -87,6 +87,7 @@ class Canvas:
         fixed = [ABSENT] * self.total if request.fixed is None else request.fixed[: self.total].tolist()
         self.grammar = [f != ABSENT for f in fixed]
         self.free = [t for t in range(self.total) if not self.grammar[t]]
+        self.number = {t: n for n, t in enumerate(self.free)}
         self.above = dict(zip(self.free[self.columns :], self.free))
         self.rows, device = len(state.rows), first_BV.device
         self.tokens_BT = torch.tensor(fixed, device=device).clamp(min=0).repeat(self.rows, 1)
@@ -102,10 +103,21 @@ class Canvas:
         """What the next pass of a row must run: its fresh places, each with the grammar that follows it."""
         found = []
         for place in self.fresh[b]:
-            found.append(place)
-            while found[-1] + 1 < self.total and self.grammar[found[-1] + 1]:
-                found.append(found[-1] + 1)
+            found += self.tail(place)
         return found
+
+    def tail(self, place: int) -> Places:
+        """A place and the grammar that follows it."""
+        end = place + 1
+        while end < self.total and self.grammar[end]:
+            end += 1
+        return list(range(place, end))
+
+    def over(self, place: int, window: int) -> Places:
+        """The places of the image row above from this column on, `window` of them at most."""
+        n = self.number[place]
+        end = min(n % self.columns + window, self.columns) - n % self.columns
+        return self.free[n - self.columns : n - self.columns + end] if n >= self.columns else []
 
     def step(self, wanted: list[Places]) -> None:
         """One pass that decides the wanted places of each row: the fresh tokens and those before the wanted places.
@@ -142,10 +154,12 @@ class Canvas:
         return self._after(laws, at, pairs).unflatten(0, (self.rows, len(places)))
 
     def reject(self, todo: list[Places]) -> None:
-        """What was judged last is not final at these places of each row."""
+        """What was judged last is not final at these places of each row, nor is the grammar behind them as it ran."""
         for b, places in enumerate(todo):
             for u in places:
-                self.known[b][u] = self.cached[b][u] = False
+                self.known[b][u] = False
+                for t in self.tail(u):
+                    self.cached[b][t] = False
 
     def pass_number(self, ran: bool = True) -> int:
         return len(self.state.trace.rounds) + ran
@@ -241,8 +255,9 @@ class Islands:
     """A drafted image, judged place by place by a `Local` rule; what it rejects is drawn again.
 
     The places to draw fall into islands, 8-connected components. All islands go on at once, each in raster order, and
-    wait where the place before their next one is not final. Codes that stay keep the keys and values they were judged
-    with, except where they precede a place that is drawn again. Without a usable draft everything is drawn.
+    wait where the place before their next one is not final; with the rule's `window` the rows of an island overlap as
+    in `ZipAR`. Codes that stay keep the keys and values they were judged with, except where they precede a place that
+    is drawn again. Without a usable draft everything is drawn.
     """
 
     guarantee = "approximate"
@@ -297,23 +312,34 @@ class Islands:
         canvas.reject(todo)
         # all before a row's first place stays, so the law that rejected it there is its law
         first = [(b, row[0]) for b, row in enumerate(todo) if row]
-        number = {u: n for n, u in enumerate(places)}
-        laws_FV = logits_BNV[[b for b, _ in first], [number[u] for _, u in first]]
+        begin = canvas.number[places[0]]
+        laws_FV = logits_BNV[[b for b, _ in first], [canvas.number[u] - begin for _, u in first]]
         canvas.decide(first, laws_FV, canvas.pass_number())
         for b, u in first:
             canvas.fresh[b] = [u]
         canvas.record([len(places) - max(len(row) - 1, 0) for row in todo], [True] * canvas.rows)
-        where = {u: divmod(n, canvas.columns) for u, n in number.items()}
+        where = {u: divmod(canvas.number[u], canvas.columns) for u in places}
         queues = [islands(row, where) for row in todo]
         for row in queues:
             if row:
                 row[0].pop(0)  # the row's first place is decided
         while any(island for row in queues for island in row):
-            wanted = []
-            for b, row in enumerate(queues):
-                ready = [island for island in row if island and canvas.known[b][island[0] - 1]]
-                wanted.append([island.pop(0) for island in ready])
-            canvas.step(wanted)
+            ready = [[self._ready(canvas, b, island) for island in row] for b, row in enumerate(queues)]
+            canvas.step([[u for island in row for u in island] for row in ready])
+            queues = [
+                [[u for u in island if u not in now] for island, now in zip(row, nows)]
+                for row, nows in zip(queues, ready)
+            ]
+
+    def _ready(self, canvas: Canvas, b: int, island: Places) -> Places:
+        """What can be decided now of an island's open places: one, or with a window one in each image row."""
+        known = canvas.known[b]
+        if self.rule.window is None:
+            return [u for u in island[:1] if known[canvas.free[canvas.number[u] - 1]]]
+        first: dict[int, int] = {}
+        for u in island:
+            first.setdefault(canvas.number[u] // canvas.columns, u)
+        return [u for u in first.values() if all(known[t] for t in canvas.over(u, self.rule.window))]
 
 
 def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:

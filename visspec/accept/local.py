@@ -30,20 +30,23 @@ from visspec.types import ABSENT, Capabilities, Draft, Scores, Verdict
 class Local:
     """tau: pooled probability that a code needs; k: codes pooled; radius: how far a rejection spreads.
 
-    `rows`: image rows that are verified in one pass, None for all of them. tau above 1 rejects everything, 0 nothing.
+    rows: image rows that are verified in one pass, None for all of them. window: how far ahead the row above must be
+    where a row of an island is drawn, as in ZipAR; None for raster order. tau above 1 rejects everything, 0 nothing.
     """
 
     guarantee = "approximate"
     needs: frozenset[str] = frozenset({"neighbours"})
     takes: frozenset[str] = frozenset()
 
-    def __init__(self, tau: float = 0.1, radius: int = 1, k: int = 1, rows: int | None = None):
+    def __init__(
+        self, tau: float = 0.05, radius: int = 1, k: int = 8, rows: int | None = None, window: int | None = None
+    ):
         if not tau >= 0:
             raise ValueError(f"tau: got {tau}, expected a probability of at least 0 (above 1 rejects everything)")
-        for name, value, least in (("radius", radius, 0), ("k", k, 1), ("rows", rows, 1)):
+        for name, value, least in (("radius", radius, 0), ("k", k, 1), ("rows", rows, 1), ("window", window, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
-        self.tau, self.radius, self.k, self.rows = tau, radius, k, rows
+        self.tau, self.radius, self.k, self.rows, self.window = tau, radius, k, rows, window
         self.codes: Tensor | None = None
         self.near_Vk: Tensor | None = None
 
