@@ -10,13 +10,16 @@ Shapes: T positions of an image, d hidden size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from visspec.models.nets.feature_head import FeatureHead, HeadConfig
+from visspec.models.nets.feature_head import TINY, FeatureHead, HeadConfig
+
+SPREAD = 6.0  # what brings the difference of the two states to about their own size
 
 
 @dataclass(frozen=True)
@@ -35,18 +38,21 @@ class ImageHeadConfig(HeadConfig):
         for name in ("codes", "rows", "columns"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected at least 1")
-        if self.codes > self.vocab or self.image_latents:
-            raise ValueError(f"codes: got {self.codes}, expected at most the vocabulary {self.vocab}, and no latents")
+        if self.codes > self.vocab or self.image_latents or self.feature_layers != (-1,):
+            raise ValueError(
+                f"codes, image_latents, feature_layers: got {self.codes}, {self.image_latents}, {self.feature_layers},"
+                f" expected at most the vocabulary {self.vocab}, 0 and the last layer alone"
+            )
         if not isinstance(self.guidance, (int, float)) or self.guidance <= 0:
             raise ValueError(f"guidance: got {self.guidance!r}, expected a number above 0")
 
     @property
     def parts(self) -> int:
-        return len(self.feature_layers) * (2 if self.guided else 1)
+        return 2 if self.guided else 1
 
     @property
     def reduced(self) -> bool:
-        return self.guided or super().reduced
+        return self.guided
 
     @property
     def positions(self) -> int:
@@ -68,6 +74,19 @@ class ImageHead(FeatureHead):
         with torch.no_grad():
             for table in (self.row, self.column):
                 table.weight.mul_(0.1)
+            if config.guided:  # begin with the mixture of the two states, c + (s - 1) (c - u)
+                eye = torch.eye(config.hidden)
+                mixture = torch.cat([eye, (config.guidance - 1) / SPREAD * eye], dim=1)
+                self.reduce.weight.mul_(0.5).add_(mixture)
+
+    def reduced(self, feature: Tensor) -> Tensor:
+        """Target features (..., F) -> (..., d). The two states differ little: their difference enters enlarged."""
+        if not self.config.guided:
+            return feature
+        conditional, unconditional = feature.chunk(2, dim=-1)
+        size = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True).clamp(min=TINY)
+        both = torch.cat([conditional, SPREAD * (conditional - unconditional)], dim=-1)
+        return self.reduce(both * (math.sqrt(self.config.hidden) / size))
 
     def places(self) -> Tensor:
         """What an element that predicts position t of the image adds, (T, d); zero at 0, which none predicts."""
