@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as tf
 
+from tests.test_image_targets import CASES, expected, made
 from tests.tiny import enliven
 from tests.tiny_images import BOI, BOS, CODES, EOS, PAD, SIDE, janus, prompts
 from visspec import zoo
@@ -213,6 +214,32 @@ def test_one_island_behind_a_right_prefix_is_plain_decoding(temperature, upto):
     assert state.tokens == expected and len(state.trace.rounds) == PLACES - upto
     assert [o == "drafted" for o in state.trace.origin[0]] == [u < upto for u in range(PLACES)]
     assert state.memory[0] == [1] * upto + [1 + n for n in range(PLACES - upto)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_has_the_limits(name):
+    """Positions in two and three dimensions, grammar, images drawn after a preview: greedy, against the references."""
+    case = made(name)
+
+    def drawn(plan, rows):
+        prompt, layout = case.prompt(rows), case.layout
+        sampling = Sampling(guidance=case.guidance)
+        asked = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid, fixed=layout.fixed)
+        return decode_wavefront(ImageAR(case.family), plan, asked)
+
+    (high, wide), wanted = case.layout.grid, [expected(name, row) for row in range(3)]
+    state = drawn(ZipAR(wide), [0, 1, 2])
+    assert state.tokens == wanted and float(state.meters["drift"].abs().max()) == 0
+    ways = [ZipAR(1)]
+    if case.family.codebook is not None:
+        random = torch.randint(case.family.codes, (1, high * wide), generator=torch.Generator().manual_seed(0))
+        draft = type("D", (), {"sketch": lambda self, state: random.expand(len(state.rows), -1)})()
+        assert drawn(Islands(Local(1.1), draft), [0, 1, 2]).tokens == wanted
+        ways.append(Islands(Local(0.02, k=2, window=1), draft))
+    for way in ways:
+        together = drawn(way, [0, 1, 2])
+        assert [drawn(way, [row]).tokens[0] for row in range(3)] == together.tokens
+    assert len(drawn(ZipAR(1), [0]).trace.rounds) < len(state.trace.rounds)
 
 
 # --- between the limits -----------------------------------------------------------------------------------------------
@@ -537,7 +564,7 @@ def test_another_tokenizer_is_refused():
 
 @pytest.mark.parametrize("change,sentence", [
     ({"grid": None}, "grid: got None"),
-    ({"grid": (3, 4)}, "16 places for codes, expected one for each"),
+    ({"grid": (5, 4)}, "16 places for codes, expected one for each"),
     ({"stop": lambda ids: False}, "stop: got .* expected none"),
     ({"eos": frozenset({3})}, "eos: got .* expected none"),
     ({"sampling": Sampling(1.0, guidance=3.0, processors=(lambda ids, logits: logits,))}, "processors: got .* none"),

@@ -52,6 +52,8 @@ def decode_wavefront(target: Any, plan: ZipAR | Islands, request: Request) -> St
         if request.generators is not None and not request.sampling.greedy:
             state.noise = Noise(request.generators, scores.logits.shape[-1])
         canvas = Canvas(target, state, scores.logits[:, -1], plan.audit)
+    for place in canvas.preview:
+        canvas.step([[place]] * canvas.rows)
     plan.paint(canvas)
     if plan.audit:
         with trace.stage("audit"):
@@ -70,23 +72,27 @@ def _check(request: Request) -> None:
     if request.grid is None:
         raise ValueError("grid: got None, expected the rows and columns of an image")
     free = total if request.fixed is None else int((request.fixed[:total] == ABSENT).sum())
-    if free != request.grid[0] * request.grid[1]:
+    if free < request.grid[0] * request.grid[1]:
         raise ValueError(f"grid: got {request.grid} and {free} places for codes, expected one for each")
 
 
 class Canvas:
     """A batch of images under way: what is decided, and which slots of the cache hold it.
 
-    free: places of codes, raster order. known, cached: by row and place, on the host. fresh: decided, not yet run.
+    free: places of the image's codes; preview: those of codes before them, a smaller image that some models draw first.
+    known, cached: by row and place, on the host. fresh: decided, not yet run.
     """
 
     def __init__(self, target: Any, state: State, first_BV: Tensor, audited: bool):
         request = state.request
+        assert request.grid is not None
         self.target, self.state, self.first_BV = target, state, first_BV
         self.total, self.columns = request.max_new_tokens, request.grid[1]
         fixed = [ABSENT] * self.total if request.fixed is None else request.fixed[: self.total].tolist()
         self.grammar = [f != ABSENT for f in fixed]
-        self.free = [t for t in range(self.total) if not self.grammar[t]]
+        places = [t for t in range(self.total) if not self.grammar[t]]
+        ahead = len(places) - request.grid[0] * self.columns
+        self.preview, self.free = places[:ahead], places[ahead:]
         self.number = {t: n for n, t in enumerate(self.free)}
         self.above = dict(zip(self.free[self.columns :], self.free))
         self.rows, device = len(state.rows), first_BV.device
@@ -128,7 +134,7 @@ class Canvas:
         final, extra = [], []
         for b, places in enumerate(wanted):
             final.append(set(self.due(b) if places else ()))  # a row without a wish waits for the next block
-            before = {u - 1: self.above.get(u) for u in places if u > 0 and u - 1 not in final[b]}
+            before = {u - 1: self.above.get(u, u - 1) for u in places if u > 0 and u - 1 not in final[b]}
             final[b] |= {t for t in before if self.cached[b][t]}
             extra.append({t: t if self.known[b][t] else s for t, s in before.items() if t not in final[b]})
         laws, at = self._run(final, extra)
@@ -361,6 +367,7 @@ def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:
 def audit(canvas: Canvas) -> Tensor:
     """(B,) sum over places of the total variation between the law used and the law given all that stands before it."""
     state = canvas.state
+    assert canvas.used_BTV is not None
     device, last = canvas.tokens_BT.device, canvas.total - 1
     where_BN = torch.arange(last, device=device).expand(canvas.rows, -1)
     seen_BT = torch.ones(canvas.rows, canvas.total, dtype=torch.bool, device=device)

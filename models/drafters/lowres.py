@@ -126,7 +126,7 @@ class LowRes:
         if texts is not None:
             if len(texts) != len(given.ids):
                 raise ValueError(f"texts: got {len(texts)}, expected {len(given.ids)}, one a row")
-            return self.family.prompt([texts[row] for row in state.rows], guided)
+            return self.family.prompt([texts[row] for row in state.rows], guided, self.layout)
         if not hasattr(self.family, "from_ids"):
             raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids)")
         return self.family.from_ids(given.ids[state.rows], given.attention[state.rows], guided)
@@ -168,6 +168,6 @@ def _vocabulary(family: Family) -> Any:
     """What must agree for prompts to mean the same: the tokenizer's words, or how many ids there are without one."""
     processor = getattr(family, "processor", None)
     tokenizer = getattr(processor, "tokenizer", processor)
-    words = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
+    words = tokenizer.get_vocab() if tokenizer is not None and hasattr(tokenizer, "get_vocab") else None
     embedding = family.decoder.get_input_embeddings()
     return words, embedding.num_embeddings, getattr(family, "keeps", None), getattr(family, "pad", None)

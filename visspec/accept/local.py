@@ -74,6 +74,7 @@ class Local:
 
     def cost(self, p_BNV: Tensor, x_BN: Tensor, stays_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Drift and displacement (B,) of letting the marked codes x stay."""
+        assert self.codes is not None
         x_BN = x_BN.clamp(min=0)
         here_BN = p_BNV.gather(2, x_BN[..., None])[..., 0]
         last = len(self.codes) - 1
