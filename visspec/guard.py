@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.grammar import fill
+from visspec.grammar import fill, held
 from visspec.types import ABSENT, Capabilities, Draft, Drafter, Outcome, Scores, State, Tree, Verdict
 
 MAX_NODES = 1024
@@ -89,7 +89,10 @@ class Guarded:
         tree, sound = self._sound(draft.tree, rows)
         q, inside = draft.q, (tokens >= 0) & (tokens < self.vocab)
         wrong = ~(inside & sound) & (tokens != ABSENT)
-        tokens = torch.where(inside & sound & self.allowed[tokens.clamp(0, self.vocab - 1)], tokens, ABSENT)
+        may = self.allowed[tokens.clamp(0, self.vocab - 1)]
+        if state.request.fixed is not None:  # where grammar holds a place any id will do: `fill` puts the right one in
+            may = may | (held(state, tree.depth) != ABSENT)
+        tokens = torch.where(inside & sound & may, tokens, ABSENT)
         if q is not None:
             if q.shape != (rows, size, self.vocab):
                 raise ValueError(f"q: got shape {tuple(q.shape)}, expected ({rows}, {size}, {self.vocab})")

@@ -191,7 +191,7 @@ class ImagePipeline:
         return _Job(texts, seeds, sampling, layout, target, inner, name, rule, pace, output_type, callback_on_step_end)
 
     def _sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
-        own = self.model.generation_config
+        own = getattr(self.model, "generation_config", None)
         guidance = self.family.default_guidance if guidance_scale is None else float(guidance_scale)
         heat = getattr(own, "temperature", None) if temperature is None else temperature
         values = {
