@@ -66,7 +66,7 @@ class LowRes:
         codes_BN = self.sketch(state)
         drawn_BT = codes_BN.new_zeros(len(state.rows), total)  # the guard puts grammar where it belongs
         free = torch.arange(total) if fixed is None else (fixed[:total] == ABSENT).nonzero()[:, 0]
-        drawn_BT[:, free.to(drawn_BT.device)] = codes_BN
+        drawn_BT[:, free[-codes_BN.shape[1] :].to(drawn_BT.device)] = codes_BN  # a preview before it is not drafted
         rows: list[list[int]] = [[] for _ in state.tokens]
         for row, codes in zip(state.rows, drawn_BT.tolist()):
             rows[row] = codes
