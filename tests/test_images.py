@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from PIL import Image
 from transformers import JanusForConditionalGeneration
 
 from tests.tiny import enliven
-from visspec import cli, grid
+from visspec import cli, grid, zoo
 from visspec.images import ImagePipeline, image_seeds
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.recipes.painter_build import build_processor, generation_config, model_config
@@ -152,6 +153,39 @@ def test_the_command(folder, tmp_path, capsys):
     assert cli.main(["generate", "x", "--model", str(folder), "--acceptance", "lantern:k=0"]) == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 2 and "nowhere" in shown and "k: got 0" in shown
+
+
+def test_presets_are_pairs_the_zoo_knows():
+    for name, (drafter, rule, what) in zoo.PRESETS.items():
+        assert zoo.parse(drafter)[0] in zoo.DRAFTERS and what, name
+        zoo.acceptance(rule)
+    with pytest.raises(ValueError, match=r"^preset: got 'sj', expected one of plain, "):
+        zoo.preset("sj")
+
+
+def test_the_bench_and_its_report(folder, tmp_path, capsys):
+    record, page = tmp_path / "bench.json", tmp_path / "report.html"
+    arguments = ["bench", "image", "--model", str(folder), "--prompts", "2", "--quality", "4"]
+    arguments += ["--images", str(tmp_path / "i")]
+    methods = ["plain", "gumbel", "near=jacobi:redraw=maximal,window=6/lantern:k=10,delta=0.2", "zipar"]
+    arguments += [part for m in methods for part in ("--method", m)]
+    assert cli.main([*arguments, "--json", str(record)]) == 0
+    rows = {r["name"]: r for r in json.loads(record.read_text())["rows"]}
+    assert list(rows) == ["plain", "gumbel", "near", "zipar"] and rows["plain"]["nfe"] == TOKENS
+    assert (
+        rows["gumbel"]["identical"] == 2 and rows["gumbel"]["guarantee"] == "exact" and rows["gumbel"]["nfe"] < TOKENS
+    )
+    assert rows["plain"]["geneval"] == rows["gumbel"]["geneval"] and rows["plain"]["fd"] == rows["gumbel"]["fd"] > 0
+    assert rows["near"]["drift_per_token"] > 0 and rows["near"]["latent_displacement"] > 0
+    assert np.shape(rows["near"]["acceptance_map"]) == (6, 6) and len(rows["near"]["images"]) == 4
+    shutil.rmtree(tmp_path / "i" / "near" / "00001")  # lost in a kill: it alone is drawn again
+    kept = (tmp_path / "i" / "near" / "00000" / "samples" / "0000.png").stat().st_mtime_ns
+    assert cli.main(arguments) == 0
+    assert (tmp_path / "i" / "near" / "00001" / "samples" / "0000.png").exists()
+    assert (tmp_path / "i" / "near" / "00000" / "samples" / "0000.png").stat().st_mtime_ns == kept
+    assert cli.main(["report", str(record), "-o", str(page)]) == 0 and "near" in page.read_text()
+    assert cli.main(["bench", "image", "--model", str(folder), "--method", "odd"]) == 2
+    assert "preset: got 'odd'" in capsys.readouterr().err
 
 
 def test_grid_and_maps():

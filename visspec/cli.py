@@ -191,7 +191,7 @@ def _train_drafter(sub: argparse.ArgumentParser) -> None:
 
 def _report(sub: argparse.ArgumentParser) -> None:
     _add(sub, run_report)
-    sub.add_argument("result", nargs="+", type=Path, help="JSON files written by visspec bench caption or image")
+    sub.add_argument("result", nargs="+", type=Path, help="JSON files written by visspec bench")
     sub.add_argument("-o", "--out", type=Path, default=Path("report.html"))
 
 

@@ -54,7 +54,7 @@ PRESETS = {  # of image generation: drafter, rule, where it is from; docs/preset
     "lantern": ("painter-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),
     "lantern++": ("painter-eagle:tree=static", "lantern_plus:k=10,lam=2.0", "LANTERN++ (ICLR-W 2025)"),
     "cool": ("painter-eagle", "cool:omega=1.1,nu=0.7", "COOL-SD (AAAI 2026)"),
-    "mulo": ("lowres", "local:tau=0.1,k=100,radius=1", "MuLo-SD (CVPR 2026)"),
+    "mulo": ("lowres", "local:tau=0.05,k=8,radius=1,window=2", "MuLo-SD (CVPR 2026)"),
     "zipar": ("zipar:window=4", "exact", "ZipAR (ICML 2025)"),
     "coupled-lantern": (
         "jacobi:redraw=maximal,window=32",
