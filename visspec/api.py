@@ -125,7 +125,7 @@ def check_pairing(drafter: Drafter | None, rule: Acceptance, capabilities: Capab
     """Once, when they are built: can this rule judge this drafter's drafts, and is the target what it needs?"""
     if drafter is not None and not hasattr(drafter, "propose"):
         raise ValueError(
-            f"drafter: got {type(drafter).__name__}, expected one for text (it is an order of image codes)"
+            f"drafter: got {type(drafter).__name__}, expected one that proposes tokens"
         )
     if hasattr(rule, "bind"):
         rule.bind(capabilities)

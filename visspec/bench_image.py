@@ -50,7 +50,16 @@ def run(arguments) -> dict[str, Any]:
     record = bench(pipe, [p["prompt"] for p in prompts], methods, options, arguments.seed, arguments.batch_size)
     if arguments.quality:
         judge(pipe, record, methods, options, arguments.quality, arguments.seed, arguments.images)
+    if arguments.images and arguments.json:
+        beside(record, arguments.json.resolve().parent)
     return record
+
+
+def beside(record: dict[str, Any], folder: Path) -> None:
+    """Paths of images as seen from the record's folder; reports open nothing outside it, so others are left out."""
+    for line in record["rows"]:
+        found = [(Path(image["path"]).resolve(), image) for image in line.get("images", [])]
+        line["images"] = [i | {"path": str(p.relative_to(folder))} for p, i in found if p.is_relative_to(folder)]
 
 
 def chosen(method: str) -> tuple[str, str]:
