@@ -1,0 +1,139 @@
+"""The embedded painter: its parts, its recipe on a few steps, and the shipped weights."""
+
+import json
+
+import pytest
+import torch
+from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQVAE
+
+from visspec import zoo
+from visspec.eval.world.palette import CLASSES, COLOURS
+from visspec.eval.world.scene import HELD_OUT_SEED
+from visspec.eval.world.suite import suite, vocabulary
+from visspec.recipes import painter, painter_build, painter_data, painter_draw, painter_score, painter_tokens
+from visspec.recipes.painter_vq import Codebook, latents, nearest
+
+SHIPPED = [(low, zoo.CHECKPOINTS / ("painter-lowres" if low else "painter")) for low in (False, True)]
+unshipped = pytest.mark.skipif(
+    not all((folder / "model.safetensors").exists() for _, folder in SHIPPED), reason="no painter weights in the zoo"
+)
+LIMIT = {False: 18e6, True: 6e6}  # bytes of the weights
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_configuration_has_the_stock_geometry(low):
+    config = painter_build.model_config(low)
+    side = 6 if low else 12
+    assert config.vq_config.num_patches == side
+    assert config.vision_config.num_image_tokens == side * side
+    assert config.vision_config.image_size == side * painter_build.PATCH == painter_data.SIDE[low]
+    assert painter_build.generation_config(low).max_length >= painter_tokens.PROMPT + side * side
+
+
+def test_tokenizer_and_processor_round_trip(tmp_path):
+    painter_build.build_processor().save_pretrained(tmp_path)
+    processor = JanusProcessor.from_pretrained(tmp_path)
+    prompts = [row["prompt"] for row in suite()]
+    ids = processor(text=prompts, generation_mode="image", return_tensors="pt", padding=True)["input_ids"]
+    assert torch.equal(ids, painter_tokens.prompt_ids(painter_build.build_tokenizer(), prompts))
+    assert (ids[:, -1] == processor.tokenizer.convert_tokens_to_ids(painter_build.BOI)).all()
+    assert processor.tokenizer.unk_token_id not in ids
+    assert set(vocabulary()) <= set(processor.tokenizer.get_vocab())
+    assert processor.tokenizer.batch_decode(ids, skip_special_tokens=True) == prompts
+
+
+def test_the_unconditional_form_keeps_only_bos_and_image_start():
+    tokenizer = painter_build.build_tokenizer()
+    ids = painter_tokens.prompt_ids(tokenizer, ["a photo of a ring"])
+    bare = painter_tokens.without_words(tokenizer, ids)
+    kept = [tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids(painter_build.BOI)]
+    assert bare[bare != tokenizer.pad_token_id].tolist() == kept
+    assert torch.equal(bare != tokenizer.pad_token_id, (ids == kept[0]) | (ids == kept[1]))
+
+
+def test_stock_encoder_agrees_with_the_nearest_unit_code():
+    vq = JanusVQVAE(painter_build.vq_config(True)).eval()
+    Codebook(vq, 1)
+    pictures = painter_data.pixels([painter_data.pair(i)[1] for i in range(2)], 48)
+    with torch.no_grad():
+        assert torch.equal(nearest(vq, latents(vq, pictures)).flatten(), vq.encode(pictures).image_tokens)
+
+
+def test_training_seeds_stay_below_the_held_out_ones():
+    assert max(painter_data.FIRST_SEED.values()) + max(painter.PAIRS.values()) < HELD_OUT_SEED
+
+
+def test_reading_labels_say_what_the_prompt_asks_for():
+    tokenizer = painter_build.build_tokenizer()
+    reading = painter_draw.Reading(8, tokenizer.get_vocab())
+    prompts = ["a photo of three crosses", "a photo of a bar above a star", "a photo of a red star and a pink ring"]
+    labels = torch.stack(reading.labels(painter_tokens.prompt_ids(tokenizer, prompts)), 1)
+    kinds, colours = list(CLASSES), list(COLOURS)
+    assert labels[0].tolist() == [kinds.index("cross") + 1, 0, 0, 0, 0, 2]
+    assert labels[1].tolist() == [kinds.index("bar") + 1, kinds.index("star") + 1, 0, 0, 3, 0]
+    classes = [kinds.index("star") + 1, kinds.index("ring") + 1]
+    assert labels[2].tolist() == [*classes, colours.index("red") + 1, colours.index("pink") + 1, 0, 0]
+
+
+@torch.no_grad()
+def test_training_and_stock_generation_see_the_same_law():
+    torch.manual_seed(0)
+    vq = JanusVQVAE(painter_build.vq_config(True)).state_dict()
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+    model = painter_build.build_model(vq, True, small).eval()
+    processor = painter_build.build_processor(True)
+    inputs = processor(
+        text=["a photo of two stars", "a photo of a red ring and a blue bar"],
+        generation_mode="image", return_tensors="pt", padding=True,
+    )  # fmt: skip
+    model.model.generation_head.vision_head.weight.normal_(std=5.0)
+    codes = model.generate(**inputs, generation_mode="image", do_sample=False, guidance_scale=1.0 + 1e-6)
+    losses, _ = painter_draw.draw_loss(model, inputs["input_ids"], inputs["attention_mask"], codes)
+    alone, _ = painter_draw.draw_loss(model, inputs["input_ids"][:1, 5:], inputs["attention_mask"][:1, 5:], codes[:1])
+    assert losses.shape == (2, 36)
+    assert (losses[0] - alone[0]).abs().max() < 0.2  # left padding changes nothing but bfloat16's rounding
+    others, _ = painter_draw.draw_loss(model, inputs["input_ids"], inputs["attention_mask"], (codes + 512) % 1024)
+    assert losses.mean() < others.mean() / 2  # the greedy codes are the likely ones
+
+
+def test_recipe_runs_on_a_few_steps(tmp_path):
+    few = ["--out", str(tmp_path), "--workers", "1", "--threads", "1", "--every", "100", "--every-prompt", "368"]
+    few += ["--vq-steps", "3", "--vq-rows", "1", "--pairs", "16", "--steps", "2", "--rows", "1"]
+    painter.main([*few, "--stage", "vq"])
+    painter.main([*few, "--lowres", "--sheet", str(tmp_path / "sheet" / "painter.png")])
+    folder = tmp_path / "painter-lowres"
+    record = json.loads((folder / "provenance.json").read_text())
+    assert record["draw"]["steps"] == 2
+    assert record["vq"]["steps"] == 3
+    assert (tmp_path / "sheet" / "painter.png").stat().st_size > 0
+    assert "GenEval" in (folder / "README.md").read_text()
+    JanusForConditionalGeneration.from_pretrained(folder)
+    painter.main([*few, "--stage", "vq", "--resume"])  # nothing left to do
+
+
+@unshipped
+@pytest.mark.parametrize(("low", "folder"), SHIPPED)
+def test_shipped_weights_are_small_and_described(low, folder):
+    weights = folder / "model.safetensors"
+    assert weights.stat().st_size <= LIMIT[low]
+    record = json.loads((folder / "provenance.json").read_text())
+    assert record["weights"]["bytes"] == weights.stat().st_size
+    assert record["measured"]["pictures"]["geneval"] > 0.5
+
+
+@unshipped
+@pytest.mark.parametrize(("low", "folder"), SHIPPED)
+def test_shipped_painter_draws_what_it_is_asked_for(low, folder):
+    model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = JanusProcessor.from_pretrained(folder)
+    rows = suite()[::46]
+    guidance = model.generation_config.guidance_scale
+    pictures = painter_draw.draw(model, processor, [row["prompt"] for row in rows], guidance, 0)
+    assert pictures.shape == (8, painter_data.SIDE[low], painter_data.SIDE[low], 3)
+    assert sum(painter_score.verdicts(pictures, rows)) >= 5
+
+
+@unshipped
+def test_the_siblings_share_their_vq_weights():
+    loaded = [JanusForConditionalGeneration.from_pretrained(folder).model.vqmodel.state_dict() for _, folder in SHIPPED]
+    assert all(torch.equal(value, loaded[1][name]) for name, value in loaded[0].items())

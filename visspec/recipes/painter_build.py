@@ -1,0 +1,161 @@
+"""The painter's parts: word-level tokenizer, processor, stock Janus model, and how they are written to a folder."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    GenerationConfig,
+    JanusConfig,
+    JanusForConditionalGeneration,
+    JanusImageProcessor,
+    JanusProcessor,
+    JanusVisionConfig,
+    JanusVQVAEConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+from visspec.eval.world.suite import vocabulary
+from visspec.recipes.painter_data import SIDE
+
+PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
+BOI, EOI, IMAGE = "<begin_of_image>", "<end_of_image>", "<image>"
+PATCH = 8  # pixels a side of what one image token stands for
+CODES = 1024
+MEAN = STD = (0.5, 0.5, 0.5)
+# Text models, by `low`. Heads are 64 wide.
+TEXT = {
+    False: {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 4},
+    True: {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 3},
+}
+GUIDANCE = 3.0  # until a finished model has been measured
+
+
+def grid(low: bool) -> int:
+    """Image tokens along a side: 12, or 6 at low resolution."""
+    return SIDE[low] // PATCH
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word, lower-cased, `<s>` in front; batches are padded on the left."""
+    names = [PAD, BOS, EOS, UNK, BOI, EOI, IMAGE, *vocabulary()]
+    table = {name: i for i, name in enumerate(names)}
+    core = Tokenizer(models.WordLevel(table, unk_token=UNK))
+    core.normalizer = normalizers.Lowercase()
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, table[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        extra_special_tokens={"boi_token": BOI, "eoi_token": EOI, "image_token": IMAGE},
+        padding_side="left",
+        model_max_length=64,
+    )
+
+
+def build_processor(low: bool = False) -> JanusProcessor:
+    """Tokenizer and image processor; with generation_mode="image" it ends a prompt with the image-start token."""
+    side = SIDE[low]
+    images = JanusImageProcessor(size={"height": side, "width": side}, image_mean=list(MEAN), image_std=list(STD))
+    return JanusProcessor(image_processor=images, tokenizer=build_tokenizer(), num_image_tokens=grid(low) ** 2)
+
+
+def vq_config(low: bool) -> JanusVQVAEConfig:
+    """Three halvings, 64 channels everywhere, 1,024 codes of dimension 8.
+
+    The stock class normalises in 32 groups. With 32 channels a group is one channel, its strength is divided out and
+    the decoder cannot tell colours apart; with 64 the offset of two channels keeps the scale. No residual blocks but
+    those of the middle and one a level of the decoder, so that 64 channels at full resolution stay affordable.
+    """
+    return JanusVQVAEConfig(
+        embed_dim=8,
+        num_embeddings=CODES,
+        base_channels=64,
+        channel_multiplier=(1, 1, 1, 1),
+        latent_channels=64,
+        num_res_blocks=0,
+        num_patches=grid(low),
+        projection_dim=TEXT[low]["hidden_size"],
+        image_token_embed_dim=TEXT[low]["hidden_size"],
+    )
+
+
+def model_config(low: bool = False, text: dict | None = None) -> JanusConfig:
+    """Configuration of the painter; `text` overrides sizes of the text model (for tests).
+
+    The understanding tower is never trained or used: it has one layer of width 16, because the class requires one.
+    """
+    tokenizer, sizes = build_tokenizer(), TEXT[low] | (text or {})
+    width = sizes["hidden_size"]
+    vq = vq_config(low)
+    vq.projection_dim = vq.image_token_embed_dim = width
+    return JanusConfig(
+        text_config=LlamaConfig(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=256,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            **sizes,
+        ),
+        vision_config=JanusVisionConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            mlp_ratio=1.0,
+            depth=1,
+            projection_dim=width,
+            image_size=SIDE[low],
+            patch_size=PATCH,
+            num_image_tokens=grid(low) ** 2,
+        ),
+        vq_config=vq,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+    )
+
+
+def generation_config(low: bool = False, guidance: float = GUIDANCE) -> GenerationConfig:
+    """Sampling at temperature 1 with classifier-free guidance; `max_length` only has to hold prompt and image."""
+    tokenizer = build_tokenizer()
+    return GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        guidance_scale=guidance,
+        max_length=16 + grid(low) ** 2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        generation_kwargs={"boi_token_id": tokenizer.convert_tokens_to_ids(BOI)},
+    )
+
+
+def build_model(
+    vq: dict[str, torch.Tensor], low: bool = False, text: dict | None = None
+) -> JanusForConditionalGeneration:
+    """A Janus with fresh text weights around a taught VQ model (a state dict); token embeddings start at its codes."""
+    model = JanusForConditionalGeneration(model_config(low, text))
+    model.model.vqmodel.load_state_dict(vq)
+    model.model.generation_embeddings.weight.data.copy_(vq["quantize.embedding.weight"])
+    model.generation_config = generation_config(low)
+    return model
+
+
+def save(model: JanusForConditionalGeneration, processor: JanusProcessor, folder: Path, dtype: torch.dtype) -> None:
+    """Write a complete, loadable folder with weights stored in `dtype`; the model in memory is left as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = model.dtype
+    weights = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    model.config.dtype = dtype
+    model.save_pretrained(folder, state_dict=weights)
+    model.config.dtype = before
+    processor.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # written private, but packages copy the mode

@@ -1,0 +1,210 @@
+"""The last stage of the painter recipe: a complete folder, measured after it was written and read back."""
+
+import argparse
+import hashlib
+import json
+import platform
+from pathlib import Path
+
+import numpy as np
+import PIL
+import torch
+import transformers
+from PIL import Image, ImageDraw
+from transformers import JanusForConditionalGeneration, JanusProcessor
+
+from visspec.eval.world.suite import SIZES, TASKS, suite
+from visspec.recipes.captioner_card import _revision
+from visspec.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid, save
+from visspec.recipes.painter_data import SIDE
+from visspec.recipes.painter_draw import GUIDANCES, draw, score
+from visspec.recipes.painter_vq import load_vq, measure
+
+SEED = 0  # of the measured pictures
+
+CARD = """---
+license: apache-2.0
+pipeline_tag: text-to-image
+library_name: transformers
+---
+
+# visspec {name}
+
+A `JanusForConditionalGeneration` of {parameters:.1f} million parameters, trained from zero, that draws visspec's
+*shape world* from GenEval's sentences: one to four coloured shapes on a grey, often textured ground, {side} x {side}
+pixels, {tokens} image tokens.
+{role}
+
+```python
+from transformers import JanusForConditionalGeneration, JanusProcessor
+
+folder = "models/zoo/{name}"
+processor, model = JanusProcessor.from_pretrained(folder), JanusForConditionalGeneration.from_pretrained(folder)
+inputs = processor(text=["a photo of a red cross and a blue ring"], generation_mode="image", return_tensors="pt")
+codes = model.generate(**inputs, generation_mode="image")
+pictures = model.decode_image_tokens(codes).float()  # (1, {side}, {side}, 3), about -1..1
+pixels = processor.postprocess(list(pictures), return_tensors="pt").pixel_values  # uint8 (1, 3, {side}, {side})
+```
+
+## Measured
+
+GenEval on {prompts} prompts of the suite (`visspec.eval.world.suite`), one picture a prompt, sampled by the stock
+`generate` at temperature 1 without top-k or top-p, seed {seed}, weights as stored, computed in float32; judged by
+visspec's shape detector{enlarged}. GenEval's overall score is the mean of the six tasks.
+
+| pictures | GenEval | share of prompts | {heads} |
+|---|---|---|{rules}
+{rows}
+
+The prompts of each task: {sizes}. Guidance {best} was the best of four on every fourth prompt with another seed
+(share of prompts: {sweep}); `generation_config.json` holds it.
+"Reconstructions" are rendered scenes of the same prompts after the VQ model's encoder and decoder: the ceiling.
+Over them, pixels are off by {vq[grey_levels]} grey levels on average (speckled grounds cannot be coded), and
+{vq[codes]} of 1,024 codes are used, with a perplexity of {vq[perplexity]}.
+
+## Architecture
+
+VQ: the stock `JanusVQVAE`, 64 channels, three halvings, 1,024 codes of dimension 8, all of unit length, so that the
+stock encoder's nearest code and the stock decoder's normalised codes agree. Text: Llama, {text};
+{vocabulary} words.
+The understanding tower is there because the class requires one: one layer of width 16, never trained. Text
+generation and image understanding do not work.
+
+## Training
+
+Recipe: `python -m visspec.recipes.painter --out FOLDER{flag}`;
+{minutes} minutes of training where these weights were made ({vq_minutes} for the VQ model{shared}, {draw_minutes}
+for the text model), on two CPU cores shared with other work. The text model saw {seen:,} pictures of {pairs:,}
+rendered pairs, a tenth of them without their prompt; last loss {loss} nats a token. Training prompts are drawn
+from the whole grammar, tasks in equal shares: sentences of the suite
+and the (colour, class) pairs of `HELD_OUT_PAIRS` occur among them; scenes are drawn afresh from seeds below 2^30.
+Versions, seeds and digests: `provenance.json`.
+
+## Limits
+
+It knows only the suite's grammar. Words outside its vocabulary are read as unknown, and other sentences give shapes
+that were not asked for.
+"""
+ROLES = {
+    False: "It is the image target of visspec's demonstrations and tests.",
+    True: "It is the low-resolution sibling of `painter`: the same words and the same VQ weights, a smaller text model "
+    "and\na picture of 36 tokens, for drafting at low resolution.",
+}
+TITLES = {"single_object": "one object", "two_object": "two objects", "color_attr": "colour and object"}
+
+
+def sheet(pictures: np.ndarray, prompts: list[str], file: Path, columns: int = 4) -> None:
+    """Write pictures uint8 (B, S, S, 3), enlarged to 96 pixels if smaller, in a grid with their prompts underneath."""
+    cell, gap, text = 144, 8, 26
+    rows = -(-len(pictures) // columns)
+    page = Image.new("RGB", (columns * (cell + gap) + gap, rows * (cell + text + gap) + gap), "white")
+    pen = ImageDraw.Draw(page)
+    for i, (picture, prompt) in enumerate(zip(pictures, prompts)):
+        x, y = gap + i % columns * (cell + gap), gap + i // columns * (cell + text + gap)
+        page.paste(Image.fromarray(picture).resize((cell, cell), Image.Resampling.BICUBIC), (x, y))
+        words, lines = prompt.removeprefix("a photo of ").split(), [""]
+        for word in words:
+            fits = pen.textlength(f"{lines[-1]} {word}") <= cell
+            lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if fits else [*lines, word]
+        pen.multiline_text((x, y + cell + 1), "\n".join(lines[:2]), fill="black", spacing=1)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    page.quantize(192).save(file, optimize=True)
+
+
+def _provenance(options: argparse.Namespace, vq: dict, text: dict, weights: Path, measured: dict) -> dict:
+    """What made these weights, in plain JSON values."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    return {
+        "recipe": "visspec.recipes.painter",
+        "git_revision": _revision(),
+        "versions": versions | {"transformers": transformers.__version__, "pillow": PIL.__version__},
+        "device": f"cpu, {platform.machine()}, 2 cores",
+        "seeds": {"vq": 0, "draw": 1, "measured": SEED},
+        "vq": {"steps": vq["step"], "seconds": round(vq["seconds"]), "rows": options.vq_rows * options.workers},
+        "draw": {
+            "steps": text["step"],
+            "seconds": round(text["seconds"]),
+            "rows": options.rows * options.workers,
+            "pairs": options.pairs,
+            "loss": text["loss"],
+        },
+        "compute_dtype": "bfloat16 autocast over float32 weights",
+        "stored_dtype": "float16",
+        "weights": {
+            "file": weights.name,
+            "bytes": weights.stat().st_size,
+            "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        },
+        "measured": measured,
+    }
+
+
+def _row(name: str, record: dict) -> str:
+    """One line of the card's table."""
+    return f"| {name} | **{record['geneval']:.3f}** | {record['images']:.3f} | " + " | ".join(
+        f"{record['tasks'].get(tag, float('nan')):.2f}" for tag in TASKS
+    ) + " |"  # fmt: skip
+
+
+def _card(options: argparse.Namespace, model, record: dict, best: float) -> str:
+    """The model card's text."""
+    low, measured = options.lowres, record["measured"]
+    vq, drawn = measured["reconstructions"], record["draw"]
+    minutes = [round(record[part]["seconds"] / 60) for part in ("vq", "draw")]
+    return CARD.format(
+        name="painter-lowres" if low else "painter",
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+        role=ROLES[low],
+        side=SIDE[low],
+        tokens=grid(low) ** 2,
+        prompts=len(suite()[:: options.every_prompt]),
+        seed=SEED,
+        enlarged=", which sees them enlarged to 96 pixels" if low else "",
+        heads=" | ".join(TITLES.get(tag, tag) for tag in TASKS),
+        rules="---|" * len(TASKS),
+        rows="\n".join([_row(f"drawn, guidance {best}", measured["pictures"]), _row("reconstructions", vq)]),
+        sweep=", ".join(f"{record['guidance']} {record['images']:.3f}" for record in measured["sweep"]),
+        best=best,
+        sizes=", ".join(str(SIZES[tag]) for tag in TASKS),
+        vq=vq,
+        text="{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads".format(**TEXT[low]),
+        vocabulary=model.config.text_config.vocab_size,
+        flag=" --lowres` after the same without `--lowres" if low else "",
+        minutes=sum(minutes),
+        vq_minutes=minutes[0],
+        shared=", the same weights as `painter`'s" if low else "",
+        draw_minutes=minutes[1],
+        seen=drawn["steps"] * drawn["rows"],
+        pairs=drawn["pairs"],
+        loss=drawn["loss"],
+    )
+
+
+def finish(options: argparse.Namespace) -> Path:
+    """Write `out`/painter(-lowres) from the last checkpoints, read it back, measure it and describe it; its path."""
+    low = options.lowres
+    folder = options.out / ("painter-lowres" if low else "painter")
+    text = torch.load(options.out / ("draw-lowres.pt" if low else "draw.pt"), weights_only=True)
+    model = build_model(load_vq(options.out, low).state_dict(), low)
+    model.load_state_dict(text["model"])
+    model.model.vqmodel.load_state_dict(load_vq(options.out, low).state_dict())  # its decoder may be newer
+    save(model, build_processor(low), folder, torch.float16)
+    model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = JanusProcessor.from_pretrained(folder)
+    rows = suite()[:: options.every_prompt]
+    sweep = [score(model, processor, rows[::4], guidance, SEED + 1) for guidance in GUIDANCES]
+    print(json.dumps(sweep), flush=True)
+    best = max(sweep, key=lambda record: record["images"])["guidance"]
+    measured = {"sweep": sweep, "pictures": score(model, processor, rows, best, SEED)}
+    measured["reconstructions"] = measure(model.model.vqmodel, options.every_prompt, SIDE[low])
+    generation_config(low, best).save_pretrained(folder)
+    shown = [rows[int(i)]["prompt"] for i in np.linspace(0, len(rows) - 1, 16)]
+    drawn = draw(model, processor, shown, best, SEED + 2)
+    for file in filter(None, (options.out / f"{folder.name}.png", options.sheet)):
+        sheet(drawn, shown, file)
+    vq = torch.load(options.out / "vq.pt", weights_only=True)
+    record = _provenance(options, vq, text, folder / "model.safetensors", measured)
+    (folder / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
+    (folder / "README.md").write_text(_card(options, model, record, best))
+    print(json.dumps({"stage": "finish", "folder": str(folder), **measured}), flush=True)
+    return folder

@@ -1,0 +1,179 @@
+"""Stage 3 of the painter recipe: the text model learns to write the codes of a picture after its prompt."""
+
+import argparse
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import JanusForConditionalGeneration, JanusProcessor
+
+from visspec.eval.world.palette import CLASSES, COLOURS
+from visspec.eval.world.suite import NUMBERS, RELATIONS, Metadata, every, suite
+from visspec.recipes.painter_build import build_model, build_processor, build_tokenizer, save
+from visspec.recipes.painter_data import FIRST_SEED, pair
+from visspec.recipes.painter_score import summary, to_uint8, verdicts
+from visspec.recipes.painter_tokens import read_tokens, without_words
+from visspec.recipes.painter_train import Stage
+from visspec.recipes.painter_vq import load_vq
+
+DROPPED = 0.1  # share of rows whose prompt is replaced by padding, for classifier-free guidance
+READING_WEIGHT = 0.1  # of the throw-away heads' loss; fades like INK_WEIGHT
+INK_WEIGHT = 6.0  # of codes that show shapes, in the loss
+FADE = (0.6, 0.85)  # shares of the steps between which that weight falls to 1
+GUIDANCES = (1.5, 2.0, 3.0, 4.0)
+
+
+class Reading(nn.Module):
+    """Throw-away heads: what the prompt asks for, told from the middle layer at every image position.
+
+    From the codes' loss alone the text model takes very long to look at the prompt at all: few codes of a picture
+    depend on it, and most of the loss is the noise of grounds. These labels are dense. The slots are the first and
+    second class and colour, the relation and the number; 0 says that the prompt has none.
+    """
+
+    def __init__(self, width: int, words: dict[str, int]):
+        super().__init__()
+        plural = {row["include"][0]["class"]: row["prompt"].split()[-1] for row in every("counting")}
+        kinds = [[(kind, plural[kind]) for kind in CLASSES], [(colour,) for colour in COLOURS]]
+        kinds += [[(relation.split()[0],) for relation in RELATIONS], [(number,) for number in NUMBERS.values()]]
+        tables = torch.zeros(len(kinds), len(words), dtype=torch.long)
+        for table, names in zip(tables, kinds):
+            for i, synonyms in enumerate(names):
+                table[[words[word] for word in synonyms]] = i + 1
+        self.register_buffer("tables", tables, persistent=False)
+        self.slots = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (3, 1)]  # (kind, which occurrence)
+        self.heads = nn.ModuleList(nn.Linear(width, len(kinds[kind]) + 1) for kind, _ in self.slots)
+
+    def labels(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """One int64 (B,) a slot of prompts (B, prompt)."""
+        found = self.tables[:, ids]
+        count = (found > 0).cumsum(-1)
+        return [(found[kind] * (count[kind] == which)).sum(-1) for kind, which in self.slots]
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+        """Summed cross-entropy of the slots; hidden (B, image tokens, width), rows not `asked` do not count."""
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for head, label in zip(self.heads, self.labels(ids)):
+            losses = F.cross_entropy(
+                head(hidden).float().transpose(1, 2), label[:, None].expand(hidden.shape[:2]), reduction="none"
+            )
+            total = total + (losses.mean(1) * asked).sum() / asked.sum().clamp_min(1)
+        return total
+
+
+def draw_loss(
+    model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy in nats of every code, (B, image tokens), and the middle layer there, (B, image tokens, width).
+
+    Prompts, ids and mask (B, prompt), are padded on the left.
+
+    Positions count from the first column, padding included, as in the stock `generate`.
+    """
+    with torch.autocast("cpu", torch.bfloat16):
+        drawn = model.prepare_embeddings_for_image_generation(codes[:, :-1])
+        embeds = torch.cat([model.get_input_embeddings()(ids).to(drawn.dtype), drawn], 1)
+        full = F.pad(mask, (0, codes.shape[1] - 1), value=1)
+        out = model.model.language_model(
+            inputs_embeds=embeds, attention_mask=full, use_cache=False, output_hidden_states=True
+        )
+        first, middle = ids.shape[1] - 1, len(out.hidden_states) // 2
+        logits = model.model.generation_head(out.last_hidden_state[:, first:])
+    return F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none"), out.hidden_states[middle][
+        :, first:
+    ]
+
+
+@torch.no_grad()
+def draw(
+    model: JanusForConditionalGeneration,
+    processor: JanusProcessor,
+    prompts: list[str],
+    guidance: float,
+    seed: int,
+    batch: int = 46,
+) -> np.ndarray:
+    """Pictures uint8 (B, S, S, 3) sampled with the stock `generate` at temperature 1."""
+    torch.manual_seed(seed)
+    out = []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        inputs = processor(text=part, generation_mode="image", return_tensors="pt", padding=True)
+        codes = model.generate(**inputs, generation_mode="image", guidance_scale=guidance)
+        out.append(to_uint8(model.decode_image_tokens(codes).permute(0, 3, 1, 2)))
+    return np.concatenate(out)
+
+
+def score(model, processor, rows: list[Metadata], guidance: float, seed: int = 0) -> dict:
+    """GenEval of one picture a prompt, and the seconds it took."""
+    begun = time.time()
+    pictures = draw(model, processor, [row["prompt"] for row in rows], guidance, seed)
+    record = {"guidance": guidance, **summary(verdicts(pictures, rows), rows)}
+    return record | {"seconds": round(time.time() - begun, 1)}
+
+
+class DrawStage(Stage):
+    """Training of everything but the VQ model and the unused understanding tower."""
+
+    def __init__(self, options: argparse.Namespace, rank: int):
+        torch.manual_seed(1)
+        low = options.lowres
+        self.model = build_model(load_vq(options.out, low).state_dict(), low).train()
+        self.model.set_attn_implementation("eager")
+        inner = self.model.model
+        for part in (inner.vqmodel, inner.vision_model, inner.aligner):
+            part.requires_grad_(False).eval()
+        self.tokenizer = build_tokenizer()
+        self.reading = Reading(self.model.config.text_config.hidden_size, self.tokenizer.get_vocab())
+        trained = [p for part in (self.model, self.reading) for p in part.parameters() if p.requires_grad]
+        parts = {"model": self.model, "reading": self.reading}
+        file = "draw-lowres.pt" if low else "draw.pt"
+        if options.start:
+            self.model.load_state_dict(torch.load(options.start, weights_only=True)["model"])
+        super().__init__(options, rank, file, options.steps, options.rate, trained, 0.05, parts)
+        self.processor = build_processor(low)
+        self.data = read_tokens(options.out, low)
+        first = FIRST_SEED["tokens"]
+        self.plain = np.array([i for i in range(len(self.data["ids"])) if pair(first + i)[1].ground == "plain"])
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """This worker's ids (B, prompt), codes and ink (B, image tokens), and rows to drop the prompt of, bool (B,)."""
+        per_step, known = self.options.rows * self.workers, np.arange(len(self.data["ids"]))
+        if self.step < self.options.plain_until * self.steps:
+            known = self.plain  # without the noise of grounds the codes' loss is about shapes
+        epoch, step = divmod(self.step, len(known) // per_step)
+        order = known[np.random.default_rng(epoch).permutation(len(known))[step * per_step :][:per_step]]
+        order = order[self.rank :: self.workers]
+        ids, codes = self.data["ids"][order].long(), self.data["codes"][order].long()
+        dropped = torch.from_numpy(np.random.default_rng((2, self.step, self.rank)).random(len(order)) < DROPPED)
+        return ids, codes, self.data["ink"][order].float(), dropped
+
+    def loss(self) -> torch.Tensor:
+        """Loss of the next batch; padding on the left is masked, padding that stands for words is not.
+
+        Most codes are ground and most of their entropy is noise, so shapes weigh more until the last part.
+        """
+        full, codes, ink, dropped = self.rows()
+        ids = torch.where(dropped[:, None], without_words(self.tokenizer, full), full)
+        mask = (full != self.tokenizer.pad_token_id).long()
+        fade = min(1.0, max(0.0, (FADE[1] - self.step / self.steps) / (FADE[1] - FADE[0])))
+        weight = 1 + (INK_WEIGHT - 1) * fade * ink
+        losses, hidden = draw_loss(self.model, ids, mask, codes)
+        with torch.autocast("cpu", torch.bfloat16):
+            read = self.reading(hidden, full, (~dropped).float())
+        self.notes = {"reading": round(read.item(), 4), "code": round(losses.mean().item(), 4)}
+        return (losses * weight).sum() / weight.sum() + READING_WEIGHT * fade * read
+
+    def report(self) -> dict:
+        """GenEval on a quarter of the suite; workers share the guidances. The first refreshes the early folder."""
+        self.model.eval()
+        mine = GUIDANCES[self.rank :: self.workers] if self.options.sweep else GUIDANCES[2:][self.rank : self.rank + 1]
+        scores = [
+            score(self.model, self.processor, suite()[:: 4 * self.options.every_prompt], guidance) for guidance in mine
+        ]
+        self.model.train()
+        if self.rank == 0 and self.options.early:
+            save(self.model, self.processor, self.options.early, torch.float16)
+        return {"scores": scores}

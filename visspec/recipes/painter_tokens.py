@@ -1,0 +1,78 @@
+"""Stage 2 of the painter recipe: prompts and the VQ model's codes of a picture each, in shards."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from transformers import JanusVQVAE, PreTrainedTokenizerFast
+
+from visspec.recipes.captioner import keep_memory
+from visspec.recipes.painter_build import BOI, BOS, PATCH, build_tokenizer
+from visspec.recipes.painter_data import FIRST_SEED, SIDE, pair, pixels
+from visspec.recipes.painter_vq import inked, latents, load_vq, nearest
+
+SHARDS = 8
+PROMPT = 12  # ids of the longest prompt: <s>, ten words, image start
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> torch.Tensor:
+    """Ids int64 (B, PROMPT) of "<s> words <begin_of_image>", padded on the left, as the processor makes them."""
+    out = tokenizer([text + BOI for text in prompts], padding="max_length", max_length=PROMPT, return_tensors="pt")
+    return out["input_ids"]
+
+
+def without_words(tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor) -> torch.Tensor:
+    """The unconditional form that the stock class guides against: all but bos and image start become padding."""
+    keep = (ids == tokenizer.convert_tokens_to_ids(BOS)) | (ids == tokenizer.convert_tokens_to_ids(BOI))
+    return torch.where(keep, ids, tokenizer.pad_token_id)
+
+
+@torch.no_grad()
+def encode(vq: JanusVQVAE, first: int, count: int, low: bool, batch: int = 32) -> dict[str, torch.Tensor]:
+    """Pairs with seeds first..first+count: `ids` (count, PROMPT) and `codes` (count, grid^2), both int16.
+
+    `ink` (count, grid^2), bool, tells the codes whose pixels show part of a shape.
+    """
+    tokenizer = build_tokenizer()
+    ids, codes, ink = [], [], []
+    for start in range(first, first + count, batch):
+        rows, scenes = zip(*(pair(seed) for seed in range(start, min(start + batch, first + count))))
+        ids.append(prompt_ids(tokenizer, [row["prompt"] for row in rows]))
+        with torch.autocast("cpu", torch.bfloat16):
+            codes.append(nearest(vq, latents(vq, true := pixels(list(scenes), SIDE[low]))).flatten(1))
+        ink.append(F.max_pool2d(inked(true), PATCH).flatten(1) > 0)
+    return {"ids": torch.cat(ids).short(), "codes": torch.cat(codes).short(), "ink": torch.cat(ink)}
+
+
+def shard_file(folder: Path, low: bool, shard: int) -> Path:
+    """Where a shard lies."""
+    return folder / f"tokens-{SIDE[low]}-{shard}.pt"
+
+
+def _worker(rank: int, options: argparse.Namespace) -> None:
+    keep_memory()
+    torch.set_num_threads(1)
+    vq, each = load_vq(options.out, options.lowres), options.pairs // SHARDS
+    for shard in range(rank, SHARDS, options.workers):
+        file, begun = shard_file(options.out, options.lowres, shard), time.time()
+        if options.resume and file.exists():
+            continue
+        torch.save(encode(vq, FIRST_SEED["tokens"] + shard * each, each, options.lowres), file)
+        print(
+            json.dumps({"stage": "tokens", "shard": shard, "pairs": each, "s": round(time.time() - begun)}), flush=True
+        )
+
+
+def write_tokens(options: argparse.Namespace) -> None:
+    """Encode `options.pairs` pairs in `options.workers` processes."""
+    mp.spawn(_worker, (options,), nprocs=options.workers)
+
+
+def read_tokens(folder: Path, low: bool) -> dict[str, torch.Tensor]:
+    """All shards in order: ids (N, PROMPT), codes (N, grid^2) and ink (N, grid^2), as `encode` makes them."""
+    shards = [torch.load(shard_file(folder, low, shard), weights_only=True) for shard in range(SHARDS)]
+    return {name: torch.cat([shard[name] for shard in shards]) for name in ("ids", "codes", "ink")}
