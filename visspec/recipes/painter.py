@@ -47,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--pairs", type=int, help="pairs of prompt and picture to encode; a multiple of 8")
     parser.add_argument("--steps", type=int, help="text-model steps")
     parser.add_argument("--start", type=Path, help="checkpoint of the draw stage to take the first weights from")
+    parser.add_argument("--earlier", type=int, nargs=2, default=(0, 0), metavar=("STEPS", "SECONDS"),
+                        help="what --start's checkpoint had behind it, for the card")  # fmt: skip
     parser.add_argument("--rows", type=int, default=8, help="pictures in a batch of one worker of the draw stage")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate of the text model")
     parser.add_argument("--plain-until", type=float, default=0.0, help="share of the draw steps on plain grounds alone")

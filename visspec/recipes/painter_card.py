@@ -122,8 +122,8 @@ def _provenance(options: argparse.Namespace, vq: dict, text: dict, weights: Path
         "seeds": {"vq": 0, "draw": 1, "measured": SEED},
         "vq": {"steps": vq["step"], "seconds": round(vq["seconds"]), "rows": options.vq_rows * options.workers},
         "draw": {
-            "steps": text["step"],
-            "seconds": round(text["seconds"]),
+            "steps": text["step"] + options.earlier[0],
+            "seconds": round(text["seconds"]) + options.earlier[1],
             "rows": options.rows * options.workers,
             "pairs": options.pairs,
             "loss": text["loss"],
