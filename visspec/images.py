@@ -225,8 +225,10 @@ class ImagePipeline:
             return target, inner, name, rule if isinstance(inner, Islands) else inner, None
         check_pairing(inner, rule, target.capabilities)
         guarded = None if inner is None else Guarded(inner, target.capabilities, self.device)
-        # a pace that reads clocks would make the draws of a rule with coins depend on them
-        pace = Pace(self.levels or getattr(inner, "levels", 8), adaptive="q" not in rule.takes)
+        # a pace that reads clocks would make the draws of a rule with coins depend on them; a window that ripens over
+        # several passes is worth more than what one pass shows
+        adaptive = "q" not in rule.takes and not getattr(inner, "ripens", False)
+        pace = Pace(self.levels or getattr(inner, "levels", 8), adaptive)
         return target, guarded, name, rule, pace
 
     def _drafter(self, spec) -> tuple[Any, str]:

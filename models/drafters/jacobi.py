@@ -43,6 +43,7 @@ class Jacobi:
     """
 
     needs: frozenset[str] = frozenset()
+    ripens = True  # drafts get better from pass to pass: a depth is not to be judged by one of them
 
     def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left"):
         if window < 1:

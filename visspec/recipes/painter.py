@@ -11,9 +11,10 @@ Data: the free tier of `visspec.eval.world.suite`: prompts of the whole grammar,
 the colour and class pairs other recipes hold out; scenes are drawn afresh, seeds from 2^30 on are never trained on.
 Seeds: 0 (vq), 1 (draw). Two CPU cores, no accelerator.
 
-No weights are shipped yet: the longest run so far, 3,150 steps of 16 pictures of which only the last 1,700 had the
-throw-away heads of painter_draw.py, still scored below 0.2 on GenEval. The default steps are an estimate of what fits
-two hours, at 0.7 s a VQ step and 0.7 s a text-model step (0.11 s at low resolution); they have not been run to the end.
+The shipped weights are early (GenEval 0.23, see their card). They came in three runs of the draw stage, each from the
+last one's checkpoint (--start): 1,450 steps without the throw-away heads of painter_draw.py, 1,700 with them (0.17), and
+1,600 with --plain-until 0.55, in whose plain part the score rose to 0.38 on 46 prompts. The default steps are an estimate
+of what fits two hours, at 0.7 s a VQ step and 0.6 s a text-model step (0.11 s at low resolution); they have not been run.
 """
 
 import argparse

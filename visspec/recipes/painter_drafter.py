@@ -181,7 +181,7 @@ One picture at a time, {timed}, `rejection`, against plain decoding in the same 
 steps of {rows} pictures, {unroll} self-fed steps each (weights 0.8^i), soft cross-entropy for the first {opening:.0%}
 and total variation after it. The painter draws the pictures itself (temperature 1, guidance {taught}): {pictures}
 pictures of prompts of its grammar, each used {reuse} times. {minutes:.0f} minutes on two cores shared with other work;
-`provenance.json` has the plan and the validations during training.
+`provenance.json` has the plan and the validations during training.{note}
 
 Limits: it knows this painter at this size, at its own guidance, temperature 1 and without cuts best.
 """
@@ -208,6 +208,7 @@ def card(head, found: dict[str, Any], record: dict[str, Any], megabytes: float) 
         threads=torch.get_num_threads(),
         pictures=groups * plan["group"] * plan["batch"],
         minutes=training["seconds"] / 60,
+        note=f" {record['note']}" if record.get("note") else "",
     )
 
 
@@ -232,6 +233,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--target", default="painter", help="shipped name or folder of the painter")
     parser.add_argument("--start", type=Path, help="drafter folder whose weights the run starts from")
+    parser.add_argument("--note", help="sentence for the card, say on what --start was trained")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=64, help="pictures that the target draws together")
     parser.add_argument("--rows", type=int, default=8, help="pictures of a training step")
@@ -274,6 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
     )  # fmt: skip
     guidance = drafter.config.guidance
     record = provenance(model, seed=options.seed, recipe="painter_drafter", target=Path(options.target).name)
+    record |= {"note": options.note} if options.note else {}
     validate = Validation(family, drafter, guidance)
     pictures = Pictures(family, options.batch, guidance, FIRST_SEED + (options.seed << 20))
     train(validate.target, drafter, pictures, plan, options.out, record, validate, options.resume, Rejection())
