@@ -44,8 +44,8 @@ DRAFTERS = {
 }
 PRESETS = {  # of image generation: drafter, rule, where it is from; docs/presets.md compares them
     "plain": ("none", "exact", "no drafting, in our loop"),
-    "gumbel": ("jacobi:window=32", "exact", "Jacobi windows coupled to the target's own noise; token-identical"),
-    "coupled": ("jacobi:redraw=maximal,window=32", "rejection", "SCD, SJD-PAC: Jacobi windows, maximal coupling"),
+    "gumbel": ("jacobi:window=12", "exact", "Jacobi windows coupled to the target's own noise; token-identical"),
+    "coupled": ("jacobi:redraw=maximal,window=12", "rejection", "SCD, SJD-PAC: Jacobi windows, maximal coupling"),
     "sjd": ("jacobi:redraw=independent,start=random,window=16", "rejection", "SJD (ICLR 2025)"),
     "gsd": ("jacobi:redraw=independent,start=random,window=16", "grouped:group=14", "GSD (ICCV 2025)"),
     "sjd-sv": ("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),
@@ -57,8 +57,8 @@ PRESETS = {  # of image generation: drafter, rule, where it is from; docs/preset
     "mulo": ("lowres", "local:tau=0.05,k=8,radius=1,window=2", "MuLo-SD (CVPR 2026)"),
     "zipar": ("zipar:window=4", "exact", "ZipAR (ICML 2025)"),
     "coupled-lantern": (
-        "jacobi:redraw=maximal,window=32",
-        "lantern:k=100,delta=0.1",
+        "jacobi:redraw=maximal,window=16",
+        "lantern:k=20,delta=0.05",
         "LANTERN on Jacobi windows",
     ),
 }

@@ -12,9 +12,10 @@ the colour and class pairs other recipes hold out; scenes are drawn afresh, seed
 Seeds: 0 (vq), 1 (draw). Two CPU cores, no accelerator.
 
 The shipped weights are early (GenEval 0.23, see their card). They came in three runs of the draw stage, each from the
-last one's checkpoint (--start): 1,450 steps without the throw-away heads of painter_draw.py, 1,700 with them (0.17), and
-1,600 with --plain-until 0.55, in whose plain part the score rose to 0.38 on 46 prompts. The default steps are an estimate
-of what fits two hours, at 0.7 s a VQ step and 0.6 s a text-model step (0.11 s at low resolution); they have not been run.
+last one's checkpoint (--start): 1,450 steps without the throw-away heads of painter_draw.py, 1,700 with them (0.17),
+and 1,600 with --plain-until 0.55, in whose plain part the score rose to 0.38 on 46 prompts. The default steps are an
+estimate of what fits two hours, at 0.7 s a VQ step and 0.6 s a text-model step (0.11 s at low resolution); they have
+not been run.
 """
 
 import argparse
