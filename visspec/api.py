@@ -124,9 +124,7 @@ class Speculative:
 def check_pairing(drafter: Drafter | None, rule: Acceptance, capabilities: Capabilities) -> None:
     """Once, when they are built: can this rule judge this drafter's drafts, and is the target what it needs?"""
     if drafter is not None and not hasattr(drafter, "propose"):
-        raise ValueError(
-            f"drafter: got {type(drafter).__name__}, expected one that proposes tokens"
-        )
+        raise ValueError(f"drafter: got {type(drafter).__name__}, expected one that proposes tokens")
     if hasattr(rule, "bind"):
         rule.bind(capabilities)
     sampled = bool(getattr(drafter, "samples", False))

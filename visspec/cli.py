@@ -144,9 +144,7 @@ def _bench_image(sub: argparse.ArgumentParser) -> None:
     _add(sub, run_bench_image)
     sub.add_argument("--prompts", type=positive, default=24, help="prompts of the shape world's suite")
     sub.add_argument("--model", default="painter")
-    sub.add_argument(
-        "--method", action="append", help="preset or name=drafter/rule; repeat; default: all"
-    )
+    sub.add_argument("--method", action="append", help="preset or name=drafter/rule; repeat; default: all")
     sub.add_argument("--quality", type=int, default=0, help="images a method for GenEval and FD (0: none)")
     sub.add_argument("--batch-size", type=positive, default=1, help="images at a time in the speed part")
     sub.add_argument("--images", type=Path, help="keep the images of the quality part in this folder; it resumes")
