@@ -23,6 +23,7 @@ LEVELS = (  # a module may import lower levels and its own package
     {"tree", "cache", "checkpoint", "pace", "stats", "grammar"},
     {"sampling"},
     {"accept", "engine", "guard"},
+    {"wavefront"},
     {"models", "train", "eval"},
 )
 LIBRARIES = {"transformers", "diffusers", "timm", "torchvision", "PIL", "rich", "tqdm", "accelerate", "tokenizers"}
