@@ -181,7 +181,8 @@ One picture at a time, {timed}, `rejection`, against plain decoding in the same 
 steps of {rows} pictures, {unroll} self-fed steps each (weights 0.8^i), soft cross-entropy for the first {opening:.0%}
 and total variation after it. The painter draws the pictures itself (temperature 1, guidance {taught}): {pictures}
 pictures of prompts of its grammar, each used {reuse} times. {minutes:.0f} minutes on two cores shared with other work;
-`provenance.json` has the plan and the validations during training.{note}
+`provenance.json` has the plan and the validations during training.
+{note}
 
 Limits: it knows this painter at this size, at its own guidance, temperature 1 and without cuts best.
 """
@@ -208,7 +209,7 @@ def card(head, found: dict[str, Any], record: dict[str, Any], megabytes: float) 
         threads=torch.get_num_threads(),
         pictures=groups * plan["group"] * plan["batch"],
         minutes=training["seconds"] / 60,
-        note=f" {record['note']}" if record.get("note") else "",
+        note=record.get("note", ""),
     )
 
 
