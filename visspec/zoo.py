@@ -58,7 +58,7 @@ PRESETS = {  # of image generation: drafter, rule, where it is from; docs/preset
     "zipar": ("zipar:window=4", "exact", "ZipAR (ICML 2025)"),
     "coupled-lantern": (
         "jacobi:redraw=maximal,window=16",
-        "lantern:k=20,delta=0.05",
+        "lantern:k=50,delta=0.1",
         "LANTERN on Jacobi windows",
     ),
 }
