@@ -45,9 +45,9 @@ def run(arguments) -> dict[str, Any]:
     )
     pipe.set_progress_bar_config(disable=True)
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
-    prompts = suite()
-    prompts = prompts[:: max(1, len(prompts) // arguments.prompts)][: arguments.prompts]
-    record = bench(pipe, [p["prompt"] for p in prompts], methods, options, arguments.seed, arguments.batch_size)
+    record = bench(
+        pipe, [p["prompt"] for p in spread(arguments.prompts)], methods, options, arguments.seed, arguments.batch_size
+    )
     if arguments.quality:
         judge(pipe, record, methods, options, arguments.quality, arguments.seed, arguments.images)
     if arguments.images and arguments.json:
@@ -60,6 +60,11 @@ def beside(record: dict[str, Any], folder: Path) -> None:
     for line in record["rows"]:
         found = [(Path(image["path"]).resolve(), image) for image in line.get("images", [])]
         line["images"] = [i | {"path": str(p.relative_to(folder))} for p, i in found if p.is_relative_to(folder)]
+
+
+def spread(count: int) -> list[dict]:
+    """`count` prompts from all over the suite."""
+    return suite()[:: max(1, len(suite()) // count)][:count]
 
 
 def chosen(method: str) -> tuple[str, str]:
@@ -103,7 +108,6 @@ class OurArm:
         self.pipe, self.seed, self.options = pipe, seed, options
         self.drafter, self.acceptance = method.split("/", 1)
         self.outputs: list[ImageOutput] = []
-        self.drift: list[float] = []
         self.displacement: list[float] = []
 
     def __call__(self, prompt: tuple[int, list[str]]) -> Run:
@@ -139,7 +143,7 @@ def bench(
     ours = ({} if "plain" in ours else {"plain": OurArm(pipe, "none/exact", options, seed)}) | ours
     arms: dict[str, Any] = {"stock": stock[best], **ours}
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench image", leave=False))
-    rows = [row(name, arm, runs, pipe) for name, arm in ours.items()]
+    rows = [row(name, arm, runs) for name, arm in ours.items()]
     return {
         "bench": "image", "target": getattr(pipe.model.config, "_name_or_path", ""), "rows": rows,
         "n_prompts": len(texts), "batch_size": batch_size, "seed": seed, "failures": failures,
@@ -152,17 +156,17 @@ def bench(
     }  # fmt: skip
 
 
-def row(name: str, arm: OurArm, runs: dict[str, list[Run]], pipe: ImagePipeline) -> dict[str, Any]:
+def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     """One method's line of the table."""
     found, plain = runs[name], runs["plain"]
     against = speed.compare(runs["stock"], found)
     passes = speed.tau(found)
-    rule = pipe._parts(arm.drafter, arm.acceptance)[3]
     maps = [m for out in arm.outputs[-len(found) :] for m in out.maps]
     drafted = np.mean([m == ORIGINS.index("drafted") for m in maps], axis=0)
     same = speed.compare(plain, found)
     return {
-        "name": name, "drafter": arm.drafter, "acceptance": arm.acceptance, "guarantee": rule.guarantee,
+        "name": name, "drafter": arm.drafter, "acceptance": arm.acceptance,
+        "guarantee": arm.outputs[-1].stats[0].guarantee,
         "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
         **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
         "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
@@ -184,12 +188,10 @@ def judge(
 
     Images already in the folder are kept: a killed run goes on where it was.
     """
-    prompts = suite()
-    prompts = prompts[:: max(1, len(prompts) // count)][:count]
+    prompts = spread(count)
     extractor = RandomConv()
     rng = np.random.default_rng(REFERENCE_SEED)
-    side = pipe.family.layout().grid[0] * 8 if not hasattr(pipe.family, "pixel_side") else pipe.family.pixel_side
-    renders = [render(free_scene(p, rng), side) for p in suite() for _ in range(REFERENCES)]
+    renders = [render(free_scene(p, rng), pipe.family.pixel_side) for p in suite() for _ in range(REFERENCES)]
     reference = references.from_features(features(extractor, renders), extractor)
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from visspec import zoo
+from visspec import requests, zoo
 from visspec.accept.local import Local
 from visspec.api import check_pairing
 from visspec.engine import decode
@@ -177,13 +177,13 @@ class ImagePipeline:
                 raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type: got {output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
-        texts = [t for t in texts for _ in range(num_images_per_prompt)]
         sampling = self._sampling(guidance_scale, temperature, top_k, top_p)
         layout = self.family.layout(height, width)
         if self.family.no_pixels and output_type != "latent":
             raise ValueError(f"output_type: got {output_type!r}, expected 'latent': {self.family.no_pixels}")
         longest = self.family.prompt(texts, sampling.guidance != 1.0, layout)
         self.family.check(longest, layout, sampling.guidance)
+        texts = [t for t in texts for _ in range(num_images_per_prompt)]
         seeds = image_seeds(generator, seed, len(texts))
         target, inner, name, rule, pace = self._parts(
             self.drafter if drafter is ... else drafter, acceptance if acceptance is not None else self.acceptance
@@ -333,17 +333,8 @@ class _Job:
 
 
 def image_seeds(generator, seed, count: int) -> list[int]:
-    """One seed an image. Raises ValueError where a list has another length."""
-    given = seed if seed is not None else generator
-    if isinstance(given, (list, tuple)):
-        if len(given) != count:
-            what = "seed" if seed is not None else "generator"
-            raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one an image)")
-        return [g if isinstance(g, int) else int(torch.randint(2**62, (), generator=g, device=g.device)) for g in given]
-    if isinstance(given, int):
-        return [given + i for i in range(count)]
-    where = given.device if given is not None else "cpu"
-    return torch.randint(2**62, (count,), generator=given, device=where).tolist()
+    """One seed an image, as `requests.seeds`."""
+    return requests.seeds(generator, seed, count, "an image")
 
 
 def origin_map(origin: list[str], layout: Layout) -> np.ndarray:

@@ -118,22 +118,31 @@ def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
     """One generator a row. A list is taken as it is; one generator, or torch's global one, seeds a fresh one for each
     row; an int seed gives row b the seed `seed + b`, a list of ints gives each its own.
     """
-    rows, device = input_ids.shape[0], input_ids.device
+    rows, given = input_ids.shape[0], seed if seed is not None else generator
+    drawn = isinstance(given, (list, tuple)) and all(isinstance(g, torch.Generator) for g in given)
+    if drawn and len(given) == rows:
+        return list(given)
+    return [torch.Generator(input_ids.device).manual_seed(s) for s in seeds(generator, seed, rows)]
+
+
+def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
+    """One seed for each of `count` outputs: an int counts up, a list is taken entry by entry, one generator (or torch's
+    global one) is drawn from. Raises ValueError where a list has another length.
+    """
     given = seed if seed is not None else generator
     if isinstance(given, (list, tuple)):
-        if len(given) != rows:
-            raise ValueError(
-                f"{'seed' if seed is not None else 'generator'}: got {len(given)} entries, expected {rows} (one a row)"
-            )
-        if all(isinstance(g, torch.Generator) for g in given):
-            return list(given)
-        seeds = [int(s) for s in given]
-    elif isinstance(given, int):
-        seeds = [given + b for b in range(rows)]
-    else:
-        where = given.device if given is not None else "cpu"
-        seeds = torch.randint(2**62, (rows,), generator=given, device=where).tolist()
-    return [torch.Generator(device).manual_seed(s) for s in seeds]
+        if len(given) != count:
+            what = "seed" if seed is not None else "generator"
+            raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one {each})")
+        return [_next(g) if isinstance(g, torch.Generator) else int(g) for g in given]
+    if isinstance(given, int):
+        return [given + i for i in range(count)]
+    where = given.device if given is not None else "cpu"
+    return torch.randint(2**62, (count,), generator=given, device=where).tolist()
+
+
+def _next(generator: torch.Generator) -> int:
+    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
 def streaming(streamer, input_ids: Tensor) -> Callable[[list[int]], None]:

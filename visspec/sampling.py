@@ -55,6 +55,12 @@ class Noise:
         self.ahead = [self.ahead[i] for i in keep]
 
 
+def derived(parent: torch.Generator) -> torch.Generator:
+    """A generator seeded by the next number of `parent`, on its device: for numbers that are not the rule's."""
+    seed = torch.randint(2**62, (), generator=parent, device=parent.device)
+    return torch.Generator(parent.device).manual_seed(int(seed))
+
+
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     """Temperature, then top-k, then top-p, in transformers' order and with its tie rules. (..., V) -> (..., V) float32.
 

@@ -28,7 +28,7 @@ from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.image_head import ImageHead, ImageHeadConfig
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import Family, ImageAR
-from visspec.sampling import Noise
+from visspec.sampling import Noise, derived
 from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
 
 TREES = ("chain", "dynamic", "static")
@@ -110,9 +110,7 @@ class ImageFeatureDrafter(FeatureDrafting):
         before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
         memory.places = torch.cat([before, places[1:], behind]).to(self.fold.qkv.dtype)
         if self.counts and state.noise is not None and state.noise.kind == "uniform":
-            seeds = [int(torch.randint(2**62, (), generator=g, device=g.device)) for g in state.noise.generators]
-            own = [torch.Generator(embeds.device).manual_seed(s) for s in seeds]
-            memory.coins = Noise(own, self.config.vocab)
+            memory.coins = Noise([derived(g) for g in state.noise.generators], self.config.vocab)
         self._read_prompt(state, memory, layout.lengths, x, turn, features[:, -1:])
 
     def _check(self, request: Request) -> None:

@@ -58,10 +58,7 @@ class Jacobi:
         rows, vocab = len(state.rows), scores.logits.shape[-1]
         window = Window(state.pending.new_zeros(rows, 0), None, None)
         if state.noise is not None and state.noise.kind == "uniform":
-            generators = []
-            for parent in state.noise.generators:
-                seed = torch.randint(2**62, (), generator=parent, device=parent.device)
-                generators.append(torch.Generator(parent.device).manual_seed(int(seed)))
+            generators = [sampling.derived(parent) for parent in state.noise.generators]
             kind = ("gumbel", vocab) if self.redraw == "gumbel" else ("uniform", 2)
             coins = sampling.Noise(generators, kind[1], kind[0])
             window = Window(window.tokens, scores.logits.new_zeros(rows, 0, vocab), coins)

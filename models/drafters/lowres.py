@@ -24,6 +24,7 @@ from visspec.accept.exact import Exact
 from visspec.engine import decode
 from visspec.models.targets.image_ar import Family, ImageAR, Prompt
 from visspec.pace import Pace
+from visspec.sampling import derived as spending
 from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
 
 UPSAMPLERS = ("bicubic", "latent")
@@ -134,8 +135,7 @@ class LowRes:
 
 def derived(parent: torch.Generator) -> torch.Generator:
     """A generator seeded by the next number of `parent`, which is not spent: the row's own noise stays as it is."""
-    seed = torch.randint(2**62, (), generator=parent.clone_state(), device=parent.device)
-    return torch.Generator(parent.device).manual_seed(int(seed))
+    return spending(parent.clone_state())
 
 
 def encoded(family: Family, pixels: Tensor) -> Tensor:

@@ -86,6 +86,15 @@ def average_gradients(parameters: list[nn.Parameter], workers: int) -> None:
         p.grad.copy_(mean.view_as(p))
 
 
+def descend(optimiser: torch.optim.Optimizer, parameters: list[nn.Parameter], loss: torch.Tensor, workers: int) -> None:
+    """One step down a loss: gradients averaged over the workers and clipped to norm 1."""
+    optimiser.zero_grad()
+    loss.backward()
+    average_gradients(parameters, workers)
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimiser.step()
+
+
 class CaptionStage:
     """Stage 2: projector and text model on frozen vision features, fresh scenes at every step.
 
@@ -137,11 +146,7 @@ class CaptionStage:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             features = patch_features(self.model.model.vision_tower, pixels(batch.scenes)).float()
         loss = caption_loss(self.model, batch, features, self.encoder.first_image)
-        self.optimiser.zero_grad()
-        loss.backward()
-        average_gradients(self.trained, self.workers)
-        nn.utils.clip_grad_norm_(self.trained, 1.0)
-        self.optimiser.step()
+        descend(self.optimiser, self.trained, loss, self.workers)
         self.step += 1
         return loss.item()
 

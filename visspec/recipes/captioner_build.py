@@ -37,6 +37,13 @@ TEXT = {
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word or mark, lower-cased; decoding joins by spaces, marks stick to the word before."""
     names = [PAD, BOS, EOS, UNK, IMAGE, "user", "assistant", ":", *vocabulary()]
+    return word_tokenizer(names, 1024, image_token=IMAGE)
+
+
+def word_tokenizer(names: list[str], length: int, **extra: str) -> PreTrainedTokenizerFast:
+    """Word-level, lower-cased, `<s>` in front, padded on the left. names: all tokens in the order of their ids;
+    length: longest prompt; extra: special tokens by name, beside PAD, BOS, EOS and UNK.
+    """
     table = {name: i for i, name in enumerate(names)}
     core = Tokenizer(models.WordLevel(table, unk_token=UNK))
     core.normalizer = normalizers.Lowercase()
@@ -51,9 +58,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         bos_token=BOS,
         eos_token=EOS,
         unk_token=UNK,
-        extra_special_tokens={"image_token": IMAGE},
+        extra_special_tokens=extra,
         padding_side="left",
-        model_max_length=1024,
+        model_max_length=length,
     )
 
 

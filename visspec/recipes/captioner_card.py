@@ -87,7 +87,7 @@ ROLES = {
 }
 
 
-def _revision() -> str:
+def revision() -> str:
     """Git revision of this source tree, or `unknown` outside one."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -96,11 +96,20 @@ def _revision() -> str:
         return "unknown"
 
 
+def identity(weights: Path) -> dict:
+    """Name, size and digest of a weight file."""
+    return {
+        "file": weights.name,
+        "bytes": weights.stat().st_size,
+        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+    }
+
+
 def _provenance(vision: dict, text: dict, weights: Path, measured: dict) -> dict:
     """What made these weights, in plain JSON values."""
     return {
         "recipe": "visspec.recipes.captioner",
-        "git_revision": _revision(),
+        "git_revision": revision(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -114,11 +123,7 @@ def _provenance(vision: dict, text: dict, weights: Path, measured: dict) -> dict
         "caption": {"steps": text["step"], "seconds": round(text["seconds"])},
         "compute_dtype": "bfloat16 autocast over float32 weights",
         "stored_dtype": "float16",
-        "weights": {
-            "file": weights.name,
-            "bytes": weights.stat().st_size,
-            "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
-        },
+        "weights": identity(weights),
         "measured": measured,
     }
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     GenerationConfig,
     JanusConfig,
@@ -17,10 +16,10 @@ from transformers import (
 )
 
 from visspec.eval.world.suite import vocabulary
+from visspec.recipes.captioner_build import BOS, EOS, IMAGE, PAD, UNK, word_tokenizer
 from visspec.recipes.painter_data import SIDE
 
-PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
-BOI, EOI, IMAGE = "<begin_of_image>", "<end_of_image>", "<image>"
+BOI, EOI = "<begin_of_image>", "<end_of_image>"
 PATCH = 8  # pixels a side of what one image token stands for
 CODES = 1024
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -40,24 +39,7 @@ def grid(low: bool) -> int:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word, lower-cased, `<s>` in front; batches are padded on the left."""
     names = [PAD, BOS, EOS, UNK, BOI, EOI, IMAGE, *vocabulary()]
-    table = {name: i for i, name in enumerate(names)}
-    core = Tokenizer(models.WordLevel(table, unk_token=UNK))
-    core.normalizer = normalizers.Lowercase()
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.decoder = decoders.WordPiece(prefix="##", cleanup=True)
-    core.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, table[BOS])]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNK,
-        extra_special_tokens={"boi_token": BOI, "eoi_token": EOI, "image_token": IMAGE},
-        padding_side="left",
-        model_max_length=64,
-    )
+    return word_tokenizer(names, 64, boi_token=BOI, eoi_token=EOI, image_token=IMAGE)
 
 
 def build_processor(low: bool = False) -> JanusProcessor:

@@ -1,7 +1,6 @@
 """The last stage of the painter recipe: a complete folder, measured after it was written and read back."""
 
 import argparse
-import hashlib
 import json
 import platform
 from pathlib import Path
@@ -10,11 +9,12 @@ import numpy as np
 import PIL
 import torch
 import transformers
-from PIL import Image, ImageDraw
+from PIL import Image
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.eval.world.suite import SIZES, TASKS, suite
-from visspec.recipes.captioner_card import _revision
+from visspec.grid import grid as pictures_in_grid
+from visspec.recipes.captioner_card import identity, revision
 from visspec.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid, save
 from visspec.recipes.painter_data import SIDE
 from visspec.recipes.painter_draw import GUIDANCES, draw, score
@@ -95,18 +95,8 @@ TITLES = {"single_object": "one object", "two_object": "two objects", "color_att
 
 def sheet(pictures: np.ndarray, prompts: list[str], file: Path, columns: int = 4) -> None:
     """Write pictures uint8 (B, S, S, 3), enlarged to 96 pixels if smaller, in a grid with their prompts underneath."""
-    cell, gap, text = 144, 8, 26
-    rows = -(-len(pictures) // columns)
-    page = Image.new("RGB", (columns * (cell + gap) + gap, rows * (cell + text + gap) + gap), "white")
-    pen = ImageDraw.Draw(page)
-    for i, (picture, prompt) in enumerate(zip(pictures, prompts)):
-        x, y = gap + i % columns * (cell + gap), gap + i // columns * (cell + text + gap)
-        page.paste(Image.fromarray(picture).resize((cell, cell), Image.Resampling.BICUBIC), (x, y))
-        words, lines = prompt.removeprefix("a photo of ").split(), [""]
-        for word in words:
-            fits = pen.textlength(f"{lines[-1]} {word}") <= cell
-            lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if fits else [*lines, word]
-        pen.multiline_text((x, y + cell + 1), "\n".join(lines[:2]), fill="black", spacing=1)
+    cells = [Image.fromarray(picture).resize((144, 144), Image.Resampling.BICUBIC) for picture in pictures]
+    page = pictures_in_grid(cells, [prompt.removeprefix("a photo of ") for prompt in prompts], columns)
     file.parent.mkdir(parents=True, exist_ok=True)
     page.quantize(192).save(file, optimize=True)
 
@@ -116,7 +106,7 @@ def _provenance(options: argparse.Namespace, vq: dict, text: dict, weights: Path
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     return {
         "recipe": "visspec.recipes.painter",
-        "git_revision": _revision(),
+        "git_revision": revision(),
         "versions": versions | {"transformers": transformers.__version__, "pillow": PIL.__version__},
         "device": f"cpu, {platform.machine()}, 2 cores",
         "seeds": {"vq": 0, "draw": 1, "measured": SEED},
@@ -130,11 +120,7 @@ def _provenance(options: argparse.Namespace, vq: dict, text: dict, weights: Path
         },
         "compute_dtype": "bfloat16 autocast over float32 weights",
         "stored_dtype": "float16",
-        "weights": {
-            "file": weights.name,
-            "bytes": weights.stat().st_size,
-            "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
-        },
+        "weights": identity(weights),
         "measured": measured,
     }
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from visspec.recipes.captioner import average_gradients, keep_memory
+from visspec.recipes.captioner import descend, keep_memory
 
 
 class Stage:
@@ -55,11 +55,7 @@ class Stage:
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate()
         loss = self.loss()
-        self.optimiser.zero_grad()
-        loss.backward()
-        average_gradients(self.trained, self.workers)
-        nn.utils.clip_grad_norm_(self.trained, 1.0)
-        self.optimiser.step()
+        descend(self.optimiser, self.trained, loss, self.workers)
         self.step += 1
         return loss.item()
 
