@@ -59,6 +59,7 @@ def test_default_drafting_is_token_identical_to_plain(pipe):
 
 
 @pytest.mark.parametrize("method", [("jacobi", "exact"), ("jacobi:redraw=maximal,window=5", "rejection"),
+                                    ("jacobi:redraw=maximal,window=5,branch=3", "rejection"),
                                     ("jacobi:redraw=maximal", "lantern:k=20,delta=0.2")])  # fmt: skip
 def test_an_image_does_not_depend_on_its_batch(pipe, method):
     options = {"drafter": method[0], "acceptance": method[1]}
@@ -127,6 +128,7 @@ def test_keyboard_interrupt_leaves_finished_images(pipe):
     ({"acceptance": "lantern:k=5000,delta=0.1"}, "k: got 5000"),
     ({"acceptance": "lantern:delta=1.5"}, "delta: got 1.5"),
     ({"acceptance": "nothing"}, "acceptance: got 'nothing'"), ({"drafter": "jacobi:redraw=odd"}, "redraw: got 'odd'"),
+    ({"drafter": "jacobi:branch=2"}, "drafter: Jacobi samples, expected point masses"),
 ])  # fmt: skip
 def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch):
     monkeypatch.setattr("visspec.images.decode", lambda *a: pytest.fail("decoding began"))

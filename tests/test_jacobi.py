@@ -14,7 +14,7 @@ import torch
 
 from tests.laws import context_law, plain_law, total_variation
 from visspec import sampling
-from visspec.models.drafters.jacobi import Jacobi, Window
+from visspec.models.drafters.jacobi import Jacobi, Window, proactive
 from visspec.types import Outcome, Request, Scores, Verdict
 
 VOCAB, LENGTH, WIDTH = 2, 4, 2
@@ -48,6 +48,25 @@ def pieces(law):
     return [(float(ends[i] + ends[i + 1]) / 2, float(law[i])) for i in range(len(law)) if law[i] > 0]
 
 
+def candidates(drafter, window, deep):
+    """All sets of numbers, (1, deep, 3), that choose the second candidate of each position, with their probability."""
+    if drafter.branch == 1:
+        return [(window.coins.numbers, 1.0)]
+    choices = []
+    for q, token in zip(window.q[0, :deep], window.tokens[0]):
+        rest = q.index_fill(0, token, 0.0)
+        total = rest.sum()
+        choices.append(pieces(rest / total) if total > 0 else [(0.5, 1.0)])
+    return [
+        (torch.tensor([[(0.5, 0.5, u) for u, _ in chosen]], dtype=torch.float64), odds(w for _, w in chosen))
+        for chosen in itertools.product(*choices)
+    ]
+
+
+def odds(shares):
+    return float(torch.tensor(list(shares), dtype=torch.float64).prod())
+
+
 def redraws(drafter, laws, window, length):
     """All sets of numbers that matter to the next redraw, (positions, 2) each, with their probability."""
     choices = []
@@ -67,40 +86,42 @@ def redraws(drafter, laws, window, length):
             options += [((ALMOST_ONE, u), (1 - keep) * w) for u, w in pieces(sampling.residual(p, q))]
         choices.append(options)
     for combination in itertools.product(*choices):
-        yield (
-            [numbers for numbers, _ in combination],
-            torch.tensor([w for _, w in combination], dtype=torch.float64).prod(),
-        )
+        yield [numbers for numbers, _ in combination], odds(w for _, w in combination)
 
 
 def verdicts(p, committed, draft):
-    """What rejection sampling can do with a chain, (nodes kept with the root, next token, probability), and laws."""
-    tokens = draft.tokens[0, 1:].tolist()
-    laws = [p((*committed, *tokens[:n])) for n in range(len(tokens) + 1)]
-    found, reached = [], 1.0
-    for n, token in enumerate(tokens):
-        q = draft.q[0, n + 1]
-        keep = min(1.0, float(laws[n][token] / q[token]))
-        if keep < 1:
-            rest = sampling.residual(laws[n], q)
-            found += [(n + 1, y, reached * (1 - keep) * float(rest[y])) for y in range(VOCAB)]
-        reached *= keep
-    found += [(len(tokens) + 1, y, reached * float(laws[-1][y])) for y in range(VOCAB)]
-    return [v for v in found if v[2] > 0], laws
+    """What rejection sampling can do with a tree: (tokens gained, the last one the rule's own, probability)."""
+    parent, tokens = draft.tree.parent[0].tolist(), draft.tokens[0].tolist()
+    found = []
+
+    def judge(node, gained, reached):
+        law = p((*committed, *gained))
+        for child in (n for n in range(len(parent)) if parent[n] == node and tokens[n] >= 0):
+            q, token = draft.q[0, child], tokens[child]
+            keep = min(1.0, float(law[token] / q[token]))
+            judge(child, (*gained, token), reached * keep)
+            reached, law = reached * (1 - keep), sampling.residual(law, q)
+            if reached <= 0:
+                return
+        found.extend(((*gained, y), reached * float(law[y])) for y in range(len(law)))
+
+    judge(0, (), 1.0)
+    return [v for v in found if v[1] > 0]
 
 
-def first_windows(drafter, committed):
+def first_windows(drafter, committed, vocab):
     state = state_of(committed)
-    empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, VOCAB).double(), Scripted(None))
-    return drafter._extended(state, empty, torch.zeros(1, dtype=torch.long), VOCAB)
+    empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, vocab).double(), Scripted(None))
+    return drafter._extended(state, empty, torch.zeros(1, dtype=torch.long), vocab)
 
 
 def process_law(drafter, p, misreport=lambda q: q):
     """Joint law of LENGTH tokens of the loop with this drafter and rejection sampling."""
-    law = torch.zeros((VOCAB,) * LENGTH, dtype=torch.float64)
+    vocab = len(p(()))
+    law = torch.zeros((vocab,) * LENGTH, dtype=torch.float64)
     branches = {}
-    for y in range(VOCAB):
-        branches[(y,), None] = (float(p(())[y]), first_windows(drafter, (y,)))
+    for y in range(vocab):
+        branches[(y,), None] = (float(p(())[y]), first_windows(drafter, (y,), vocab))
     while branches:
         new = {}
         for (committed, _), (weight, window) in branches.items():
@@ -117,25 +138,29 @@ def process_law(drafter, p, misreport=lambda q: q):
 def rounds(drafter, p, committed, window, misreport):
     """The branches after one round."""
     state = state_of(committed)
-    state.memory = window
-    draft = drafter.propose(state, min(WIDTH, LENGTH - len(committed) - 1))
-    found, laws = verdicts(p, committed, draft)
-    scores = Scores(torch.stack(laws)[None].log())
-    for length, following, share in found:
-        gained = (*draft.tokens[0, 1:length].tolist(), following)
-        after = (*committed, *gained)
-        if len(after) == LENGTH:
-            yield (after, None), share, None
-            continue
-        verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([following]))
-        for numbers, odds in redraws(drafter, laws, window, length):
-            state = state_of(after)
-            coins = Scripted(torch.tensor([numbers], dtype=torch.float64))
-            state.memory = Window(window.tokens, window.q, coins)
-            drafter.observe(state, draft, scores, verdict, Outcome([list(range(length))], [list(gained)]))
-            kept = Window(state.memory.tokens, misreport(state.memory.q), coins)
-            key = (after, (tuple(kept.tokens[0].tolist()), tuple(kept.q.flatten().tolist())))
-            yield key, share * float(odds), kept
+    depth = min(WIDTH, LENGTH - len(committed) - 1)
+    spine = window.tokens[0, :depth].tolist()
+    laws = [p((*committed, *spine[:n])) for n in range(depth + 1)]
+    for chosen, likely in candidates(drafter, window, min(drafter.deep, depth)):
+        state.memory = Window(window.tokens, window.q, Scripted(chosen))
+        draft = drafter.propose(state, depth)
+        logits = torch.zeros(1, draft.tree.size, len(laws[0]), dtype=torch.float64)
+        logits[0, : depth + 1] = torch.stack(laws).log()  # of what hangs beside the window nothing is read
+        for gained, share in verdicts(p, committed, draft):
+            after = (*committed, *gained)
+            if len(after) == LENGTH:
+                yield (after, None), likely * share, None
+                continue
+            length = len(gained)
+            verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
+            for numbers, share_of_redraw in redraws(drafter, laws, window, length):
+                state = state_of(after)
+                coins = Scripted(torch.tensor([numbers], dtype=torch.float64))
+                state.memory = Window(window.tokens, window.q, coins)
+                drafter.observe(state, draft, Scores(logits), verdict, Outcome([list(range(length))], [list(gained)]))
+                kept = Window(state.memory.tokens, misreport(state.memory.q), coins)
+                key = (after, (tuple(kept.tokens[0].tolist()), tuple(kept.q.flatten().tolist())))
+                yield key, likely * share * share_of_redraw, kept
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -146,6 +171,36 @@ def test_redraws_keep_the_law(redraw, start, seed):
     law = process_law(Jacobi(WIDTH, redraw, start), p)
     assert abs(float(law.sum()) - 1) < 1e-12
     assert total_variation(law, plain_law(p, VOCAB, LENGTH)) < 1e-12
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+@pytest.mark.parametrize("redraw", ["maximal", "independent"])
+def test_proactive_trees_keep_the_law(redraw, deep):
+    p = context_law(3, 0)
+    drafter = Jacobi(WIDTH, redraw, branch=2, deep=deep)
+    assert total_variation(process_law(drafter, p), plain_law(p, 3, LENGTH)) < 1e-12
+    misreported = process_law(drafter, p, lambda q: 0.7 * q + 0.3 * q.flip(-1))
+    assert total_variation(misreported, plain_law(p, 3, LENGTH)) > 1e-3
+
+
+@pytest.mark.parametrize("deep", [1, 2])
+def test_candidates_that_report_the_law_of_draws_with_replacement_are_seen(deep, monkeypatch):
+    p, drafter = context_law(3, 0), Jacobi(WIDTH, "maximal", branch=2, deep=deep)
+    drawn = drafter._candidates
+
+    def wrong(window, deep):
+        tokens, laws = drawn(window, deep)
+        return tokens, laws[:, ::2].repeat_interleave(2, dim=1)
+
+    monkeypatch.setattr(drafter, "_candidates", wrong)
+    assert total_variation(process_law(drafter, p), plain_law(p, 3, LENGTH)) > 1e-3
+
+
+def test_a_proactive_tree_repeats_the_window_in_its_first_branch():
+    tree, pick = proactive(4, 2, 3, "cpu")
+    assert tree.parent[0].tolist() == [-1, 0, 1, 2, 3, 0, 0, 1, 1, 5, 5, 5, 6, 6, 6]
+    assert pick.tolist() == [1, 2, 4, 5, 3, 4, 5, 3, 4, 5]
+    assert tree.levels == 4
 
 
 @pytest.mark.parametrize("redraw", ["maximal", "independent"])
@@ -169,7 +224,10 @@ def test_a_redraw_that_ignores_the_old_law_is_seen(monkeypatch):
     assert total_variation(process_law(drafter, p), plain_law(p, VOCAB, LENGTH)) > 1e-3
 
 
-@pytest.mark.parametrize("options", [{"window": 0}, {"redraw": "other"}, {"start": "below"}])
+@pytest.mark.parametrize("options", [
+    {"window": 0}, {"redraw": "other"}, {"start": "below"}, {"branch": 0}, {"branch": 2, "redraw": "gumbel"},
+    {"deep": 0}, {"deep": 17}, {"branch": 9, "deep": 3},
+])  # fmt: skip
 def test_bad_options_are_refused_in_a_sentence(options):
-    with pytest.raises(ValueError, match=r"^(window|redraw|start): got .*, expected "):
+    with pytest.raises(ValueError, match=r"^(window|redraw|start|branch|deep): got .*, expected "):
         Jacobi(**options)

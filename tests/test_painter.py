@@ -8,10 +8,11 @@ from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQV
 
 from visspec import zoo
 from visspec.eval.world.palette import CLASSES, COLOURS
-from visspec.eval.world.scene import HELD_OUT_SEED
+from visspec.eval.world.scene import HELD_OUT_SEED, Scene, Shape
 from visspec.eval.world.suite import suite, vocabulary
 from visspec.recipes import painter, painter_build, painter_data, painter_draw, painter_score, painter_tokens
-from visspec.recipes.painter_vq import Codebook, latents, nearest
+from visspec.recipes.painter_codes import composed, latents, nearest
+from visspec.recipes.painter_vq import Codebook
 
 SHIPPED = [(low, zoo.CHECKPOINTS / ("painter-lowres" if low else "painter")) for low in (False, True)]
 unshipped = pytest.mark.skipif(
@@ -59,6 +60,25 @@ def test_stock_encoder_agrees_with_the_nearest_unit_code():
         assert torch.equal(nearest(vq, latents(vq, pictures)).flatten(), vq.encode(pictures).image_tokens)
 
 
+@pytest.mark.parametrize("low", [False, True])
+def test_a_patch_has_one_code_wherever_it_stands(low):
+    """Ground and shapes are coded apart: what stands elsewhere changes nothing, and a shift by patches shifts codes."""
+    vq, side = JanusVQVAE(painter_build.vq_config(low)).eval(), painter_build.grid(low)
+    Codebook(vq, 1)
+    step = painter_build.PATCH / painter_data.SIDE[low]
+    at = [Shape("ring", "red", 0.3, 0.35, 0.14), Shape("ring", "red", 0.3 + step, 0.35, 0.14)]
+    other = Shape("bar", "blue", 0.7, 0.75, 0.13)
+    scenes = [Scene(()), Scene((at[0],)), Scene((at[0], other)), Scene((at[1],))]
+    codes, ink = composed(vq, scenes, low)
+    assert codes.shape == ink.shape == (4, side, side)
+    assert len(codes[0].unique()) == 1 and not ink[0].any()
+    assert (codes[~ink] == codes[0, 0, 0]).all()
+    assert torch.equal(codes[2][ink[1]], codes[1][ink[1]]) and ink[2].sum() > ink[1].sum()
+    assert torch.equal(ink[3, :, 1:], ink[1, :, :-1])
+    if not low:  # a window moves with its shape; at low resolution it is the whole picture
+        assert torch.equal(codes[3, :, 1:], codes[1, :, :-1])
+
+
 def test_training_seeds_stay_below_the_held_out_ones():
     assert max(painter_data.FIRST_SEED.values()) + max(painter.PAIRS.values()) < HELD_OUT_SEED
 
@@ -99,12 +119,14 @@ def test_training_and_stock_generation_see_the_same_law():
 def test_recipe_runs_on_a_few_steps(tmp_path):
     few = ["--out", str(tmp_path), "--workers", "1", "--threads", "1", "--every", "100", "--every-prompt", "368"]
     few += ["--vq-steps", "3", "--vq-rows", "1", "--pairs", "16", "--steps", "2", "--rows", "1"]
-    painter.main([*few, "--stage", "vq"])
+    few += ["--composed-steps", "1", "--decoder-steps", "1"]
+    for stage in ("vq", "composed", "decoder"):
+        painter.main([*few, "--stage", stage])
     painter.main([*few, "--lowres", "--sheet", str(tmp_path / "sheet" / "painter.png")])
     folder = tmp_path / "painter-lowres"
     record = json.loads((folder / "provenance.json").read_text())
     assert record["draw"]["steps"] == 2
-    assert record["vq"]["steps"] == 3
+    assert record["vq"]["steps"] == 3 and record["vq"]["later"] == {"composed.pt": 1, "decoder.pt": 1}
     assert (tmp_path / "sheet" / "painter.png").stat().st_size > 0
     assert "GenEval" in (folder / "README.md").read_text()
     JanusForConditionalGeneration.from_pretrained(folder)

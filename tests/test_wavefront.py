@@ -14,8 +14,9 @@ from visspec.accept.exact import Exact
 from visspec.accept.local import Local, spread
 from visspec.engine import decode
 from visspec.guard import Guarded
-from visspec.models.drafters import lowres
+from visspec.models.drafters import feature_checkpoint, lowres
 from visspec.models.drafters.lowres import LowRes
+from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
 from visspec.models.targets.image_ar import ImageAR, Layout
 from visspec.models.targets.janus import Janus
 from visspec.pace import Pace
@@ -455,9 +456,12 @@ def test_local_in_the_ordinary_loop(temperature, kind):
 # --- the low-resolution sibling ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("upsample", lowres.UPSAMPLERS)
+@pytest.mark.parametrize("upsample", [*lowres.UPSAMPLERS, "learned"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_lowres_drafts_change_nothing_under_the_exact_rule(temperature, upsample):
+def test_lowres_drafts_change_nothing_under_the_exact_rule(temperature, upsample, tmp_path):
+    if upsample == "learned":
+        upsampler(tmp_path)
+        upsample = str(tmp_path)
     target, low = ImageAR(family()), drafter(window=5, upsample=upsample)
     guarded = Guarded(low, target.capabilities)
     state = decode(target, guarded, Exact(), request(temperature), Pace(5, False))
@@ -527,6 +531,27 @@ def test_upsamplers(monkeypatch):
     flat = drafter().enlarged(small[:1], (SIDE, SIDE))
     whole = janus().model.vqmodel.encode(2 * colour.expand(1, 3, 32, 32) - 1).image_tokens
     assert torch.equal(flat[0], whole)
+
+
+def upsampler(folder, codes=CODES):
+    torch.manual_seed(3)
+    model = Upsampler(UpsamplerConfig(codes, width=8, layers=1))
+    feature_checkpoint.write(folder, model, {})
+    return model.eval()
+
+
+@torch.no_grad()
+def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
+    small = torch.tensor([[1, 2, 3, 4], [5, 5, 5, 5]])
+    logits = upsampler(tmp_path)(small.view(2, 2, 2))
+    assert logits.shape == (2, SIDE, SIDE, CODES)
+    loaded = drafter(upsample=str(tmp_path))
+    assert torch.equal(loaded.enlarged(small, (SIDE, SIDE)), logits.argmax(-1).flatten(1))
+    with pytest.raises(ValueError, match=r"upsample: got a grid of \(6, 6\), expected 2 times \(2, 2\)"):
+        loaded.enlarged(small, (6, 6))
+    upsampler(tmp_path / "other", CODES + 1)
+    with pytest.raises(ValueError, match=f"upsample: got an up-sampler of {CODES + 1} codes"):
+        drafter(upsample=str(tmp_path / "other"))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

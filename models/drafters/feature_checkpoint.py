@@ -1,4 +1,4 @@
-"""Checkpoint folders of feature drafters: config.json, model.safetensors, provenance.json. Loading is strict.
+"""Checkpoint folders of trained drafters: config.json, model.safetensors, provenance.json. Loading is strict.
 
 Every refusal is a ValueError of one sentence: the argument, the value found, the value expected.
 """
@@ -21,8 +21,8 @@ WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.js
 NAMES = {"hidden": "hidden size", "vocab": "vocabulary", "target_layers": "number of layers"}
 
 
-def read_config(folder: str | Path, kind: type[FeatureHead] = FeatureHead) -> HeadConfig:
-    """The network's configuration. Refuses unknown, missing and mistyped entries."""
+def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
+    """A `kind.config_class` of a network of this kind. Refuses unknown, missing and mistyped entries."""
     data = read_json(check_folder(folder), CONFIG)
     if data.pop("kind", None) != kind.kind:
         raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}")
@@ -40,7 +40,7 @@ def read_config(folder: str | Path, kind: type[FeatureHead] = FeatureHead) -> He
         raise ValueError(f"drafter: {CONFIG} of {folder} has an entry of a wrong type ({error})") from None
 
 
-def read(folder: str | Path, kind: type[FeatureHead], check: Callable[[HeadConfig], None]) -> FeatureHead:
+def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
     """The network of a checkpoint, of this kind. Nothing is read before `check` has let its target pass."""
     config = read_config(folder, kind)
     check(config)
@@ -49,7 +49,7 @@ def read(folder: str | Path, kind: type[FeatureHead], check: Callable[[HeadConfi
     return head
 
 
-def write(folder: str | Path, head: FeatureHead, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
     """Save a network; `dtype` is how the weights are stored (default: as they are)."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)

@@ -10,21 +10,27 @@ again from it and becomes the next draft, with that law as its q (speculative Ja
     independent  drawn afresh (the published SJD)
 
 and `start` what a position holds that has no law yet: "random" code, that of its "left" or "above" neighbour.
+
+With `branch` above 1 the first `deep` positions, those that follow the last rejection, hold that many candidates each,
+without replacement, in a full tree whose first branch is the window (proactive drafting: SJD-PAC, CVPR 2026). Laws that
+hardly depend on the rejected code make use of it; it costs branch + branch^2 + ... nodes a pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from visspec import sampling
 from visspec import tree as trees
-from visspec.types import ABSENT, Draft, Outcome, Scores, State, Verdict
+from visspec.types import ABSENT, Draft, Outcome, Scores, State, Tree, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
 STARTS = ("random", "left", "above")
+MOST_NODES = 512  # of a proactive tree
 
 
 @dataclass
@@ -39,37 +45,56 @@ class Window:
 class Jacobi:
     """Windows of `window` positions. redraw "auto" is gumbel where the rule uses the target's noise, else maximal.
 
-    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS.
+    branch, deep: of the proactive tree; for rules that toss coins of their own, and not for redraw "gumbel".
+
+    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS, and for a tree that does not fit.
     """
 
     needs: frozenset[str] = frozenset()
     ripens = True  # drafts get better from pass to pass: a depth is not to be judged by one of them
 
-    def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left"):
+    def __init__(
+        self, window: int = 16, redraw: str = "auto", start: str = "left", branch: int = 1, deep: int = 2
+    ):
         if window < 1:
             raise ValueError(f"window: got {window}, expected at least 1")
         if redraw not in ("auto", *REDRAWS):
             raise ValueError(f"redraw: got {redraw!r}, expected one of auto, {', '.join(REDRAWS)}")
         if start not in STARTS:
             raise ValueError(f"start: got {start!r}, expected one of {', '.join(STARTS)}")
+        if not 1 <= deep <= window:
+            raise ValueError(f"deep: got {deep}, expected 1 to the window, {window}")
+        if branch < 1 or sum(branch**d for d in range(1, deep + 1)) > MOST_NODES:
+            raise ValueError(f"branch: got {branch}, expected at least 1 and at most {MOST_NODES} nodes")
+        if branch > 1 and redraw == "gumbel":
+            raise ValueError("branch: got a tree for redraw 'gumbel', expected 'maximal' or 'independent'")
         self.levels, self.redraw, self.begin = window, redraw, start
+        self.branch, self.deep = branch, deep
+        self.samples = branch > 1  # candidates beside the window are worth nothing to a rule without coins
 
     def start(self, state: State, scores: Scores) -> None:
         rows, vocab = len(state.rows), scores.logits.shape[-1]
         window = Window(state.pending.new_zeros(rows, 0), None, None)
         if state.noise is not None and state.noise.kind == "uniform":
             generators = [sampling.derived(parent) for parent in state.noise.generators]
-            kind = ("gumbel", vocab) if self.redraw == "gumbel" else ("uniform", 2)
+            kind = ("gumbel", vocab) if self.redraw == "gumbel" else ("uniform", 1 + self.branch)
             coins = sampling.Noise(generators, kind[1], kind[0])
             window = Window(window.tokens, scores.logits.new_zeros(rows, 0, vocab), coins)
         state.memory = self._extended(state, window, torch.zeros_like(state.pending), vocab)
 
     def propose(self, state: State, depth: int) -> Draft:
         window: Window = state.memory
-        q = window.q
-        if q is not None:  # the root's row is unused
-            q = torch.cat([q[:, :1], q[:, :depth]], dim=1)
-        return trees.chain_draft(state.pending, window.tokens[:, :depth], q)
+        tokens, q = window.tokens[:, :depth], window.q
+        if q is None:
+            return trees.chain_draft(state.pending, tokens)
+        q = torch.cat([q[:, :1], q[:, :depth]], dim=1)  # the root's row is unused
+        if self.branch == 1 or depth == 0:
+            return trees.chain_draft(state.pending, tokens, q)
+        deep = min(self.deep, depth)
+        tree, pick = proactive(depth, deep, self.branch, str(tokens.device))
+        others_BM, laws_BMV = self._candidates(window, deep)
+        nodes = torch.cat([state.pending[:, None], tokens, others_BM[:, pick]], dim=1)
+        return Draft(nodes, tree, torch.cat([q, laws_BMV[:, pick]], dim=1))
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Shift every row by what it gained, draw again where this pass gave a law, begin anew beyond the old window.
@@ -80,7 +105,7 @@ class Jacobi:
         old: Window = state.memory
         width = old.tokens.shape[1]
         at_BW = verdict.length[:, None] + torch.arange(self.levels, device=verdict.length.device)
-        judged_BW, stands_BW = at_BW < draft.tree.size, at_BW < width
+        judged_BW, stands_BW = at_BW <= draft.levels, at_BW < width
         tokens = old.tokens.gather(1, at_BW.clamp(max=width - 1))
         logp_BWV = _take(scores.logits, at_BW)
         if old.q is None:
@@ -100,6 +125,21 @@ class Jacobi:
         if old.coins is not None:
             old.coins.select(keep)
         state.memory = Window(old.tokens[keep], None if old.q is None else old.q[keep], old.coins)
+
+    def _candidates(self, window: Window, deep: int) -> tuple[Tensor, Tensor]:
+        """`branch` candidates of each of the first positions, rank by rank, and the law of each given those before it:
+        (B, deep * branch), ABSENT where nothing is left, and (B, deep * branch, V).
+        """
+        token_BD, law_BDV, u_BDX = window.tokens[:, :deep], window.q[:, :deep], window.coins.window(deep)
+        tokens, laws = [token_BD], [law_BDV]
+        for rank in range(1, self.branch):
+            law_BDV = law_BDV.scatter(-1, token_BD.clamp(min=0)[..., None], 0.0)
+            left_BD1 = law_BDV.sum(dim=-1, keepdim=True)
+            law_BDV = law_BDV / left_BD1.clamp(min=torch.finfo(law_BDV.dtype).tiny)
+            token_BD = torch.where(left_BD1[..., 0] > 0, sampling.draw(law_BDV, u_BDX[..., 1 + rank]), ABSENT)
+            tokens.append(token_BD)
+            laws.append(law_BDV)
+        return torch.stack(tokens, dim=2).flatten(1), torch.stack(laws, dim=2).flatten(1, 2)
 
     def _coupled(self, logp_BWV: Tensor, state: State) -> Tensor:
         """The token that each position will hold if its law stays as it is: argmax under the position's own noise."""
@@ -166,6 +206,26 @@ class Jacobi:
             wanted = range(len(known) - stride, len(known) - stride + self.levels)
             found.append([known[t] if 0 <= t < len(known) else ABSENT for t in wanted])
         return torch.tensor(found, device=state.pending.device)
+
+
+@lru_cache(maxsize=256)
+def proactive(depth: int, deep: int, branch: int, device: str) -> tuple[Tree, Tensor]:
+    """A window of `depth` nodes, then what makes its first `deep` levels a full tree; and which candidate, counted
+    level by level and rank by rank, each of those further nodes holds.
+    """
+    parents, level, pick = list(range(-1, depth)), [0], []
+    for d in range(1, deep + 1):
+        below = []
+        for node in level:
+            for rank in range(branch):
+                if node == d - 1 and rank == 0:  # the window's own
+                    below.append(d)
+                    continue
+                below.append(len(parents))
+                parents.append(node)
+                pick.append((d - 1) * branch + rank)
+        level = below
+    return trees.static(tuple(parents), device), torch.tensor(pick, dtype=torch.long, device=device)
 
 
 def _take(laws_BNV: Tensor, at_BW: Tensor) -> Tensor:

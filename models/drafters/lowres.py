@@ -1,10 +1,11 @@
 """A low-resolution sibling of the target drafts: it draws the whole image small, an up-sampler makes codes of it.
 
 The sibling speaks the target's codes and reads its prompts (MuLo-SD, 2601.05149, drafts so). It decodes plainly, with
-the request's guidance and warp, numbers of its own and none of the request's processors. No up-sampler is trained:
+the request's guidance and warp, numbers of its own and none of the request's processors. Up-samplers:
 
-    bicubic  the small image in pixels, enlarged, and encoded by the target's own VQ encoder
-    latent   every code repeated over the places it covers (nearest neighbour in the codes' latent space)
+    bicubic   the small image in pixels, enlarged, and encoded by the target's own VQ encoder
+    latent    every code repeated over the places it covers (nearest neighbour in the codes' latent space)
+    (a name)  a trained one (`models.nets.upsampler`): a shipped checkpoint, or a folder; takes its likeliest codes
 
 In the ordinary loop the codes are point masses, proposed in chains of `window`. `visspec.wavefront.Islands` takes the
 whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
@@ -13,6 +14,7 @@ whole draft at once (`sketch`). B rows, T positions of the image with grammar, S
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +22,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec import tree as trees
+from visspec import zoo
 from visspec.accept.exact import Exact
 from visspec.engine import decode
+from visspec.models.drafters import feature_checkpoint
+from visspec.models.nets.upsampler import Upsampler
 from visspec.models.targets.image_ar import Family, ImageAR, Prompt
 from visspec.pace import Pace
 from visspec.sampling import derived as spending
@@ -41,7 +46,8 @@ class LowRes:
     """family: the sibling; target: the family it drafts for, or None until `attach`; window: codes proposed at a time,
     in the ordinary loop.
 
-    Raises ValueError for an unknown up-sampler, and for a sibling with another codebook, tokenizer or a larger grid.
+    Raises ValueError for an unknown up-sampler or one of another codebook, and for a sibling with another codebook or
+    tokenizer or a larger grid.
     """
 
     needs: frozenset[str] = frozenset()
@@ -49,9 +55,8 @@ class LowRes:
     def __init__(self, family: Family, target: Family | None = None, window: int = 8, upsample: str = "bicubic"):
         if window < 1:
             raise ValueError(f"window: got {window}, expected at least 1")
-        if upsample not in UPSAMPLERS:
-            raise ValueError(f"upsample: got {upsample!r}, expected one of {', '.join(UPSAMPLERS)}")
         self.family, self.levels, self.upsample = family, window, upsample
+        self.learned = None if upsample in UPSAMPLERS else learned(upsample, family)
         self.layout = family.layout()
         self.target: Family | None = None
         if target is not None:
@@ -114,6 +119,11 @@ class LowRes:
     def enlarged(self, small_BS: Tensor, grid: tuple[int, int]) -> Tensor:
         """(B, rows * columns) codes of a larger grid from those of a small image."""
         rows, columns = self.layout.grid
+        if self.learned is not None:
+            factor = self.learned.config.factor
+            if grid != (rows * factor, columns * factor):
+                raise ValueError(f"upsample: got a grid of {grid}, expected {factor} times {(rows, columns)}")
+            return self.learned(small_BS.view(-1, rows, columns)).argmax(dim=-1).flatten(1)
         if self.upsample == "latent":
             places = small_BS.view(-1, 1, rows, columns).float()  # ids below 2**24 survive
             return F.interpolate(places, size=grid, mode="nearest-exact").long().flatten(1)
@@ -136,6 +146,20 @@ class LowRes:
 def derived(parent: torch.Generator) -> torch.Generator:
     """A generator seeded by the next number of `parent`, which is not spent: the row's own noise stays as it is."""
     return spending(parent.clone_state())
+
+
+def learned(name: str, family: Family) -> Upsampler:
+    """The up-sampler of a shipped checkpoint or of a folder, on the family's device, for its codebook."""
+    shipped = zoo.CHECKPOINTS / name
+    folder = shipped if name == Path(name).name and shipped.is_dir() else Path(name)
+    if not folder.is_dir():
+        raise ValueError(f"upsample: got {name!r}, expected one of {', '.join(UPSAMPLERS)} or a checkpoint folder")
+
+    def check(config) -> None:
+        if family.codebook is None or config.codes != len(family.codebook):
+            raise ValueError(f"upsample: got an up-sampler of {config.codes} codes, expected the family's codebook")
+
+    return feature_checkpoint.read(folder, Upsampler, check).to(family.codebook.device).eval()
 
 
 def encoded(family: Family, pixels: Tensor) -> Tensor:

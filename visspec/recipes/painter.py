@@ -2,10 +2,11 @@
 
 python -m visspec.recipes.painter --out runs/painter [--stage vq|decoder|tokens|draw|finish|all] [--lowres] [--resume]
 
-Stage `vq` teaches a narrow JanusVQVAE and `decoder` its decoder alone (see painter_vq.py), `tokens` codes pictures,
-`draw` trains the text model to write codes after a prompt, `finish` writes a complete folder with float16 weights, a
-model card, its provenance and a sheet of samples. Every stage is resumable. With --lowres the later stages make the
-low-resolution sibling, 48 pixels a side, on the same VQ model; run it after the full one.
+Stage `vq` teaches a narrow JanusVQVAE (painter_vq.py), `composed` goes on with scenes coded piece by piece, and
+`decoder` with its decoder alone (painter_composed.py). `tokens` codes pictures, `draw` trains the text model to write
+codes after a prompt, `finish` writes a complete folder with float16 weights, a model card, its provenance and a sheet
+of samples. Every stage is resumable. With --lowres the stages from `tokens` on make the low-resolution sibling, 48
+pixels a side, on the same VQ model; run it after the full one.
 
 Data: the free tier of `visspec.eval.world.suite`: prompts of the whole grammar, so also the suite's own sentences and
 the colour and class pairs other recipes hold out; scenes are drawn afresh, seeds from 2^30 on are never trained on.
@@ -25,12 +26,13 @@ import torch
 
 from visspec.recipes.captioner import keep_memory
 from visspec.recipes.painter_card import finish
+from visspec.recipes.painter_composed import ComposedStage, DecoderStage
 from visspec.recipes.painter_draw import DrawStage
 from visspec.recipes.painter_tokens import write_tokens
 from visspec.recipes.painter_train import in_workers
-from visspec.recipes.painter_vq import DecoderStage, VQStage
+from visspec.recipes.painter_vq import VQStage
 
-STAGES = ("vq", "decoder", "tokens", "draw", "finish")
+STAGES = ("vq", "composed", "decoder", "tokens", "draw", "finish")
 STEPS = {False: 6500, True: 12_000}
 PAIRS = {False: 64_000, True: 64_000}
 
@@ -43,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--lowres", action="store_true", help="the 48-pixel sibling, on the VQ model in --out")
     parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
     parser.add_argument("--vq-steps", type=int, default=1700)
+    parser.add_argument("--composed-steps", type=int, default=500)
     parser.add_argument("--decoder-steps", type=int, default=700)
     parser.add_argument("--vq-rows", type=int, default=8, help="whole pictures in a VQ batch of one worker")
     parser.add_argument("--vq-rate", type=float, default=2e-3, help="peak learning rate of the VQ model")
@@ -73,9 +76,11 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     wanted = STAGES if options.stage == "all" else (options.stage,)
     if options.stage == "all" and options.lowres:
-        wanted = STAGES[2:]  # on the VQ model that is there
+        wanted = STAGES[3:]  # on the VQ model that is there
     if "vq" in wanted:
         in_workers(VQStage, options)
+    if "composed" in wanted:
+        in_workers(ComposedStage, options)
     if "decoder" in wanted:
         in_workers(DecoderStage, options)
     if "tokens" in wanted:

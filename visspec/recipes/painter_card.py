@@ -16,9 +16,10 @@ from visspec.eval.world.suite import SIZES, TASKS, suite
 from visspec.grid import grid as pictures_in_grid
 from visspec.recipes.captioner_card import identity, revision
 from visspec.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid, save
+from visspec.recipes.painter_codes import measure
 from visspec.recipes.painter_data import SIDE
 from visspec.recipes.painter_draw import GUIDANCES, draw, score
-from visspec.recipes.painter_vq import load_vq, measure
+from visspec.recipes.painter_vq import VQ_FILES, load_vq
 
 SEED = 0  # of the measured pictures
 
@@ -58,15 +59,17 @@ visspec's shape detector{enlarged}. GenEval's overall score is the mean of the s
 
 The prompts of each task: {sizes}. Guidance {best} was the best of four on every fourth prompt with another seed
 (share of prompts: {sweep}); `generation_config.json` holds it.
-"Reconstructions" are rendered scenes of the same prompts after the VQ model's encoder and decoder: the ceiling.
-Over them, pixels are off by {vq[grey_levels]} grey levels on average (speckled grounds cannot be coded), and
-{vq[codes]} of 1,024 codes are used, with a perplexity of {vq[perplexity]}.
+"Decoded codes" are the training codes of rendered scenes of the same prompts after the VQ model's decoder: the
+ceiling. Over them, pixels are off by {vq[grey_levels]} grey levels on average, and {vq[codes]} of 1,024 codes are used,
+with a perplexity of {vq[perplexity]}.
 
 ## Architecture
 
 VQ: the stock `JanusVQVAE`, 64 channels, three halvings, 1,024 codes of dimension 8, all of unit length, so that the
 stock encoder's nearest code and the stock decoder's normalised codes agree. Text: Llama, {text};
-{vocabulary} words.
+{vocabulary} words. For training, the ground and each shape of a scene are coded apart and put together
+(`visspec.recipes.painter_codes`), so that a patch has one code wherever it stands; the encoder applied to a whole
+picture gives other codes, which the decoder was not trained on last.
 The understanding tower is there because the class requires one: one layer of width 16, never trained. Text
 generation and image understanding do not work.
 
@@ -76,8 +79,10 @@ Recipe: `python -m visspec.recipes.painter --out FOLDER{flag}`;
 {minutes} minutes of training where these weights were made ({vq_minutes} for the VQ model{shared}, {draw_minutes}
 for the text model), on two CPU cores shared with other work. The text model saw {seen:,} pictures of {pairs:,}
 rendered pairs, a tenth of them without their prompt; last loss {loss} nats a token. Training prompts are drawn
-from the whole grammar, tasks in equal shares: sentences of the suite
-and the (colour, class) pairs of `HELD_OUT_PAIRS` occur among them; scenes are drawn afresh from seeds below 2^30.
+from the whole grammar, tasks in equal shares: sentences of the suite and the (colour, class) pairs of
+`HELD_OUT_PAIRS` occur among them; scenes are drawn afresh from seeds below 2^30. Half of the grounds are plain, a
+quarter striped, a quarter cloudy; the speckled ground of the shape world is left out, because its speckles are smaller
+than what a code stands for.
 Versions, seeds and digests: `provenance.json`.
 
 ## Limits
@@ -110,7 +115,12 @@ def _provenance(options: argparse.Namespace, vq: dict, text: dict, weights: Path
         "versions": versions | {"transformers": transformers.__version__, "pillow": PIL.__version__},
         "device": f"cpu, {platform.machine()}, 2 cores",
         "seeds": {"vq": 0, "draw": 1, "measured": SEED},
-        "vq": {"steps": vq["step"], "seconds": round(vq["seconds"]), "rows": options.vq_rows * options.workers},
+        "vq": {
+            "steps": vq["vq.pt"]["step"],
+            "later": {name: part["step"] for name, part in vq.items() if name != "vq.pt"},
+            "seconds": round(sum(part["seconds"] for part in vq.values())),
+            "rows": options.vq_rows * options.workers,
+        },
         "draw": {
             "steps": text["step"] + options.earlier[0],
             "seconds": round(text["seconds"]) + options.earlier[1],
@@ -135,7 +145,7 @@ def _row(name: str, record: dict) -> str:
 def _card(options: argparse.Namespace, model, record: dict, best: float) -> str:
     """The model card's text."""
     low, measured = options.lowres, record["measured"]
-    vq, drawn = measured["reconstructions"], record["draw"]
+    vq, drawn = measured["decoded"], record["draw"]
     minutes = [round(record[part]["seconds"] / 60) for part in ("vq", "draw")]
     return CARD.format(
         name="painter-lowres" if low else "painter",
@@ -148,7 +158,7 @@ def _card(options: argparse.Namespace, model, record: dict, best: float) -> str:
         enlarged=", which sees them enlarged to 96 pixels" if low else "",
         heads=" | ".join(TITLES.get(tag, tag) for tag in TASKS),
         rules="---|" * len(TASKS),
-        rows="\n".join([_row(f"drawn, guidance {best}", measured["pictures"]), _row("reconstructions", vq)]),
+        rows="\n".join([_row(f"drawn, guidance {best}", measured["pictures"]), _row("decoded codes", vq)]),
         sweep=", ".join(f"{record['guidance']} {record['images']:.3f}" for record in measured["sweep"]),
         best=best,
         sizes=", ".join(str(SIZES[tag]) for tag in TASKS),
@@ -182,13 +192,14 @@ def finish(options: argparse.Namespace) -> Path:
     print(json.dumps(sweep), flush=True)
     best = max(sweep, key=lambda record: record["images"])["guidance"]
     measured = {"sweep": sweep, "pictures": score(model, processor, rows, best, SEED)}
-    measured["reconstructions"] = measure(model.model.vqmodel, options.every_prompt, SIDE[low])
+    measured["decoded"] = measure(model.model.vqmodel, low, options.every_prompt)
     generation_config(low, best).save_pretrained(folder)
     shown = [rows[int(i)]["prompt"] for i in np.linspace(0, len(rows) - 1, 16)]
     drawn = draw(model, processor, shown, best, SEED + 2)
     for file in filter(None, (options.out / f"{folder.name}.png", options.sheet)):
         sheet(drawn, shown, file)
-    vq = torch.load(options.out / "vq.pt", weights_only=True)
+    files = [file for name in VQ_FILES if (file := options.out / name).exists()]
+    vq = {file.name: torch.load(file, weights_only=True) for file in files}
     record = _provenance(options, vq, text, folder / "model.safetensors", measured)
     (folder / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
     (folder / "README.md").write_text(_card(options, model, record, best))

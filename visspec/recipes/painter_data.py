@@ -9,14 +9,16 @@ from visspec.eval.world.scene import HELD_OUT_SEED, Scene, Shape
 from visspec.eval.world.suite import FREE_MARGIN, FREE_RADIUS, Metadata, free_scene, sample_prompt
 
 SIDE = {False: 96, True: 48}  # pixels of the full and of the low-resolution painter
-FIRST_SEED = {"vq": 0, "tokens": 1 << 28, "decoder": 1 << 29}  # all below HELD_OUT_SEED
+# Half of the pictures are plain. The speckles of the fourth ground are smaller than a patch: no code can hold them.
+GROUNDS_DRAWN = ("plain", "plain", "striped", "cloudy")
+FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29}  # all below HELD_OUT_SEED
 
 
 def pair(seed: int) -> tuple[Metadata, Scene]:
     """Prompt and scene number `seed`: task uniform, then prompt uniform in the task; every prompt may be drawn."""
     rng = np.random.default_rng(seed)
     metadata = sample_prompt(rng)
-    return metadata, free_scene(metadata, rng)
+    return metadata, free_scene(metadata, rng, GROUNDS_DRAWN)
 
 
 def crowded(seed: int, tries: int = 24) -> Scene:
@@ -40,4 +42,4 @@ def pixels(scenes: list[Scene], side: int) -> torch.Tensor:
 
 def held_out_scenes(rows: list[Metadata], seed: int = HELD_OUT_SEED) -> list[Scene]:
     """One scene a prompt, drawn with seeds no training pair has."""
-    return [free_scene(row, np.random.default_rng(seed + i)) for i, row in enumerate(rows)]
+    return [free_scene(row, np.random.default_rng(seed + i), GROUNDS_DRAWN) for i, row in enumerate(rows)]

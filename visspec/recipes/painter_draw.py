@@ -11,7 +11,7 @@ from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.eval.world.palette import CLASSES, COLOURS
 from visspec.eval.world.suite import NUMBERS, RELATIONS, Metadata, every, suite
-from visspec.recipes.painter_build import build_model, build_processor, build_tokenizer, save
+from visspec.recipes.painter_build import build_model, build_processor, build_tokenizer, grid, save
 from visspec.recipes.painter_data import FIRST_SEED, pair
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
 from visspec.recipes.painter_tokens import read_tokens, without_words
@@ -19,9 +19,10 @@ from visspec.recipes.painter_train import Stage
 from visspec.recipes.painter_vq import load_vq
 
 DROPPED = 0.1  # share of rows whose prompt is replaced by padding, for classifier-free guidance
-READING_WEIGHT = 0.1  # of the throw-away heads' loss; fades like INK_WEIGHT
-INK_WEIGHT = 6.0  # of codes that show shapes, in the loss
-FADE = (0.6, 0.85)  # shares of the steps between which that weight falls to 1
+READING_WEIGHT = 0.1  # of the throw-away heads' loss
+FADE = (0.6, 0.85)  # shares of the steps between which that weight falls to 0
+NEAR_WEIGHT = 2.0  # in the loss, of codes beside shapes that are drawn already
+TEXTURE_WEIGHT = 0.3  # of the others in a textured picture
 GUIDANCES = (1.5, 2.0, 3.0, 4.0)
 
 
@@ -61,6 +62,16 @@ class Reading(nn.Module):
             )
             total = total + (losses.mean(1) * asked).sum() / asked.sum().clamp_min(1)
         return total
+
+
+def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
+    """Codes whose left neighbour or one of the three above shows part of a shape; ink and result bool (B, side^2).
+
+    It depends on earlier codes alone: to weigh codes by what they are themselves would teach another law.
+    """
+    framed = F.pad(ink.view(-1, side, side), (1, 1, 1, 0))
+    left, above = framed[:, 1:, :-2], framed[:, :-1]
+    return (left | above[..., :-2] | above[..., 1:-1] | above[..., 2:]).flatten(1)
 
 
 def draw_loss(
@@ -131,15 +142,19 @@ class DrawStage(Stage):
         parts = {"model": self.model, "reading": self.reading}
         file = "draw-lowres.pt" if low else "draw.pt"
         if options.start:
-            self.model.load_state_dict(torch.load(options.start, weights_only=True)["model"])
+            start = torch.load(options.start, weights_only=True)["model"]
+            mine = {name: value for name, value in self.model.state_dict().items() if ".vqmodel." in name}
+            self.model.load_state_dict(start | mine)
         super().__init__(options, rank, file, options.steps, options.rate, trained, 0.05, parts)
         self.processor = build_processor(low)
         self.data = read_tokens(options.out, low)
         first = FIRST_SEED["tokens"]
-        self.plain = np.array([i for i in range(len(self.data["ids"])) if pair(first + i)[1].ground == "plain"])
+        grounds = [pair(first + i)[1].ground for i in range(len(self.data["ids"]))]
+        self.textured = torch.tensor([ground != "plain" for ground in grounds])
+        self.plain = np.flatnonzero(~self.textured.numpy())
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """This worker's ids (B, prompt), codes and ink (B, image tokens), and rows to drop the prompt of, bool (B,)."""
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """This worker's ids (B, prompt), codes and ink (B, image tokens), then rows: textured, without prompt (B,)."""
         per_step, known = self.options.rows * self.workers, np.arange(len(self.data["ids"]))
         if self.step < self.options.plain_until * self.steps:
             known = self.plain  # without the noise of grounds the codes' loss is about shapes
@@ -148,22 +163,24 @@ class DrawStage(Stage):
         order = order[self.rank :: self.workers]
         ids, codes = self.data["ids"][order].long(), self.data["codes"][order].long()
         dropped = torch.from_numpy(np.random.default_rng((2, self.step, self.rank)).random(len(order)) < DROPPED)
-        return ids, codes, self.data["ink"][order].float(), dropped
+        return ids, codes, self.data["ink"][order], self.textured[order], dropped
 
     def loss(self) -> torch.Tensor:
         """Loss of the next batch; padding on the left is masked, padding that stands for words is not.
 
-        Most codes are ground and most of their entropy is noise, so shapes weigh more until the last part.
+        Most codes are ground, and what there is to learn of a texture is small, so it weighs less.
         """
-        full, codes, ink, dropped = self.rows()
+        full, codes, ink, textured, dropped = self.rows()
         ids = torch.where(dropped[:, None], without_words(self.tokenizer, full), full)
         mask = (full != self.tokenizer.pad_token_id).long()
         fade = min(1.0, max(0.0, (FADE[1] - self.step / self.steps) / (FADE[1] - FADE[0])))
-        weight = 1 + (INK_WEIGHT - 1) * fade * ink
+        far = torch.where(textured[:, None], TEXTURE_WEIGHT, 1.0)
+        weight = torch.where(beside(ink, grid(self.options.lowres)), NEAR_WEIGHT, far)
         losses, hidden = draw_loss(self.model, ids, mask, codes)
         with torch.autocast("cpu", torch.bfloat16):
             read = self.reading(hidden, full, (~dropped).float())
-        self.notes = {"reading": round(read.item(), 4), "code": round(losses.mean().item(), 4)}
+        self.notes = {"reading": round(read.item(), 4), "ink": round(losses[ink].mean().item(), 3)}
+        self.notes["ground"] = round(losses[~ink & ~textured[:, None]].mean().item(), 3)
         return (losses * weight).sum() / weight.sum() + READING_WEIGHT * fade * read
 
     def report(self) -> dict:

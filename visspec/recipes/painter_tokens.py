@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from transformers import JanusVQVAE, PreTrainedTokenizerFast
 
 from visspec.recipes.captioner import keep_memory
-from visspec.recipes.painter_build import BOI, BOS, PATCH, build_tokenizer
-from visspec.recipes.painter_data import FIRST_SEED, SIDE, pair, pixels
-from visspec.recipes.painter_vq import inked, latents, load_vq, nearest
+from visspec.recipes.painter_build import BOI, BOS, build_tokenizer
+from visspec.recipes.painter_codes import composed
+from visspec.recipes.painter_data import FIRST_SEED, SIDE, pair
+from visspec.recipes.painter_vq import load_vq
 
 SHARDS = 8
 PROMPT = 12  # ids of the longest prompt: <s>, ten words, image start
@@ -32,7 +32,7 @@ def without_words(tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor) -> torc
 
 
 @torch.no_grad()
-def encode(vq: JanusVQVAE, first: int, count: int, low: bool, batch: int = 32) -> dict[str, torch.Tensor]:
+def encode(vq: JanusVQVAE, first: int, count: int, low: bool, batch: int = 64) -> dict[str, torch.Tensor]:
     """Pairs with seeds first..first+count: `ids` (count, PROMPT) and `codes` (count, grid^2), both int16.
 
     `ink` (count, grid^2), bool, tells the codes whose pixels show part of a shape.
@@ -42,9 +42,9 @@ def encode(vq: JanusVQVAE, first: int, count: int, low: bool, batch: int = 32) -
     for start in range(first, first + count, batch):
         rows, scenes = zip(*(pair(seed) for seed in range(start, min(start + batch, first + count))))
         ids.append(prompt_ids(tokenizer, [row["prompt"] for row in rows]))
-        with torch.autocast("cpu", torch.bfloat16):
-            codes.append(nearest(vq, latents(vq, true := pixels(list(scenes), SIDE[low]))).flatten(1))
-        ink.append(F.max_pool2d(inked(true), PATCH).flatten(1) > 0)
+        written, shown = composed(vq, list(scenes), low)
+        codes.append(written.flatten(1))
+        ink.append(shown.flatten(1))
     return {"ids": torch.cat(ids).short(), "codes": torch.cat(codes).short(), "ink": torch.cat(ink)}
 
 

@@ -1,9 +1,8 @@
-"""Stages 1 and 2 of the painter recipe: a narrow JanusVQVAE that codes 8 x 8 pixels as one of 1,024 unit vectors.
+"""Stage 1 of the painter recipe: a narrow JanusVQVAE that codes 8 x 8 pixels as one of 1,024 unit vectors.
 
 The stock class compares encoder outputs with the codebook as they are, but normalises codes before decoding. With a
 codebook of unit vectors both agree: the nearest code is the one with the largest cosine. The codebook follows the
-encoder by moving averages and codes that nobody uses restart at encoder outputs. The second stage trains the decoder
-alone: codes stay what they are, so it may as well run after the text model has learnt them.
+encoder by moving averages and codes that nobody uses restart at encoder outputs.
 """
 
 import argparse
@@ -15,10 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import JanusVQVAE
 
-from visspec.eval.world.suite import suite
 from visspec.recipes.painter_build import vq_config
-from visspec.recipes.painter_data import FIRST_SEED, SIDE, crowded, held_out_scenes, pair, pixels
-from visspec.recipes.painter_score import summary, to_uint8, verdicts
+from visspec.recipes.painter_codes import decoded, inked, latents, measure, nearest
+from visspec.recipes.painter_data import FIRST_SEED, SIDE, crowded, pair, pixels
 from visspec.recipes.painter_train import Stage
 
 WARM = 0.05  # share of the steps before codes replace the encoder's outputs
@@ -27,33 +25,8 @@ DECAY = 0.96  # of the codebook's moving averages, per step
 CUT_OUT = 0.65  # share of the steps on cut-outs of crowded scenes, a quarter of the work of whole ones
 CROWDED = 0.85  # until this share of the steps every other batch of whole scenes is crowded
 COMMITMENT = 0.02  # weight of the squared distance between encoder outputs and their codes
+VQ_FILES = ("vq.pt", "composed.pt", "decoder.pt")  # checkpoints of the VQ model, in the order they are made
 LOW_EVERY = 4  # every fourth batch is drawn at the low resolution
-
-
-def latents(vq: JanusVQVAE, pictures: torch.Tensor) -> torch.Tensor:
-    """Encoder outputs scaled to unit length, float32 (B, rows, columns, embed_dim)."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=vq.training):
-        raw = vq.quant_conv(vq.encoder(pictures))
-    return F.normalize(raw.float().permute(0, 2, 3, 1), dim=-1)
-
-
-def decoded(vq: JanusVQVAE, codes: torch.Tensor) -> torch.Tensor:
-    """Pictures float32 (B, 3, S, S) of unit codes (B, rows, columns, embed_dim), for any grid."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=vq.training):
-        return vq.decoder(vq.post_quant_conv(codes.permute(0, 3, 1, 2).contiguous())).float()
-
-
-def nearest(vq: JanusVQVAE, unit: torch.Tensor) -> torch.Tensor:
-    """Index of the nearest code, int64, of unit vectors (..., embed_dim)."""
-    return (unit @ vq.quantize.embedding.weight.T).argmax(-1)
-
-
-def inked(true: torch.Tensor) -> torch.Tensor:
-    """Where pictures (B, 3, S, S) show a shape: 1.0 or 0.0, (B, 1, S, S).
-
-    Grounds stay within 30 grey levels of the canvas grey and no colour of a shape does.
-    """
-    return ((true - 0.2).abs().amax(1, keepdim=True) > 0.26).float()
 
 
 def picture_loss(made: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
@@ -109,6 +82,7 @@ class Codebook:
     @torch.no_grad()
     def restart(self, unit: torch.Tensor) -> int:
         """Replace codes used less than a thirtieth of the mean by random vectors of (N, embed_dim); how many."""
+        unit = unit.unique(dim=0)  # every patch of plain ground is the same
         dead = self.count < self.count.mean() / 30
         chosen = self._share(unit[torch.randint(len(unit), (len(self.weight),))].clone())
         self.weight[dead] = chosen[dead]
@@ -117,22 +91,18 @@ class Codebook:
         return int(dead.sum())
 
 
-@torch.no_grad()
-def measure(vq: JanusVQVAE, every: int = 4, side: int = 96) -> dict:
-    """GenEval of reconstructed held-out scenes of the suite's prompts [::every], pixel error, codes in use."""
-    was, rows = vq.training, suite()[::every]
-    vq.eval()
-    true = pixels(held_out_scenes(rows), side)
-    made, used = [], []
-    for part in true.split(32):
-        used.append(nearest(vq, latents(vq, part)))
-        made.append(decoded(vq, vq.quantize.embedding(used[-1])))
-    made, codes = torch.cat(made).clamp(-1, 1), torch.cat(used)
-    vq.train(was)
-    law = torch.bincount(codes.flatten(), minlength=len(vq.quantize.embedding.weight)) / codes.numel()
-    out = summary(verdicts(to_uint8(made), rows), rows)
-    out |= {"grey_levels": round(float((made - true).abs().mean()) * 127.5, 2), "codes": int((law > 0).sum())}
-    return out | {"perplexity": round(float(torch.exp(-(law * (law + 1e-12).log()).sum())), 1)}
+def quantised(vq: JanusVQVAE, book: Codebook, unit: torch.Tensor, restart: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of unit vectors (B, rows, columns, embed_dim) with straight-through gradients, and the commitment loss.
+
+    The codebook follows the vectors; with `restart` its unused codes start again.
+    """
+    flat = unit.detach().flatten(0, 2)
+    owner = nearest(vq, flat)
+    chosen = vq.quantize.embedding.weight[owner].view_as(unit).clone()
+    book.follow(flat, owner)
+    if restart:
+        book.restart(flat)
+    return unit + (chosen - unit).detach(), COMMITMENT * (unit - chosen).square().sum(-1).mean()
 
 
 class VQStage(Stage):
@@ -169,53 +139,22 @@ class VQStage(Stage):
             return picture_loss(decoded(self.vq, unit), true)
         if self.step == warm:
             self.book.start(flat)
-        owner = nearest(self.vq, flat)
-        chosen = self.vq.quantize.embedding.weight[owner].view_as(unit).clone()
-        self.book.follow(flat, owner)
-        if self.step % 20 == 10 and self.step < RESTARTS * self.steps:
-            self.book.restart(flat)
-        loss = picture_loss(decoded(self.vq, unit + (chosen - unit).detach()), true)
-        return loss + COMMITMENT * (unit - chosen).square().sum(-1).mean()
+        restart = self.step % 20 == 10 and self.step < RESTARTS * self.steps
+        chosen, commitment = quantised(self.vq, self.book, unit, restart)
+        return picture_loss(decoded(self.vq, chosen), true) + commitment
 
     def report(self) -> dict:
         """Figures of the reconstructions, on the first worker only."""
         every = self.options.every_prompt * (1 if self.step == self.steps else 4)
-        return measure(self.vq, every) if self.rank == 0 else {}
+        return measure(self.vq, False, every) if self.rank == 0 else {}
 
 
-def load_vq(folder: Path, low: bool, final: bool = True) -> JanusVQVAE:
-    """The VQ model of `folder`/vq.pt for pictures of either resolution, with the decoder of decoder.pt if `final`."""
-    vq = JanusVQVAE(vq_config(low))
-    vq.load_state_dict(torch.load(folder / "vq.pt", weights_only=True)["vq"])
-    if final and (folder / "decoder.pt").exists():
+def load_vq(folder: Path, low: bool) -> JanusVQVAE:
+    """The VQ model of `folder` for pictures of either resolution: the newest of VQ_FILES."""
+    vq, file = JanusVQVAE(vq_config(low)), folder / "composed.pt"
+    vq.load_state_dict(torch.load(file if file.exists() else folder / "vq.pt", weights_only=True)["vq"])
+    if (folder / "decoder.pt").exists():
         saved = torch.load(folder / "decoder.pt", weights_only=True)
         for name, part in (("decoder", vq.decoder), ("post", vq.post_quant_conv)):
             part.load_state_dict(saved[name])
     return vq.eval()
-
-
-class DecoderStage(Stage):
-    """Training of the decoder alone on pictures of the prompts' kind; encoder and codebook are frozen."""
-
-    def __init__(self, options: argparse.Namespace, rank: int):
-        self.vq = load_vq(options.out, False, final=False).train()
-        parts = {"decoder": self.vq.decoder, "post": self.vq.post_quant_conv}
-        for part in (self.vq.encoder, self.vq.quant_conv, self.vq.quantize):
-            part.requires_grad_(False)
-        trained = [p for part in parts.values() for p in part.parameters()]
-        rate = options.vq_rate / 2
-        super().__init__(options, rank, "decoder.pt", options.decoder_steps, rate, trained, 0.01, parts)
-
-    def loss(self) -> torch.Tensor:
-        """Picture loss of the next batch, every fourth at the low resolution."""
-        rows, low = self.options.vq_rows, self.step % LOW_EVERY == LOW_EVERY - 1
-        first = FIRST_SEED["decoder"] + (self.step * self.workers + self.rank) * rows
-        true = pixels([pair(first + i)[1] for i in range(rows)], SIDE[low])
-        with torch.no_grad():
-            codes = self.vq.quantize.embedding(nearest(self.vq, latents(self.vq, true)))
-        return picture_loss(decoded(self.vq, codes), true)
-
-    def report(self) -> dict:
-        """Figures of the reconstructions, on the first worker only."""
-        every = self.options.every_prompt * (1 if self.step == self.steps else 4)
-        return measure(self.vq, every) if self.rank == 0 else {}

@@ -1,0 +1,55 @@
+"""Codes of a small image to the laws of a large one's: a few convolutions, then every place becomes factor x factor.
+
+The learned up-sampler of drafts at low resolution (the first version of MuLo-SD, arXiv 2601.05149, learns one; its
+network is not published, this one is ours).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class UpsamplerConfig:
+    """codes: of the codebook both images share; factor: places of the large image along a side of a small one's."""
+
+    codes: int
+    width: int = 96
+    layers: int = 3
+    factor: int = 2
+
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Upsampler(nn.Module):
+    """(B, rows, columns) codes, int64 -> logits (B, factor * rows, factor * columns, codes)."""
+
+    kind: ClassVar[str] = "upsampler"
+    config_class: ClassVar[type] = UpsamplerConfig
+
+    def __init__(self, config: UpsamplerConfig):
+        super().__init__()
+        self.config, width = config, config.width
+        self.embed = nn.Embedding(config.codes, width)
+        self.small = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(config.layers))
+        self.split = nn.Conv2d(width, width * config.factor**2, 1)
+        self.large = nn.Conv2d(width, width, 3, padding=1)
+        self.head = nn.Conv2d(width, config.codes, 1)
+
+    def forward(self, codes_BRC: Tensor) -> Tensor:
+        x = self.embed(codes_BRC).permute(0, 3, 1, 2)
+        for layer in self.small:
+            x = x + F.gelu(layer(x))
+        x = F.pixel_shuffle(self.split(F.gelu(x)), self.config.factor)
+        x = x + F.gelu(self.large(x))
+        return self.head(x).permute(0, 2, 3, 1)
