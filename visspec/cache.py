@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visspec import kernels
+
 GROW = 128  # slots added beyond the need when the store must grow: few copies, little memory held for nothing
 
 
@@ -80,14 +82,21 @@ class SlotCache:
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep the nodes of each row's path, in order, and advance the row's length. Paths start with node 0."""
-        moves = [(b, path) for b, path in enumerate(paths) if path != list(range(len(path)))]
-        for b, path in moves:
-            start = self.lengths[b]
-            for keys, values in zip(self.keys, self.values):
-                source = torch.tensor(path, device=keys.device) + start
-                for store in (keys, values):
-                    store[b, :, start : start + len(path)] = store[b].index_select(1, source)
+        if any(path != list(range(len(path))) for path in paths):
+            longest = max(len(path) for path in paths)
+            padded = [path + [0] * (longest - len(path)) for path in paths]
+            told = torch.tensor([[n, len(p), *q] for n, p, q in zip(self.lengths, paths, padded)])
+            for stores in self._alike():
+                told_BX = told.to(stores[0].device)
+                kernels.commit_kv(stores, told_BX[:, 0], told_BX[:, 2:], told_BX[:, 1])
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths)]
+
+    def _alike(self) -> list[list[Tensor]]:
+        """Keys and values of all layers, those of one device and shape together."""
+        groups: dict[tuple, list[Tensor]] = {}
+        for store in (*self.keys, *self.values):
+            groups.setdefault((store.device, store.shape, store.dtype), []).append(store)
+        return list(groups.values())
 
     def select(self, keep: list[int]) -> None:
         """Drop all rows but these."""

@@ -5,7 +5,7 @@ the request's guidance and warp, numbers of its own and none of the request's pr
 
     bicubic   the small image in pixels, enlarged, and encoded by the target's own VQ encoder
     latent    every code repeated over the places it covers (nearest neighbour in the codes' latent space)
-    (a name)  a trained one (`models.nets.upsampler`): a shipped checkpoint, or a folder; takes its likeliest codes
+    (folder)  a trained one's likeliest codes (`models.nets.upsampler`)
 
 In the ordinary loop the codes are point masses, proposed in chains of `window`. `visspec.wavefront.Islands` takes the
 whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec import tree as trees
-from visspec import zoo
 from visspec.accept.exact import Exact
 from visspec.engine import decode
 from visspec.models.drafters import feature_checkpoint
@@ -52,7 +51,7 @@ class LowRes:
 
     needs: frozenset[str] = frozenset()
 
-    def __init__(self, family: Family, target: Family | None = None, window: int = 8, upsample: str = "bicubic"):
+    def __init__(self, family: Family, target: Family | None = None, window: int = 8, upsample: str | Path = "bicubic"):
         if window < 1:
             raise ValueError(f"window: got {window}, expected at least 1")
         self.family, self.levels, self.upsample = family, window, upsample
@@ -148,12 +147,11 @@ def derived(parent: torch.Generator) -> torch.Generator:
     return spending(parent.clone_state())
 
 
-def learned(name: str, family: Family) -> Upsampler:
-    """The up-sampler of a shipped checkpoint or of a folder, on the family's device, for its codebook."""
-    shipped = zoo.CHECKPOINTS / name
-    folder = shipped if name == Path(name).name and shipped.is_dir() else Path(name)
+def learned(name: str | Path, family: Family) -> Upsampler:
+    """The up-sampler of a checkpoint folder, on the family's device, for its codebook."""
+    folder = Path(name)
     if not folder.is_dir():
-        raise ValueError(f"upsample: got {name!r}, expected one of {', '.join(UPSAMPLERS)} or a checkpoint folder")
+        raise ValueError(f"upsample: got {str(name)!r}, expected one of {', '.join(UPSAMPLERS)} or a checkpoint folder")
 
     def check(config) -> None:
         if family.codebook is None or config.codes != len(family.codebook):

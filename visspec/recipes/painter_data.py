@@ -11,14 +11,39 @@ from visspec.eval.world.suite import FREE_MARGIN, FREE_RADIUS, Metadata, free_sc
 SIDE = {False: 96, True: 48}  # pixels of the full and of the low-resolution painter
 # Half of the pictures are plain. The speckles of the fourth ground are smaller than a patch: no code can hold them.
 GROUNDS_DRAWN = ("plain", "plain", "striped", "cloudy")
+# Shapes stand on a grid of half patches and have one of three radii. With continuous places nearly all the information
+# in a picture's codes is where edges cut through patches, which no prompt says.
+STEP = 4 / 96
+RADII = (11 / 96, 13 / 96, 15 / 96)
+GAP = 2 / 96  # what settled shapes keep between their boxes
 FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29}  # all below HELD_OUT_SEED
+
+
+def settled(scene: Scene) -> Scene | None:
+    """The scene with every shape on the nearest place of the grid, None where two would come too close."""
+    shapes: list[Shape] = []
+    for shape in scene.shapes:
+        radius = min(RADII, key=lambda r: abs(r - shape.radius))
+        x, y = (round(at / STEP) * STEP for at in (shape.x, shape.y))
+        inside = radius <= min(x, y) and max(x, y) <= 1 - radius
+        if not inside or any(max(abs(x - s.x), abs(y - s.y)) < radius + s.radius + GAP for s in shapes):
+            return None
+        shapes.append(Shape(shape.kind, shape.colour, x, y, radius))
+    return Scene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed)
+
+
+def painted(metadata: Metadata, rng: np.random.Generator) -> Scene:
+    """A settled scene that shows what a prompt asks for."""
+    while True:
+        if (scene := settled(free_scene(metadata, rng, GROUNDS_DRAWN))) is not None:
+            return scene
 
 
 def pair(seed: int) -> tuple[Metadata, Scene]:
     """Prompt and scene number `seed`: task uniform, then prompt uniform in the task; every prompt may be drawn."""
     rng = np.random.default_rng(seed)
     metadata = sample_prompt(rng)
-    return metadata, free_scene(metadata, rng, GROUNDS_DRAWN)
+    return metadata, painted(metadata, rng)
 
 
 def crowded(seed: int, tries: int = 24) -> Scene:
@@ -42,4 +67,4 @@ def pixels(scenes: list[Scene], side: int) -> torch.Tensor:
 
 def held_out_scenes(rows: list[Metadata], seed: int = HELD_OUT_SEED) -> list[Scene]:
     """One scene a prompt, drawn with seeds no training pair has."""
-    return [free_scene(row, np.random.default_rng(seed + i), GROUNDS_DRAWN) for i, row in enumerate(rows)]
+    return [painted(row, np.random.default_rng(seed + i)) for i, row in enumerate(rows)]

@@ -23,7 +23,7 @@ READING_WEIGHT = 0.1  # of the throw-away heads' loss
 FADE = (0.6, 0.85)  # shares of the steps between which that weight falls to 0
 NEAR_WEIGHT = 2.0  # in the loss, of codes beside shapes that are drawn already
 TEXTURE_WEIGHT = 0.3  # of the others in a textured picture
-GUIDANCES = (1.5, 2.0, 3.0, 4.0)
+GUIDANCES = (2.0, 3.0, 4.0, 6.0)
 
 
 class Reading(nn.Module):
@@ -186,7 +186,7 @@ class DrawStage(Stage):
     def report(self) -> dict:
         """GenEval on a quarter of the suite; workers share the guidances. The first refreshes the early folder."""
         self.model.eval()
-        mine = GUIDANCES[self.rank :: self.workers] if self.options.sweep else GUIDANCES[2:][self.rank : self.rank + 1]
+        mine = GUIDANCES[self.rank :: self.workers] if self.options.sweep else GUIDANCES[1:][self.rank : self.rank + 1]
         scores = [
             score(self.model, self.processor, suite()[:: 4 * self.options.every_prompt], guidance) for guidance in mine
         ]
