@@ -112,7 +112,7 @@ def verdicts(p, committed, draft):
 def first_windows(drafter, committed, vocab):
     state = state_of(committed)
     empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, vocab).double(), Scripted(None))
-    return drafter._extended(state, empty, torch.zeros(1, dtype=torch.long), vocab)
+    return drafter._extended(state, empty, torch.zeros(1, dtype=torch.long), vocab, WIDTH)
 
 
 def process_law(drafter, p, misreport=lambda q: q):
@@ -196,6 +196,19 @@ def test_candidates_that_report_the_law_of_draws_with_replacement_are_seen(deep,
     assert total_variation(process_law(drafter, p), plain_law(p, 3, LENGTH)) > 1e-3
 
 
+@pytest.mark.parametrize("rows,width", [(1, 12), (4, 12), (8, 8), (64, 4)])
+def test_windows_of_many_rows_are_narrower_where_tokens_do_not_depend_on_it(rows, width):
+    state = state_of((0,), rows)
+    state.noise = None
+    drafter = Jacobi(12)
+    drafter.start(state, Scores(torch.zeros(rows, 1, VOCAB)))
+    assert drafter.propose(state, 12).tree.levels == width
+    state = state_of((0,), rows)
+    state.noise.generators = [torch.Generator() for _ in range(rows)]
+    drafter.start(state, Scores(torch.zeros(rows, 1, VOCAB)))
+    assert drafter.propose(state, 12).tree.levels == 12  # coins: an image must not depend on its batch
+
+
 def test_a_proactive_tree_repeats_the_window_in_its_first_branch():
     tree, pick = proactive(4, 2, 3, "cpu")
     assert tree.parent[0].tolist() == [-1, 0, 1, 2, 3, 0, 0, 1, 1, 5, 5, 5, 6, 6, 6]
@@ -226,8 +239,8 @@ def test_a_redraw_that_ignores_the_old_law_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("options", [
     {"window": 0}, {"redraw": "other"}, {"start": "below"}, {"branch": 0}, {"branch": 2, "redraw": "gumbel"},
-    {"deep": 0}, {"deep": 17}, {"branch": 9, "deep": 3},
+    {"nodes": 0}, {"deep": 0}, {"deep": 17}, {"branch": 9, "deep": 3},
 ])  # fmt: skip
 def test_bad_options_are_refused_in_a_sentence(options):
-    with pytest.raises(ValueError, match=r"^(window|redraw|start|branch|deep): got .*, expected "):
+    with pytest.raises(ValueError, match=r"^(window|redraw|start|branch|deep|nodes): got .*, expected "):
         Jacobi(**options)

@@ -79,6 +79,30 @@ def test_a_patch_has_one_code_wherever_it_stands(low):
         assert torch.equal(codes[3, :, 1:], codes[1, :, :-1])
 
 
+def test_settled_scenes_stand_on_the_grid_and_keep_apart():
+    for seed in range(40):
+        scene = painter_data.pair(seed)[1]
+        assert scene.ground in painter_data.GROUNDS_DRAWN
+        assert all(shape.radius in painter_data.RADII for shape in scene.shapes)
+        places = [at / painter_data.STEP for shape in scene.shapes for at in (shape.x, shape.y)]
+        assert places == pytest.approx([round(place) for place in places])
+    close = Scene((Shape("ring", "red", 0.3, 0.3, 0.13), Shape("bar", "red", 0.5, 0.3, 0.13)))
+    assert painter_data.settled(close) is None
+    assert painter_data.settled(Scene((Shape("ring", "red", 0.1, 0.5, 0.13),))) is None  # over the edge
+
+
+def test_weights_of_the_loss_depend_on_earlier_codes_only():
+    ink = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)) < 0.3
+    near = painter_draw.beside(ink, 4)
+    for place in range(16):
+        changed = ink.clone()
+        changed[:, place:] ^= True
+        assert torch.equal(painter_draw.beside(changed, 4)[:, : place + 1], near[:, : place + 1])
+    one = torch.zeros(1, 16, dtype=torch.bool)
+    one[0, 5] = True
+    assert painter_draw.beside(one, 4)[0].nonzero().flatten().tolist() == [6, 8, 9, 10]
+
+
 def test_training_seeds_stay_below_the_held_out_ones():
     assert max(painter_data.FIRST_SEED.values()) + max(painter.PAIRS.values()) < HELD_OUT_SEED
 

@@ -30,6 +30,7 @@ from visspec.types import ABSENT, Draft, Outcome, Scores, State, Tree, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
 STARTS = ("random", "left", "above")
+NARROWEST = 4  # positions of a window, however many rows there are
 MOST_NODES = 512  # of a proactive tree
 
 
@@ -45,7 +46,9 @@ class Window:
 class Jacobi:
     """Windows of `window` positions. redraw "auto" is gumbel where the rule uses the target's noise, else maximal.
 
-    branch, deep: of the proactive tree; for rules that toss coins of their own, and not for redraw "gumbel".
+    nodes: positions of all rows of a pass together, above which windows get narrower, down to 4; only under rules that
+    follow the target's own noise, where tokens do not depend on it. branch, deep: of the proactive tree; for rules that
+    toss coins of their own, and not for redraw "gumbel".
 
     Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS, and for a tree that does not fit.
     """
@@ -54,8 +57,9 @@ class Jacobi:
     ripens = True  # drafts get better from pass to pass: a depth is not to be judged by one of them
 
     def __init__(
-        self, window: int = 16, redraw: str = "auto", start: str = "left", branch: int = 1, deep: int = 2
-    ):
+        self, window: int = 16, redraw: str = "auto", start: str = "left", branch: int = 1, deep: int = 2,
+        nodes: int = 64,
+    ):  # fmt: skip
         if window < 1:
             raise ValueError(f"window: got {window}, expected at least 1")
         if redraw not in ("auto", *REDRAWS):
@@ -68,19 +72,22 @@ class Jacobi:
             raise ValueError(f"branch: got {branch}, expected at least 1 and at most {MOST_NODES} nodes")
         if branch > 1 and redraw == "gumbel":
             raise ValueError("branch: got a tree for redraw 'gumbel', expected 'maximal' or 'independent'")
-        self.levels, self.redraw, self.begin = window, redraw, start
+        if nodes < 1:
+            raise ValueError(f"nodes: got {nodes}, expected at least 1")
+        self.levels, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
         self.branch, self.deep = branch, deep
         self.samples = branch > 1  # candidates beside the window are worth nothing to a rule without coins
 
     def start(self, state: State, scores: Scores) -> None:
         rows, vocab = len(state.rows), scores.logits.shape[-1]
         window = Window(state.pending.new_zeros(rows, 0), None, None)
+        width = min(self.levels, max(NARROWEST, self.nodes // max(rows, 1)))
         if state.noise is not None and state.noise.kind == "uniform":
             generators = [sampling.derived(parent) for parent in state.noise.generators]
             kind = ("gumbel", vocab) if self.redraw == "gumbel" else ("uniform", 1 + self.branch)
-            coins = sampling.Noise(generators, kind[1], kind[0])
+            coins, width = sampling.Noise(generators, kind[1], kind[0]), self.levels
             window = Window(window.tokens, scores.logits.new_zeros(rows, 0, vocab), coins)
-        state.memory = self._extended(state, window, torch.zeros_like(state.pending), vocab)
+        state.memory = self._extended(state, window, torch.zeros_like(state.pending), vocab, width)
 
     def propose(self, state: State, depth: int) -> Draft:
         window: Window = state.memory
@@ -104,7 +111,7 @@ class Jacobi:
         """
         old: Window = state.memory
         width = old.tokens.shape[1]
-        at_BW = verdict.length[:, None] + torch.arange(self.levels, device=verdict.length.device)
+        at_BW = verdict.length[:, None] + torch.arange(width, device=verdict.length.device)
         judged_BW, stands_BW = at_BW <= draft.levels, at_BW < width
         tokens = old.tokens.gather(1, at_BW.clamp(max=width - 1))
         logp_BWV = _take(scores.logits, at_BW)
@@ -114,11 +121,11 @@ class Jacobi:
             p_BWV, q_BWV = logp_BWV.softmax(dim=-1), _take(old.q, at_BW)
             drawn = self._drawn(p_BWV, tokens, q_BWV, stands_BW, old.coins)
             shared = self.redraw == "gumbel"  # such numbers belong to a position; coins are fresh in every round
-            old.coins.advance([len(t) if shared else self.levels for t in outcome.tokens])
+            old.coins.advance([len(t) if shared else width for t in outcome.tokens])
             q_BWV = torch.where(judged_BW[..., None], p_BWV, q_BWV)
             window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.coins)
         known_B = (judged_BW | stands_BW).sum(dim=1)
-        state.memory = self._extended(state, window, known_B, scores.logits.shape[-1])
+        state.memory = self._extended(state, window, known_B, scores.logits.shape[-1], width)
 
     def select(self, state: State, keep: list[int]) -> None:
         old: Window = state.memory
@@ -159,21 +166,21 @@ class Jacobi:
         rest_BWV = torch.where(stands_BW[..., None], sampling.residual(p_BWV, q_BWV), p_BWV)
         return torch.where(kept_BW, old_BW, sampling.draw(rest_BWV, u_BWX[..., 1]))
 
-    def _extended(self, state: State, window: Window, known_B: Tensor, vocab: int) -> Window:
+    def _extended(self, state: State, window: Window, known_B: Tensor, vocab: int, width: int) -> Window:
         """The window at full width: entries from `known_B` on begin as `start` says, and q says how."""
-        rows, width = window.tokens.shape
-        missing = self.levels - width
+        rows = len(window.tokens)
+        missing = width - window.tokens.shape[1]
         tokens_BW, q_BWV = window.tokens, window.q
         if missing:
             tokens_BW = torch.cat([tokens_BW, tokens_BW.new_zeros(rows, missing)], dim=1)
-        fresh_BW = torch.arange(self.levels, device=tokens_BW.device) >= known_B[:, None]
+        fresh_BW = torch.arange(width, device=tokens_BW.device) >= known_B[:, None]
         if self.begin == "random" and state.noise is not None:
-            begun_BW = self._random(state, window, vocab)
+            begun_BW = self._random(state, window, vocab, width)
         else:
             with_pending = torch.cat([state.pending[:, None], tokens_BW], dim=1)
-            begun_BW = with_pending.gather(1, known_B[:, None]).expand(rows, self.levels)
+            begun_BW = with_pending.gather(1, known_B[:, None]).expand(rows, width)
             if self.begin == "above":
-                above_BW = self._above(state)
+                above_BW = self._above(state, width)
                 begun_BW = torch.where(above_BW == ABSENT, begun_BW, above_BW)
         tokens_BW = torch.where(fresh_BW, begun_BW, tokens_BW)
         if q_BWV is not None:
@@ -186,24 +193,27 @@ class Jacobi:
             q_BWV = torch.where(fresh_BW[..., None], law, q_BWV)
         return Window(tokens_BW, q_BWV, window.coins)
 
-    def _random(self, state: State, window: Window, vocab: int) -> Tensor:
+    def _random(self, state: State, window: Window, vocab: int, width: int) -> Tensor:
         """A uniform id for each entry: (B, W)."""
         if window.coins is None or self.redraw == "gumbel":  # all laws equal: the noise alone decides
             noise = state.noise if window.coins is None else window.coins
-            return noise.window(self.levels)[..., :vocab].argmax(dim=-1)
-        u_BW2 = window.coins.window(self.levels)
-        window.coins.advance([self.levels] * u_BW2.shape[0])
+            return noise.window(width)[..., :vocab].argmax(dim=-1)
+        u_BW2 = window.coins.window(width)
+        window.coins.advance([width] * u_BW2.shape[0])
         return (u_BW2[..., 0] * vocab).long().clamp(max=vocab - 1)
 
-    def _above(self, state: State) -> Tensor:
+    def _above(self, state: State, width: int) -> Tensor:
         """The code one image row above each entry, ABSENT where that is not known yet: (B, W)."""
         if state.request.grid is None:
             raise ValueError("start: got 'above' for output without a grid, expected 'left' or 'random'")
-        stride = state.request.max_new_tokens // state.request.grid[0]
+        rows, columns = state.request.grid
+        fixed = state.request.fixed
+        ends = fixed is not None and int((fixed[: state.request.max_new_tokens] != ABSENT).sum()) >= rows
+        stride = columns + ends  # one position a row where rows end in grammar
         found = []
         for row in state.rows:
             known = state.tokens[row]
-            wanted = range(len(known) - stride, len(known) - stride + self.levels)
+            wanted = range(len(known) - stride, len(known) - stride + width)
             found.append([known[t] if 0 <= t < len(known) else ABSENT for t in wanted])
         return torch.tensor(found, device=state.pending.device)
 
