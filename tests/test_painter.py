@@ -9,7 +9,7 @@ from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQV
 from visspec import zoo
 from visspec.eval.world.palette import CLASSES, COLOURS
 from visspec.eval.world.scene import HELD_OUT_SEED, Scene, Shape
-from visspec.eval.world.suite import suite, vocabulary
+from visspec.eval.world.suite import parse, suite, vocabulary
 from visspec.recipes import painter, painter_build, painter_data, painter_draw, painter_score, painter_tokens
 from visspec.recipes.painter_codes import composed, latents, nearest
 from visspec.recipes.painter_vq import Codebook
@@ -91,6 +91,16 @@ def test_settled_scenes_stand_on_the_grid_and_keep_apart():
     assert painter_data.settled(Scene((Shape("ring", "red", 0.1, 0.5, 0.13),))) is None  # over the edge
 
 
+def test_progress_says_what_has_been_begun():
+    metadata = parse("a photo of a red bar and a blue ring")
+    scene = Scene((Shape("ring", "blue", 6 / 12, 3 / 12, 13 / 96), Shape("bar", "red", 4 / 12, 9 / 12, 13 / 96)))
+    begun = painter_draw.progress(metadata, scene, 12)
+    ring, bar = 12 * 1 + 5, 12 * 7 + 3  # a little above the middle of the circle's top, of the bar's
+    assert begun.shape == (144, 3)
+    assert begun[:, 1].argmax() == ring + 1 and begun[:, 0].argmax() == bar + 1  # the prompt's order, not the picture's
+    assert begun[[ring, ring + 1, bar + 1, 143], 2].tolist() == [0, 1, 2, 2]
+
+
 def test_weights_of_the_loss_depend_on_earlier_codes_only():
     ink = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)) < 0.3
     near = painter_draw.beside(ink, 4)
@@ -132,11 +142,11 @@ def test_training_and_stock_generation_see_the_same_law():
     )  # fmt: skip
     model.model.generation_head.vision_head.weight.normal_(std=5.0)
     codes = model.generate(**inputs, generation_mode="image", do_sample=False, guidance_scale=1.0 + 1e-6)
-    losses, _ = painter_draw.draw_loss(model, inputs["input_ids"], inputs["attention_mask"], codes)
-    alone, _ = painter_draw.draw_loss(model, inputs["input_ids"][:1, 5:], inputs["attention_mask"][:1, 5:], codes[:1])
+    losses, *_ = painter_draw.draw_loss(model, inputs["input_ids"], inputs["attention_mask"], codes)
+    alone, *_ = painter_draw.draw_loss(model, inputs["input_ids"][:1, 5:], inputs["attention_mask"][:1, 5:], codes[:1])
     assert losses.shape == (2, 36)
     assert (losses[0] - alone[0]).abs().max() < 0.2  # left padding changes nothing but bfloat16's rounding
-    others, _ = painter_draw.draw_loss(model, inputs["input_ids"], inputs["attention_mask"], (codes + 512) % 1024)
+    others, *_ = painter_draw.draw_loss(model, inputs["input_ids"], inputs["attention_mask"], (codes + 512) % 1024)
     assert losses.mean() < others.mean() / 2  # the greedy codes are the likely ones
 
 

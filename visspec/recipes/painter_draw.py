@@ -10,7 +10,8 @@ from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.eval.world.palette import CLASSES, COLOURS
-from visspec.eval.world.suite import NUMBERS, RELATIONS, Metadata, every, suite
+from visspec.eval.world.scene import Scene
+from visspec.eval.world.suite import NUMBERS, RELATIONS, Metadata, every, suite, wanted
 from visspec.recipes.painter_build import build_model, build_processor, build_tokenizer, grid, save
 from visspec.recipes.painter_data import FIRST_SEED, pair
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
@@ -23,15 +24,18 @@ READING_WEIGHT = 0.1  # of the throw-away heads' loss
 FADE = (0.6, 0.85)  # shares of the steps between which that weight falls to 0
 NEAR_WEIGHT = 2.0  # in the loss, of codes beside shapes that are drawn already
 TEXTURE_WEIGHT = 0.3  # of the others in a textured picture
+CHOICE_WEIGHT = 4.0  # of what is drawn where a shape begins, given that one does; in units of a code's loss
+HARD = ("position", "color_attr")  # tasks whose pairs are shown twice as often
 GUIDANCES = (2.0, 3.0, 4.0, 6.0)
 
 
 class Reading(nn.Module):
-    """Throw-away heads: what the prompt asks for, told from the middle layer at every image position.
+    """Throw-away heads: what the prompt asks for and what of it is drawn, told from the middle layer at every position.
 
-    From the codes' loss alone the text model takes very long to look at the prompt at all: few codes of a picture
-    depend on it, and most of the loss is the noise of grounds. These labels are dense. The slots are the first and
-    second class and colour, the relation and the number; 0 says that the prompt has none.
+    From the codes' loss alone the text model takes very long to look at the prompt at all, and longer to see what is
+    still to be drawn: few codes of a picture depend on it. These labels are dense. The slots of a prompt are the first
+    and second class and colour, the relation and the number; 0 says that the prompt has none. Of the picture, they are
+    whether the first and the second object have been begun, and how many shapes have.
     """
 
     def __init__(self, width: int, words: dict[str, int]):
@@ -46,6 +50,7 @@ class Reading(nn.Module):
         self.register_buffer("tables", tables, persistent=False)
         self.slots = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (3, 1)]  # (kind, which occurrence)
         self.heads = nn.ModuleList(nn.Linear(width, len(kinds[kind]) + 1) for kind, _ in self.slots)
+        self.progress = nn.ModuleList(nn.Linear(width, n) for n in (2, 2, 1 + max(NUMBERS)))
 
     def labels(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """One int64 (B,) a slot of prompts (B, prompt)."""
@@ -53,15 +58,32 @@ class Reading(nn.Module):
         count = (found > 0).cumsum(-1)
         return [(found[kind] * (count[kind] == which)).sum(-1) for kind, which in self.slots]
 
-    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
-        """Summed cross-entropy of the slots; hidden (B, image tokens, width), rows not `asked` do not count."""
+    def forward(
+        self, hidden: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor, begun: torch.Tensor
+    ) -> torch.Tensor:
+        """Summed cross-entropy of all labels; hidden (B, image tokens, width), begun as `progress` makes it. Rows not
+        `asked` do not count for what a prompt says.
+        """
+        said = [label[:, None].expand(hidden.shape[:2]) for label in self.labels(ids)]
+        prompts = [(head, label, asked) for head, label in zip(self.heads, said)]
+        rows = [asked, asked, torch.ones_like(asked)]
         total = hidden.new_zeros((), dtype=torch.float32)
-        for head, label in zip(self.heads, self.labels(ids)):
-            losses = F.cross_entropy(
-                head(hidden).float().transpose(1, 2), label[:, None].expand(hidden.shape[:2]), reduction="none"
-            )
-            total = total + (losses.mean(1) * asked).sum() / asked.sum().clamp_min(1)
+        for head, label, counted in prompts + list(zip(self.progress, begun.unbind(-1), rows)):
+            losses = F.cross_entropy(head(hidden).float().transpose(1, 2), label, reduction="none")
+            total = total + (losses.mean(1) * counted).sum() / counted.sum().clamp_min(1)
         return total
+
+
+def progress(metadata: Metadata, scene: Scene, side: int) -> np.ndarray:
+    """Before each code, (side^2, 3) int8: whether the prompt's first and second object are begun, how many shapes are.
+
+    A shape begins about where its topmost point is.
+    """
+    first = {s.kind: int((s.y - 0.95 * s.radius) * side) * side + int(s.x * side - 1e-6) for s in scene.shapes}
+    starts = [int((s.y - 0.95 * s.radius) * side) * side + int(s.x * side - 1e-6) for s in scene.shapes]
+    place, kinds = np.arange(side * side), [kind for kind, _ in wanted(metadata)]
+    begun = [place > first[kinds[k]] if k < len(kinds) else np.zeros_like(place) for k in (0, 1)]
+    return np.stack([*begun, sum((place > start).astype(np.int8) for start in starts)], 1).astype(np.int8)
 
 
 def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
@@ -76,8 +98,9 @@ def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
 
 def draw_loss(
     model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, codes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy in nats of every code, (B, image tokens), and the middle layer there, (B, image tokens, width).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross-entropy in nats of every code, (B, image tokens), the logits (B, image tokens, codes) and the middle layer
+    there, (B, image tokens, width).
 
     Prompts, ids and mask (B, prompt), are padded on the left.
 
@@ -92,9 +115,8 @@ def draw_loss(
         )
         first, middle = ids.shape[1] - 1, len(out.hidden_states) // 2
         logits = model.model.generation_head(out.last_hidden_state[:, first:])
-    return F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none"), out.hidden_states[middle][
-        :, first:
-    ]
+    losses = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")
+    return losses, logits, out.hidden_states[middle][:, first:]
 
 
 @torch.no_grad()
@@ -149,13 +171,17 @@ class DrawStage(Stage):
         self.processor = build_processor(low)
         self.data = read_tokens(options.out, low)
         first = FIRST_SEED["tokens"]
-        grounds = [pair(first + i)[1].ground for i in range(len(self.data["ids"]))]
-        self.textured = torch.tensor([ground != "plain" for ground in grounds])
-        self.plain = np.flatnonzero(~self.textured.numpy())
+        pairs = [pair(first + i) for i in range(len(self.data["ids"]))]
+        self.begun = torch.from_numpy(np.stack([progress(*each, grid(low)) for each in pairs]))
+        self.textured = torch.tensor([scene.ground != "plain" for _, scene in pairs])
+        hard = np.array([metadata["tag"] in HARD for metadata, _ in pairs])
+        self.every = np.repeat(np.arange(len(pairs)), 1 + hard)
+        self.plain = self.every[~self.textured.numpy()[self.every]]
+        self.ground = (self.data["codes"][~self.data["ink"] & ~self.textured[:, None]].long()[:1]).flatten()
 
     def rows(self) -> tuple[torch.Tensor, ...]:
-        """This worker's ids (B, prompt), codes and ink (B, image tokens), then rows: textured, without prompt (B,)."""
-        per_step, known = self.options.rows * self.workers, np.arange(len(self.data["ids"]))
+        """This worker's ids (B, prompt), codes, ink and progress (B, image tokens), rows textured, without prompt."""
+        per_step, known = self.options.rows * self.workers, self.every
         if self.step < self.options.plain_until * self.steps:
             known = self.plain  # without the noise of grounds the codes' loss is about shapes
         epoch, step = divmod(self.step, len(known) // per_step)
@@ -163,25 +189,32 @@ class DrawStage(Stage):
         order = order[self.rank :: self.workers]
         ids, codes = self.data["ids"][order].long(), self.data["codes"][order].long()
         dropped = torch.from_numpy(np.random.default_rng((2, self.step, self.rank)).random(len(order)) < DROPPED)
-        return ids, codes, self.data["ink"][order], self.textured[order], dropped
+        return ids, codes, self.data["ink"][order], self.begun[order].long(), self.textured[order], dropped
 
     def loss(self) -> torch.Tensor:
         """Loss of the next batch; padding on the left is masked, padding that stands for words is not.
 
-        Most codes are ground, and what there is to learn of a texture is small, so it weighs less.
+        Most codes are ground, and what there is to learn of a texture is small, so it weighs less. Which shape begins
+        weighs more, as a choice among shapes: that it begins may not, or too many would.
         """
-        full, codes, ink, textured, dropped = self.rows()
+        full, codes, ink, begun, textured, dropped = self.rows()
         ids = torch.where(dropped[:, None], without_words(self.tokenizer, full), full)
         mask = (full != self.tokenizer.pad_token_id).long()
         fade = min(1.0, max(0.0, (FADE[1] - self.step / self.steps) / (FADE[1] - FADE[0])))
         far = torch.where(textured[:, None], TEXTURE_WEIGHT, 1.0)
-        weight = torch.where(beside(ink, grid(self.options.lowres)), NEAR_WEIGHT, far)
-        losses, hidden = draw_loss(self.model, ids, mask, codes)
+        near = beside(ink, grid(self.options.lowres))
+        weight = torch.where(near, NEAR_WEIGHT, far)
+        losses, logits, hidden = draw_loss(self.model, ids, mask, codes)
+        begins = ink & ~near & ~textured[:, None]
+        rivals = logits[begins].float().index_fill(1, self.ground, -torch.inf)  # a choice among codes of shapes
+        choice = F.cross_entropy(rivals, codes[begins], reduction="sum")
         with torch.autocast("cpu", torch.bfloat16):
-            read = self.reading(hidden, full, (~dropped).float())
+            read = self.reading(hidden, full, (~dropped).float(), begun)
         self.notes = {"reading": round(read.item(), 4), "ink": round(losses[ink].mean().item(), 3)}
+        self.notes["choice"] = round(choice.item() / max(1, int(begins.sum())), 3)
         self.notes["ground"] = round(losses[~ink & ~textured[:, None]].mean().item(), 3)
-        return (losses * weight).sum() / weight.sum() + READING_WEIGHT * fade * read
+        drawn = (losses * weight).sum() + CHOICE_WEIGHT * choice
+        return drawn / weight.sum() + READING_WEIGHT * fade * read
 
     def report(self) -> dict:
         """GenEval on a quarter of the suite; workers share the guidances. The first refreshes the early folder."""
