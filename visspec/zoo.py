@@ -45,7 +45,8 @@ DRAFTERS = {
 PRESETS = {  # of image generation: drafter, rule, where it is from; docs/presets.md compares them
     "plain": ("none", "exact", "no drafting, in our loop"),
     "gumbel": ("jacobi:window=12", "exact", "Jacobi windows coupled to the target's own noise; token-identical"),
-    "coupled": ("jacobi:redraw=maximal,window=16", "rejection", "SCD, SJD-PAC: Jacobi windows, maximal coupling"),
+    "coupled": ("jacobi:redraw=maximal,window=16", "rejection", "SCD: Jacobi windows, maximal coupling"),
+    "sjd-pac": ("jacobi:redraw=maximal,window=16,branch=3", "rejection", "SJD-PAC (CVPR 2026): the same, a tree first"),
     "sjd": ("jacobi:redraw=independent,start=random,window=16", "rejection", "SJD (ICLR 2025)"),
     "gsd": ("jacobi:redraw=independent,start=random,window=16", "grouped:group=14", "GSD (ICCV 2025)"),
     "sjd-sv": ("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),

@@ -103,12 +103,12 @@ def model_config(low: bool = False, text: dict | None = None) -> JanusConfig:
     )
 
 
-def generation_config(low: bool = False, guidance: float = GUIDANCE) -> GenerationConfig:
-    """Sampling at temperature 1 with classifier-free guidance; `max_length` only has to hold prompt and image."""
+def generation_config(low: bool = False, guidance: float = GUIDANCE, temperature: float = 1.0) -> GenerationConfig:
+    """Sampling with classifier-free guidance; `max_length` only has to hold prompt and image."""
     tokenizer = build_tokenizer()
     return GenerationConfig(
         do_sample=True,
-        temperature=1.0,
+        temperature=temperature,
         top_k=0,
         top_p=1.0,
         guidance_scale=guidance,

@@ -18,7 +18,7 @@ from visspec.recipes.captioner_card import identity, revision
 from visspec.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid, save
 from visspec.recipes.painter_codes import measure
 from visspec.recipes.painter_data import SIDE
-from visspec.recipes.painter_draw import GUIDANCES, draw, score
+from visspec.recipes.painter_draw import GUIDANCES, TEMPERATURES, draw, score
 from visspec.recipes.painter_vq import VQ_FILES, load_vq
 
 SEED = 0  # of the measured pictures
@@ -50,15 +50,15 @@ pixels = processor.postprocess(list(pictures), return_tensors="pt").pixel_values
 ## Measured
 
 GenEval on {prompts} prompts of the suite (`visspec.eval.world.suite`), one picture a prompt, sampled by the stock
-`generate` at temperature 1 without top-k or top-p, seed {seed}, weights as stored, computed in float32; judged by
-visspec's shape detector{enlarged}. GenEval's overall score is the mean of the six tasks.
+`generate` at temperature {temperature} without top-k or top-p, seed {seed}, weights as stored, computed in float32;
+judged by visspec's shape detector{enlarged}. GenEval's overall score is the mean of the six tasks.
 
 | pictures | GenEval | share of prompts | {heads} |
 |---|---|---|{rules}
 {rows}
 
-The prompts of each task: {sizes}. Guidance {best} was the best of four on every fourth prompt with another seed
-(share of prompts: {sweep}); `generation_config.json` holds it.
+The prompts of each task: {sizes}. Guidance {best} and temperature {temperature} were the best on every fourth
+prompt with another seed (guidance at temperature, share of prompts: {sweep}); `generation_config.json` holds them.
 "Decoded codes" are the training codes of rendered scenes of the same prompts after the VQ model's decoder: the
 ceiling. Over them, pixels are off by {vq[grey_levels]} grey levels on average, and {vq[codes]} of 1,024 codes are used,
 with a perplexity of {vq[perplexity]}.
@@ -142,10 +142,10 @@ def _row(name: str, record: dict) -> str:
     ) + " |"  # fmt: skip
 
 
-def _card(options: argparse.Namespace, model, record: dict, best: float) -> str:
+def _card(options: argparse.Namespace, model, record: dict) -> str:
     """The model card's text."""
     low, measured = options.lowres, record["measured"]
-    vq, drawn = measured["decoded"], record["draw"]
+    vq, drawn, best = measured["decoded"], record["draw"], measured["pictures"]
     minutes = [round(record[part]["seconds"] / 60) for part in ("vq", "draw")]
     return CARD.format(
         name="painter-lowres" if low else "painter",
@@ -158,9 +158,10 @@ def _card(options: argparse.Namespace, model, record: dict, best: float) -> str:
         enlarged=", which sees them enlarged to 96 pixels" if low else "",
         heads=" | ".join(TITLES.get(tag, tag) for tag in TASKS),
         rules="---|" * len(TASKS),
-        rows="\n".join([_row(f"drawn, guidance {best}", measured["pictures"]), _row("decoded codes", vq)]),
-        sweep=", ".join(f"{record['guidance']} {record['images']:.3f}" for record in measured["sweep"]),
-        best=best,
+        rows="\n".join([_row(f"drawn, guidance {best['guidance']}", best), _row("decoded codes", vq)]),
+        sweep=", ".join(f"{r['guidance']} at {r['temperature']} {r['images']:.3f}" for r in measured["sweep"]),
+        best=best["guidance"],
+        temperature=best["temperature"],
         sizes=", ".join(str(SIZES[tag]) for tag in TASKS),
         vq=vq,
         text="{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads".format(**TEXT[low]),
@@ -190,18 +191,22 @@ def finish(options: argparse.Namespace) -> Path:
     rows = suite()[:: options.every_prompt]
     sweep = [score(model, processor, rows[::4], guidance, SEED + 1) for guidance in GUIDANCES]
     print(json.dumps(sweep), flush=True)
-    best = max(sweep, key=lambda record: record["images"])["guidance"]
-    measured = {"sweep": sweep, "pictures": score(model, processor, rows, best, SEED)}
+    best = max(sweep, key=lambda record: record["images"])
+    guidance = best["guidance"]
+    cooler = [score(model, processor, rows[::4], guidance, SEED + 1, t) for t in TEMPERATURES[1:]]
+    temperature = max([best, *cooler], key=lambda record: record["images"])["temperature"]
+    print(json.dumps(cooler), flush=True)
+    measured = {"sweep": sweep + cooler, "pictures": score(model, processor, rows, guidance, SEED, temperature)}
     measured["decoded"] = measure(model.model.vqmodel, low, options.every_prompt)
-    generation_config(low, best).save_pretrained(folder)
+    generation_config(low, guidance, temperature).save_pretrained(folder)
     shown = [rows[int(i)]["prompt"] for i in np.linspace(0, len(rows) - 1, 16)]
-    drawn = draw(model, processor, shown, best, SEED + 2)
+    drawn = draw(model, processor, shown, guidance, SEED + 2, temperature)
     for file in filter(None, (options.out / f"{folder.name}.png", options.sheet)):
         sheet(drawn, shown, file)
     files = [file for name in VQ_FILES if (file := options.out / name).exists()]
     vq = {file.name: torch.load(file, weights_only=True) for file in files}
     record = _provenance(options, vq, text, folder / "model.safetensors", measured)
     (folder / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
-    (folder / "README.md").write_text(_card(options, model, record, best))
+    (folder / "README.md").write_text(_card(options, model, record))
     print(json.dumps({"stage": "finish", "folder": str(folder), **measured}), flush=True)
     return folder

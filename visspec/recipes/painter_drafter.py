@@ -2,7 +2,7 @@
 
 python -m visspec.recipes.painter_drafter --out runs/painter-eagle [--resume] [--export FOLDER]
 
-Online distillation (`visspec.train.loop`): the painter draws batches of pictures at its own guidance and temperature 1
+Online distillation (`visspec.train.loop`): the painter draws batches of pictures at its own guidance and temperature
 in one thread, while the drafter learns the laws of those before in another. Two CPU cores, no accelerator.
 """
 
@@ -51,14 +51,18 @@ SHAPES = {
 TIMED = "chain of 5"
 
 
-def request_of(family: Family, texts: list[str], seed: int, guidance: float, temperature: float) -> Request:
-    """A picture of each text; row b draws from the seed `seed + b`."""
+def temperature_of(family: Family) -> float:
+    """The painter's own temperature."""
+    return float(getattr(family.model.generation_config, "temperature", None) or 1.0)
+
+
+def request_of(family: Family, texts: list[str], seed: int, guidance: float) -> Request:
+    """A picture of each text, at the painter's own temperature; row b draws from the seed `seed + b`."""
     with torch.no_grad():
         prompt = family.prompt(texts, guidance != 1.0)
     layout = family.layout()
-    request = Request(
-        prompt, prompt.ids, layout.positions, Sampling(temperature=temperature, guidance=guidance), grid=layout.grid
-    )
+    sampling = Sampling(temperature=temperature_of(family), guidance=guidance)
+    request = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid)
     request.generators = [torch.Generator(prompt.ids.device).manual_seed(seed + b) for b in range(len(texts))]
     return request
 
@@ -74,7 +78,7 @@ class Pictures:
         rng = np.random.default_rng((self.first, pool))
         texts = sorted((sample_prompt(rng)["prompt"] for _ in range(POOL * self.rows)), key=lambda t: len(t.split()))
         chosen = texts[place * self.rows :][: self.rows]
-        return request_of(self.family, chosen, self.first + number * self.rows, self.guidance, 1.0)
+        return request_of(self.family, chosen, self.first + number * self.rows, self.guidance)
 
 
 def held_out(count: int) -> list[str]:
@@ -84,25 +88,25 @@ def held_out(count: int) -> list[str]:
 
 
 class Validation:
-    """tau of chains under `rejection` at temperature 1, on held-out noise."""
+    """tau of chains under `rejection`, on held-out noise."""
 
     def __init__(self, family: Family, drafter: ImageFeatureDrafter, guidance: float):
         self.target, self.drafter, self.family, self.guidance = Teaching(family), drafter, family, guidance
 
     def __call__(self) -> dict[str, Any]:
-        request = request_of(self.family, held_out(VALIDATED), HELD_OUT_SEED, self.guidance, 1.0)
+        request = request_of(self.family, held_out(VALIDATED), HELD_OUT_SEED, self.guidance)
         found = measure(self.target, self.drafter, Rejection(), [request], self.drafter.levels)
         return {"tau_sampled": round(found.tau, 3), "by_depth": found.by_depth}
 
 
-def figures(family: Family, head, count: int, guidance: float, temperature: float) -> dict[str, Any]:
+def figures(family: Family, head, count: int, guidance: float) -> dict[str, Any]:
     """tau of every shape under `rejection`, of a chain under `exact`, and the clock of one picture at a time."""
     texts, positions = held_out(count), family.layout().positions
     target, table = ImageAR(family, features=True), {}
     for name, options in SHAPES.items():
         drafter = ImageFeatureDrafter(head, family, **options)
         for rule in (Rejection(), Exact()) if name == TIMED else (Rejection(),):
-            request = request_of(family, texts, HELD_OUT_SEED + 1000, guidance, temperature)
+            request = request_of(family, texts, HELD_OUT_SEED + 1000, guidance)
             found = measure(target, Guarded(drafter, target.capabilities), rule, [request], drafter.levels)
             label = name if isinstance(rule, Rejection) else f"{name}, rule exact"
             passes = 1 + (positions - 1) / found.tau  # of a picture, the prompt's included
@@ -111,20 +115,20 @@ def figures(family: Family, head, count: int, guidance: float, temperature: floa
     return {
         "prompts": count,
         "guidance": guidance,
-        "temperature": temperature,
+        "temperature": temperature_of(family),
         "positions": positions,
         "table": table,
-    } | (clocked(family, ImageFeatureDrafter(head, family, **SHAPES[TIMED]), texts, guidance, temperature))
+    } | (clocked(family, ImageFeatureDrafter(head, family, **SHAPES[TIMED]), texts, guidance))
 
 
-def clocked(family: Family, drafter, texts: list[str], guidance: float, temperature: float) -> dict[str, Any]:
+def clocked(family: Family, drafter, texts: list[str], guidance: float) -> dict[str, Any]:
     """Plain decoding against drafted, one picture at a time, in alternation; geometric mean of the ratios."""
     plain, fed = ImageAR(family), ImageAR(family, features=True)
     guarded, seconds = Guarded(drafter, fed.capabilities), []
     for i, text in enumerate([texts[0], *texts]):  # the first pair warms up
         pair = []
         for target, used in ((plain, None), (fed, guarded)):
-            request = request_of(family, [text], HELD_OUT_SEED + 2000 + i, guidance, temperature)
+            request = request_of(family, [text], HELD_OUT_SEED + 2000 + i, guidance)
             begun = time.perf_counter()
             decode(target, used, Rejection(), request, Pace(drafter.levels, adaptive=False))
             pair.append(time.perf_counter() - begun)
@@ -179,12 +183,12 @@ One picture at a time, {timed}, `rejection`, against plain decoding in the same 
 
 `python -m visspec.recipes.painter_drafter --out RUN --export models/zoo/painter-eagle`: online distillation in {steps}
 steps of {rows} pictures, {unroll} self-fed steps each (weights 0.8^i), soft cross-entropy for the first {opening:.0%}
-and total variation after it. The painter draws the pictures itself (temperature 1, guidance {taught}): {pictures}
-pictures of prompts of its grammar, each used {reuse} times. {minutes:.0f} minutes on two cores shared with other work;
+and total variation after it. The painter draws the pictures itself (temperature {temperature}, guidance {taught}):
+{pictures} pictures of prompts of its grammar, each used {reuse} times. {minutes:.0f} minutes on two cores shared with other work;
 `provenance.json` has the plan and the validations during training.
 {note}
 
-Limits: it knows this painter at this size, at its own guidance, temperature 1 and without cuts best.
+Limits: it knows this painter at this size, at its own guidance and temperature and without cuts best.
 """
 
 
@@ -219,8 +223,7 @@ def export(run: Path, folder: Path, family: Family, count: int) -> dict[str, Any
     record = json.loads((run / PROVENANCE).read_text()) | {"stored_as": "float16"}
     drafter.save_pretrained(folder, record, torch.float16)
     stored = ImageFeatureDrafter.from_pretrained(folder, family)
-    temperature = float(getattr(family.model.generation_config, "temperature", None) or 1.0)
-    found = figures(family, stored.head, count, stored.config.guidance, temperature)
+    found = figures(family, stored.head, count, stored.config.guidance)
     (folder / PROVENANCE).write_text(json.dumps(record | {"measured": found}, indent=2, default=str) + "\n")
     megabytes = (folder / "model.safetensors").stat().st_size / 1e6
     (folder / "README.md").write_text(card(stored.head, found, record, megabytes))

@@ -27,6 +27,7 @@ TEXTURE_WEIGHT = 0.3  # of the others in a textured picture
 CHOICE_WEIGHT = 4.0  # of what is drawn where a shape begins, given that one does; in units of a code's loss
 HARD = ("position", "color_attr")  # tasks whose pairs are shown twice as often
 GUIDANCES = (2.0, 3.0, 4.0, 6.0)
+TEMPERATURES = (1.0, 0.8, 0.6)
 
 
 class Reading(nn.Module):
@@ -126,24 +127,25 @@ def draw(
     prompts: list[str],
     guidance: float,
     seed: int,
+    temperature: float = 1.0,
     batch: int = 46,
 ) -> np.ndarray:
-    """Pictures uint8 (B, S, S, 3) sampled with the stock `generate` at temperature 1."""
+    """Pictures uint8 (B, S, S, 3) sampled with the stock `generate`."""
     torch.manual_seed(seed)
     out = []
     for start in range(0, len(prompts), batch):
         part = prompts[start : start + batch]
         inputs = processor(text=part, generation_mode="image", return_tensors="pt", padding=True)
-        codes = model.generate(**inputs, generation_mode="image", guidance_scale=guidance)
+        codes = model.generate(**inputs, generation_mode="image", guidance_scale=guidance, temperature=temperature)
         out.append(to_uint8(model.decode_image_tokens(codes).permute(0, 3, 1, 2)))
     return np.concatenate(out)
 
 
-def score(model, processor, rows: list[Metadata], guidance: float, seed: int = 0) -> dict:
+def score(model, processor, rows: list[Metadata], guidance: float, seed: int = 0, temperature: float = 1.0) -> dict:
     """GenEval of one picture a prompt, and the seconds it took."""
     begun = time.time()
-    pictures = draw(model, processor, [row["prompt"] for row in rows], guidance, seed)
-    record = {"guidance": guidance, **summary(verdicts(pictures, rows), rows)}
+    pictures = draw(model, processor, [row["prompt"] for row in rows], guidance, seed, temperature)
+    record = {"guidance": guidance, "temperature": temperature, **summary(verdicts(pictures, rows), rows)}
     return record | {"seconds": round(time.time() - begun, 1)}
 
 
