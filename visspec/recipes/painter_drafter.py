@@ -184,8 +184,8 @@ One picture at a time, {timed}, `rejection`, against plain decoding in the same 
 `python -m visspec.recipes.painter_drafter --out RUN --export models/zoo/painter-eagle`: online distillation in {steps}
 steps of {rows} pictures, {unroll} self-fed steps each (weights 0.8^i), soft cross-entropy for the first {opening:.0%}
 and total variation after it. The painter draws the pictures itself (temperature {temperature}, guidance {taught}):
-{pictures} pictures of prompts of its grammar, each used {reuse} times. {minutes:.0f} minutes on two cores shared with other work;
-`provenance.json` has the plan and the validations during training.
+{pictures} pictures of prompts of its grammar, each used {reuse} times. {minutes:.0f} minutes on two cores shared with
+other work; `provenance.json` has the plan and the validations during training.
 {note}
 
 Limits: it knows this painter at this size, at its own guidance and temperature and without cuts best.
