@@ -82,7 +82,7 @@ def test_a_patch_has_one_code_wherever_it_stands(low):
 def test_settled_scenes_stand_on_the_grid_and_keep_apart():
     for seed in range(40):
         scene = painter_data.pair(seed)[1]
-        assert scene.ground in painter_data.GROUNDS_DRAWN
+        assert scene.ground in painter_data.GROUNDS_DRAWN and 0 <= scene.texture_seed < painter_data.TEXTURES
         assert all(shape.radius in painter_data.RADII for shape in scene.shapes)
         places = [at / painter_data.STEP for shape in scene.shapes for at in (shape.x, shape.y)]
         assert places == pytest.approx([round(place) for place in places])

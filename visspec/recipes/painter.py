@@ -12,10 +12,10 @@ Data: the free tier of `visspec.eval.world.suite`: prompts of the whole grammar,
 the colour and class pairs other recipes hold out; scenes are drawn afresh, seeds from 2^30 on are never trained on.
 Seeds: 0 (vq), 1 (draw). Two CPU cores, no accelerator.
 
-The shipped weights are early (GenEval 0.23, see their card). They came in three runs of the draw stage, each from the
-last one's checkpoint (--start): 1,450 steps without the throw-away heads of painter_draw.py, 1,700 with them (0.17),
-and 1,600 with --plain-until 0.55, in whose plain part the score rose to 0.38 on 46 prompts. The default steps are an
-estimate of what fits two hours, at 0.7 s a VQ step and 0.6 s a text-model step (0.11 s at low resolution); they have
+The shipped weights were not made by one run of these defaults: the recipe changed on the way, and each part started
+from the last one's weights (--start). Text model: 4,750 steps on the whole encoder's codes, 2,400 on codes of pieces,
+5,000 on settled scenes with plain grounds for most of them, 1,500 with the eight textures. The default steps are an
+estimate of what fits two hours, at 0.7 s a VQ step and 0.5 s a text-model step (0.11 s at low resolution); they have
 not been run.
 """
 
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--start", type=Path, help="checkpoint of the draw stage to take the first weights from")
     parser.add_argument("--earlier", type=int, nargs=2, default=(0, 0), metavar=("STEPS", "SECONDS"),
                         help="what --start's checkpoint had behind it, for the card")  # fmt: skip
+    parser.add_argument("--note", default="", help="sentences for the card's limits, say on how --start was trained")
     parser.add_argument("--rows", type=int, default=8, help="pictures in a batch of one worker of the draw stage")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate of the text model")
     parser.add_argument("--plain-until", type=float, default=0.0, help="share of the draw steps on plain grounds alone")

@@ -80,15 +80,16 @@ Recipe: `python -m visspec.recipes.painter --out FOLDER{flag}`;
 for the text model), on two CPU cores shared with other work. The text model saw {seen:,} pictures of {pairs:,}
 rendered pairs, a tenth of them without their prompt; last loss {loss} nats a token. Training prompts are drawn
 from the whole grammar, tasks in equal shares: sentences of the suite and the (colour, class) pairs of
-`HELD_OUT_PAIRS` occur among them; scenes are drawn afresh from seeds below 2^30. Half of the grounds are plain, a
-quarter striped, a quarter cloudy; the speckled ground of the shape world is left out, because its speckles are smaller
-than what a code stands for.
+`HELD_OUT_PAIRS` occur among them; scenes are drawn afresh from seeds below 2^30. Shapes stand on a grid of 4 pixels and
+have one of three radii; half of the grounds are plain, the others one of four stripes or four clouds. All that makes a
+picture's codes easier to predict, and so easier to speculate on, than those of pictures from life.
 Versions, seeds and digests: `provenance.json`.
 
 ## Limits
 
 It knows only the suite's grammar. Words outside its vocabulary are read as unknown, and other sentences give shapes
 that were not asked for.
+{note}
 """
 ROLES = {
     False: "It is the image target of visspec's demonstrations and tests.",
@@ -174,6 +175,7 @@ def _card(options: argparse.Namespace, model, record: dict) -> str:
         seen=drawn["steps"] * drawn["rows"],
         pairs=drawn["pairs"],
         loss=drawn["loss"],
+        note=options.note,
     )
 
 

@@ -11,6 +11,7 @@ from visspec.eval.world.suite import FREE_MARGIN, FREE_RADIUS, Metadata, free_sc
 SIDE = {False: 96, True: 48}  # pixels of the full and of the low-resolution painter
 # Half of the pictures are plain. The speckles of the fourth ground are smaller than a patch: no code can hold them.
 GROUNDS_DRAWN = ("plain", "plain", "striped", "cloudy")
+TEXTURES = 4  # of each kind: what is new in every picture is the scene
 # Shapes stand on a grid of half patches and have one of three radii. With continuous places nearly all the information
 # in a picture's codes is where edges cut through patches, which no prompt says.
 STEP = 4 / 96
@@ -20,7 +21,7 @@ FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 2
 
 
 def settled(scene: Scene) -> Scene | None:
-    """The scene with every shape on the nearest place of the grid, None where two would come too close."""
+    """The scene with shapes on the nearest places of the grid and one of TEXTURES; None where two come too close."""
     shapes: list[Shape] = []
     for shape in scene.shapes:
         radius = min(RADII, key=lambda r: abs(r - shape.radius))
@@ -29,7 +30,7 @@ def settled(scene: Scene) -> Scene | None:
         if not inside or any(max(abs(x - s.x), abs(y - s.y)) < radius + s.radius + GAP for s in shapes):
             return None
         shapes.append(Shape(shape.kind, shape.colour, x, y, radius))
-    return Scene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed)
+    return Scene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed % TEXTURES)
 
 
 def painted(metadata: Metadata, rng: np.random.Generator) -> Scene:
