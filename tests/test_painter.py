@@ -178,16 +178,21 @@ def test_shipped_weights_are_small_and_described(low, folder):
 
 
 @unshipped
-@pytest.mark.xfail(strict=True, reason="the shipped weights are early: GenEval 0.23, and 0.85 is the aim")
+def test_shipped_painter_draws_what_it_is_asked_for():
+    """About half of the prompts, at its own guidance and temperature; by chance it would be fewer than one in ten."""
+    model = JanusForConditionalGeneration.from_pretrained(SHIPPED[0][1], dtype=torch.float32).eval()
+    processor, own, rows = JanusProcessor.from_pretrained(SHIPPED[0][1]), model.generation_config, suite()[::16]
+    texts = [row["prompt"] for row in rows]
+    pictures = painter_draw.draw(model, processor, texts, own.guidance_scale, 0, own.temperature)
+    assert pictures.shape == (23, 96, 96, 3)
+    assert sum(painter_score.verdicts(pictures, rows)) >= 7
+
+
+@unshipped
+@pytest.mark.xfail(strict=True, reason="the shipped weights are short of the aim, a GenEval of 0.85")
 @pytest.mark.parametrize(("low", "folder"), SHIPPED)
-def test_shipped_painter_draws_what_it_is_asked_for(low, folder):
-    model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    processor = JanusProcessor.from_pretrained(folder)
-    rows = suite()[::46]
-    guidance = model.generation_config.guidance_scale
-    pictures = painter_draw.draw(model, processor, [row["prompt"] for row in rows], guidance, 0)
-    assert pictures.shape == (8, painter_data.SIDE[low], painter_data.SIDE[low], 3)
-    assert sum(painter_score.verdicts(pictures, rows)) >= 5
+def test_shipped_painters_reach_their_aim(low, folder):
+    assert json.loads((folder / "provenance.json").read_text())["measured"]["pictures"]["geneval"] >= 0.85
 
 
 @unshipped

@@ -27,7 +27,7 @@ TEXTURE_WEIGHT = 0.3  # of the others in a textured picture
 CHOICE_WEIGHT = 4.0  # of what is drawn where a shape begins, given that one does; in units of a code's loss
 HARD = ("position", "color_attr")  # tasks whose pairs are shown twice as often
 GUIDANCES = (1.5, 2.0, 2.5, 3.0)
-TEMPERATURES = (1.0, 0.8, 0.6)
+TEMPERATURES = (1.0, 0.7, 0.5)
 
 
 class Reading(nn.Module):
