@@ -25,15 +25,17 @@ def reference(kv, length, path, count):
 
 
 def commit_kv_torch(kv, length, path, count):
-    """The CPU path: rows whose nodes stand where they should are left alone, and so is the part of a path that does."""
-    for b, (start, kept, nodes) in enumerate(zip(length.tolist(), count.tolist(), path.tolist())):
-        first = next((j for j, node in enumerate(nodes[:kept]) if node != j), kept)
-        if first == kept:
-            continue
-        source = torch.tensor([start + node for node in nodes[first:kept]], device=path.device)
-        for t in kv:
-            row = t[b]
-            row[:, start + first : start + kept] = row.index_select(1, source)
+    """The CPU path: gather the accepted slots, then write them; columns past the count repeat column 0."""
+    B, D = path.shape
+    first = length.clamp_max(kv[0].shape[2] - 1).unsqueeze(1)
+    column = torch.arange(D, device=path.device)
+    moved = column < count.unsqueeze(1)
+    target = first + torch.where(moved, column, 0)
+    # A row that keeps nothing rewrites its first slot with itself.
+    source = first + torch.where(moved, path, path[:, :1] * moved[:, :1])
+    batch = torch.arange(B, device=path.device).unsqueeze(1)
+    for t in kv:
+        t[batch, :, target] = t[batch, :, source]
 
 
 @jit
