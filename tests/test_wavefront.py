@@ -47,6 +47,7 @@ def family(kind=Janus):
 
 
 @functools.cache
+@torch.inference_mode(False)
 def sibling(side: int = 2, seed: int = 1):
     """A smaller Janus with the same codes, for a smaller image."""
     config = janus().config.to_dict()

@@ -1,4 +1,7 @@
-"""Tiny random image models made from configurations, and prompts for them made by hand."""
+"""Tiny random image models made from configurations, and prompts for them made by hand.
+
+Models are built outside inference mode whoever asks first: weights made in it would stay so for every later test.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ SIDE, CODES = 4, 24
 
 
 @functools.cache
+@torch.inference_mode(False)
 def janus(seed: int = 0):
     """Stock Janus with a 4 x 4 grid of 24 codes."""
     torch.manual_seed(seed)
@@ -90,6 +94,7 @@ EMU3_SPECIAL = {
 
 
 @functools.cache
+@torch.inference_mode(False)
 def emu3(seed: int = 0):
     """Stock Emu3 with 24 codes of 2 x 2 pixels."""
     torch.manual_seed(seed)
@@ -123,6 +128,7 @@ GLM = [f"<{i}>" for i in range(CODES)] + ["<start>", "<end>", "<x>", "<y>"] + [
 
 
 @functools.cache
+@torch.inference_mode(False)
 def glm_image(seed: int = 0):
     """Stock GLM-Image with 24 codes."""
     torch.manual_seed(seed)
@@ -172,6 +178,7 @@ def code_name(code: int) -> str:
 
 
 @functools.cache
+@torch.inference_mode(False)
 def chameleon(seed: int = 0):
     """Stock Chameleon with 24 codes of 16 x 16 pixels."""
     torch.manual_seed(seed)

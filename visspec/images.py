@@ -240,8 +240,8 @@ class ImagePipeline:
 
         name, options = zoo.parse(spec)
         sibling = load_image_model(options.pop("model", "painter-lowres"), device=str(self.device))
-        if (shipped := zoo.CHECKPOINTS / str(options.get("upsample", ""))) in zoo.CHECKPOINTS.iterdir():
-            options["upsample"] = shipped
+        if "upsample" in options:
+            options["upsample"] = str(zoo.located(str(options["upsample"])))
         try:
             return LowRes(family_of(*sibling), **options), name
         except TypeError:

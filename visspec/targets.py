@@ -27,14 +27,10 @@ def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str
     import transformers
 
     where = str(spec or "painter")
-    folder = zoo.CHECKPOINTS / where if _shipped(where) else Path(where)
+    folder = zoo.located(where)
     named = checkpoint.read_json(folder, "config.json").get("architectures") if folder.is_dir() else None
     kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
-
-
-def _shipped(name: str) -> bool:
-    return "/" not in name and (zoo.CHECKPOINTS / name / "config.json").is_file()
 
 
 def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: bool):
@@ -45,7 +41,8 @@ def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: boo
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
 
-    where = str(zoo.CHECKPOINTS / where) if _shipped(str(where)) else str(where)
+    shipped = zoo.located(where)
+    where = str(shipped) if shipped.is_relative_to(zoo.CHECKPOINTS) else where  # a hub id stays as it was written
     local = Path(where).exists() or where.startswith((".", "/"))
     if local:
         checkpoint.check_folder(where)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -123,6 +124,14 @@ class Request:
     copies: int = 1  # rows made of each prompt (num_return_sequences)
     fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the token a position must hold, ABSENT where it is free
     grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
+
+    @cached_property
+    def stride(self) -> int:
+        """Positions from an image's token to the one below it, read from the device once; ValueError without a grid."""
+        if self.grid is None:
+            raise ValueError("grid: got None, expected the rows and columns of an image")
+        ends = 0 if self.fixed is None else int((self.fixed[: self.max_new_tokens] != ABSENT).sum())
+        return self.grid[1] + (ends >= self.grid[0])  # one more where every row ends in grammar
 
 
 @dataclass

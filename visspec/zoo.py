@@ -85,6 +85,12 @@ def load(reference: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def located(name: str) -> Path:
+    """The folder of a shipped checkpoint by its name; any other name is a path."""
+    shipped = CHECKPOINTS / name
+    return shipped if "/" not in name and (shipped / "config.json").is_file() else Path(name)
+
+
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     """ "lantern:k=100,delta=0.1" -> ("lantern", {"k": 100, "delta": 0.1}). Numbers become numbers."""
     name, _, tail = text.partition(":")

@@ -206,10 +206,7 @@ class Jacobi:
         """The code one image row above each entry, ABSENT where that is not known yet: (B, W)."""
         if state.request.grid is None:
             raise ValueError("start: got 'above' for output without a grid, expected 'left' or 'random'")
-        rows, columns = state.request.grid
-        fixed = state.request.fixed
-        ends = fixed is not None and int((fixed[: state.request.max_new_tokens] != ABSENT).sum()) >= rows
-        stride = columns + ends  # one position a row where rows end in grammar
+        stride = state.request.stride
         found = []
         for row in state.rows:
             known = state.tokens[row]

@@ -80,8 +80,8 @@ def progress(metadata: Metadata, scene: Scene, side: int) -> np.ndarray:
 
     A shape begins about where its topmost point is.
     """
-    first = {s.kind: int((s.y - 0.95 * s.radius) * side) * side + int(s.x * side - 1e-6) for s in scene.shapes}
     starts = [int((s.y - 0.95 * s.radius) * side) * side + int(s.x * side - 1e-6) for s in scene.shapes]
+    first = {shape.kind: start for shape, start in zip(scene.shapes, starts)}
     place, kinds = np.arange(side * side), [kind for kind, _ in wanted(metadata)]
     begun = [place > first[kinds[k]] if k < len(kinds) else np.zeros_like(place) for k in (0, 1)]
     return np.stack([*begun, sum((place > start).astype(np.int8) for start in starts)], 1).astype(np.int8)
@@ -166,9 +166,10 @@ class DrawStage(Stage):
         parts = {"model": self.model, "reading": self.reading}
         file = "draw-lowres.pt" if low else "draw.pt"
         if options.start:
-            start = torch.load(options.start, weights_only=True)["model"]
+            start = torch.load(options.start, weights_only=True)
             mine = {name: value for name, value in self.model.state_dict().items() if ".vqmodel." in name}
-            self.model.load_state_dict(start | mine)
+            self.model.load_state_dict(start["model"] | mine)
+            self.reading.load_state_dict(start["reading"])
         super().__init__(options, rank, file, options.steps, options.rate, trained, 0.05, parts)
         self.processor = build_processor(low)
         self.data = read_tokens(options.out, low)
@@ -207,7 +208,7 @@ class DrawStage(Stage):
         near = beside(ink, grid(self.options.lowres))
         weight = torch.where(near, NEAR_WEIGHT, far)
         losses, logits, hidden = draw_loss(self.model, ids, mask, codes)
-        begins = ink & ~near & ~textured[:, None]
+        begins = ink & ~near & ~textured[:, None] & (codes != self.ground)
         rivals = logits[begins].float().index_fill(1, self.ground, -torch.inf)  # a choice among codes of shapes
         choice = F.cross_entropy(rivals, codes[begins], reduction="sum")
         with torch.autocast("cpu", torch.bfloat16):
