@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests import tiny_images as tiny
+from visspec import bench_image, zoo
 from visspec import tree as trees
-from visspec import zoo
 from visspec.engine import decode
 from visspec.guard import Guarded
 from visspec.images import ImagePipeline
@@ -276,6 +276,48 @@ def test_greedy_is_what_the_reference_draws(name, rows, window):
     assert len({tuple(row) for row in found}) == len(rows)  # the prompts count
     if window:
         assert any("drafted" in origin for origin in state.trace.origin)
+
+
+def named(name: str) -> tuple[Any, ImagePipeline]:
+    """A family's pipeline at a small size of its own, with a processor that reads texts."""
+    made(name)
+    if name == "emu3":
+        pipe = ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": NEGATIVE})
+        pipe.family.side = 8
+        return pipe.family, pipe
+    if name == "glm_image":
+        pipe = ImagePipeline(tiny.glm_image(), tiny.glm_processor())
+        return pipe.family, pipe
+    pipe = ImagePipeline(llamagen_model("class"), None)
+    return pipe.family, pipe
+
+
+@pytest.mark.parametrize("name, guidance", [("emu3", 1.0), ("emu3", 3.0), ("glm_image", 1.0)])
+def test_the_stock_arm_draws_what_the_loop_draws(name, guidance):
+    family, _ = named(name)
+    layout, sampling = family.layout(), Sampling(temperature=0.0, guidance=guidance)
+    case = Case(family, layout, guidance, lambda rows: family.prompt([TEXTS[r] for r in rows], guidance != 1.0), None)
+    found = family.stock([TEXTS[0]], sampling, layout)
+    assert found.tolist() == draw(case, [0])[0]
+    torch.manual_seed(0)
+    sampled = family.stock(TEXTS[:2], replace(sampling, temperature=1.0, top_k=5), layout)
+    assert sampled.shape == (2, layout.positions) and sampled[:, layout.free].max() < family.codes
+    assert (sampled == layout.fixed)[:, layout.fixed != ABSENT].all()
+
+
+@pytest.mark.parametrize("name", ["emu3", "glm_image", "llamagen-class"])
+def test_the_bench_knows_every_family(name):
+    family, pipe = named(name)
+    pipe.set_progress_bar_config(disable=True)
+    if not family.no_pixels:  # none of these tiny models has a pixel decoder of its size
+        family.no_pixels = "not here"
+    texts = ["1", "2"] if name == "llamagen-class" else TEXTS[:2]
+    record = bench_image.bench(pipe, texts, {"window": "jacobi:window=4/exact"}, {"temperature": 1.0}, warmup=1)
+    assert [row["name"] for row in record["rows"]] == ["plain", "window"] and not record["failures"]
+    assert record["rows"][1]["identical"] == 2
+    assert (record["stock"] is None) == (name == "llamagen-class")
+    heads = [column.header for column in bench_image.table(record).columns]
+    assert ("over plain" in heads) == (name == "llamagen-class")
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "glm_image"])

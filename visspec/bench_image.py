@@ -26,6 +26,7 @@ from visspec.generating import save
 from visspec.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.provenance import provenance
 from visspec.stats import acceptance_by_depth
+from visspec.types import Sampling
 
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
 REFERENCES = 4  # renders of each prompt that the distance is taken to
@@ -43,6 +44,8 @@ def run(arguments) -> dict[str, Any]:
     pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
     )
+    if arguments.quality and pipe.family.no_pixels:
+        raise ValueError(f"--quality: got {arguments.quality}, expected 0: {pipe.family.no_pixels}")
     pipe.set_progress_bar_config(disable=True)
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
     record = bench(
@@ -78,27 +81,40 @@ def chosen(method: str) -> tuple[str, str]:
 
 
 class StockArm:
-    """The model's own generate, then its own pixel decoder."""
+    """The model's own generate, then its own pixel decoder where it has one."""
 
-    def __init__(self, pipe: ImagePipeline, options: dict[str, Any], seed: int, cache: str):
-        self.pipe, self.seed, self.cache = pipe, seed, cache
-        sampling = pipe._sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
-        self.options: dict[str, Any] = {"do_sample": not sampling.greedy, "guidance_scale": sampling.guidance}
-        if not sampling.greedy:
-            self.options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    def __init__(self, pipe: ImagePipeline, sampling: Sampling, seed: int, cache: str):
+        self.family, self.sampling, self.seed, self.cache = pipe.family, sampling, seed, cache
 
     def __call__(self, prompt: tuple[int, list[str]]) -> Run:
         index, texts = prompt
         torch.manual_seed(self.seed + index)
-        model = self.pipe.model
+        layout = self.family.layout()
         start = time.perf_counter()
-        batch = self.pipe.processor(text=texts, generation_mode="image", padding=True, return_tensors="pt")
-        tokens = model.generate(
-            **batch.to(model.device), generation_mode="image", cache_implementation=self.cache, **self.options
-        )
-        with torch.inference_mode():
-            model.decode_image_tokens(tokens)
-        return Run(time.perf_counter() - start, tokens.tolist())
+        tokens = self.family.stock(texts, self.sampling, layout, cache_implementation=self.cache)
+        if not self.family.no_pixels:
+            with torch.inference_mode():
+                self.family.pixels(tokens[:, layout.free], layout)
+        return Run(time.perf_counter() - start, tokens[:, layout.free].tolist())
+
+
+def fastest(arms: dict[str, StockArm], prompts: Sequence) -> StockArm | None:
+    """The arm that needs least time for the prompts after one to warm up; None where the model draws no images.
+
+    A cache that the model does not take is left out; the error is raised where none is left.
+    """
+    seconds: dict[str, float] = {}
+    for cache, arm in arms.items():
+        try:
+            arm(prompts[0])
+            seconds[cache] = sum(arm(p).seconds for p in prompts)
+        except NotImplementedError:
+            return None
+        except (ValueError, RuntimeError) as error:
+            last = error
+    if not seconds:
+        raise last
+    return arms[min(seconds, key=seconds.__getitem__)]
 
 
 class OurArm:
@@ -107,6 +123,7 @@ class OurArm:
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int):
         self.pipe, self.seed, self.options = pipe, seed, options
         self.drafter, self.acceptance = method.split("/", 1)
+        self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
         self.displacement: list[float] = []
 
@@ -115,8 +132,9 @@ class OurArm:
         seeds = [1000 * (self.seed + index) + row for row in range(len(texts))]
         start = time.perf_counter()
         out = self.pipe(
-            texts, seed=seeds, batch_size=len(texts), drafter=self.drafter, acceptance=self.acceptance, **self.options
-        )
+            texts, seed=seeds, batch_size=len(texts), drafter=self.drafter, acceptance=self.acceptance,
+            output_type=self.output_type, **self.options,
+        )  # fmt: skip
         seconds = time.perf_counter() - start
         self.outputs.append(out)
         state, stats = self.pipe.last_state, out.stats[0]
@@ -132,34 +150,35 @@ def bench(
     pipe: ImagePipeline, texts: Sequence[str], methods: dict[str, str], options: dict[str, Any], seed: int = 0,
     batch_size: int = 1, warmup: int = 2,
 ) -> dict[str, Any]:  # fmt: skip
-    """Speed of every method against the stock generate at its better cache, and against our plain loop."""
+    """Speed of every method against the stock generate at its better cache, and against our plain loop.
+
+    Where the stock class draws no images, `stock` of the record is None and the plain loop is the only baseline.
+    """
     groups = [list(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
     prompts = list(enumerate(groups))
-    stock = {cache: StockArm(pipe, options, seed, cache) for cache in CACHES}
-    for arm in stock.values():
-        arm(prompts[0])
-    best = min(CACHES, key=lambda cache: sum(stock[cache](p).seconds for p in prompts[:warmup]))
+    sampling = pipe._sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
+    stock = fastest({cache: StockArm(pipe, sampling, seed, cache) for cache in CACHES}, prompts[:warmup])
     ours = {name: OurArm(pipe, method, options, seed) for name, method in methods.items()}
     ours = ({} if "plain" in ours else {"plain": OurArm(pipe, "none/exact", options, seed)}) | ours
-    arms: dict[str, Any] = {"stock": stock[best], **ours}
+    arms: dict[str, Any] = ({} if stock is None else {"stock": stock}) | ours
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench image", leave=False))
     rows = [row(name, arm, runs) for name, arm in ours.items()]
     return {
         "bench": "image", "target": getattr(pipe.model.config, "_name_or_path", ""), "rows": rows,
         "n_prompts": len(texts), "batch_size": batch_size, "seed": seed, "failures": failures,
-        "stock": {
-            "cache": best, "seconds_per_image": sum(r.seconds for r in runs["stock"]) / max(len(texts), 1),
+        "stock": None if stock is None else {
+            "cache": stock.cache, "seconds_per_image": sum(r.seconds for r in runs["stock"]) / max(len(texts), 1),
             "nfe": pipe.family.layout().positions,
         },
-        "guidance_scale": stock[best].options["guidance_scale"],
-        "temperature": stock[best].options.get("temperature", 0.0), "provenance": provenance(pipe.model, seed=seed),
+        "guidance_scale": sampling.guidance, "temperature": sampling.temperature,
+        "provenance": provenance(pipe.model, seed=seed),
     }  # fmt: skip
 
 
 def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     """One method's line of the table."""
     found, plain = runs[name], runs["plain"]
-    against = speed.compare(runs["stock"], found)
+    against = speed.compare(runs.get("stock", plain), found)
     passes = speed.tau(found)
     maps = [m for out in arm.outputs[-len(found) :] for m in out.maps]
     drafted = np.mean([m == ORIGINS.index("drafted") for m in maps], axis=0)
@@ -240,12 +259,13 @@ def table(record: dict[str, Any]):
         title=f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
     )
     for head in HEADS:
+        head = "over plain" if head == "over stock" and not record["stock"] else head
         view.add_column(head, justify="left" if head in ("method", "guarantee") else "right")
-    stock = record["stock"]
-    per = 1e3 * stock["seconds_per_image"] / stock["nfe"]
-    view.add_row(
-        f"stock ({stock['cache']} cache)", str(stock["nfe"]), "", f"{per:.1f}", "1", *[""] * 5, "the model's own"
-    )
+    if stock := record["stock"]:
+        per = 1e3 * stock["seconds_per_image"] / stock["nfe"]
+        view.add_row(
+            f"stock ({stock['cache']} cache)", str(stock["nfe"]), "", f"{per:.1f}", "1", *[""] * 5, "the model's own"
+        )
     for line in record["rows"]:
         low, high = line["speedup_ci95"]
         quality = [f"{line[k]:.3f}" if line.get(k) is not None else "" for k in ("geneval", "fd")]

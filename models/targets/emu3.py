@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.models.targets.image_ar import Family, Layout, Prompt, Vocabulary, counted, left_padded
+from visspec.models.targets.image_ar import (
+    Family,
+    Layout,
+    Prompt,
+    Vocabulary,
+    counted,
+    generate_options,
+    left_padded,
+)
+from visspec.types import ABSENT, Sampling
 
 NEGATIVE = (  # the authors' own, see the model's card
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality,"
@@ -53,20 +62,46 @@ class Emu3(Family):
 
     def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
         layout = layout or self.layout()
-        rows, columns = layout.grid
         # the size goes into the negative prompt too, as the authors do; transformers' page leaves it out
-        asked = [*texts, *[self.negative] * len(texts)] if guided else texts
+        batch = self._asked([*texts, *[self.negative] * len(texts)] if guided else texts, layout)
+        ids, attention = batch["input_ids"], batch["attention_mask"].bool()
+        given, negative = ids[: len(texts)], ids[len(texts) :]
+        return self.from_ids(given, attention[: len(texts)], layout, negative, attention[len(texts) :])
+
+    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+        given = self._asked(texts, layout)
+        guidance: dict[str, Any] = {"guidance_scale": sampling.guidance}
+        if sampling.guidance != 1.0:
+            negative = self._asked([self.negative] * len(texts), layout)
+            guidance |= {
+                "negative_prompt_ids": negative["input_ids"],
+                "negative_prompt_attention_mask": negative["attention_mask"],
+            }
+        length = given["input_ids"].shape[1]
+        codes = self.vocabulary.ids[: self.codes]
+        fixed = self.vocabulary.ids[layout.fixed.clamp(min=0)]
+
+        def allowed(row: int, ids: Tensor) -> Tensor:  # the page's own makes long lists, and is slower
+            now = min(len(ids) - length, layout.positions - 1)
+            return codes if layout.fixed[now] == ABSENT else fixed[now : now + 1]
+
+        ids = self.model.generate(
+            **given, **guidance, max_new_tokens=layout.positions, prefix_allowed_tokens_fn=allowed,
+            **generate_options(sampling), **options,
+        )  # fmt: skip
+        return self.vocabulary.loop_ids(ids[:, length:])
+
+    def _asked(self, texts: list[str], layout: Layout) -> dict[str, Tensor]:
+        rows, columns = layout.grid
         batch = self.processor(
-            text=asked,
+            text=texts,
             return_for_image_generation=True,
             ratio=f"{columns}:{rows}",
             image_area=rows * columns * self.processor.downsample_ratio**2,
             padding=True,
             return_tensors="pt",
         )
-        ids, attention = batch["input_ids"], batch["attention_mask"].bool()
-        given, negative = ids[: len(texts)], ids[len(texts) :]
-        return self.from_ids(given, attention[: len(texts)], layout, negative, attention[len(texts) :])
+        return {name: batch[name].to(self.decoder.device) for name in ("input_ids", "attention_mask")}
 
     def from_ids(
         self,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.models.targets.image_ar import Family, Layout, Prompt, Vocabulary
-from visspec.types import ABSENT
+from visspec.models.targets.image_ar import Family, Layout, Prompt, Vocabulary, generate_options
+from visspec.types import ABSENT, Sampling
 
 FACTOR = 32  # pixels per code, along a side; fixed in the model's processor
 PREVIEW = 16  # codes along a side of a square preview
@@ -59,7 +59,23 @@ class GlmImage(Family):
         return int(ratio**0.5 * PREVIEW), int(ratio and (1 / ratio) ** 0.5 * PREVIEW)
 
     def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
-        rows, columns = (layout or self.layout()).grid
+        return self.from_inputs(self._asked(texts, layout or self.layout()))
+
+    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+        given = self._asked(texts, layout)
+        length, known = given["input_ids"].shape[1], self.vocabulary.ids
+
+        def allowed(row: int, ids: Tensor) -> Tensor:  # the law of the loop: other ids are no part of an image
+            return known[self.codes :] if len(ids) - length == layout.positions - 1 else known[: self.codes]
+
+        ids = self.model.generate(
+            **given, max_new_tokens=layout.positions, prefix_allowed_tokens_fn=allowed, **generate_options(sampling),
+            **options,
+        )  # fmt: skip
+        return self.vocabulary.loop_ids(ids[:, length:])
+
+    def _asked(self, texts: list[str], layout: Layout) -> dict[str, Tensor]:
+        rows, columns = layout.grid
         size = {"target_h": rows * FACTOR, "target_w": columns * FACTOR}
         batch = self.processor.apply_chat_template(
             [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in texts],
@@ -67,7 +83,7 @@ class GlmImage(Family):
             return_dict=True,
             processor_kwargs={"padding": True, "return_tensors": "pt", **size},
         )
-        return self.from_inputs({name: value.to(self.decoder.device) for name, value in batch.items()})
+        return {name: value.to(self.decoder.device) for name, value in batch.items()}
 
     def from_inputs(self, inputs: dict[str, Tensor]) -> Prompt:
         """From what stock `generate` takes: input_ids, attention_mask, image_grid_thw, images_per_sample."""

@@ -23,7 +23,7 @@ from visspec.grammar import constrain
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process, warp
-from visspec.types import ABSENT, Capabilities, Draft, Outcome, Request, Scores, State, Tree
+from visspec.types import ABSENT, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Tree
 
 TAKES_MASKS = {"sdpa", "eager"}
 
@@ -104,6 +104,12 @@ class Family:
         """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]. Raises ValueError where `no_pixels`."""
         raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
 
+    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+        """(B, T) loop ids as the model's own `generate` draws them, with torch's global numbers: what we are measured
+        against. `options` are generate's. Raises NotImplementedError where transformers' class draws no images.
+        """
+        raise NotImplementedError(f"{self.name}: its stock class has no generate that draws images")
+
     def check(self, prompt: Prompt, layout: Layout, guidance: float) -> None:
         """Refuse, before any pass, what can't be generated. Raises ValueError that names the argument."""
         if guidance != 1.0 and not self.guided:
@@ -153,11 +159,26 @@ class Vocabulary:
         self._follow(hidden.device)
         return logits if self.order is None else logits[..., self.order]
 
+    def loop_ids(self, ids: Tensor) -> Tensor:
+        """Vocabulary ids -> loop ids; 0 for an id that is none."""
+        table = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long)
+        table[self.ids.cpu()] = torch.arange(len(self.ids))
+        return table[ids.cpu().clamp(max=len(table) - 1)].to(ids.device)
+
     def _follow(self, device: torch.device) -> None:
         if self.ids.device != device:
             with torch.inference_mode(False):  # whoever moves them first must not forbid later training
                 self.ids = self.ids.to(device)
                 self.order = None if self.order is None else self.order.to(device)
+
+
+def generate_options(sampling: Sampling) -> dict[str, Any]:
+    """A sampling as arguments of transformers' `generate`, guidance aside."""
+    if sampling.greedy:
+        return {"do_sample": False}
+    return {
+        "do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p
+    }  # fmt: skip
 
 
 def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

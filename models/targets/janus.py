@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.models.targets.image_ar import Family, Layout, Prompt
+from visspec.models.targets.image_ar import Family, Layout, Prompt, generate_options
+from visspec.types import Sampling
 
 
 class Janus(Family):
@@ -42,10 +43,18 @@ class Janus(Family):
         return Layout.plain(self.side, self.side)
 
     def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
+        batch = self._asked(texts)
+        return self.from_ids(batch["input_ids"], batch["attention_mask"].bool(), guided)
+
+    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+        scale, own = sampling.guidance, generate_options(sampling)
+        return self.model.generate(
+            **self._asked(texts), generation_mode="image", guidance_scale=scale, **own, **options
+        )
+
+    def _asked(self, texts: list[str]) -> dict[str, Tensor]:
         batch = self.processor(text=texts, generation_mode="image", padding=True, return_tensors="pt")
-        ids = batch["input_ids"].to(self.decoder.device)
-        attention = batch["attention_mask"].to(ids.device).bool()
-        return self.from_ids(ids, attention, guided)
+        return {name: batch[name].to(self.decoder.device) for name in ("input_ids", "attention_mask")}
 
     def from_ids(self, ids: Tensor, attention: Tensor, guided: bool) -> Prompt:
         """From ids (B, L) that end with the begin-of-image token, as stock `generate` takes them."""
