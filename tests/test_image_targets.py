@@ -19,6 +19,7 @@ from tests import tiny_images as tiny
 from visspec import bench_image, zoo
 from visspec import tree as trees
 from visspec.engine import decode
+from visspec.grammar import held
 from visspec.guard import Guarded
 from visspec.images import ImagePipeline
 from visspec.models.drafters.jacobi import Jacobi
@@ -453,6 +454,20 @@ def test_emu3_draws_without_guidance_too():
         max_new_tokens=case.layout.positions, prefix_allowed_tokens_fn=emu3_rule(processor, model, *case.layout.grid),
     )  # fmt: skip
     assert draw(one, [0], Jacobi(6))[0] == [back(stock[0, given.input_ids.shape[1] :], case.family)]
+
+
+def test_windows_begin_with_codes_behind_row_ends():
+    case, lost = made("emu3"), []
+
+    class Watched(Jacobi):
+        def propose(self, state, depth):
+            draft = super().propose(state, depth)
+            free = held(state, draft.tree.depth) == ABSENT
+            lost.append(int(((draft.tokens >= case.family.codes) & free)[:, 1:].sum()))
+            return draft
+
+    draw(case, [0, 1, 2], Watched(6, "maximal"), "rejection", 0.6)
+    assert len(lost) > 3 and sum(lost) == 0
 
 
 def test_emu3_pixels_are_those_of_its_decoder():

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from visspec import sampling
 from visspec import tree as trees
+from visspec.grammar import held
 from visspec.types import ABSENT, Draft, Outcome, Scores, State, Tree, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
@@ -178,7 +179,8 @@ class Jacobi:
             begun_BW = self._random(state, window, vocab, width)
         else:
             with_pending = torch.cat([state.pending[:, None], tokens_BW], dim=1)
-            begun_BW = with_pending.gather(1, known_B[:, None]).expand(rows, width)
+            newest_B = known_B if state.request.fixed is None else self._last_code(state, known_B, width)
+            begun_BW = with_pending.gather(1, newest_B[:, None]).expand(rows, width)
             if self.begin == "above":
                 above_BW = self._above(state, width)
                 begun_BW = torch.where(above_BW == ABSENT, begun_BW, above_BW)
@@ -192,6 +194,14 @@ class Jacobi:
                 law = torch.zeros_like(q_BWV).scatter_(-1, tokens_BW[..., None], 1.0)
             q_BWV = torch.where(fresh_BW[..., None], law, q_BWV)
         return Window(tokens_BW, q_BWV, window.coins)
+
+    def _last_code(self, state: State, known_B: Tensor, width: int) -> Tensor:
+        """The last of the pending token and the first `known_B` entries that no grammar fixes, (B,): what a grid is
+        begun with behind a row end. 0 where there is none.
+        """
+        place_W = torch.arange(width + 1, device=known_B.device)
+        free_BW = (held(state, place_W[None]) == ABSENT) & (place_W <= known_B[:, None])
+        return (free_BW * place_W).amax(dim=1)
 
     def _random(self, state: State, window: Window, vocab: int, width: int) -> Tensor:
         """A uniform id for each entry: (B, W)."""
