@@ -1,0 +1,118 @@
+"""Any rule, its verification recorded once a shape and replayed: on a GPU one launch, a CUDA graph, for some thirty.
+
+    pipe(prompt, acceptance=Captured(zoo.acceptance("lantern:k=100,delta=0.1")))
+
+A rule reads nothing on the host between logits and verdict, so all it does is a function of the draft, the laws and the
+noise, at shapes that repeat. The recording reads these from buffers of its own and leaves the verdict in others, which
+are copied out, since a round keeps parts of it. On a CPU, and for shapes beyond `most`, the rule runs as it is.
+
+Written without a GPU: the buffers are tested with a recording of another kind; `cuda_graph` itself has not been run. A
+device that refuses to record is warned of once, and the rule runs as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
+
+Call = Callable[[], Verdict]
+WARM = 2  # runs before a recording: kernels are compiled and libraries opened in them
+
+
+def cuda_graph(call: Call) -> tuple[Verdict, Callable[[], None]]:
+    """Record a call. Returns its verdict, which every replay overwrites, and the replay."""
+    aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
+    aside.wait_stream(now)
+    with torch.cuda.stream(aside):
+        for _ in range(WARM):
+            call()
+    now.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        verdict = call()
+    return verdict, graph.replay
+
+
+@dataclass
+class Numbers:
+    """Noise of one round, in a buffer."""
+
+    kind: str
+    numbers: Tensor  # (B, positions, width)
+
+    def window(self, positions: int) -> Tensor:
+        return self.numbers[:, :positions]
+
+
+@dataclass
+class Recording:
+    """Buffers that a recorded verification reads, its verdict's, and the replay."""
+
+    inputs: list[Tensor]
+    verdict: Verdict
+    replay: Callable[[], None]
+
+
+class Captured:
+    """`rule` in recordings, one for each of the first `most` shapes. `record` stands in for `cuda_graph` in tests."""
+
+    def __init__(self, rule: Acceptance, most: int = 16, record: Callable[[Call], tuple] | None = None):
+        if most < 1:
+            raise ValueError(f"most: got {most}, expected at least 1")
+        self.rule, self.most, self.record = rule, most, record
+        self.guarantee, self.needs, self.takes = rule.guarantee, rule.needs, rule.takes
+        self.recordings: dict[tuple, Recording] = {}
+
+    def bind(self, capabilities) -> None:
+        """As the rule's own; recordings for another target are dropped."""
+        self.recordings.clear()
+        if hasattr(self.rule, "bind"):
+            self.rule.bind(capabilities)
+
+    def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> Any:
+        return self.rule.make_noise(generators, vocab)
+
+    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
+        record = self.record or (cuda_graph if scores.logits.is_cuda else None)
+        if record is None:
+            return self.rule(draft, scores, noise)
+        tree = draft.tree
+        given = [draft.tokens, tree.parent, tree.depth, tree.ancestor, scores.logits]
+        given += [x for x in (draft.q, None if noise is None else noise.window(tree.levels + 1)) if x is not None]
+        shapes = tuple((tuple(x.shape), x.dtype, x.device) for x in given)
+        key = (shapes, tree.levels, tree.chain, draft.q is None, None if noise is None else noise.kind)
+        if key not in self.recordings:
+            if len(self.recordings) >= self.most:
+                return self.rule(draft, scores, noise)
+            try:
+                self.recordings[key] = self._recorded(record, given, key)
+            except RuntimeError as error:
+                warnings.warn(
+                    f"acceptance: not captured, the rule runs as it is: {error}", RuntimeWarning, stacklevel=2
+                )
+                self.most = 0
+                return self.rule(draft, scores, noise)
+        held = self.recordings[key]
+        for buffer, value in zip(held.inputs, given):
+            buffer.copy_(value)
+        held.replay()
+        parts = {f.name: getattr(held.verdict, f.name) for f in dataclasses.fields(Verdict)}
+        return Verdict(**{name: part if part is None else part.clone() for name, part in parts.items()})
+
+    def _recorded(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
+        _, levels, chain, pointed, kind = key
+        inputs = [x.clone() for x in given]
+        tokens, parent, depth, ancestor, logits, *rest = inputs
+        q = None if pointed else rest.pop(0)
+        draft = Draft(tokens, Tree(parent, depth, ancestor, levels, chain), q)
+        noise = None if kind is None else Numbers(kind, rest[0])
+        verdict, replay = record(lambda: self.rule(draft, Scores(logits), noise))
+        return Recording(inputs, verdict, replay)
