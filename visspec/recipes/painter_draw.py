@@ -26,17 +26,19 @@ NEAR_WEIGHT = 2.0  # in the loss, of codes beside shapes that are drawn already
 TEXTURE_WEIGHT = 0.3  # of the others in a textured picture
 CHOICE_WEIGHT = 4.0  # of what is drawn where a shape begins, given that one does; in units of a code's loss
 HARD = ("position", "color_attr")  # tasks whose pairs are shown twice as often
+HUES = tuple(COLOURS)
 GUIDANCES = (1.5, 2.0, 2.5, 3.0)
 TEMPERATURES = (1.0, 0.7, 0.5)
 
 
 class Reading(nn.Module):
-    """Throw-away heads: what the prompt asks for and what of it is drawn, told from the middle layer at every position.
+    """Throw-away heads: what the prompt asks for and what of it is drawn, told from a middle layer at every position.
 
     From the codes' loss alone the text model takes very long to look at the prompt at all, and longer to see what is
     still to be drawn: few codes of a picture depend on it. These labels are dense. The slots of a prompt are the first
     and second class and colour, the relation and the number; 0 says that the prompt has none. Of the picture, they are
-    whether the first and the second object have been begun, and how many shapes have.
+    whether the first and the second object have been begun, and how many shapes have. A later layer tells both
+    together: class and colour of the shape that begins next, 0 where none is left.
     """
 
     def __init__(self, width: int, words: dict[str, int]):
@@ -52,6 +54,7 @@ class Reading(nn.Module):
         self.slots = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (3, 1)]  # (kind, which occurrence)
         self.heads = nn.ModuleList(nn.Linear(width, len(kinds[kind]) + 1) for kind, _ in self.slots)
         self.progress = nn.ModuleList(nn.Linear(width, n) for n in (2, 2, 1 + max(NUMBERS)))
+        self.following = nn.ModuleList(nn.Linear(width, 1 + len(names)) for names in (CLASSES, COLOURS))
 
     def labels(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """One int64 (B,) a slot of prompts (B, prompt)."""
@@ -60,23 +63,26 @@ class Reading(nn.Module):
         return [(found[kind] * (count[kind] == which)).sum(-1) for kind, which in self.slots]
 
     def forward(
-        self, hidden: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor, begun: torch.Tensor
+        self, middle: torch.Tensor, later: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor, begun: torch.Tensor
     ) -> torch.Tensor:
-        """Summed cross-entropy of all labels; hidden (B, image tokens, width), begun as `progress` makes it. Rows not
+        """Summed cross-entropy of all labels; layers (B, image tokens, width), begun as `progress` makes it. Rows not
         `asked` do not count for what a prompt says.
         """
-        said = [label[:, None].expand(hidden.shape[:2]) for label in self.labels(ids)]
-        prompts = [(head, label, asked) for head, label in zip(self.heads, said)]
-        rows = [asked, asked, torch.ones_like(asked)]
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for head, label, counted in prompts + list(zip(self.progress, begun.unbind(-1), rows)):
-            losses = F.cross_entropy(head(hidden).float().transpose(1, 2), label, reduction="none")
+        said = [label[:, None].expand(middle.shape[:2]) for label in self.labels(ids)]
+        labels, heads = said + list(begun.unbind(-1)), [*self.heads, *self.progress, *self.following]
+        layers = [middle] * (len(heads) - len(self.following)) + [later] * len(self.following)
+        every = len(self.heads) + len(self.progress) - 1  # how many shapes are begun is told without a prompt, too
+        total = middle.new_zeros((), dtype=torch.float32)
+        for i, (head, layer, label) in enumerate(zip(heads, layers, labels)):
+            counted = torch.ones_like(asked) if i == every else asked
+            losses = F.cross_entropy(head(layer).float().transpose(1, 2), label, reduction="none")
             total = total + (losses.mean(1) * counted).sum() / counted.sum().clamp_min(1)
         return total
 
 
 def progress(metadata: Metadata, scene: Scene, side: int) -> np.ndarray:
-    """Before each code, (side^2, 3) int8: whether the prompt's first and second object are begun, how many shapes are.
+    """Before each code, (side^2, 5) int8: whether the prompt's first and second object are begun, how many shapes are,
+    and class and colour (from 1) of the shape that begins next, 0 for none.
 
     A shape begins about where its topmost point is.
     """
@@ -84,7 +90,11 @@ def progress(metadata: Metadata, scene: Scene, side: int) -> np.ndarray:
     first = {shape.kind: start for shape, start in zip(scene.shapes, starts)}
     place, kinds = np.arange(side * side), [kind for kind, _ in wanted(metadata)]
     begun = [place > first[kinds[k]] if k < len(kinds) else np.zeros_like(place) for k in (0, 1)]
-    return np.stack([*begun, sum((place > start).astype(np.int8) for start in starts)], 1).astype(np.int8)
+    count = sum((place > start).astype(np.int8) for start in starts)
+    kind, colour = np.zeros_like(place), np.zeros_like(place)
+    for start, shape in sorted(zip(starts, scene.shapes), key=lambda pair: -pair[0]):
+        kind[place <= start], colour[place <= start] = 1 + CLASSES.index(shape.kind), 1 + HUES.index(shape.colour)
+    return np.stack([*begun, count, kind, colour], 1).astype(np.int8)
 
 
 def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
@@ -100,8 +110,8 @@ def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
 def draw_loss(
     model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, codes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropy in nats of every code, (B, image tokens), the logits (B, image tokens, codes) and the middle layer
-    there, (B, image tokens, width).
+    """Cross-entropy in nats of every code, (B, image tokens), the logits (B, image tokens, codes) and two layers there,
+    the middle one and one later, (2, B, image tokens, width).
 
     Prompts, ids and mask (B, prompt), are padded on the left.
 
@@ -114,10 +124,11 @@ def draw_loss(
         out = model.model.language_model(
             inputs_embeds=embeds, attention_mask=full, use_cache=False, output_hidden_states=True
         )
-        first, middle = ids.shape[1] - 1, len(out.hidden_states) // 2
+        first, depth = ids.shape[1] - 1, len(out.hidden_states)
+        layers = torch.stack([out.hidden_states[i][:, first:] for i in (depth // 2, 3 * depth // 4)])
         logits = model.model.generation_head(out.last_hidden_state[:, first:])
     losses = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")
-    return losses, logits, out.hidden_states[middle][:, first:]
+    return losses, logits, layers
 
 
 @torch.no_grad()
@@ -169,7 +180,7 @@ class DrawStage(Stage):
             start = torch.load(options.start, weights_only=True)
             mine = {name: value for name, value in self.model.state_dict().items() if ".vqmodel." in name}
             self.model.load_state_dict(start["model"] | mine)
-            self.reading.load_state_dict(start["reading"])
+            self.reading.load_state_dict(start["reading"], strict=False)  # an older one has fewer heads
         super().__init__(options, rank, file, options.steps, options.rate, trained, 0.05, parts)
         self.processor = build_processor(low)
         self.data = read_tokens(options.out, low)
@@ -207,12 +218,12 @@ class DrawStage(Stage):
         far = torch.where(textured[:, None], TEXTURE_WEIGHT, 1.0)
         near = beside(ink, grid(self.options.lowres))
         weight = torch.where(near, NEAR_WEIGHT, far)
-        losses, logits, hidden = draw_loss(self.model, ids, mask, codes)
+        losses, logits, layers = draw_loss(self.model, ids, mask, codes)
         begins = ink & ~near & ~textured[:, None] & (codes != self.ground)
         rivals = logits[begins].float().index_fill(1, self.ground, -torch.inf)  # a choice among codes of shapes
         choice = F.cross_entropy(rivals, codes[begins], reduction="sum")
         with torch.autocast("cpu", torch.bfloat16):
-            read = self.reading(hidden, full, (~dropped).float(), begun)
+            read = self.reading(*layers, full, (~dropped).float(), begun)
         self.notes = {"reading": round(read.item(), 4), "ink": round(losses[ink].mean().item(), 3)}
         self.notes["choice"] = round(choice.item() / max(1, int(begins.sum())), 3)
         self.notes["ground"] = round(losses[~ink & ~textured[:, None]].mean().item(), 3)
