@@ -96,20 +96,21 @@ def test_progress_says_what_has_been_begun():
     scene = Scene((Shape("ring", "blue", 6 / 12, 3 / 12, 13 / 96), Shape("bar", "red", 4 / 12, 9 / 12, 13 / 96)))
     begun = painter_draw.progress(metadata, scene, 12)
     ring, bar = 12 * 1 + 5, 12 * 7 + 3  # a little above the middle of the circle's top, of the bar's
-    assert begun.shape == (144, 5)
+    assert begun.shape == (144, 7)
     assert begun[:, 1].argmax() == ring + 1 and begun[:, 0].argmax() == bar + 1  # the prompt's order, not the picture's
     assert begun[[ring, ring + 1, bar + 1, 143], 2].tolist() == [0, 1, 2, 2]
     kinds, colours = ([0, *(1 + list(names).index(name) for name in asked)] for names, asked in (
         (CLASSES, ("ring", "bar")), (COLOURS, ("blue", "red"))))  # fmt: skip
     following = [[kinds[i], colours[i]] for i in (1, 2, 2, 0)]
-    assert begun[[ring, ring + 1, bar, bar + 1], 3:].tolist() == following
+    assert begun[[ring, ring + 1, bar, bar + 1], 3:5].tolist() == following
+    assert begun[[ring, ring + 1, bar, bar + 1], 5:].tolist() == [[kinds[i], colours[i]] for i in (0, 1, 1, 2)]
 
 
 def test_reading_counts_what_a_prompt_says_only_where_there_is_one():
     tokenizer = painter_build.build_tokenizer()
     reading = painter_draw.Reading(8, tokenizer.get_vocab())
     ids = painter_tokens.prompt_ids(tokenizer, ["a photo of three crosses", "a photo of a bar above a star"])
-    begun, layers = torch.zeros(2, 16, 5, dtype=torch.long), torch.randn(2, 2, 16, 8)
+    begun, layers = torch.zeros(2, 16, 7, dtype=torch.long), torch.randn(2, 2, 16, 8)
     both, first = (reading(*layers, ids, torch.tensor(asked), begun) for asked in ([1.0, 1.0], [1.0, 0.0]))
     alone = reading(*layers[:, :1], ids[:1], torch.ones(1), begun[:1])
     assert both != first

@@ -38,7 +38,9 @@ class Reading(nn.Module):
     still to be drawn: few codes of a picture depend on it. These labels are dense. The slots of a prompt are the first
     and second class and colour, the relation and the number; 0 says that the prompt has none. Of the picture, they are
     whether the first and the second object have been begun, and how many shapes have. A later layer tells both
-    together: class and colour of the shape that begins next, 0 where none is left.
+    together: class and colour of the shape that begins next, and of the one begun last; 0 where there is none. Without
+    the last, colours and classes of a prompt are drawn, but in wrong pairs: the first code of a shape shows its colour,
+    and its class is decided codes later.
     """
 
     def __init__(self, width: int, words: dict[str, int]):
@@ -55,6 +57,7 @@ class Reading(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(width, len(kinds[kind]) + 1) for kind, _ in self.slots)
         self.progress = nn.ModuleList(nn.Linear(width, n) for n in (2, 2, 1 + max(NUMBERS)))
         self.following = nn.ModuleList(nn.Linear(width, 1 + len(names)) for names in (CLASSES, COLOURS))
+        self.newest = nn.ModuleList(nn.Linear(width, 1 + len(names)) for names in (CLASSES, COLOURS))
 
     def labels(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """One int64 (B,) a slot of prompts (B, prompt)."""
@@ -69,8 +72,9 @@ class Reading(nn.Module):
         `asked` do not count for what a prompt says.
         """
         said = [label[:, None].expand(middle.shape[:2]) for label in self.labels(ids)]
-        labels, heads = said + list(begun.unbind(-1)), [*self.heads, *self.progress, *self.following]
-        layers = [middle] * (len(heads) - len(self.following)) + [later] * len(self.following)
+        early, late = [*self.heads, *self.progress], [*self.following, *self.newest]
+        labels, heads = said + list(begun.unbind(-1)), early + late
+        layers = [middle] * len(early) + [later] * len(late)
         every = len(self.heads) + len(self.progress) - 1  # how many shapes are begun is told without a prompt, too
         total = middle.new_zeros((), dtype=torch.float32)
         for i, (head, layer, label) in enumerate(zip(heads, layers, labels)):
@@ -81,20 +85,26 @@ class Reading(nn.Module):
 
 
 def progress(metadata: Metadata, scene: Scene, side: int) -> np.ndarray:
-    """Before each code, (side^2, 5) int8: whether the prompt's first and second object are begun, how many shapes are,
-    and class and colour (from 1) of the shape that begins next, 0 for none.
+    """Before each code, (side^2, 7) int8: whether the prompt's first and second object are begun, how many shapes are,
+    class and colour (from 1) of the shape that begins next, 0 for none, and those of the shape begun last.
 
-    A shape begins about where its topmost point is.
+    A shape begins about where its topmost point is, a square at its corner.
     """
-    starts = [int((s.y - 0.95 * s.radius) * side) * side + int(s.x * side - 1e-6) for s in scene.shapes]
+    left = [shape.x - (0.8 if shape.kind == "square" else 0.2) * shape.radius for shape in scene.shapes]
+    starts = [int((s.y - 0.95 * s.radius) * side) * side + int(x * side) for s, x in zip(scene.shapes, left)]
     first = {shape.kind: start for shape, start in zip(scene.shapes, starts)}
     place, kinds = np.arange(side * side), [kind for kind, _ in wanted(metadata)]
     begun = [place > first[kinds[k]] if k < len(kinds) else np.zeros_like(place) for k in (0, 1)]
     count = sum((place > start).astype(np.int8) for start in starts)
-    kind, colour = np.zeros_like(place), np.zeros_like(place)
-    for start, shape in sorted(zip(starts, scene.shapes), key=lambda pair: -pair[0]):
-        kind[place <= start], colour[place <= start] = 1 + CLASSES.index(shape.kind), 1 + HUES.index(shape.colour)
-    return np.stack([*begun, count, kind, colour], 1).astype(np.int8)
+    following, newest = np.zeros((len(place), 2)), np.zeros((len(place), 2))
+    order = sorted(
+        (start, 1 + CLASSES.index(s.kind), 1 + HUES.index(s.colour)) for start, s in zip(starts, scene.shapes)
+    )
+    for start, *what in reversed(order):
+        following[place <= start] = what
+    for start, *what in order:
+        newest[place > start] = what
+    return np.column_stack([*begun, count, following, newest]).astype(np.int8)
 
 
 def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
