@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
-from visspec.eval.world.suite import SIZES, TASKS, suite
+from visspec.eval.world.suite import TASKS, suite
 from visspec.grid import grid as pictures_in_grid
 from visspec.recipes.captioner_card import identity, revision
 from visspec.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid, save
@@ -146,7 +146,7 @@ def _row(name: str, record: dict) -> str:
 
 def _card(options: argparse.Namespace, model, record: dict) -> str:
     """The model card's text."""
-    low, measured = options.lowres, record["measured"]
+    low, measured, rows = options.lowres, record["measured"], suite()[:: options.every_prompt]
     vq, drawn, best = measured["decoded"], record["draw"], measured["pictures"]
     minutes = [round(record[part]["seconds"] / 60) for part in ("vq", "draw")]
     return CARD.format(
@@ -155,7 +155,7 @@ def _card(options: argparse.Namespace, model, record: dict) -> str:
         role=ROLES[low],
         side=SIDE[low],
         tokens=grid(low) ** 2,
-        prompts=len(suite()[:: options.every_prompt]),
+        prompts=len(rows),
         seed=SEED,
         enlarged=", which sees them enlarged to 96 pixels" if low else "",
         heads=" | ".join(TITLES.get(tag, tag) for tag in TASKS),
@@ -164,7 +164,7 @@ def _card(options: argparse.Namespace, model, record: dict) -> str:
         sweep=", ".join(f"{r['guidance']} at {r['temperature']} {r['images']:.3f}" for r in measured["sweep"]),
         best=best["guidance"],
         temperature=best["temperature"],
-        sizes=", ".join(str(SIZES[tag]) for tag in TASKS),
+        sizes=", ".join(str(sum(row["tag"] == tag for row in rows)) for tag in TASKS),
         vq=vq,
         text="{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads".format(**TEXT[low]),
         vocabulary=model.config.text_config.vocab_size,
