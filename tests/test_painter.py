@@ -197,13 +197,13 @@ def test_shipped_weights_are_small_and_described(low, folder):
 
 @unshipped
 def test_shipped_painter_draws_what_it_is_asked_for():
-    """About half of the prompts, at its own guidance and temperature; by chance it would be fewer than one in ten."""
+    """Two thirds of the prompts, at its own guidance and temperature; by chance it would be fewer than one in ten."""
     model = JanusForConditionalGeneration.from_pretrained(SHIPPED[0][1], dtype=torch.float32).eval()
     processor, own, rows = JanusProcessor.from_pretrained(SHIPPED[0][1]), model.generation_config, suite()[::16]
     texts = [row["prompt"] for row in rows]
     pictures = painter_draw.draw(model, processor, texts, own.guidance_scale, 0, own.temperature)
     assert pictures.shape == (23, 96, 96, 3)
-    assert sum(painter_score.verdicts(pictures, rows)) >= 7
+    assert sum(painter_score.verdicts(pictures, rows)) >= 11
 
 
 @unshipped
