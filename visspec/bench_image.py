@@ -104,6 +104,7 @@ def fastest(arms: dict[str, StockArm], prompts: Sequence) -> StockArm | None:
     A cache that the model does not take is left out; the error is raised where none is left.
     """
     seconds: dict[str, float] = {}
+    refusal: Exception | None = None
     for cache, arm in arms.items():
         try:
             arm(prompts[0])
@@ -111,9 +112,9 @@ def fastest(arms: dict[str, StockArm], prompts: Sequence) -> StockArm | None:
         except NotImplementedError:
             return None
         except (ValueError, RuntimeError) as error:
-            last = error
-    if not seconds:
-        raise last
+            refusal = error
+    if refusal is not None and not seconds:
+        raise refusal
     return arms[min(seconds, key=seconds.__getitem__)]
 
 
@@ -157,7 +158,7 @@ def bench(
     groups = [list(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
     prompts = list(enumerate(groups))
     sampling = pipe._sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
-    stock = fastest({cache: StockArm(pipe, sampling, seed, cache) for cache in CACHES}, prompts[:warmup])
+    stock = fastest({cache: StockArm(pipe, sampling, seed, cache) for cache in CACHES}, prompts[: max(1, warmup)])
     ours = {name: OurArm(pipe, method, options, seed) for name, method in methods.items()}
     ours = ({} if "plain" in ours else {"plain": OurArm(pipe, "none/exact", options, seed)}) | ours
     arms: dict[str, Any] = ({} if stock is None else {"stock": stock}) | ours

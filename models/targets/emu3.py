@@ -18,10 +18,10 @@ from visspec.models.targets.image_ar import (
     Prompt,
     Vocabulary,
     counted,
-    generate_options,
+    generated,
     left_padded,
 )
-from visspec.types import ABSENT, Sampling
+from visspec.types import Sampling
 
 NEGATIVE = (  # the authors' own, see the model's card
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality,"
@@ -77,19 +77,7 @@ class Emu3(Family):
                 "negative_prompt_ids": negative["input_ids"],
                 "negative_prompt_attention_mask": negative["attention_mask"],
             }
-        length = given["input_ids"].shape[1]
-        codes = self.vocabulary.ids[: self.codes]
-        fixed = self.vocabulary.ids[layout.fixed.clamp(min=0)]
-
-        def allowed(row: int, ids: Tensor) -> Tensor:  # the page's own makes long lists, and is slower
-            now = min(len(ids) - length, layout.positions - 1)
-            return codes if layout.fixed[now] == ABSENT else fixed[now : now + 1]
-
-        ids = self.model.generate(
-            **given, **guidance, max_new_tokens=layout.positions, prefix_allowed_tokens_fn=allowed,
-            **generate_options(sampling), **options,
-        )  # fmt: skip
-        return self.vocabulary.loop_ids(ids[:, length:])
+        return generated(self.model, self.vocabulary, given, layout, sampling, **guidance, **options)
 
     def _asked(self, texts: list[str], layout: Layout) -> dict[str, Tensor]:
         rows, columns = layout.grid

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.models.targets.image_ar import Family, Layout, Prompt, Vocabulary, generate_options
+from visspec.models.targets.image_ar import Family, Layout, Prompt, Vocabulary, generated
 from visspec.types import ABSENT, Sampling
 
 FACTOR = 32  # pixels per code, along a side; fixed in the model's processor
@@ -62,17 +62,7 @@ class GlmImage(Family):
         return self.from_inputs(self._asked(texts, layout or self.layout()))
 
     def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
-        given = self._asked(texts, layout)
-        length, known = given["input_ids"].shape[1], self.vocabulary.ids
-
-        def allowed(row: int, ids: Tensor) -> Tensor:  # the law of the loop: other ids are no part of an image
-            return known[self.codes :] if len(ids) - length == layout.positions - 1 else known[: self.codes]
-
-        ids = self.model.generate(
-            **given, max_new_tokens=layout.positions, prefix_allowed_tokens_fn=allowed, **generate_options(sampling),
-            **options,
-        )  # fmt: skip
-        return self.vocabulary.loop_ids(ids[:, length:])
+        return generated(self.model, self.vocabulary, self._asked(texts, layout), layout, sampling, **options)
 
     def _asked(self, texts: list[str], layout: Layout) -> dict[str, Tensor]:
         rows, columns = layout.grid

@@ -140,7 +140,7 @@ class Vocabulary:
     """Where codes and grammar live in a text model's vocabulary: `ids` (V,) holds the vocabulary id of each loop id."""
 
     def __init__(self, ids: Tensor, codes: int):
-        self.ids, used = ids, ids[:codes]
+        self.ids, self.codes, used = ids, codes, ids[:codes]
         self.first, self.last = int(used.min()), int(used.max()) + 1
         self.order = None if used.tolist() == list(range(self.first, self.last)) else used - self.first
 
@@ -179,6 +179,25 @@ def generate_options(sampling: Sampling) -> dict[str, Any]:
     return {
         "do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p
     }  # fmt: skip
+
+
+def generated(
+    model: Any, vocabulary: Vocabulary, given: dict[str, Tensor], layout: Layout, sampling: Sampling, **options: Any
+) -> Tensor:
+    """(B, T) loop ids that a text model's own `generate` draws in a layout; `given` are its inputs."""
+    length, last = given["input_ids"].shape[1], layout.positions - 1
+    codes = vocabulary.ids[: vocabulary.codes]
+    fixed = vocabulary.ids[layout.fixed.clamp(min=0)]
+
+    def allowed(row: int, ids: Tensor) -> Tensor:  # a list, as on transformers' page on Emu3, is slower
+        now = min(len(ids) - length, last)
+        return codes if layout.fixed[now] == ABSENT else fixed[now : now + 1]
+
+    ids = model.generate(
+        **given, max_new_tokens=layout.positions, prefix_allowed_tokens_fn=allowed, **generate_options(sampling),
+        **options,
+    )  # fmt: skip
+    return vocabulary.loop_ids(ids[:, length:])
 
 
 def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

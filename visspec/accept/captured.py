@@ -12,7 +12,6 @@ device that refuses to record is warned of once, and the rule runs as it is.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,8 +103,7 @@ class Captured:
         for buffer, value in zip(held.inputs, given):
             buffer.copy_(value)
         held.replay()
-        parts = {f.name: getattr(held.verdict, f.name) for f in dataclasses.fields(Verdict)}
-        return Verdict(**{name: part if part is None else part.clone() for name, part in parts.items()})
+        return Verdict(*(None if part is None else part.clone() for part in vars(held.verdict).values()))
 
     def _recorded(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
         _, levels, chain, pointed, kind = key

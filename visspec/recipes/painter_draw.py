@@ -73,12 +73,11 @@ class Reading(nn.Module):
         """
         said = [label[:, None].expand(middle.shape[:2]) for label in self.labels(ids)]
         early, late = [*self.heads, *self.progress], [*self.following, *self.newest]
-        labels, heads = said + list(begun.unbind(-1)), early + late
         layers = [middle] * len(early) + [later] * len(late)
-        every = len(self.heads) + len(self.progress) - 1  # how many shapes are begun is told without a prompt, too
         total = middle.new_zeros((), dtype=torch.float32)
-        for i, (head, layer, label) in enumerate(zip(heads, layers, labels)):
-            counted = torch.ones_like(asked) if i == every else asked
+        for head, layer, label in zip(early + late, layers, [*said, *begun.unbind(-1)]):
+            # how many shapes are begun is told without a prompt, too
+            counted = torch.ones_like(asked) if head is self.progress[-1] else asked
             losses = F.cross_entropy(head(layer).float().transpose(1, 2), label, reduction="none")
             total = total + (losses.mean(1) * counted).sum() / counted.sum().clamp_min(1)
         return total
