@@ -63,6 +63,24 @@ def interleave(
     return runs, failures
 
 
+def fastest(arms: Sequence[Arm], prompts: Sequence[Any]) -> Arm:
+    """The arm that takes the least time for a few prompts after one to warm up: a baseline at its best setting.
+
+    An arm that a model refuses is left out; its ValueError or RuntimeError is raised where none is left.
+    """
+    seconds: list[tuple[float, int]] = []
+    refusal: Exception | None = None
+    for i, arm in enumerate(arms):
+        try:
+            arm(prompts[0])
+            seconds.append((sum(arm(prompt).seconds for prompt in prompts), i))
+        except (ValueError, RuntimeError) as error:
+            refusal = error
+    if refusal is not None and not seconds:
+        raise refusal
+    return arms[min(seconds)[1]]
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQVAE
@@ -10,7 +11,15 @@ from visspec import zoo
 from visspec.eval.world.palette import CLASSES, COLOURS
 from visspec.eval.world.scene import HELD_OUT_SEED, Scene, Shape
 from visspec.eval.world.suite import parse, suite, vocabulary
-from visspec.recipes import painter, painter_build, painter_data, painter_draw, painter_score, painter_tokens
+from visspec.recipes import (
+    painter,
+    painter_build,
+    painter_data,
+    painter_draw,
+    painter_reading,
+    painter_score,
+    painter_tokens,
+)  # fmt: skip
 from visspec.recipes.painter_codes import composed, latents, nearest
 from visspec.recipes.painter_vq import Codebook
 
@@ -94,8 +103,10 @@ def test_settled_scenes_stand_on_the_grid_and_keep_apart():
 def test_progress_says_what_has_been_begun():
     metadata = parse("a photo of a red bar and a blue ring")
     scene = Scene((Shape("ring", "blue", 6 / 12, 3 / 12, 13 / 96), Shape("bar", "red", 4 / 12, 9 / 12, 13 / 96)))
-    begun = painter_draw.progress(metadata, scene, 12)
-    ring, bar = 12 * 1 + 5, 12 * 7 + 3  # a little above the middle of the circle's top, of the bar's
+    shown = np.zeros((12, 12), bool)
+    shown[2:5, 5:7], shown[8:10, 2:6] = True, True
+    begun = painter_reading.progress(metadata, scene, shown)
+    ring, bar = 12 * 2 + 5, 12 * 8 + 2  # the first codes that show them
     assert begun.shape == (144, 7)
     assert begun[:, 1].argmax() == ring + 1 and begun[:, 0].argmax() == bar + 1  # the prompt's order, not the picture's
     assert begun[[ring, ring + 1, bar + 1, 143], 2].tolist() == [0, 1, 2, 2]
@@ -108,15 +119,51 @@ def test_progress_says_what_has_been_begun():
 
 def test_reading_counts_what_a_prompt_says_only_where_there_is_one():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_draw.Reading(8, tokenizer.get_vocab())
+    reading = painter_reading.Reading(8, tokenizer.get_vocab(), 4)
     ids = painter_tokens.prompt_ids(tokenizer, ["a photo of three crosses", "a photo of a bar above a star"])
-    begun, layers = torch.zeros(2, 16, 7, dtype=torch.long), torch.randn(2, 2, 16, 8)
-    both, first = (reading(*layers, ids, torch.tensor(asked), begun) for asked in ([1.0, 1.0], [1.0, 0.0]))
-    alone = reading(*layers[:, :1], ids[:1], torch.ones(1), begun[:1])
+    begun, layers, looks = torch.zeros(2, 16, 7, dtype=torch.long), torch.randn(2, 2, 16, 8), torch.rand(2, 16, 12)
+    both, first = (reading(*layers, looks, ids, torch.tensor(asked), begun) for asked in ([1.0, 1.0], [1.0, 0.0]))
+    alone = reading(*layers[:, :1], looks[:1], ids[:1], torch.ones(1), begun[:1])
     assert both != first
     counted = torch.nn.functional.cross_entropy(reading.progress[2](layers[0]).transpose(1, 2), begun[..., 2])
     of_one = torch.nn.functional.cross_entropy(reading.progress[2](layers[0, :1]).transpose(1, 2), begun[:1, :, 2])
     torch.testing.assert_close(first - counted, alone - of_one)  # all but the count comes from the first row
+
+
+def test_reading_looks_at_the_class_of_a_shape_while_it_is_new():
+    tokenizer = painter_build.build_tokenizer()
+    reading = painter_reading.Reading(8, tokenizer.get_vocab(), 2)  # a shape is new for four codes
+    ids = painter_tokens.prompt_ids(tokenizer, ["a photo of a red bar and a blue star"])
+    star = (ids[0] == tokenizer.convert_tokens_to_ids("star")).nonzero().item()
+    begun, layers, looks = torch.zeros(1, 9, 7, dtype=torch.long), torch.randn(2, 1, 9, 8), torch.rand(1, 9, 12)
+    begun[0, 3:, 2], begun[0, 3:, 5] = 1, 1 + CLASSES.index("star")
+    less = looks.clone()
+    less[0, 3:7, star] /= torch.e
+    found = [reading(*layers, at, ids, torch.ones(1), begun) for at in (looks, less)]
+    torch.testing.assert_close(found[1] - found[0], torch.tensor(1.0))
+    less[0, 7:] = less[0, :3] = 0.5
+    torch.testing.assert_close(reading(*layers, less, ids, torch.ones(1), begun), found[1])  # nowhere else
+
+
+def test_reading_tells_the_colour_that_stands_before_a_class():
+    tokenizer = painter_build.build_tokenizer()
+    reading = painter_reading.Reading(len(tokenizer.get_vocab()), tokenizer.get_vocab(), 4)
+    ids = painter_tokens.prompt_ids(tokenizer, ["a photo of a red bar and a blue star", "a photo of a ring"])
+    with torch.no_grad():
+        reading.told.weight.zero_(), reading.told.bias.zero_()
+        before = torch.nn.functional.one_hot(ids.roll(1, 1), len(tokenizer.get_vocab())).float()
+        guess = reading.pairs(before, ids)
+        for i, colour in enumerate(COLOURS):
+            reading.told.weight[1 + i, tokenizer.convert_tokens_to_ids(colour)] = 30.0
+        assert reading.pairs(before, ids) < 1e-6 < guess
+        assert reading.pairs(before[1:], ids[1:]) == 0  # no colour is named
+
+
+def test_exchanged_colours_make_a_prompt_of_the_same_words():
+    asked = parse("a photo of an orange bar and a blue ring")
+    assert painter_draw.exchanged(asked)["prompt"] == "a photo of a blue bar and an orange ring"
+    assert painter_draw.exchanged(painter_draw.exchanged(asked)) == asked
+    assert all(painter_data.bound_pair(i)[0]["tag"] == "color_attr" for i in range(8))
 
 
 def test_weights_of_the_loss_depend_on_earlier_codes_only():
@@ -137,7 +184,7 @@ def test_training_seeds_stay_below_the_held_out_ones():
 
 def test_reading_labels_say_what_the_prompt_asks_for():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_draw.Reading(8, tokenizer.get_vocab())
+    reading = painter_reading.Reading(8, tokenizer.get_vocab(), 12)
     prompts = ["a photo of three crosses", "a photo of a bar above a star", "a photo of a red star and a pink ring"]
     labels = torch.stack(reading.labels(painter_tokens.prompt_ids(tokenizer, prompts)), 1)
     kinds, colours = list(CLASSES), list(COLOURS)
@@ -160,6 +207,7 @@ def test_training_and_stock_generation_see_the_same_law():
     )  # fmt: skip
     model.model.generation_head.vision_head.weight.normal_(std=5.0)
     codes = model.generate(**inputs, generation_mode="image", do_sample=False, guidance_scale=1.0 + 1e-6)
+    model.set_attn_implementation("eager")
     losses, *_ = painter_draw.draw_loss(model, inputs["input_ids"], inputs["attention_mask"], codes)
     alone, *_ = painter_draw.draw_loss(model, inputs["input_ids"][:1, 5:], inputs["attention_mask"][:1, 5:], codes[:1])
     assert losses.shape == (2, 36)

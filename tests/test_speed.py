@@ -207,6 +207,23 @@ def test_a_prompt_that_fails_in_the_warm_up_is_listed_too():
     assert failures == ["prompt 0: RuntimeError: no 0"] and len(runs["c"]) == 1
 
 
+def test_the_fastest_arm_of_those_a_model_takes():
+    def arm(*seconds):
+        left = list(seconds)
+
+        def call(prompt):
+            if not left:
+                raise ValueError("not taken")
+            return run(left.pop(0))
+
+        return call
+
+    slow, quick = arm(1.0, 3.0, 3.0), arm(50.0, 2.0, 2.0)  # the first call warms up and does not count
+    assert speed.fastest([arm(), slow, quick], [0, 1]) is quick
+    with pytest.raises(ValueError, match="not taken"):
+        speed.fastest([arm(), arm()], [0])
+
+
 def test_nothing_measured_is_nan_not_a_crash():
     assert math.isnan(speed.ideal([], [])["ideal_speedup"])
     found = speed.compare([], [])

@@ -55,10 +55,10 @@ def bench_caption(
         # transformers' lookup drafts image placeholders and then fails on them; suppressed, it runs
         never = {"suppress_tokens": sorted(arms["plain"].fast.target.capabilities.never_drafted)}
         lookup = [base | never | {"prompt_lookup_num_tokens": n} for n in LOOKUP_LENGTHS]
-        arms["transformers_prompt_lookup"] = fastest(model, lookup, warm, seed)
+        arms["transformers_prompt_lookup"] = speed.fastest([StockArm(model, o, seed) for o in lookup], warm)
         if assistant is not None:
             assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
-            arms["transformers_assisted"] = fastest(model, assisted, warm, seed)
+            arms["transformers_assisted"] = speed.fastest([StockArm(model, o, seed) for o in assisted], warm)
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench caption", leave=False))
     record = summarise(runs, failures, arms, temperature)
     record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, dtype)
@@ -104,14 +104,6 @@ class OurArm:
         stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
         drift, origin = self.fast.last_stats.drift_per_token, [list(o) for o in trace.origin]
         return Run(seconds, [list(t) for t in state.tokens], first, stages, list(trace.rounds), drift, origin)
-
-
-def fastest(model, candidates: list[dict[str, Any]], prompts: Sequence, seed: int) -> StockArm:
-    """The stock arm whose options take the least time on a few prompts: a baseline at its best setting."""
-    arms = [StockArm(model, options, seed) for options in candidates]
-    for arm in arms:
-        arm(prompts[0])
-    return min(arms, key=lambda arm: sum(arm(p).seconds for p in prompts))
 
 
 def equality_tiers(fast: Accelerated, prompts: Sequence, runs: dict[str, list[Run]], options, dtype) -> dict[str, Any]:

@@ -98,26 +98,6 @@ class StockArm:
         return Run(time.perf_counter() - start, tokens[:, layout.free].tolist())
 
 
-def fastest(arms: dict[str, StockArm], prompts: Sequence) -> StockArm | None:
-    """The arm that needs least time for the prompts after one to warm up; None where the model draws no images.
-
-    A cache that the model does not take is left out; the error is raised where none is left.
-    """
-    seconds: dict[str, float] = {}
-    refusal: Exception | None = None
-    for cache, arm in arms.items():
-        try:
-            arm(prompts[0])
-            seconds[cache] = sum(arm(p).seconds for p in prompts)
-        except NotImplementedError:
-            return None
-        except (ValueError, RuntimeError) as error:
-            refusal = error
-    if refusal is not None and not seconds:
-        raise refusal
-    return arms[min(seconds, key=seconds.__getitem__)]
-
-
 class OurArm:
     """The pipeline with one method."""
 
@@ -158,7 +138,11 @@ def bench(
     groups = [list(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
     prompts = list(enumerate(groups))
     sampling = pipe._sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
-    stock = fastest({cache: StockArm(pipe, sampling, seed, cache) for cache in CACHES}, prompts[: max(1, warmup)])
+    caches = [StockArm(pipe, sampling, seed, cache) for cache in CACHES]
+    try:
+        stock = speed.fastest(caches, prompts[: max(1, warmup)])
+    except NotImplementedError:
+        stock = None
     ours = {name: OurArm(pipe, method, options, seed) for name, method in methods.items()}
     ours = ({} if "plain" in ours else {"plain": OurArm(pipe, "none/exact", options, seed)}) | ours
     arms: dict[str, Any] = ({} if stock is None else {"stock": stock}) | ours

@@ -15,9 +15,10 @@ Seeds: 0 (vq), 1 (draw). Two CPU cores, no accelerator.
 The shipped weights were not made by one run of these defaults: the recipe changed on the way, and each part started
 from the last one's weights (--start). Text model: 4,750 steps on the whole encoder's codes, 2,400 on codes of pieces,
 5,000 on settled scenes with plain grounds for most of them, 1,500 with the eight textures, 5,500 on twice the pairs,
-4,200 with heads for the shape that begins next and 2,900 with heads for the one begun last; nearly five hours in all
-with the VQ model. The default steps are an estimate of what fits two hours, at 0.7 s a VQ step and 0.5 s a text-model
-step (0.11 s at low resolution); they have not been run.
+4,200 with heads for the shape that begins next, 2,900 with heads for the one begun last, 900 of telling prompts with
+exchanged colours apart on the same pairs and 4,500 on new ones, with all that `painter_reading` has now; five hours and
+a half in all with the VQ model, runs that were given up not counted. The default steps are an estimate of what fits two
+hours, at 0.7 s a VQ step and 0.9 s a text-model step; they have not been run.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from visspec.recipes.painter_train import in_workers
 from visspec.recipes.painter_vq import VQStage
 
 STAGES = ("vq", "composed", "decoder", "tokens", "draw", "finish")
-STEPS = {False: 6500, True: 12_000}
+STEPS = {False: 5000, True: 12_000}
 PAIRS = {False: 64_000, True: 64_000}
 
 

@@ -80,7 +80,8 @@ Recipe: `python -m visspec.recipes.painter --out FOLDER{flag}`;
 for the text model), on two CPU cores shared with other work. The text model saw {seen:,} pictures of {pairs:,}
 rendered pairs, a tenth of them without their prompt; last loss {loss} nats a token. Training prompts are drawn
 from the whole grammar, position and colour with object twice as often as the other tasks: sentences of the suite and
-the (colour, class) pairs of `HELD_OUT_PAIRS` occur among them; scenes are drawn afresh from seeds below 2^30. Shapes
+the (colour, class) pairs of `HELD_OUT_PAIRS` occur among them; scenes are drawn afresh from seeds below 2^30. The first
+rows of more pictures of two colours taught it to tell a prompt from the same with its colours exchanged. Shapes
 stand on a grid of 4 pixels and have one of three radii; half of the grounds are plain, the others one of four stripes
 or four clouds. All that makes a picture's codes easier to predict, and so easier to speculate on, than those of
 pictures from life.

@@ -17,7 +17,13 @@ TEXTURES = 4  # of each kind: what is new in every picture is the scene
 STEP = 4 / 96
 RADII = (11 / 96, 13 / 96, 15 / 96)
 GAP = 2 / 96  # what settled shapes keep between their boxes
-FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29}  # all below HELD_OUT_SEED
+FIRST_SEED = {
+    "vq": 0,
+    "composed": 1 << 27,
+    "tokens": 1 << 28,
+    "decoder": 1 << 29,
+    "bound": 3 << 28,
+}  # all below HELD_OUT_SEED
 
 
 def settled(scene: Scene) -> Scene | None:
@@ -44,6 +50,13 @@ def pair(seed: int) -> tuple[Metadata, Scene]:
     """Prompt and scene number `seed`: task uniform, then prompt uniform in the task; every prompt may be drawn."""
     rng = np.random.default_rng(seed)
     metadata = sample_prompt(rng)
+    return metadata, painted(metadata, rng)
+
+
+def bound_pair(seed: int) -> tuple[Metadata, Scene]:
+    """Prompt and scene number `seed` of the task that binds two colours to two classes."""
+    rng = np.random.default_rng(seed)
+    metadata = sample_prompt(rng, tag="color_attr")
     return metadata, painted(metadata, rng)
 
 

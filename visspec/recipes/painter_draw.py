@@ -6,104 +6,29 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
-from visspec.eval.world.palette import CLASSES, COLOURS
 from visspec.eval.world.scene import Scene
-from visspec.eval.world.suite import NUMBERS, RELATIONS, Metadata, every, suite, wanted
+from visspec.eval.world.suite import Metadata, make, suite
 from visspec.recipes.painter_build import build_model, build_processor, build_tokenizer, grid, save
-from visspec.recipes.painter_data import FIRST_SEED, pair
+from visspec.recipes.painter_data import FIRST_SEED, bound_pair, pair
+from visspec.recipes.painter_reading import Reading, progress
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
-from visspec.recipes.painter_tokens import read_tokens, without_words
+from visspec.recipes.painter_tokens import prompt_ids, read_tokens, without_words
 from visspec.recipes.painter_train import Stage
 from visspec.recipes.painter_vq import load_vq
 
 DROPPED = 0.1  # share of rows whose prompt is replaced by padding, for classifier-free guidance
-READING_WEIGHT = 0.1  # of the throw-away heads' loss
+READING_WEIGHT = 0.2  # of the throw-away heads' loss
 FADE = (0.6, 0.85)  # shares of the steps between which that weight falls to 0
 NEAR_WEIGHT = 2.0  # in the loss, of codes beside shapes that are drawn already
 TEXTURE_WEIGHT = 0.3  # of the others in a textured picture
 CHOICE_WEIGHT = 4.0  # of what is drawn where a shape begins, given that one does; in units of a code's loss
-HARD = ("position", "color_attr")  # tasks whose pairs are shown twice as often
-HUES = tuple(COLOURS)
+SHOWN = {"position": 2, "color_attr": 2}  # how often the pairs of the hard tasks are shown in an epoch; others once
+WRONG_WEIGHT = 0.15  # of telling a prompt from the same with its colours exchanged
+BRIEF = 5  # rows of a picture that are read for that; its first shape is begun within them
 GUIDANCES = (1.5, 2.0, 2.5, 3.0)
 TEMPERATURES = (1.0, 0.7, 0.5)
-
-
-class Reading(nn.Module):
-    """Throw-away heads: what the prompt asks for and what of it is drawn, told from a middle layer at every position.
-
-    From the codes' loss alone the text model takes very long to look at the prompt at all, and longer to see what is
-    still to be drawn: few codes of a picture depend on it. These labels are dense. The slots of a prompt are the first
-    and second class and colour, the relation and the number; 0 says that the prompt has none. Of the picture, they are
-    whether the first and the second object have been begun, and how many shapes have. A later layer tells both
-    together: class and colour of the shape that begins next, and of the one begun last; 0 where there is none. Without
-    the last, colours and classes of a prompt are drawn, but in wrong pairs: the first code of a shape shows its colour,
-    and its class is decided codes later.
-    """
-
-    def __init__(self, width: int, words: dict[str, int]):
-        super().__init__()
-        plural = {row["include"][0]["class"]: row["prompt"].split()[-1] for row in every("counting")}
-        kinds = [[(kind, plural[kind]) for kind in CLASSES], [(colour,) for colour in COLOURS]]
-        kinds += [[(relation.split()[0],) for relation in RELATIONS], [(number,) for number in NUMBERS.values()]]
-        tables = torch.zeros(len(kinds), len(words), dtype=torch.long)
-        for table, names in zip(tables, kinds):
-            for i, synonyms in enumerate(names):
-                table[[words[word] for word in synonyms]] = i + 1
-        self.register_buffer("tables", tables, persistent=False)
-        self.slots = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (3, 1)]  # (kind, which occurrence)
-        self.heads = nn.ModuleList(nn.Linear(width, len(kinds[kind]) + 1) for kind, _ in self.slots)
-        self.progress = nn.ModuleList(nn.Linear(width, n) for n in (2, 2, 1 + max(NUMBERS)))
-        self.following = nn.ModuleList(nn.Linear(width, 1 + len(names)) for names in (CLASSES, COLOURS))
-        self.newest = nn.ModuleList(nn.Linear(width, 1 + len(names)) for names in (CLASSES, COLOURS))
-
-    def labels(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        """One int64 (B,) a slot of prompts (B, prompt)."""
-        found = self.tables[:, ids]
-        count = (found > 0).cumsum(-1)
-        return [(found[kind] * (count[kind] == which)).sum(-1) for kind, which in self.slots]
-
-    def forward(
-        self, middle: torch.Tensor, later: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor, begun: torch.Tensor
-    ) -> torch.Tensor:
-        """Summed cross-entropy of all labels; layers (B, image tokens, width), begun as `progress` makes it. Rows not
-        `asked` do not count for what a prompt says.
-        """
-        said = [label[:, None].expand(middle.shape[:2]) for label in self.labels(ids)]
-        early, late = [*self.heads, *self.progress], [*self.following, *self.newest]
-        layers = [middle] * len(early) + [later] * len(late)
-        total = middle.new_zeros((), dtype=torch.float32)
-        for head, layer, label in zip(early + late, layers, [*said, *begun.unbind(-1)]):
-            # how many shapes are begun is told without a prompt, too
-            counted = torch.ones_like(asked) if head is self.progress[-1] else asked
-            losses = F.cross_entropy(head(layer).float().transpose(1, 2), label, reduction="none")
-            total = total + (losses.mean(1) * counted).sum() / counted.sum().clamp_min(1)
-        return total
-
-
-def progress(metadata: Metadata, scene: Scene, side: int) -> np.ndarray:
-    """Before each code, (side^2, 7) int8: whether the prompt's first and second object are begun, how many shapes are,
-    class and colour (from 1) of the shape that begins next, 0 for none, and those of the shape begun last.
-
-    A shape begins about where its topmost point is, a square at its corner.
-    """
-    left = [shape.x - (0.8 if shape.kind == "square" else 0.2) * shape.radius for shape in scene.shapes]
-    starts = [int((s.y - 0.95 * s.radius) * side) * side + int(x * side) for s, x in zip(scene.shapes, left)]
-    first = {shape.kind: start for shape, start in zip(scene.shapes, starts)}
-    place, kinds = np.arange(side * side), [kind for kind, _ in wanted(metadata)]
-    begun = [place > first[kinds[k]] if k < len(kinds) else np.zeros_like(place) for k in (0, 1)]
-    count = sum((place > start).astype(np.int8) for start in starts)
-    following, newest = np.zeros((len(place), 2)), np.zeros((len(place), 2))
-    order = sorted(
-        (start, 1 + CLASSES.index(s.kind), 1 + HUES.index(s.colour)) for start, s in zip(starts, scene.shapes)
-    )
-    for start, *what in reversed(order):
-        following[place <= start] = what
-    for start, *what in order:
-        newest[place > start] = what
-    return np.column_stack([*begun, count, following, newest]).astype(np.int8)
 
 
 def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
@@ -116,13 +41,20 @@ def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
     return (left | above[..., :-2] | above[..., 1:-1] | above[..., 2:]).flatten(1)
 
 
+def exchanged(metadata: Metadata) -> Metadata:
+    """A prompt of two colours and two classes in the other pairs, which no picture of this prompt shows."""
+    first, second = metadata["include"]
+    return make(metadata["tag"], [first | {"color": second["color"]}, second | {"color": first["color"]}])
+
+
 def draw_loss(
     model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, codes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropy in nats of every code, (B, image tokens), the logits (B, image tokens, codes) and two layers there,
-    the middle one and one later, (2, B, image tokens, width).
+) -> tuple[torch.Tensor, ...]:
+    """Cross-entropy in nats of every code, (B, image tokens), the logits (B, image tokens, codes), two layers there,
+    the middle one and one later, (2, B, image tokens, width), an early one of the prompt, (B, prompt, width), and where
+    in the prompt one head of the middle layer looks, (B, image tokens, prompt), shares of its attention.
 
-    Prompts, ids and mask (B, prompt), are padded on the left.
+    Prompts, ids and mask (B, prompt), are padded on the left. The model needs eager attention, which shows its shares.
 
     Positions count from the first column, padding included, as in the stock `generate`.
     """
@@ -131,13 +63,18 @@ def draw_loss(
         embeds = torch.cat([model.get_input_embeddings()(ids).to(drawn.dtype), drawn], 1)
         full = F.pad(mask, (0, codes.shape[1] - 1), value=1)
         out = model.model.language_model(
-            inputs_embeds=embeds, attention_mask=full, use_cache=False, output_hidden_states=True
+            inputs_embeds=embeds,
+            attention_mask=full,
+            use_cache=False,
+            output_hidden_states=True,
+            output_attentions=True,
         )
         first, depth = ids.shape[1] - 1, len(out.hidden_states)
         layers = torch.stack([out.hidden_states[i][:, first:] for i in (depth // 2, 3 * depth // 4)])
         logits = model.model.generation_head(out.last_hidden_state[:, first:])
     losses = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")
-    return losses, logits, layers
+    looks = out.attentions[depth // 2][:, 0, first:, : ids.shape[1]]
+    return losses, logits, layers, out.hidden_states[depth // 4][:, : first + 1], looks
 
 
 @torch.no_grad()
@@ -181,7 +118,7 @@ class DrawStage(Stage):
         for part in (inner.vqmodel, inner.vision_model, inner.aligner):
             part.requires_grad_(False).eval()
         self.tokenizer = build_tokenizer()
-        self.reading = Reading(self.model.config.text_config.hidden_size, self.tokenizer.get_vocab())
+        self.reading = Reading(self.model.config.text_config.hidden_size, self.tokenizer.get_vocab(), grid(low))
         trained = [p for part in (self.model, self.reading) for p in part.parameters() if p.requires_grad]
         parts = {"model": self.model, "reading": self.reading}
         file = "draw-lowres.pt" if low else "draw.pt"
@@ -195,12 +132,43 @@ class DrawStage(Stage):
         self.data = read_tokens(options.out, low)
         first = FIRST_SEED["tokens"]
         pairs = [pair(first + i) for i in range(len(self.data["ids"]))]
-        self.begun = torch.from_numpy(np.stack([progress(*each, grid(low)) for each in pairs]))
         self.textured = torch.tensor([scene.ground != "plain" for _, scene in pairs])
-        hard = np.array([metadata["tag"] in HARD for metadata, _ in pairs])
-        self.every = np.repeat(np.arange(len(pairs)), 1 + hard)
-        self.plain = self.every[~self.textured.numpy()[self.every]]
+        self.every = np.repeat(np.arange(len(pairs)), [SHOWN.get(metadata["tag"], 1) for metadata, _ in pairs])
         self.ground = (self.data["codes"][~self.data["ink"] & ~self.textured[:, None]].long()[:1]).flatten()
+        self.begun = self.begin(pairs, self.data, low)
+        self.plain = self.every[~self.textured.numpy()[self.every]]
+
+        self.bound = read_tokens(options.out, low, "bound")
+        pairs = [bound_pair(FIRST_SEED["bound"] + i) for i in range(len(self.bound["ids"]))]
+        self.bound["begun"] = self.begin(pairs, self.bound, low)
+        self.bound["wrong"] = prompt_ids(self.tokenizer, [exchanged(metadata)["prompt"] for metadata, _ in pairs])
+        self.brief = BRIEF * grid(low)
+        early = self.bound["begun"][:, self.brief - self.reading.span, 2] > 0
+        self.bound = {name: values[early] for name, values in self.bound.items()}
+
+    def begin(self, pairs: list[tuple[Metadata, Scene]], data: dict[str, torch.Tensor], low: bool) -> torch.Tensor:
+        """What of every pair is begun before each code, as `progress` tells it: int8 (N, image tokens, 7)."""
+        shown = (data["ink"] & (data["codes"] != self.ground)).view(len(pairs), grid(low), grid(low)).numpy()
+        return torch.from_numpy(np.stack([progress(*each, part) for each, part in zip(pairs, shown)]))
+
+    def bindings(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first codes of a few pictures of two colours: their losses (B, codes), the cross-entropy of telling their
+        prompt from the same with its colours exchanged, and that of the labels there.
+
+        Both prompts have the same words, and one code or two of a picture tell them apart: little of the codes' loss.
+        """
+        rng, rows = np.random.default_rng((3, self.step, self.rank)), max(1, self.options.rows // 2)
+        chosen = rng.choice(len(self.bound["ids"]), rows)
+        part = {name: values[chosen].long() for name, values in self.bound.items()}
+        codes, both = part["codes"][:, : self.brief], torch.cat([part["ids"], part["wrong"]])
+        mask = (both != self.tokenizer.pad_token_id).long()
+        losses, _, layers, _, looks = draw_loss(self.model, both, mask, torch.cat([codes, codes]))
+        own, other = losses.chunk(2)
+        evidence = (other - own).sum(1)
+        self.notes["evidence"] = round(evidence.mean().item(), 2)
+        asked = torch.ones(rows)
+        read = self.reading(*layers[:, :rows], looks[:rows], part["ids"], asked, part["begun"][:, : self.brief])
+        return own, F.softplus(-evidence).mean(), read
 
     def rows(self) -> tuple[torch.Tensor, ...]:
         """This worker's ids (B, prompt), codes, ink and progress (B, image tokens), rows textured, without prompt."""
@@ -227,17 +195,19 @@ class DrawStage(Stage):
         far = torch.where(textured[:, None], TEXTURE_WEIGHT, 1.0)
         near = beside(ink, grid(self.options.lowres))
         weight = torch.where(near, NEAR_WEIGHT, far)
-        losses, logits, layers = draw_loss(self.model, ids, mask, codes)
+        losses, logits, layers, early, looks = draw_loss(self.model, ids, mask, codes)
         begins = ink & ~near & ~textured[:, None] & (codes != self.ground)
         rivals = logits[begins].float().index_fill(1, self.ground, -torch.inf)  # a choice among codes of shapes
         choice = F.cross_entropy(rivals, codes[begins], reduction="sum")
         with torch.autocast("cpu", torch.bfloat16):
-            read = self.reading(*layers, full, (~dropped).float(), begun)
-        self.notes = {"reading": round(read.item(), 4), "ink": round(losses[ink].mean().item(), 3)}
+            read = self.reading(*layers, looks, full, (~dropped).float(), begun) + self.reading.pairs(early, ids)
+            brief, bound, also = self.bindings()
+        self.notes |= {"reading": round(read.item(), 4), "ink": round(losses[ink].mean().item(), 3)}
         self.notes["choice"] = round(choice.item() / max(1, int(begins.sum())), 3)
         self.notes["ground"] = round(losses[~ink & ~textured[:, None]].mean().item(), 3)
         drawn = (losses * weight).sum() + CHOICE_WEIGHT * choice
-        return drawn / weight.sum() + READING_WEIGHT * fade * read
+        drawn = (drawn + brief.sum()) / (weight.sum() + brief.numel())
+        return drawn + WRONG_WEIGHT * bound + READING_WEIGHT * fade * (read + also)
 
     def report(self) -> dict:
         """GenEval on a quarter of the suite; workers share the guidances. The first refreshes the early folder."""

@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ from transformers import JanusVQVAE, PreTrainedTokenizerFast
 from visspec.recipes.captioner import keep_memory
 from visspec.recipes.painter_build import BOI, BOS, build_tokenizer
 from visspec.recipes.painter_codes import composed
-from visspec.recipes.painter_data import FIRST_SEED, SIDE, pair
+from visspec.recipes.painter_data import FIRST_SEED, SIDE, bound_pair, pair
 from visspec.recipes.painter_vq import load_vq
 
+KINDS = {"tokens": pair, "bound": bound_pair}  # of pairs: every task's, and the one task's that takes longest to learn
 SHARDS = 8
 PROMPT = 12  # ids of the longest prompt: <s>, ten words, image start
 
@@ -32,15 +34,16 @@ def without_words(tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor) -> torc
 
 
 @torch.no_grad()
-def encode(vq: JanusVQVAE, first: int, count: int, low: bool, batch: int = 64) -> dict[str, torch.Tensor]:
-    """Pairs with seeds first..first+count: `ids` (count, PROMPT) and `codes` (count, grid^2), both int16.
+def encode(vq: JanusVQVAE, kind: str, first: int, count: int, low: bool, batch: int = 64) -> dict[str, torch.Tensor]:
+    """Pairs number first..first+count of a kind: `ids` (count, PROMPT) and `codes` (count, grid^2), both int16.
 
     `ink` (count, grid^2), bool, tells the codes whose pixels show part of a shape.
     """
     tokenizer = build_tokenizer()
     ids, codes, ink = [], [], []
     for start in range(first, first + count, batch):
-        rows, scenes = zip(*(pair(seed) for seed in range(start, min(start + batch, first + count))))
+        numbers = range(start, min(start + batch, first + count))
+        rows, scenes = zip(*(KINDS[kind](FIRST_SEED[kind] + i) for i in numbers))
         ids.append(prompt_ids(tokenizer, [row["prompt"] for row in rows]))
         written, shown = composed(vq, list(scenes), low)
         codes.append(written.flatten(1))
@@ -48,23 +51,21 @@ def encode(vq: JanusVQVAE, first: int, count: int, low: bool, batch: int = 64) -
     return {"ids": torch.cat(ids).short(), "codes": torch.cat(codes).short(), "ink": torch.cat(ink)}
 
 
-def shard_file(folder: Path, low: bool, shard: int) -> Path:
+def shard_file(folder: Path, kind: str, low: bool, shard: int) -> Path:
     """Where a shard lies."""
-    return folder / f"tokens-{SIDE[low]}-{shard}.pt"
+    return folder / f"{kind}-{SIDE[low]}-{shard}.pt"
 
 
 def _worker(rank: int, options: argparse.Namespace) -> None:
     keep_memory()
     torch.set_num_threads(1)
     vq, each = load_vq(options.out, options.lowres), options.pairs // SHARDS
-    for shard in range(rank, SHARDS, options.workers):
-        file, begun = shard_file(options.out, options.lowres, shard), time.time()
+    for kind, shard in product(KINDS, range(rank, SHARDS, options.workers)):
+        file, begun = shard_file(options.out, kind, options.lowres, shard), time.time()
         if options.resume and file.exists():
             continue
-        torch.save(encode(vq, FIRST_SEED["tokens"] + shard * each, each, options.lowres), file)
-        print(
-            json.dumps({"stage": "tokens", "shard": shard, "pairs": each, "s": round(time.time() - begun)}), flush=True
-        )
+        torch.save(encode(vq, kind, shard * each, each, options.lowres), file)
+        print(json.dumps({"file": file.name, "pairs": each, "s": round(time.time() - begun)}), flush=True)
 
 
 def write_tokens(options: argparse.Namespace) -> None:
@@ -72,7 +73,7 @@ def write_tokens(options: argparse.Namespace) -> None:
     mp.spawn(_worker, (options,), nprocs=options.workers)
 
 
-def read_tokens(folder: Path, low: bool) -> dict[str, torch.Tensor]:
+def read_tokens(folder: Path, low: bool, kind: str = "tokens") -> dict[str, torch.Tensor]:
     """All shards in order: ids (N, PROMPT), codes (N, grid^2) and ink (N, grid^2), as `encode` makes them."""
-    shards = [torch.load(shard_file(folder, low, shard), weights_only=True) for shard in range(SHARDS)]
+    shards = [torch.load(shard_file(folder, kind, low, shard), weights_only=True) for shard in range(SHARDS)]
     return {name: torch.cat([shard[name] for shard in shards]) for name in ("ids", "codes", "ink")}
