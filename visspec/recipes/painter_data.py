@@ -17,13 +17,8 @@ TEXTURES = 4  # of each kind: what is new in every picture is the scene
 STEP = 4 / 96
 RADII = (11 / 96, 13 / 96, 15 / 96)
 GAP = 2 / 96  # what settled shapes keep between their boxes
-FIRST_SEED = {
-    "vq": 0,
-    "composed": 1 << 27,
-    "tokens": 1 << 28,
-    "decoder": 1 << 29,
-    "bound": 3 << 28,
-}  # all below HELD_OUT_SEED
+# all below HELD_OUT_SEED
+FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29, "bound": 3 << 28}
 
 
 def settled(scene: Scene) -> Scene | None:
@@ -46,18 +41,18 @@ def painted(metadata: Metadata, rng: np.random.Generator) -> Scene:
             return scene
 
 
-def pair(seed: int) -> tuple[Metadata, Scene]:
-    """Prompt and scene number `seed`: task uniform, then prompt uniform in the task; every prompt may be drawn."""
+def pair(seed: int, tag: str | None = None) -> tuple[Metadata, Scene]:
+    """Prompt and scene number `seed`: task uniform unless given, then prompt uniform in the task; every prompt may be
+    drawn.
+    """
     rng = np.random.default_rng(seed)
-    metadata = sample_prompt(rng)
+    metadata = sample_prompt(rng, tag=tag)
     return metadata, painted(metadata, rng)
 
 
 def bound_pair(seed: int) -> tuple[Metadata, Scene]:
     """Prompt and scene number `seed` of the task that binds two colours to two classes."""
-    rng = np.random.default_rng(seed)
-    metadata = sample_prompt(rng, tag="color_attr")
-    return metadata, painted(metadata, rng)
+    return pair(seed, "color_attr")
 
 
 def crowded(seed: int, tries: int = 24) -> Scene:
