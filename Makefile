@@ -32,6 +32,7 @@ types: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/visspec bench caption --json out/bench-caption.json
 
+DOCUMENTED := $(addprefix visspec.,api images stats types zoo accept engine sampling tree cache)
 docs: $(VENV)/.ready
 	$(BIN)/python -m pip install -q pdoc
-	$(BIN)/pdoc -o out/docs visspec visspec.types visspec.engine visspec.sampling visspec.tree visspec.cache
+	$(BIN)/pdoc -o out/docs $(DOCUMENTED)

@@ -5,8 +5,6 @@ extractor never meets an old entry. Files are written under a temporary name and
 """
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from visspec.eval.detection import digest, file_digest
 from visspec.eval.features import FeatureExtractor, gather
 from visspec.eval.images import image_files
 from visspec.eval.statistics import GaussianStats, merged
+from visspec.files import replacing, write_json
 
 FORMAT = 1
 
@@ -98,21 +97,9 @@ def save(reference: Reference, path: str | Path) -> None:
     described = {key: getattr(reference, key) for key in ("extractor", "fingerprint", "preprocessing", "content")}
     described |= {"format": FORMAT, "n": reference.stats.n, "problems": list(reference.problems)}
     described["tensors"] = digest(data)
-    _replace(path, data)
-    _replace(path.with_suffix(".json"), json.dumps(described, indent=1).encode())
-
-
-def _replace(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as draft:
+        draft.write_bytes(data)
+    write_json(path.with_suffix(".json"), described)
 
 
 def load(path: str | Path) -> Reference:

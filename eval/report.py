@@ -7,7 +7,6 @@ coloured by origin, failures, and where the numbers come from.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from visspec.eval import report_images as pictures
 from visspec.eval import report_kernels as kernels
 from visspec.eval.report_data import KINDS, Method, interval, methods_of, number, read, verdict, wilson
 from visspec.eval.speed import in_words
+from visspec.files import replacing
 from visspec.stats import COLOURS, MEANING
 
 MOST_PICTURES = 600  # pictures on the page; figures are always made from all
@@ -71,10 +71,8 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         tables=tables, others=others,
         origins=[(name, COLOURS[name], MEANING[name]) for name in COLOURS], few=figures.FEW,
     )  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.with_name(out.name + ".tmp")
-    draft.write_text(page, encoding="utf-8")
-    os.replace(draft, out)
+    with replacing(out) as draft:
+        draft.write_text(page, encoding="utf-8")
     return out
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import visspec
 from tests.tiny import model_of, prompt, shapes
 from visspec import targets
+from visspec.captioning import prepare
 from visspec.engine import open_request, retire, settle
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
@@ -18,7 +19,7 @@ from visspec.models.drafters.eagle import FeatureDrafter, config_for
 from visspec.models.drafters.feature_layout import plan
 from visspec.models.nets.feature_head import FeatureHead, Folded, rotations_at, staggered
 from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.recipes.train_drafter import inputs_of, request_of
+from visspec.recipes.train_drafter import request_of
 
 CASES = [("llava", "several", 3), ("llava", "ragged", 1), ("qwen2_5_vl", "ragged", 2), ("llama", "ragged", 0)]
 NEW = 16
@@ -321,7 +322,7 @@ def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captione
     fast = visspec.accelerate(model, "vispec")
     assert fast.name == "vispec" and fast.pace.levels == fast.drafter.inner.levels
     images = [to_image(scene_from_seed(HELD_OUT_SEED + 5000 + i)) for i in range(3)]
-    inputs = inputs_of(model, processor, images, ["describe the picture in detail ."] * 3)
+    inputs = prepare(processor, images, "describe the picture in detail .", model)
     assert torch.equal(fast.generate(**inputs), model.generate(**inputs))
     assert fast.last_stats.faults == 0 and fast.last_stats.tau > 4.0
     blind = visspec.accelerate(model, "vispec:images=false")

@@ -20,7 +20,7 @@ ROOT = Path(visspec.__file__).parent.parent
 TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
     {"types", "kernels"},
-    {"tree", "cache", "checkpoint", "pace", "stats", "grammar"},
+    {"tree", "cache", "checkpoint", "pace", "stats", "grammar", "files"},
     {"sampling"},
     {"accept", "engine", "guard"},
     {"wavefront"},

@@ -208,11 +208,12 @@ def test_training_and_stock_generation_see_the_same_law():
     model.model.generation_head.vision_head.weight.normal_(std=5.0)
     codes = model.generate(**inputs, generation_mode="image", do_sample=False, guidance_scale=1.0 + 1e-6)
     model.set_attn_implementation("eager")
-    losses, *_ = painter_draw.draw_loss(model, inputs["input_ids"], inputs["attention_mask"], codes)
-    alone, *_ = painter_draw.draw_loss(model, inputs["input_ids"][:1, 5:], inputs["attention_mask"][:1, 5:], codes[:1])
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    losses = painter_draw.drawn(model, ids, mask, codes).losses
+    alone = painter_draw.drawn(model, ids[:1, 5:], mask[:1, 5:], codes[:1]).losses
     assert losses.shape == (2, 36)
     assert (losses[0] - alone[0]).abs().max() < 0.2  # left padding changes nothing but bfloat16's rounding
-    others, *_ = painter_draw.draw_loss(model, inputs["input_ids"], inputs["attention_mask"], (codes + 512) % 1024)
+    others = painter_draw.drawn(model, ids, mask, (codes + 512) % 1024).losses
     assert losses.mean() < others.mean() / 2  # the greedy codes are the likely ones
 
 

@@ -163,9 +163,7 @@ def test_the_command_trains_on_a_folder_of_images(tmp_path, monkeypatch):
         Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(tmp_path / f"{i}.png")
     model = model_of("llava")
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model, None))
-    monkeypatch.setattr(
-        train_drafter, "inputs_of", lambda m, p, images, texts: prompt("llava", ["4 i 5"] * len(images))
-    )
+    monkeypatch.setattr(train_drafter, "prepare", lambda p, images, texts, m: prompt("llava", ["4 i 5"] * len(images)))
     out = tmp_path / "out"
     found = train_drafter.run("x", tmp_path, out, steps=2, rows=2, max_new_tokens=6, group=1, reuse=1, unroll=2)
     assert found[-1]["step"] == 2 and found[-1]["tau_greedy"] >= 0.9

@@ -21,8 +21,7 @@ from visspec.captioning import PROMPT, prepare
 from visspec.eval import equality, speed
 from visspec.eval.speed import Run
 from visspec.provenance import provenance
-from visspec.stats import acceptance_by_depth, text_pieces
-from visspec.types import Request
+from visspec.stats import acceptance_by_depth, by_depth, text_pieces
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
@@ -39,9 +38,8 @@ def bench_caption(
 
     assistant: a smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
     """
-    device, dtype = model.device, model.dtype
     groups = [images[i : i + batch_size] for i in range(0, len(images), batch_size)]
-    prompts = [(i, prepare(processor, group, request, device, dtype)) for i, group in enumerate(groups)]
+    prompts = [(i, prepare(processor, group, request, model)) for i, group in enumerate(groups)]
     base: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         base |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -61,7 +59,7 @@ def bench_caption(
             arms["transformers_assisted"] = speed.fastest([StockArm(model, o, seed) for o in assisted], warm)
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench caption", leave=False))
     record = summarise(runs, failures, arms, temperature)
-    record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, dtype)
+    record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, model.dtype)
     return record | {
         "target": getattr(model.config, "_name_or_path", ""), "drafter": str(drafter), "acceptance": acceptance,
         "n_prompts": len(images), "batch_size": batch_size, "max_new_tokens": max_new_tokens,
@@ -118,21 +116,9 @@ def equality_tiers(fast: Accelerated, prompts: Sequence, runs: dict[str, list[Ru
         differ = tiers.add(plain.tokens, ours.tokens)
         if differ or (tiers.low and tiers.forced < FORCED):
             index, inputs = prompts[ours.prompt]
-            request = request_of(fast.model, inputs, options)
+            request = requests.of_generate(fast.model, inputs, **options)
             tiers.force(fast.target, request, plain.tokens, ours.tokens, shapes, index)
     return tiers.record()
-
-
-def request_of(model, inputs, options: dict[str, Any]) -> Request:
-    """The request that generate would make of a prompt, not run."""
-    made = []
-
-    def hook(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
-        made.append(requests.build(input_ids, logits_processor, stopping_criteria, generation_config, inputs))
-        return input_ids
-
-    model.generate(**inputs, **options, custom_generate=hook)
-    return made[0]
 
 
 def trimmed(new: torch.Tensor, config) -> list[list[int]]:
@@ -201,9 +187,7 @@ def acceptance(runs: Sequence[Run]) -> list[float]:
 
 def reached(runs: Sequence[Run]) -> list[int]:
     """How many drafted nodes of each depth had all nodes above them accepted: the n of `acceptance_by_depth`."""
-    rounds = [(levels, g) for run in runs for levels, gained in run.rounds for g in gained]
-    deepest = max((min(g, levels) for levels, g in rounds), default=0)
-    return [sum(min(g, levels) > d for levels, g in rounds) for d in range(deepest)]
+    return [n for n in by_depth(entry for run in runs for entry in run.rounds)[0] if n]
 
 
 def texts(runs: Sequence[Run], tokenizer) -> list[list[tuple[str, str]]]:

@@ -137,7 +137,7 @@ def bench(
     """
     groups = [list(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
     prompts = list(enumerate(groups))
-    sampling = pipe._sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
+    sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
     caches = [StockArm(pipe, sampling, seed, cache) for cache in CACHES]
     try:
         stock = speed.fastest(caches, prompts[: max(1, warmup)])

@@ -57,7 +57,7 @@ def _measure(send, arm: str, images: int, drafter: str, max_new_tokens: int, bat
     scenes = [to_image(scene_from_seed(HELD_OUT_SEED + i)) for i in range(images)]
     before = _peak_mb()
     for start in range(0, images, batch_size):
-        inputs = prepare(processor, scenes[start : start + batch_size], PROMPT, model.device, model.dtype)
+        inputs = prepare(processor, scenes[start : start + batch_size], PROMPT, model)
         generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     send.send({"loaded_mb": before, "peak_mb": _peak_mb(), "working_mb": _peak_mb() - before})
     send.close()

@@ -35,12 +35,14 @@ def chat_prompt(processor, request: str) -> str:
     return f"{getattr(processor, 'image_token', '<image>')} {request}"
 
 
-def prepare(processor, images: Sequence, request: str, device, dtype) -> dict[str, Any]:
-    """Model inputs for a batch of PIL images under one request; left-padded."""
+def prepare(processor, images: Sequence, request: str | Sequence[str], model) -> dict[str, Any]:
+    """A model's inputs for a batch of PIL images, under one request or one each; left-padded, on its device."""
     processor.tokenizer.padding_side = "left"
-    text = [chat_prompt(processor, request)] * len(images)
-    inputs = processor(text=text, images=[[image] for image in images], return_tensors="pt", padding=True).to(device)
-    return {k: v.to(dtype) if torch.is_floating_point(v) else v for k, v in inputs.items()}
+    requests = [request] * len(images) if isinstance(request, str) else request
+    chats = [chat_prompt(processor, text) for text in requests]
+    inputs = processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True)
+    moved = inputs.to(model.device)
+    return {k: v.to(model.dtype) if torch.is_floating_point(v) else v for k, v in moved.items()}
 
 
 def caption_files(
@@ -78,7 +80,7 @@ def caption_files(
 
 
 def _caption_batch(fast: Accelerated, processor, opened, request: str, generate: dict[str, Any]):
-    inputs = prepare(processor, [image for _, image in opened], request, fast.model.device, fast.model.dtype)
+    inputs = prepare(processor, [image for _, image in opened], request, fast.model)
     fast.generate(**inputs, **generate)
     done = {}
     for (path, _), tokens, pieces in zip(opened, fast.last_state.tokens, fast.last_stats.pieces):

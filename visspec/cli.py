@@ -6,11 +6,12 @@ Exit code 2 for bad input, 1 when some files failed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from visspec.files import write_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,13 +58,19 @@ def _add(sub: argparse.ArgumentParser, run: Callable) -> argparse.ArgumentParser
     return sub
 
 
-def _model_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
-    sub.add_argument("--drafter", help="name, folder or hub id (default: vispec for the embedded model, else ngram)")
-    sub.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
+def _hardware_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", default="cpu")
     sub.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     sub.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")
+
+
+def _model_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
+    sub.add_argument(
+        "--drafter", help="name with options, or folder (default: vispec for the embedded model, else ngram)"
+    )
+    sub.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
+    _hardware_options(sub)
 
 
 def _decode_options(sub: argparse.ArgumentParser, max_new_tokens: int = 128) -> None:
@@ -124,7 +131,7 @@ def _generate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model", default="painter", help="shipped name, folder or hub id of an image model")
     _image_options(sub)
     sub.add_argument("--preset", help="a published method by name, see visspec list")
-    sub.add_argument("--drafter", help="name, folder or hub id (default: jacobi)")
+    sub.add_argument("--drafter", help="name with options, or folder (default: jacobi)")
     sub.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact)")
     sub.add_argument("--batch-size", type=positive, default=8)
     sub.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
@@ -135,9 +142,7 @@ def _image_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--guidance-scale", type=float, help="default: the model's own")
     sub.add_argument("--temperature", type=temperature, help="0 is greedy; default: the model's own")
     sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--device", default="cpu")
-    sub.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    sub.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")
+    _hardware_options(sub)
 
 
 def _bench_image(sub: argparse.ArgumentParser) -> None:
@@ -183,7 +188,10 @@ def _train_drafter(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", required=True, type=Path)
     sub.add_argument("--steps", type=positive, default=2000)
     sub.add_argument("--loss", default="tv", choices=["tv", "soft_ce", "kl"])
+    sub.add_argument("--image-latents", type=positive, default=1, help="vectors that stand for an image (1)")
+    sub.add_argument("--max-new-tokens", type=positive, default=256, help="of the target's own answers (256)")
     sub.add_argument("--seed", type=int, default=0)
+    _hardware_options(sub)
     sub.add_argument("--resume", action="store_true")
 
 
@@ -228,16 +236,6 @@ def decode_options(arguments) -> dict[str, Any]:
         }
         options["seed"] = arguments.seed
     return options
-
-
-def write_json(path: Path | None, value: Any) -> None:
-    """Write-then-rename, so that a kill leaves the old file or the new one."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(value, indent=1) + "\n")
-    draft.replace(path)
 
 
 def run_caption(arguments) -> int:
@@ -345,7 +343,9 @@ def run_train_drafter(arguments) -> int:
 
     run(
         arguments.target, arguments.data, arguments.out, steps=arguments.steps, loss=arguments.loss,
-        seed=arguments.seed, resume=arguments.resume,
+        seed=arguments.seed, resume=arguments.resume, max_new_tokens=arguments.max_new_tokens,
+        image_latents=arguments.image_latents, device=arguments.device, dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
     )  # fmt: skip
     return 0
 

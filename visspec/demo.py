@@ -37,7 +37,7 @@ def run(count: int, out: Path) -> int:
     fast = accelerate(model, "vispec", tokenizer=processor.tokenizer)
     options = {"max_new_tokens": 128, "do_sample": False}
     images = [to_image(scene_from_seed(HELD_OUT_SEED + 500 + i)) for i in range(count)]
-    inputs = [prepare(processor, [image], PROMPT, model.device, model.dtype) for image in images]
+    inputs = [prepare(processor, [image], PROMPT, model) for image in images]
     for generate in (model.generate, fast.generate, fast.generate):
         generate(**inputs[0], **options)
     view = Table("scene", "transformers", "visspec", "faster", "tau", "same words")

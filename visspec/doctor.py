@@ -9,12 +9,22 @@ import platform
 
 import torch
 
-NEEDED = ("torch", "transformers", "diffusers", "timm", "torchvision", "pillow", "safetensors", "tqdm", "rich")
+NEEDED = (
+    "torch",
+    "transformers",
+    "diffusers",
+    "timm",
+    "torchvision",
+    "pillow",
+    "safetensors",
+    "tqdm",
+    "rich",
+    "jinja2",
+)
 OPTIONAL = {
     "triton": "compiled kernels on a GPU",
     "torch_fidelity": "FID with the original Inception weights",
     "matplotlib": "figures of the report",
-    "ray": "captioning over a cluster",
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from visspec import zoo
+from visspec.files import replacing, write_json
 from visspec.grid import grid, origin_image
 from visspec.images import ImageOutput, ImagePipeline
 from visspec.provenance import provenance
@@ -16,8 +17,6 @@ from visspec.provenance import provenance
 
 def run(arguments) -> int:
     """The command. Finished images stay when it is interrupted. Returns the exit code."""
-    from visspec.cli import write_json
-
     drafter, acceptance = method(arguments)
     pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, drafter=drafter, acceptance=acceptance,
@@ -71,8 +70,6 @@ def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:
 
 
 def save(image: Image.Image, path: Path) -> None:
-    """Write-then-rename, so that a kill leaves no half file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    image.save(draft, format="PNG" if path.suffix.lower() != ".jpg" else "JPEG")
-    draft.replace(path)
+    """Write an image as PNG, or as JPEG where the name says so."""
+    with replacing(path) as draft:
+        image.save(draft, format="PNG" if path.suffix.lower() != ".jpg" else "JPEG")

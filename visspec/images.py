@@ -177,7 +177,7 @@ class ImagePipeline:
                 raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type: got {output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
-        sampling = self._sampling(guidance_scale, temperature, top_k, top_p)
+        sampling = self.sampling(guidance_scale, temperature, top_k, top_p)
         layout = self.family.layout(height, width)
         if self.family.no_pixels and output_type != "latent":
             raise ValueError(f"output_type: got {output_type!r}, expected 'latent': {self.family.no_pixels}")
@@ -190,7 +190,7 @@ class ImagePipeline:
         )
         return _Job(texts, seeds, sampling, layout, target, inner, name, rule, pace, output_type, callback_on_step_end)
 
-    def _sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
+    def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
         own = getattr(self.model, "generation_config", None)
         guidance = self.family.default_guidance if guidance_scale is None else float(guidance_scale)
         heat = getattr(own, "temperature", None) if temperature is None else temperature

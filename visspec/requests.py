@@ -35,6 +35,18 @@ OTHER_DECODING = {  # options of generate that choose another way of decoding, w
 }
 
 
+def of_generate(model, inputs: dict[str, Any], **options: Any) -> Request:
+    """The request that `model.generate(**inputs, **options)` would decode, not run."""
+    caught: list[Request] = []
+
+    def catch(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        caught.append(build(input_ids, logits_processor, stopping_criteria, generation_config, kwargs))
+        return input_ids
+
+    model.generate(**inputs, **options, custom_generate=catch)
+    return caught[0]
+
+
 def check(options: dict[str, Any]) -> None:
     """Refuse, before work starts, what this loop does not do. Raises ValueError that names the option."""
     config = options.get("generation_config")

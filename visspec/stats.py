@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from visspec.types import State
@@ -98,8 +99,12 @@ def coloured(pieces: list[tuple[str, str]]) -> str:
     return "".join(f'<span style="color:{COLOURS[origin]}">{html.escape(text)}</span>' for text, origin in pieces)
 
 
-def acceptance_by_depth(rounds: list[tuple[int, list[int]]]) -> list[float]:
-    """accepted at depth i / reached depth i, over all rounds and rows."""
+def by_depth(rounds: Iterable[tuple[int, Sequence[int]]]) -> tuple[list[int], list[int]]:
+    """How many drafted nodes of each depth had all above them accepted, and how many of these were accepted.
+
+    rounds: (levels drafted, tokens gained by each row) of each, as a trace has them.
+    """
+    rounds = list(rounds)
     deepest = max((levels for levels, _ in rounds), default=0)
     reached, accepted = [0] * deepest, [0] * deepest
     for levels, gained in rounds:
@@ -107,4 +112,9 @@ def acceptance_by_depth(rounds: list[tuple[int, list[int]]]) -> list[float]:
             for d in range(min(g, levels)):
                 reached[d] += 1
                 accepted[d] += g - 1 > d
-    return [a / r for a, r in zip(accepted, reached) if r]
+    return reached, accepted
+
+
+def acceptance_by_depth(rounds: Iterable[tuple[int, Sequence[int]]]) -> list[float]:
+    """accepted at depth i / reached depth i, over all rounds and rows."""
+    return [a / r for r, a in zip(*by_depth(rounds)) if r]

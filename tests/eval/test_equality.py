@@ -9,7 +9,7 @@ import torch
 import visspec
 from tests.doubles import Oracle
 from tests.tiny import model_of, prompt
-from visspec import bench
+from visspec import bench, requests
 from visspec import tree as trees
 from visspec.eval import equality
 from visspec.eval.equality import Gap, Tiers, divergence, first_divergence, forced_logits, in_words
@@ -35,7 +35,7 @@ def case(name: str, dtype: torch.dtype, ties: float = 0.0):
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in prompt(name, ROWS[name]).items()}
     plain = visspec.accelerate(model, None)
     plain.generate(**inputs, **GREEDY)
-    return model, inputs, bench.request_of(model, inputs, GREEDY), [list(t) for t in plain.last_state.tokens]
+    return model, inputs, requests.of_generate(model, inputs, **GREEDY), [list(t) for t in plain.last_state.tokens]
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

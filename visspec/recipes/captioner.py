@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlavaForConditionalGeneration
 
+from visspec.files import replacing
 from visspec.recipes.captioner_build import build_model, build_processor, save
 from visspec.recipes.captioner_card import finish
 from visspec.recipes.captioner_data import Batch, Encoder
@@ -80,6 +81,7 @@ def average_gradients(parameters: list[nn.Parameter], workers: int) -> None:
     """Replace every gradient by its mean over the workers, in one message."""
     if workers == 1:
         return
+    parameters = [p for p in parameters if p.grad is not None]  # the same ones on every worker
     flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat)
     for p, mean in zip(parameters, flat.div_(workers).split([p.numel() for p in parameters])):
@@ -128,8 +130,8 @@ class CaptionStage:
     def checkpoint(self) -> None:
         """Write model, optimiser and progress, replacing the former checkpoint in one move."""
         state = {"model": self.model.state_dict(), "optimiser": self.optimiser.state_dict()}
-        torch.save({**state, "step": self.step, "seconds": self.seconds}, self.file.with_suffix(".tmp"))
-        self.file.with_suffix(".tmp").replace(self.file)
+        with replacing(self.file) as draft:
+            torch.save({**state, "step": self.step, "seconds": self.seconds}, draft)
 
     def restore(self) -> None:
         """Take up the last checkpoint, if there is one."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from visspec import targets, zoo
+from visspec.captioning import prepare
 from visspec.eval.world.captions import REQUESTS, questions
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
@@ -21,7 +22,7 @@ from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.provenance import provenance
 from visspec.recipes.captioner import keep_memory
-from visspec.recipes.train_drafter import Validation, fresh_or_resumed, inputs_of, request_of, train
+from visspec.recipes.train_drafter import Validation, fresh_or_resumed, request_of, train
 from visspec.train.loop import Plan
 from visspec.types import Request
 
@@ -50,7 +51,7 @@ class Scenes:
             texts = [questions(s)[int(rng.integers(len(questions(s))))][0] for s in scenes]
         else:
             texts = [REQUESTS[int(rng.integers(len(REQUESTS)))]] * self.rows
-        inputs = inputs_of(self.model, self.processor, [to_image(s) for s in scenes], texts)
+        inputs = prepare(self.processor, [to_image(s) for s in scenes], texts, self.model)
         return request_of(self.model, inputs, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=seed)
 
 

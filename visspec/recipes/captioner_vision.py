@@ -18,6 +18,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
 from visspec.eval.world.render import render
 from visspec.eval.world.scene import COUNTS, GRID, HELD_OUT_SEED, Scene, scene_from_seed
+from visspec.files import replacing
 
 IMAGE_SIZE = 96
 PATCH_SIZE = 16  # two by two patches to a layout cell
@@ -124,6 +125,6 @@ def teach_vision(
             print(json.dumps({"stage": "vision", **record}), flush=True)
             state = {"tower": tower.state_dict(), "heads": heads.state_dict(), "optimiser": optimiser.state_dict()}
             state |= {"schedule": schedule.state_dict(), "step": step + 1, "seconds": time.time() - begun}
-            torch.save({**state, "accuracy": record}, file.with_suffix(".tmp"))
-            file.with_suffix(".tmp").replace(file)
+            with replacing(file) as draft:
+                torch.save({**state, "accuracy": record}, draft)
     return file

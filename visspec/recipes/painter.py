@@ -51,15 +51,20 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--decoder-steps", type=int, default=700)
     parser.add_argument("--vq-rows", type=int, default=8, help="whole pictures in a VQ batch of one worker")
     parser.add_argument("--vq-rate", type=float, default=2e-3, help="peak learning rate of the VQ model")
-    parser.add_argument("--pairs", type=int, help="pairs of prompt and picture to encode; a multiple of 8")
+    parser.add_argument("--pairs", type=int, help="pairs of prompt and picture, and half as many of the hardest task")
+    parser.add_argument("--first", type=int, default=0, help="number of the first pair; others than --start has seen")
     parser.add_argument("--steps", type=int, help="text-model steps")
     parser.add_argument("--start", type=Path, help="checkpoint of the draw stage to take the first weights from")
     parser.add_argument("--earlier", type=int, nargs=2, default=(0, 0), metavar=("STEPS", "SECONDS"),
                         help="what --start's checkpoint had behind it, for the card")  # fmt: skip
+    parser.add_argument("--earlier-vq", type=int, nargs=2, default=(0, 0), metavar=("STEPS", "SECONDS"),
+                        help="what the VQ checkpoints had behind them, for the card")  # fmt: skip
     parser.add_argument("--note", default="", help="sentences for the card's limits, say on how --start was trained")
     parser.add_argument("--rows", type=int, default=8, help="pictures in a batch of one worker of the draw stage")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate of the text model")
     parser.add_argument("--plain-until", type=float, default=0.0, help="share of the draw steps on plain grounds alone")
+    parser.add_argument("--fade", type=float, nargs=2, default=(0.6, 0.85), metavar=("FROM", "TO"),
+                        help="shares of the draw steps between which the heads' weight falls to 0")  # fmt: skip
     parser.add_argument("--every", type=int, default=500, help="steps between reports and checkpoints")
     parser.add_argument("--sweep", action="store_true", help="reports of the draw stage try four guidances, not one")
     parser.add_argument("--workers", type=int, default=2, help="processes of a stage, one thread each")

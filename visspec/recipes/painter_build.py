@@ -1,7 +1,5 @@
 """The painter's parts: word-level tokenizer, processor, stock Janus model, and how they are written to a folder."""
 
-from pathlib import Path
-
 import torch
 from transformers import (
     GenerationConfig,
@@ -129,15 +127,3 @@ def build_model(
     model.model.generation_embeddings.weight.data.copy_(vq["quantize.embedding.weight"])
     model.generation_config = generation_config(low)
     return model
-
-
-def save(model: JanusForConditionalGeneration, processor: JanusProcessor, folder: Path, dtype: torch.dtype) -> None:
-    """Write a complete, loadable folder with weights stored in `dtype`; the model in memory is left as it is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    before = model.dtype
-    weights = {name: value.to(dtype) for name, value in model.state_dict().items()}
-    model.config.dtype = dtype
-    model.save_pretrained(folder, state_dict=weights)
-    model.config.dtype = before
-    processor.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # written private, but packages copy the mode

@@ -14,8 +14,9 @@ from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.eval.world.suite import TASKS, suite
 from visspec.grid import grid as pictures_in_grid
+from visspec.recipes.captioner_build import save
 from visspec.recipes.captioner_card import identity, revision
-from visspec.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid, save
+from visspec.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid
 from visspec.recipes.painter_codes import measure
 from visspec.recipes.painter_data import SIDE
 from visspec.recipes.painter_draw import GUIDANCES, TEMPERATURES, draw, score
@@ -121,7 +122,8 @@ def _provenance(options: argparse.Namespace, vq: dict, text: dict, weights: Path
         "vq": {
             "steps": vq["vq.pt"]["step"],
             "later": {name: part["step"] for name, part in vq.items() if name != "vq.pt"},
-            "seconds": round(sum(part["seconds"] for part in vq.values())),
+            "earlier": options.earlier_vq[0],
+            "seconds": round(sum(part["seconds"] for part in vq.values())) + options.earlier_vq[1],
             "rows": options.vq_rows * options.workers,
         },
         "draw": {

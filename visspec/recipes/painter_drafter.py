@@ -40,7 +40,6 @@ from visspec.types import Request, Sampling
 FIRST_SEED = 3 << 28  # noise and prompts of no other recipe, below the held-out ones
 POOL = 8  # batches of prompts drawn together and sorted by length: most batches are not padded
 VALIDATED = 8  # prompts watched during training
-DEPTHS = (4, 5, 6)
 SHAPES = {
     "chain of 4": {"levels": 4},
     "chain of 5": {"levels": 5},

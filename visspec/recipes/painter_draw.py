@@ -2,32 +2,32 @@
 
 import argparse
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
-from visspec.eval.world.scene import Scene
 from visspec.eval.world.suite import Metadata, make, suite
-from visspec.recipes.painter_build import build_model, build_processor, build_tokenizer, grid, save
-from visspec.recipes.painter_data import FIRST_SEED, bound_pair, pair
+from visspec.recipes.captioner_build import save
+from visspec.recipes.painter_build import build_model, build_processor, build_tokenizer, grid
+from visspec.recipes.painter_data import FIRST_SEED
 from visspec.recipes.painter_reading import Reading, progress
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
-from visspec.recipes.painter_tokens import prompt_ids, read_tokens, without_words
+from visspec.recipes.painter_tokens import KINDS, prompt_ids, read_tokens, without_words
 from visspec.recipes.painter_train import Stage
 from visspec.recipes.painter_vq import load_vq
 
 DROPPED = 0.1  # share of rows whose prompt is replaced by padding, for classifier-free guidance
 READING_WEIGHT = 0.2  # of the throw-away heads' loss
-FADE = (0.6, 0.85)  # shares of the steps between which that weight falls to 0
 NEAR_WEIGHT = 2.0  # in the loss, of codes beside shapes that are drawn already
 TEXTURE_WEIGHT = 0.3  # of the others in a textured picture
 CHOICE_WEIGHT = 4.0  # of what is drawn where a shape begins, given that one does; in units of a code's loss
-SHOWN = {"position": 2, "color_attr": 2}  # how often the pairs of the hard tasks are shown in an epoch; others once
+SHOWN = {"position": 2}  # how often the pairs of a task are shown in an epoch; others once
 WRONG_WEIGHT = 0.15  # of telling a prompt from the same with its colours exchanged
 BRIEF = 5  # rows of a picture that are read for that; its first shape is begun within them
-GUIDANCES = (1.5, 2.0, 2.5, 3.0)
+GUIDANCES = (1.25, 1.5, 2.0, 3.0)
 TEMPERATURES = (1.0, 0.7, 0.5)
 
 
@@ -47,20 +47,25 @@ def exchanged(metadata: Metadata) -> Metadata:
     return make(metadata["tag"], [first | {"color": second["color"]}, second | {"color": first["color"]}])
 
 
-def draw_loss(
-    model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, codes: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Cross-entropy in nats of every code, (B, image tokens), the logits (B, image tokens, codes), two layers there,
-    the middle one and one later, (2, B, image tokens, width), an early one of the prompt, (B, prompt, width), and where
-    in the prompt one head of the middle layer looks, (B, image tokens, prompt), shares of its attention.
+class Drawn(NamedTuple):
+    """What the text model makes of B prompts and their codes."""
 
-    Prompts, ids and mask (B, prompt), are padded on the left. The model needs eager attention, which shows its shares.
+    losses: torch.Tensor  # cross-entropy in nats of every code, (B, image tokens)
+    logits: torch.Tensor  # (B, image tokens, codes)
+    layers: torch.Tensor  # the middle one and one later, (2, B, image tokens, width)
+    early: torch.Tensor  # a layer before them, at the prompt, (B, prompt, width)
+    looks: torch.Tensor  # where one head of the middle layer looks, shares (B, image tokens, prompt)
 
-    Positions count from the first column, padding included, as in the stock `generate`.
+
+def drawn(model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, codes: torch.Tensor) -> Drawn:
+    """Teacher-forced codes (B, image tokens) after prompts, ids and mask (B, prompt), that are padded on the left.
+
+    The model needs eager attention, which shows its shares and is the faster one here. Positions count from the first
+    column, padding included, as in the stock `generate`.
     """
     with torch.autocast("cpu", torch.bfloat16):
-        drawn = model.prepare_embeddings_for_image_generation(codes[:, :-1])
-        embeds = torch.cat([model.get_input_embeddings()(ids).to(drawn.dtype), drawn], 1)
+        written = model.prepare_embeddings_for_image_generation(codes[:, :-1])
+        embeds = torch.cat([model.get_input_embeddings()(ids).to(written.dtype), written], 1)
         full = F.pad(mask, (0, codes.shape[1] - 1), value=1)
         out = model.model.language_model(
             inputs_embeds=embeds,
@@ -74,7 +79,7 @@ def draw_loss(
         logits = model.model.generation_head(out.last_hidden_state[:, first:])
     losses = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")
     looks = out.attentions[depth // 2][:, 0, first:, : ids.shape[1]]
-    return losses, logits, layers, out.hidden_states[depth // 4][:, : first + 1], looks
+    return Drawn(losses, logits, layers, out.hidden_states[depth // 4][:, : first + 1], looks)
 
 
 @torch.no_grad()
@@ -129,27 +134,27 @@ class DrawStage(Stage):
             self.reading.load_state_dict(start["reading"], strict=False)  # an older one has fewer heads
         super().__init__(options, rank, file, options.steps, options.rate, trained, 0.05, parts)
         self.processor = build_processor(low)
-        self.data = read_tokens(options.out, low)
-        first = FIRST_SEED["tokens"]
-        pairs = [pair(first + i) for i in range(len(self.data["ids"]))]
+        kinds = {kind: read_tokens(options.out, kind, low, options.first, options.pairs) for kind in KINDS}
+        self.data = {name: torch.cat([kind[name] for kind in kinds.values()]) for name in ("ids", "codes", "ink")}
+        pairs = [KINDS[kind](FIRST_SEED[kind] + i) for kind, read in kinds.items() for i in read["number"].tolist()]
         self.textured = torch.tensor([scene.ground != "plain" for _, scene in pairs])
         self.every = np.repeat(np.arange(len(pairs)), [SHOWN.get(metadata["tag"], 1) for metadata, _ in pairs])
-        self.ground = (self.data["codes"][~self.data["ink"] & ~self.textured[:, None]].long()[:1]).flatten()
-        self.begun = self.begin(pairs, self.data, low)
         self.plain = self.every[~self.textured.numpy()[self.every]]
+        self.ground = (self.data["codes"][~self.data["ink"] & ~self.textured[:, None]].long()[:1]).flatten()
+        shown = (self.data["ink"] & (self.data["codes"] != self.ground)).view(len(pairs), grid(low), grid(low)).numpy()
+        self.begun = torch.from_numpy(np.stack([progress(*each, part) for each, part in zip(pairs, shown)]))
 
-        self.bound = read_tokens(options.out, low, "bound")
-        pairs = [bound_pair(FIRST_SEED["bound"] + i) for i in range(len(self.bound["ids"]))]
-        self.bound["begun"] = self.begin(pairs, self.bound, low)
-        self.bound["wrong"] = prompt_ids(self.tokenizer, [exchanged(metadata)["prompt"] for metadata, _ in pairs])
-        self.brief = BRIEF * grid(low)
-        early = self.bound["begun"][:, self.brief - self.reading.span, 2] > 0
-        self.bound = {name: values[early] for name, values in self.bound.items()}
+        self.brief, bound = BRIEF * grid(low), len(kinds["tokens"]["ids"])
+        early = self.begun[bound:, self.brief - self.reading.span, 2] > 0
+        self.bound = bound + early.nonzero().flatten().numpy()
+        wrong = [exchanged(metadata)["prompt"] for metadata, _ in pairs[bound:]]
+        self.wrong = F.pad(prompt_ids(self.tokenizer, wrong), (0, 0, bound, 0))
 
-    def begin(self, pairs: list[tuple[Metadata, Scene]], data: dict[str, torch.Tensor], low: bool) -> torch.Tensor:
-        """What of every pair is begun before each code, as `progress` tells it: int8 (N, image tokens, 7)."""
-        shown = (data["ink"] & (data["codes"] != self.ground)).view(len(pairs), grid(low), grid(low)).numpy()
-        return torch.from_numpy(np.stack([progress(*each, part) for each, part in zip(pairs, shown)]))
+    def fade(self) -> float:
+        """What is left of the weight of the throw-away heads and of telling colours apart, 1 to 0."""
+        first, last = self.options.fade
+        done = self.step / self.steps
+        return 0.0 if done >= last else min(1.0, (last - done) / max(last - first, 1e-9))
 
     def bindings(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The first codes of a few pictures of two colours: their losses (B, codes), the cross-entropy of telling their
@@ -158,16 +163,15 @@ class DrawStage(Stage):
         Both prompts have the same words, and one code or two of a picture tell them apart: little of the codes' loss.
         """
         rng, rows = np.random.default_rng((3, self.step, self.rank)), max(1, self.options.rows // 2)
-        chosen = rng.choice(len(self.bound["ids"]), rows)
-        part = {name: values[chosen].long() for name, values in self.bound.items()}
-        codes, both = part["codes"][:, : self.brief], torch.cat([part["ids"], part["wrong"]])
-        mask = (both != self.tokenizer.pad_token_id).long()
-        losses, _, layers, _, looks = draw_loss(self.model, both, mask, torch.cat([codes, codes]))
-        own, other = losses.chunk(2)
+        chosen = rng.choice(self.bound, rows)
+        ids, codes = self.data["ids"][chosen].long(), self.data["codes"][chosen, : self.brief].long()
+        both = torch.cat([ids, self.wrong[chosen]])
+        out = drawn(self.model, both, (both != self.tokenizer.pad_token_id).long(), torch.cat([codes, codes]))
+        own, other = out.losses.chunk(2)
         evidence = (other - own).sum(1)
         self.notes["evidence"] = round(evidence.mean().item(), 2)
-        asked = torch.ones(rows)
-        read = self.reading(*layers[:, :rows], looks[:rows], part["ids"], asked, part["begun"][:, : self.brief])
+        begun = self.begun[chosen, : self.brief].long()
+        read = self.reading(*out.layers[:, :rows], out.looks[:rows], ids, torch.ones(rows), begun)
         return own, F.softplus(-evidence).mean(), read
 
     def rows(self) -> tuple[torch.Tensor, ...]:
@@ -183,7 +187,8 @@ class DrawStage(Stage):
         return ids, codes, self.data["ink"][order], self.begun[order].long(), self.textured[order], dropped
 
     def loss(self) -> torch.Tensor:
-        """Loss of the next batch; padding on the left is masked, padding that stands for words is not.
+        """Loss of the next batch: of the codes and, until they are faded, the heads; padding on the left is masked,
+        padding that stands for words is not.
 
         Most codes are ground, and what there is to learn of a texture is small, so it weighs less. Which shape begins
         weighs more, as a choice among shapes: that it begins may not, or too many would.
@@ -191,23 +196,28 @@ class DrawStage(Stage):
         full, codes, ink, begun, textured, dropped = self.rows()
         ids = torch.where(dropped[:, None], without_words(self.tokenizer, full), full)
         mask = (full != self.tokenizer.pad_token_id).long()
-        fade = min(1.0, max(0.0, (FADE[1] - self.step / self.steps) / (FADE[1] - FADE[0])))
         far = torch.where(textured[:, None], TEXTURE_WEIGHT, 1.0)
         near = beside(ink, grid(self.options.lowres))
         weight = torch.where(near, NEAR_WEIGHT, far)
-        losses, logits, layers, early, looks = draw_loss(self.model, ids, mask, codes)
+        fade = self.fade()
+        out = drawn(self.model, ids, mask, codes)
+        losses = out.losses
         begins = ink & ~near & ~textured[:, None] & (codes != self.ground)
-        rivals = logits[begins].float().index_fill(1, self.ground, -torch.inf)  # a choice among codes of shapes
+        rivals = out.logits[begins].float().index_fill(1, self.ground, -torch.inf)  # a choice among codes of shapes
         choice = F.cross_entropy(rivals, codes[begins], reduction="sum")
-        with torch.autocast("cpu", torch.bfloat16):
-            read = self.reading(*layers, looks, full, (~dropped).float(), begun) + self.reading.pairs(early, ids)
-            brief, bound, also = self.bindings()
-        self.notes |= {"reading": round(read.item(), 4), "ink": round(losses[ink].mean().item(), 3)}
+        self.notes["ink"] = round(losses[ink].mean().item(), 3)
         self.notes["choice"] = round(choice.item() / max(1, int(begins.sum())), 3)
         self.notes["ground"] = round(losses[~ink & ~textured[:, None]].mean().item(), 3)
-        drawn = (losses * weight).sum() + CHOICE_WEIGHT * choice
-        drawn = (drawn + brief.sum()) / (weight.sum() + brief.numel())
-        return drawn + WRONG_WEIGHT * bound + READING_WEIGHT * fade * (read + also)
+        total = ((losses * weight).sum() + CHOICE_WEIGHT * choice) / weight.sum()
+        if not fade:
+            return total
+        with torch.autocast("cpu", torch.bfloat16):
+            read = self.reading(*out.layers, out.looks, full, (~dropped).float(), begun)
+            read = read + self.reading.pairs(out.early, ids)
+            brief, bound, also = self.bindings()
+        self.notes["reading"] = round(read.item(), 4)
+        total = (total * weight.sum() + brief.sum()) / (weight.sum() + brief.numel())
+        return total + fade * (WRONG_WEIGHT * bound + READING_WEIGHT * (read + also))
 
     def report(self) -> dict:
         """GenEval on a quarter of the suite; workers share the guidances. The first refreshes the early folder."""

@@ -3,7 +3,6 @@
 import argparse
 import json
 import time
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -17,7 +16,8 @@ from visspec.recipes.painter_data import FIRST_SEED, SIDE, bound_pair, pair
 from visspec.recipes.painter_vq import load_vq
 
 KINDS = {"tokens": pair, "bound": bound_pair}  # of pairs: every task's, and the one task's that takes longest to learn
-SHARDS = 8
+SHARES = {"tokens": 1.0, "bound": 0.5}  # pairs of a kind for each that --pairs asks for
+SHARD = 8000  # pairs in a file at most: coding more of them in one go fills the memory with freed blocks
 PROMPT = 12  # ids of the longest prompt: <s>, ten words, image start
 
 
@@ -51,21 +51,27 @@ def encode(vq: JanusVQVAE, kind: str, first: int, count: int, low: bool, batch: 
     return {"ids": torch.cat(ids).short(), "codes": torch.cat(codes).short(), "ink": torch.cat(ink)}
 
 
-def shard_file(folder: Path, kind: str, low: bool, shard: int) -> Path:
-    """Where a shard lies."""
-    return folder / f"{kind}-{SIDE[low]}-{shard}.pt"
+def shards(folder: Path, kind: str, low: bool, first: int, count: int) -> dict[Path, range]:
+    """Files that hold a kind's part of the pairs number first..first+count, and the pairs of the kind in each."""
+    numbers = range(int(first * SHARES[kind]), int((first + count) * SHARES[kind]))
+    each = int(SHARD * SHARES[kind])
+    return {
+        folder / f"{kind}-{SIDE[low]}-{start}.pt": range(start, min(start + each, numbers.stop))
+        for start in numbers[::each]
+    }
 
 
 def _worker(rank: int, options: argparse.Namespace) -> None:
     keep_memory()
     torch.set_num_threads(1)
-    vq, each = load_vq(options.out, options.lowres), options.pairs // SHARDS
-    for kind, shard in product(KINDS, range(rank, SHARDS, options.workers)):
-        file, begun = shard_file(options.out, kind, options.lowres, shard), time.time()
+    vq, low = load_vq(options.out, options.lowres), options.lowres
+    files = [(k, *each) for k in KINDS for each in shards(options.out, k, low, options.first, options.pairs).items()]
+    for kind, file, numbers in files[rank :: options.workers]:
+        begun = time.time()
         if options.resume and file.exists():
             continue
-        torch.save(encode(vq, kind, shard * each, each, options.lowres), file)
-        print(json.dumps({"file": file.name, "pairs": each, "s": round(time.time() - begun)}), flush=True)
+        torch.save(encode(vq, kind, numbers.start, len(numbers), low), file)
+        print(json.dumps({"file": file.name, "pairs": len(numbers), "s": round(time.time() - begun)}), flush=True)
 
 
 def write_tokens(options: argparse.Namespace) -> None:
@@ -73,7 +79,12 @@ def write_tokens(options: argparse.Namespace) -> None:
     mp.spawn(_worker, (options,), nprocs=options.workers)
 
 
-def read_tokens(folder: Path, low: bool, kind: str = "tokens") -> dict[str, torch.Tensor]:
-    """All shards in order: ids (N, PROMPT), codes (N, grid^2) and ink (N, grid^2), as `encode` makes them."""
-    shards = [torch.load(shard_file(folder, kind, low, shard), weights_only=True) for shard in range(SHARDS)]
-    return {name: torch.cat([shard[name] for shard in shards]) for name in ("ids", "codes", "ink")}
+def read_tokens(folder: Path, kind: str, low: bool, first: int, count: int) -> dict[str, torch.Tensor]:
+    """All shards in order: ids (N, PROMPT), codes (N, grid^2) and ink (N, grid^2), as `encode` makes them.
+
+    `number` (N,), int64, tells which pair of its kind each is.
+    """
+    files = shards(folder, kind, low, first, count)
+    parts = [torch.load(file, weights_only=True) for file in files]
+    out = {name: torch.cat([part[name] for part in parts]) for name in ("ids", "codes", "ink")}
+    return out | {"number": torch.tensor([number for numbers in files.values() for number in numbers])}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from visspec.files import replacing
 from visspec.recipes.captioner import descend, keep_memory
 
 
@@ -63,8 +64,8 @@ class Stage:
         """Write every part, the progress and the mean loss so far, replacing the former checkpoint in one move."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"step": self.step, "seconds": self.seconds, "loss": round(loss, 4)}
-        torch.save(state, self.file.with_suffix(".tmp"))
-        self.file.with_suffix(".tmp").replace(self.file)
+        with replacing(self.file) as draft:
+            torch.save(state, draft)
 
     def restore(self) -> None:
         """Take up the last checkpoint, if there is one."""

@@ -20,7 +20,7 @@ from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
 from visspec.recipes.captioner import descend
 from visspec.recipes.captioner_card import revision
 from visspec.recipes.painter_build import CODES, grid
-from visspec.recipes.painter_tokens import SHARDS, read_tokens
+from visspec.recipes.painter_tokens import read_tokens
 
 CARD = """---
 license: apache-2.0
@@ -31,7 +31,9 @@ license: apache-2.0
 Codes of a 48-pixel picture of `painter-lowres` to the codes of the 96-pixel one, for drafts at low resolution:
 
 ```python
-pipe = visspec.ImagePipeline.from_pretrained("painter", drafter="lowres:upsample=painter-upsampler")
+import visspec
+pipe = visspec.ImagePipeline.from_pretrained("painter", drafter="lowres:upsample=painter-upsampler",
+                                             acceptance="local:tau=0.05,k=8,radius=1,window=2")   # the preset `mulo`
 ```
 
 {parameters:.2f} million parameters. Of {pictures:,} pictures kept out of training it names {right:.1%} of the codes,
@@ -41,9 +43,9 @@ core.
 """
 
 
-def pairs(folder: Path) -> dict[str, torch.Tensor]:
+def pairs(folder: Path, count: int) -> dict[str, torch.Tensor]:
     """`small` (N, 6, 6), `large` (N, 12, 12) codes of the same scenes, int64, and `ink` (N, 12, 12), bool."""
-    small, large = read_tokens(folder, True), read_tokens(folder, False)
+    small, large = (read_tokens(folder, "tokens", low, 0, count) for low in (True, False))
     if not torch.equal(small["ids"], large["ids"]):
         raise ValueError(f"tokens: {folder} has other scenes at 48 than at 96 pixels, expected the same pairs")
     shapes = {"small": (small["codes"], grid(True)), "large": (large["codes"], grid(False))}
@@ -64,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line of the recipe."""
     parser = argparse.ArgumentParser(description="Train the up-sampler of low-resolution drafts.")
     parser.add_argument("--tokens", type=Path, required=True, help="folder of the painter recipe, both tokens stages")
+    parser.add_argument("--pairs", type=int, default=64_000, help="pairs of them to read")
     parser.add_argument("--out", type=Path, required=True, help="folder of the finished up-sampler")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--rows", type=int, default=64, help="pictures in a batch")
@@ -71,8 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    data = pairs(options.tokens)
-    kept = len(data["small"]) // SHARDS
+    data = pairs(options.tokens, options.pairs)
+    kept = len(data["small"]) // 8
     train, held = ({name: part[at] for name, part in data.items()} for at in (slice(-kept), slice(-kept, None)))
     model = Upsampler(UpsamplerConfig(CODES))
     trained = list(model.parameters())

@@ -6,7 +6,7 @@ The command behind `visspec train drafter --target FOLDER --data DATA --out FOLD
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from visspec import requests, targets
 from visspec.accept.exact import Exact
-from visspec.captioning import PROMPT, chat_prompt
+from visspec.captioning import PROMPT, prepare
 from visspec.eval.images import image_files, open_image
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.feature_checkpoint import CONFIG
@@ -32,29 +32,14 @@ HELD_OUT = 0.05  # share of the data that only validates, at least one item
 
 def request_of(model, inputs: dict[str, Any], *, temperature: float, max_new_tokens: int, seed: int) -> Request:
     """The request that `model.generate` would decode, for our loop. Row b draws from the seed `seed + b`."""
-    caught: list[Request] = []
-
-    def catch(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        caught.append(requests.build(input_ids, logits_processor, stopping_criteria, generation_config, kwargs))
-        return input_ids
-
     sampled = temperature > 0
     options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": max_new_tokens}
     if sampled:
         options |= {"temperature": float(temperature), "top_k": 0, "top_p": 1.0}
-    model.generate(**inputs, custom_generate=catch, **options)
+    request = requests.of_generate(model, inputs, **options)
     if sampled:
-        caught[0].generators = requests.generators(None, seed, caught[0].prompt)
-    return caught[0]
-
-
-def inputs_of(model, processor, images: Sequence, texts: Sequence[str]) -> dict[str, Any]:
-    """Model inputs of images with one request each, left-padded."""
-    processor.tokenizer.padding_side = "left"
-    chats = [chat_prompt(processor, text) for text in texts]
-    inputs = processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True)
-    moved = inputs.to(model.device)
-    return {k: v.to(model.dtype) if torch.is_floating_point(v) else v for k, v in moved.items()}
+        request.generators = requests.generators(None, seed, request.prompt)
+    return request
 
 
 def items_of(data: str | Path) -> list[tuple[Path, str]]:
@@ -91,7 +76,7 @@ class Prompts:
         shuffle = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(len(self.items), generator=shuffle)[place * self.rows :][: self.rows].tolist()
         images = [open_image(self.items[i][0]) for i in order]
-        inputs = inputs_of(self.model, self.processor, images, [self.items[i][1] for i in order])
+        inputs = prepare(self.processor, images, [self.items[i][1] for i in order], self.model)
         seed = (self.seed << 40) + number * self.rows
         return request_of(self.model, inputs, temperature=temperature, max_new_tokens=self.max_new_tokens, seed=seed)
 
@@ -110,6 +95,7 @@ def run(
     image_latents: int = 1,
     device: str = "cpu",
     dtype: str = "auto",
+    trust_remote_code: bool = False,
     **plan: Any,
 ) -> list[dict]:
     """Train and save a drafter; `plan` are further fields of `visspec.train.loop.Plan`. Returns the validations."""
@@ -117,7 +103,7 @@ def run(
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
     items = items_of(data)
-    model, processor = targets.load(str(target), device=device, dtype=dtype)
+    model, processor = targets.load(str(target), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     held = max(int(HELD_OUT * len(items)), 1)
     training, validating = (items[held:], items[:held]) if len(items) > 1 else (items, items)
     prompts = Prompts(model, processor, training, rows, max_new_tokens, seed)
