@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 
@@ -82,11 +83,14 @@ def test_output_types(pipe):
     kinds = {k: pipe(PROMPTS[0], seed=2, output_type=k).images[0] for k in ("pil", "np", "pt", "latent")}
     assert kinds["np"].shape == (48, 48, 3) and kinds["pt"].shape == (3, 48, 48) and kinds["latent"].shape == (6, 6)
     assert 0 <= kinds["np"].min() and kinds["np"].max() <= 1
+    both = [pipe(PROMPTS[:2], seed=2, output_type=kind).images.shape for kind in ("np", "pt")]
+    assert both == [(2, 48, 48, 3), (2, 3, 48, 48)]
     assert np.abs(np.asarray(kinds["pil"], float) / 255 - kinds["np"]).max() < 0.003
     assert torch.allclose(torch.from_numpy(kinds["np"]).permute(2, 0, 1), kinds["pt"])
 
 
 def test_generators_and_seeds():
+    assert image_seeds(None, np.int64(4), 2) == [4, 5]
     assert image_seeds(None, 4, 3) == [4, 5, 6] and image_seeds(None, [9, 1], 2) == [9, 1]
     a, b = (image_seeds(torch.Generator().manual_seed(1), None, 2) for _ in range(2))
     assert a == b and a[0] != a[1]
@@ -97,16 +101,40 @@ def test_generators_and_seeds():
         image_seeds(None, [1, 2], 3)
 
 
-def test_callback_and_interrupt_keep_what_is_finished(pipe):
-    seen = []
+RAGGED = {"drafter": "jacobi:redraw=maximal,window=8", "acceptance": "rejection", "seed": 0}
+
+
+def whole(state):
+    """Rows of a batch that have all their codes."""
+    return sum(len(tokens) == TOKENS for tokens in state.tokens)
+
+
+@pytest.mark.parametrize("how", ["flag", "keyboard"])
+def test_a_batch_that_is_ended_keeps_its_finished_images(pipe, how):
+    found = []
 
     def stop(pipeline, step, done, extra):
-        seen.append(done)
-        pipeline.interrupt = step >= 3 and len(pipeline.last_output.images) == 2
+        found.append(whole(extra["state"]))
+        if found[-1] and how == "keyboard":
+            raise KeyboardInterrupt
+        pipeline.interrupt = bool(found[-1])
+
+    every = pipe(PROMPTS * 2, **RAGGED)
+    with pytest.raises(KeyboardInterrupt) if how == "keyboard" else contextlib.nullcontext():
+        pipe(PROMPTS * 2, **RAGGED, callback_on_step_end=stop)
+    out = pipe.last_output
+    assert found[:-1] == [0] * (len(found) - 1) and 0 < found[-1] == len(out.images) < 6
+    for seed, image, tokens in zip(out.seeds, out.images, out.tokens):
+        assert np.array_equal(image, every.images[seed]) and torch.equal(tokens, every.tokens[seed])
+
+
+def test_later_batches_are_not_begun_and_the_next_call_goes_on(pipe):
+    def stop(pipeline, step, done, extra):
+        pipeline.interrupt = bool(pipeline.last_output.images)
 
     out = pipe(PROMPTS * 2, seed=0, batch_size=2, callback_on_step_end=stop)
-    assert (len(out.images) == 2 and seen == sorted(seen[: len(seen)])) or len(seen) > 3
-    assert len(pipe(PROMPTS[:1], seed=0).images) == 1  # the next call is not interrupted
+    assert out.seeds == [0, 1] and len(out.images) == 2
+    assert all(np.array_equal(a, b) for a, b in zip(out.images, pipe(PROMPTS[:2], seed=0).images))
 
 
 def test_keyboard_interrupt_leaves_finished_images(pipe):
@@ -119,6 +147,22 @@ def test_keyboard_interrupt_leaves_finished_images(pipe):
     assert len(pipe.last_output.images) == 1
 
 
+def test_what_belongs_to_the_model_moves_with_it(folder):
+    found = ImagePipeline.from_pretrained(str(folder), torch_dtype=torch.bfloat16, acceptance="lantern:k=4,delta=0.1")
+    found.pairing("jacobi:redraw=maximal", "lantern:k=4,delta=0.1")
+    assert found.model.dtype == torch.bfloat16 and found._built
+    found.to("meta")
+    assert found.family.codebook.device.type == "meta" and not found._built
+    assert found.pairing("jacobi", "exact")[1].allowed.device.type == "meta"
+
+
+def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path)
+    again = ImagePipeline.from_pretrained(str(tmp_path))
+    again.set_progress_bar_config(disable=True)
+    assert torch.equal(again(PROMPTS[0], seed=4).tokens[0], pipe(PROMPTS[0], seed=4).tokens[0])
+
+
 @pytest.mark.parametrize("change,words", [
     ({"prompt": 3}, "prompt: got 3"), ({"prompt": []}, "prompt: got"), ({"prompt": "red " * 300}, "prompt: got"),
     ({"num_images_per_prompt": 0}, "num_images_per_prompt: got 0"), ({"batch_size": 0}, "batch_size: got 0"),
@@ -129,6 +173,14 @@ def test_keyboard_interrupt_leaves_finished_images(pipe):
     ({"acceptance": "lantern:delta=1.5"}, "delta: got 1.5"),
     ({"acceptance": "nothing"}, "acceptance: got 'nothing'"), ({"drafter": "jacobi:redraw=odd"}, "redraw: got 'odd'"),
     ({"drafter": "jacobi:branch=2"}, "drafter: Jacobi samples, expected point masses"),
+    ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear"), ({"drafter": 3}, "drafter: got 3"),
+    ({"acceptance": 3}, "acceptance: got 3"), ({"drafter": "jacobi:window=2.5"}, "window: got 2.5"),
+    ({"acceptance": "lantern:k=1.5"}, "k: got 1.5"), ({"acceptance": "grouped:max_gap=nan"}, "max_gap: got nan"),
+    ({"drafter": "jacobi:branch=3", "acceptance": "run_product"}, "drafter: Jacobi drafts trees"),
+    ({"drafter": "zipar:window=4", "acceptance": "lantern:k=10"}, "acceptance: got Lantern, expected exact"),
+    ({"guidance_scale": float("inf")}, "guidance_scale: got inf"), ({"top_p": 0.0}, "top_p: got 0.0"),
+    ({"top_k": 2.5}, "top_k: got 2.5"), ({"height": 0}, "height: got 0"), ({"seed": 1.5}, "seed: got 1.5"),
+    ({"callback_on_step_end": 3}, "callback_on_step_end: got 3"),
 ])  # fmt: skip
 def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch):
     monkeypatch.setattr("visspec.images.decode", lambda *a: pytest.fail("decoding began"))
@@ -149,12 +201,17 @@ def test_the_command(folder, tmp_path, capsys):
     assert cli.main(arguments) == 0
     record = json.loads((tmp_path / "r.json").read_text())
     assert [r["seed"] for r in record["results"]] == [0, 1, 2] and record["provenance"]
+    assert all(r["guarantee"] == "approximate" and r["drift_per_token"] > 0 for r in record["results"])
     assert len(list((tmp_path / "o").glob("*.png"))) == 3 and Image.open(tmp_path / "g.png").width > 100
     assert "guarantee: approximate" in capsys.readouterr().out
     assert cli.main([*arguments[:4], "--model", str(tmp_path / "nowhere")]) == 2
     assert cli.main(["generate", "x", "--model", str(folder), "--acceptance", "lantern:k=0"]) == 2
+    bad = [["--device", "foo"], ["--grid", str(tmp_path)], ["--json", str(tmp_path)], ["--height", "100"]]
+    bad += [["--out", str(tmp_path / "r.json")], ["--acceptance", "lantern:k=1.5"]]
+    for options in bad:
+        assert cli.main(["generate", "x", "--model", str(folder), *options]) == 2, options
     shown = capsys.readouterr().err
-    assert shown.count("\n") == 2 and "nowhere" in shown and "k: got 0" in shown
+    assert shown.count("\n") == 8 and "nowhere" in shown and "k: got 0" in shown and "device: got 'foo'" in shown
 
 
 def test_presets_are_pairs_the_zoo_knows():
@@ -163,6 +220,15 @@ def test_presets_are_pairs_the_zoo_knows():
         zoo.acceptance(rule)
     with pytest.raises(ValueError, match=r"^preset: got 'sj', expected one of plain, "):
         zoo.preset("sj")
+
+
+def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch):
+    monkeypatch.setattr("visspec.bench_image.StockArm.__call__", lambda *a: pytest.fail("drawing began"))
+    wrong = {"jacobi/nope": "acceptance: got 'nope'", "jacobi/lantern:k=2000": "k: got 2000"}
+    wrong |= {"jacobi/": "acceptance: got ''", "zipar/lantern": "acceptance: got Lantern"}
+    for pair, words in wrong.items():
+        assert cli.main(["bench", "image", "--model", str(folder), "--prompts", "2", "--method", f"x={pair}"]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_the_bench_and_its_report(folder, tmp_path, capsys):
@@ -177,6 +243,7 @@ def test_the_bench_and_its_report(folder, tmp_path, capsys):
     assert rows["gumbel"]["identical"] == 2 and rows["gumbel"]["guarantee"] == "exact"
     assert rows["near"]["nfe"] < TOKENS and rows["zipar"]["nfe"] < TOKENS
     assert rows["plain"]["geneval"] == rows["gumbel"]["geneval"] and rows["plain"]["fd"] == rows["gumbel"]["fd"] > 0
+    assert rows["zipar"]["latent_displacement"] is None and rows["gumbel"]["latent_displacement"] == 0
     assert rows["near"]["drift_per_token"] > 0 and rows["near"]["latent_displacement"] > 0
     assert np.shape(rows["near"]["acceptance_map"]) == (6, 6) and len(rows["near"]["images"]) == 4
     shutil.rmtree(tmp_path / "i" / "near" / "00001")  # lost in a kill: it alone is drawn again

@@ -22,16 +22,20 @@ ALMOST_ONE = 1 - 1e-15
 
 
 class Scripted:
-    """Numbers given beforehand, (rows, positions, 2)."""
+    """Numbers given beforehand, (rows, positions, 2), and those that follow once they are used up."""
 
-    def __init__(self, numbers):
-        self.numbers = numbers
+    def __init__(self, *stages):
+        self.stages = list(stages)
+
+    @property
+    def numbers(self):
+        return self.stages[0]
 
     def window(self, positions):
         return self.numbers[:, :positions]
 
     def advance(self, counts):
-        pass
+        del self.stages[: len(self.stages) > 1]
 
 
 def state_of(committed, rows=1):
@@ -89,6 +93,15 @@ def redraws(drafter, laws, window, length):
         yield [numbers for numbers, _ in combination], odds(w for _, w in combination)
 
 
+def starts(drafter, vocab):
+    """All numbers, (1, WIDTH, 2), that matter to what a window begins with, with their probability."""
+    if drafter.begin != "random":
+        yield (), 1.0
+        return
+    for codes in itertools.product(range(vocab), repeat=WIDTH):
+        yield (torch.tensor([[((code + 0.5) / vocab, 0.5) for code in codes]]).double(),), vocab**-WIDTH
+
+
 def verdicts(p, committed, draft):
     """What rejection sampling can do with a tree: (tokens gained, the last one the rule's own, probability)."""
     parent, tokens = draft.tree.parent[0].tolist(), draft.tokens[0].tolist()
@@ -110,9 +123,11 @@ def verdicts(p, committed, draft):
 
 
 def first_windows(drafter, committed, vocab):
-    state = state_of(committed)
-    empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, vocab).double(), Scripted(None))
-    return drafter._extended(state, empty, torch.zeros(1, dtype=torch.long), vocab, WIDTH)
+    """The windows that a request can begin with, with their probability."""
+    for begun, share in starts(drafter, vocab):
+        coins = Scripted(*begun or [None])
+        empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, vocab).double(), coins)
+        yield drafter._extended(state_of(committed), empty, torch.zeros(1, dtype=torch.long), vocab, WIDTH), share
 
 
 def process_law(drafter, p, misreport=lambda q: q):
@@ -121,7 +136,9 @@ def process_law(drafter, p, misreport=lambda q: q):
     law = torch.zeros((vocab,) * LENGTH, dtype=torch.float64)
     branches = {}
     for y in range(vocab):
-        branches[(y,), None] = (float(p(())[y]), first_windows(drafter, (y,), vocab))
+        for window, share in first_windows(drafter, (y,), vocab):
+            window = Window(window.tokens, misreport(window.q), window.coins)
+            branches[(y,), tuple(window.tokens[0].tolist())] = (float(p(())[y]) * share, window)
     while branches:
         new = {}
         for (committed, _), (weight, window) in branches.items():
@@ -153,24 +170,36 @@ def rounds(drafter, p, committed, window, misreport):
                 continue
             length = len(gained)
             verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
-            for numbers, share_of_redraw in redraws(drafter, laws, window, length):
+            every = itertools.product(redraws(drafter, laws, window, length), starts(drafter, len(laws[0])))
+            for (numbers, redrawn), (begun, started) in every:
                 state = state_of(after)
-                coins = Scripted(torch.tensor([numbers], dtype=torch.float64))
+                coins = Scripted(torch.tensor([numbers], dtype=torch.float64), *begun)
                 state.memory = Window(window.tokens, window.q, coins)
                 drafter.observe(state, draft, Scores(logits), verdict, Outcome([list(range(length))], [list(gained)]))
                 kept = Window(state.memory.tokens, misreport(state.memory.q), coins)
                 key = (after, (tuple(kept.tokens[0].tolist()), tuple(kept.q.flatten().tolist())))
-                yield key, likely * share * share_of_redraw, kept
+                yield key, likely * share * redrawn * started, kept
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("start", ["left", "above"])
+@pytest.mark.parametrize("start", ["left", "above", "random"])
 @pytest.mark.parametrize("redraw", ["maximal", "independent"])
 def test_redraws_keep_the_law(redraw, start, seed):
     p = context_law(VOCAB, seed)
     law = process_law(Jacobi(WIDTH, redraw, start), p)
     assert abs(float(law.sum()) - 1) < 1e-12
     assert total_variation(law, plain_law(p, VOCAB, LENGTH)) < 1e-12
+
+
+def test_random_codes_that_are_reported_as_points_are_seen():
+    """The control: what a window begins with was drawn from all codes, not given."""
+    p = context_law(VOCAB, 0)
+
+    def points(q):
+        return torch.where(q == 1 / VOCAB, torch.tensor([0.9, 0.1]).double(), q)
+
+    law = process_law(Jacobi(WIDTH, "independent", "random"), p, points)
+    assert total_variation(law, plain_law(p, VOCAB, LENGTH)) > 1e-3
 
 
 @pytest.mark.parametrize("deep", [1, 2])

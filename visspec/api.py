@@ -127,6 +127,10 @@ def check_pairing(drafter: Drafter | None, rule: Acceptance, capabilities: Capab
         raise ValueError(f"drafter: got {type(drafter).__name__}, expected one that proposes tokens")
     if hasattr(rule, "bind"):
         rule.bind(capabilities)
+    if getattr(rule, "chains", False) and getattr(drafter, "trees", False):
+        raise ValueError(
+            f"drafter: {type(drafter).__name__} drafts trees, expected chains for the rule {type(rule).__name__}"
+        )
     sampled = bool(getattr(drafter, "samples", False))
     if "q" in rule.needs and drafter is not None and not sampled:
         raise ValueError(

@@ -130,12 +130,16 @@ def _generate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--maps", action="store_true", help="beside each image, where its tokens came from")
     sub.add_argument("--model", default="painter", help="shipped name, folder or hub id of an image model")
     _image_options(sub)
+    sub.add_argument("--top-k", type=int, help="default: the model's own")
+    sub.add_argument("--top-p", type=float, help="default: the model's own")
+    sub.add_argument("--height", type=int, help="pixels; default: the model's own")
+    sub.add_argument("--width", type=int, help="pixels; default: the model's own")
     sub.add_argument("--preset", help="a published method by name, see visspec list")
     sub.add_argument("--drafter", help="name with options, or folder (default: jacobi)")
     sub.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact)")
     sub.add_argument("--batch-size", type=positive, default=8)
     sub.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
-    sub.add_argument("--json", type=Path, help="write seeds, passes and drift to this file")
+    sub.add_argument("--json", type=Path, help="write seeds, passes, guarantee, drift and displacement to this file")
 
 
 def _image_options(sub: argparse.ArgumentParser) -> None:

@@ -14,10 +14,13 @@ from visspec.grid import grid, origin_image
 from visspec.images import ImageOutput, ImagePipeline
 from visspec.provenance import provenance
 
+MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the batch an image was drawn in
+
 
 def run(arguments) -> int:
     """The command. Finished images stay when it is interrupted. Returns the exit code."""
     drafter, acceptance = method(arguments)
+    check_files(arguments)
     pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, drafter=drafter, acceptance=acceptance,
         trust_remote_code=arguments.trust_remote_code,
@@ -25,13 +28,15 @@ def run(arguments) -> int:
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     stream = pipe.stream(
         arguments.prompt, num_images_per_prompt=arguments.n, guidance_scale=arguments.guidance_scale,
-        temperature=arguments.temperature, seed=arguments.seed, batch_size=arguments.batch_size,
+        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, height=arguments.height,
+        width=arguments.width, seed=arguments.seed, batch_size=arguments.batch_size,
     )  # fmt: skip
     shown: list[Image.Image] = []
     captions: list[str] = []
     rows: list[dict[str, Any]] = []
     try:
         for part in stream:
+            measured = {name: getattr(part.stats[0], name) for name in MEASURED}
             for i, image in enumerate(part.images):
                 path = arguments.out / f"{len(rows):05d}.png"
                 picture = beside(image, part, i) if arguments.maps else image
@@ -39,7 +44,8 @@ def run(arguments) -> int:
                 shown.append(picture)
                 captions.append(part.prompts[i])
                 passes = int(part.passes[i].max()) + 1
-                rows.append({"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes})
+                row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
+                rows.append(row | measured)
                 found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
                 print(f"{path}: {part.prompts[i]} ({found})")
             if arguments.stats:
@@ -52,6 +58,15 @@ def run(arguments) -> int:
             record = {"drafter": drafter, "acceptance": acceptance}
             write_json(arguments.json, {"results": rows, **record, "provenance": provenance(pipe.model)})
     return 0
+
+
+def check_files(arguments) -> None:
+    """Refuse, before any work, names that can't be written."""
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ValueError(f"--out: {arguments.out} is a file, expected a folder")
+    for name in ("grid", "json"):
+        if (path := getattr(arguments, name)) is not None and path.is_dir():
+            raise ValueError(f"--{name}: {path} is a folder, expected a file")
 
 
 def method(arguments) -> tuple[str, str]:

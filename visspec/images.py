@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from visspec import requests, zoo
+from visspec.accept.exact import Exact
 from visspec.accept.local import Local
 from visspec.api import check_pairing
 from visspec.engine import decode
@@ -30,7 +34,8 @@ ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
 
 @dataclass
 class ImageOutput:
-    """What a call returns. `images` holds what `output_type` says; the lists run over images.
+    """What a call returns. `images` holds what `output_type` says; the lists run over images. Of a call "np" is one
+    array (B, H, W, 3) and "pt" one tensor (B, 3, H, W), as in diffusers; `stream` yields lists.
 
     maps: (rows, columns) uint8 arrays, indices into ORIGINS; passes: (rows, columns) int32, the target pass that gave
     each token (0 is the prefill).
@@ -67,8 +72,9 @@ class ImagePipeline:
         levels: int | None = None,
         parts: dict[str, Any] | None = None,
     ):
-        self.model, self.processor = model, processor
-        self.family: Family = family_of(model, processor, **(parts or {}))
+        self.model, self.processor, self.parts = model, processor, parts or {}
+        self.family: Family = family_of(model, processor, **self.parts)
+        self._family_on: torch.device = model.device
         self.drafter, self.acceptance, self.levels = drafter, acceptance, levels
         self.interrupt = False  # a callback may set it: the call ends and returns what is finished
         self.last_output = ImageOutput()  # finished images of the newest call, also when it was interrupted
@@ -78,13 +84,13 @@ class ImagePipeline:
         self._built: dict[Any, tuple] = {}
 
     @classmethod
-    def from_pretrained(cls, where: str = "painter", *, device: str = "cpu", dtype: str = "auto", **options):
+    def from_pretrained(cls, where: str = "painter", *, device: str = "cpu", dtype: Any = "auto", **options):
         """A shipped name ("painter"), a folder or a hub id. Safetensors only; `options` as in the constructor, and
-        `trust_remote_code` (off).
+        `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch dtype.
         """
         from visspec.targets import load_image_model
 
-        remote = options.pop("trust_remote_code", False)
+        remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
         model, processor = load_image_model(where, device=device, dtype=dtype, trust_remote_code=remote)
         return cls(model, processor, **options)
 
@@ -92,9 +98,22 @@ class ImagePipeline:
     def device(self) -> torch.device:
         return self._home or self.model.device
 
+    def save_pretrained(self, folder: str | Path, **options) -> None:
+        """Write model and processor, for `from_pretrained`."""
+        self.model.save_pretrained(folder, **options)
+        self.processor.save_pretrained(folder)
+
     def to(self, *args, **kwargs) -> ImagePipeline:
-        self.model.to(*args, **kwargs)
+        """Move or cast the model and what belongs to it; drafters and rules are built anew when they are next asked."""
+        self._move(*args, **kwargs)
+        self.family, self._family_on = family_of(self.model, self.processor, **self.parts), self.model.device
+        self._built.clear()
         return self
+
+    def _move(self, *args, **kwargs) -> None:
+        for part in (self.model, *self.parts.values()):
+            if hasattr(part, "to"):
+                part.to(*args, **kwargs)
 
     def set_progress_bar_config(self, **options) -> None:
         """Arguments for tqdm, `disable=True` among them."""
@@ -103,7 +122,7 @@ class ImagePipeline:
     def enable_model_cpu_offload(self, device: str | torch.device = "cuda") -> None:
         """Keep the weights in main memory between calls, on `device` during them."""
         self._home = torch.device(device)
-        self.model.to("cpu")
+        self._move("cpu")
 
     def __call__(
         self,
@@ -130,7 +149,8 @@ class ImagePipeline:
         is greedy. seed: image i of the call gets seed + i, or its entry of a list; an image does not depend on the
         batch it is drawn in. callback_on_step_end(pipeline, round, tokens, {"state": ...}) runs after every pass of the
         target; setting `pipeline.interrupt` in it ends the call. KeyboardInterrupt leaves finished images in
-        `last_output`. output_type: pil; np (H, W, 3) and pt (3, H, W) in [0, 1]; latent for codes alone.
+        `last_output`, also those of the batch that it ends. output_type: pil; np (B, H, W, 3) and pt (B, 3, H, W) in
+        [0, 1]; latent for codes alone.
         """
         self.last_output = ImageOutput()
         for part in self.stream(
@@ -140,25 +160,32 @@ class ImagePipeline:
             callback_on_step_end=callback_on_step_end,
         ):  # fmt: skip
             self.last_output.extend(part)
+        join = {"np": np.stack, "pt": torch.stack}.get(output_type)
+        if join and self.last_output.images:
+            self.last_output.images = join(self.last_output.images)
         return self.last_output
 
     @torch.inference_mode()
     def stream(self, prompt, *, batch_size: int = 8, output_type: str = "pil", **options) -> Iterator[ImageOutput]:
         """The same, batch by batch, each as it is finished."""
-        job = self._job(prompt, batch_size=batch_size, output_type=output_type, **options)
-        self.interrupt = False
         if self._home is not None:
-            self.model.to(self._home)
+            self._move(self._home)
+            if self._family_on != self.model.device:
+                self.to(self._home)  # once: what is made of the weights stays there
         try:
+            job = self._job(prompt, batch_size=batch_size, output_type=output_type, **options)
+            self.interrupt = False
             with self.progress_bar(len(job.texts) * job.layout.positions) as bar:
                 for start in range(0, len(job.texts), batch_size):
-                    part = self._batch(job, slice(start, start + batch_size), bar)
+                    part, stop = self._batch(job, slice(start, start + batch_size), bar)
                     yield part
+                    if isinstance(stop, KeyboardInterrupt):
+                        raise stop
                     if self.interrupt:
                         return
         finally:
             if self._home is not None:
-                self.model.to("cpu")
+                self._move("cpu")
 
     def progress_bar(self, total: int) -> tqdm:
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
@@ -175,9 +202,14 @@ class ImagePipeline:
         for name, count in (("num_images_per_prompt", num_images_per_prompt), ("batch_size", batch_size)):
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
+        if callback_on_step_end is not None and not callable(callback_on_step_end):
+            raise ValueError(f"callback_on_step_end: got {callback_on_step_end!r}, expected a function")
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type: got {output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
         sampling = self.sampling(guidance_scale, temperature, top_k, top_p)
+        for name, side in (("height", height), ("width", width)):
+            if side is not None and (not isinstance(side, int) or side < 1):
+                raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels")
         layout = self.family.layout(height, width)
         if self.family.no_pixels and output_type != "latent":
             raise ValueError(f"output_type: got {output_type!r}, expected 'latent': {self.family.no_pixels}")
@@ -185,26 +217,33 @@ class ImagePipeline:
         self.family.check(longest, layout, sampling.guidance)
         texts = [t for t in texts for _ in range(num_images_per_prompt)]
         seeds = image_seeds(generator, seed, len(texts))
-        target, inner, name, rule, pace = self._parts(
+        target, inner, name, rule, pace = self.pairing(
             self.drafter if drafter is ... else drafter, acceptance if acceptance is not None else self.acceptance
         )
         return _Job(texts, seeds, sampling, layout, target, inner, name, rule, pace, output_type, callback_on_step_end)
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
+        """The call's settings, the model's own where it says nothing. Raises ValueError that names what is off."""
         own = getattr(self.model, "generation_config", None)
-        guidance = self.family.default_guidance if guidance_scale is None else float(guidance_scale)
-        heat = getattr(own, "temperature", None) if temperature is None else temperature
-        values = {
-            "temperature": 1.0 if heat is None else float(heat),
-            "top_k": int((getattr(own, "top_k", None) if top_k is None else top_k) or 0),
-            "top_p": float((getattr(own, "top_p", None) if top_p is None else top_p) or 1.0),
-        }
-        for name, value in {"guidance_scale": guidance, **values}.items():
-            if not (0 < value <= 1 if name == "top_p" else value >= 0):
-                raise ValueError(f"{name}: got {value}, expected {'(0, 1]' if name == 'top_p' else '0 or more'}")
-        return Sampling(guidance=guidance, **values)
+        usual = {"guidance_scale": self.family.default_guidance, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            theirs = None if name == "guidance_scale" else getattr(own, name, None)
+            value = next((v for v in (value, theirs) if v is not None), usual[name])
+            number = isinstance(value, (int, float)) and math.isfinite(value)
+            if name == "top_p":
+                right, wanted = number and 0 < value <= 1, "a number in (0, 1]"
+            elif name == "top_k":
+                right, wanted = isinstance(value, int) and value >= 0, "a whole number of 0 or more"
+            else:
+                right, wanted = number and value >= 0, "a number of 0 or more"
+            if not right:
+                raise ValueError(f"{name}: got {value}, expected {wanted}")
+            values[name] = value
+        return Sampling(guidance=float(values.pop("guidance_scale")), **values)
 
-    def _parts(self, drafter, acceptance) -> tuple:
+    def pairing(self, drafter, acceptance) -> tuple:
         """Target, guarded drafter, its name, rule and pace of a pairing; kept, so that a pace goes on learning."""
         key = (drafter if isinstance(drafter, str | None) else id(drafter), str(acceptance))
         if key not in self._built:
@@ -214,13 +253,22 @@ class ImagePipeline:
     def _pairing(self, drafter, acceptance) -> tuple:
         """A fresh pairing. What decodes out of raster order comes back as a plan in the drafter's place."""
         rule = zoo.acceptance(acceptance) if isinstance(acceptance, str) else acceptance
+        if not hasattr(rule, "make_noise"):
+            raise ValueError(f"acceptance: got {rule!r}, expected a rule or the name of one")
         inner, name = self._drafter(drafter)
+        if inner is not None and not (hasattr(inner, "propose") or hasattr(inner, "paint")):
+            raise ValueError(f"drafter: got {inner!r}, expected a drafter, an order of decoding or the name of one")
         if hasattr(inner, "attach"):
             inner.attach(self.family)
         target = ImageAR(self.family, features=inner is not None and "features" in inner.needs)
         if hasattr(inner, "sketch") and isinstance(rule, Local):
             inner = Islands(rule, inner)
         if hasattr(inner, "paint"):
+            if not isinstance(inner, Islands) and not isinstance(rule, Exact):
+                raise ValueError(
+                    f"acceptance: got {type(rule).__name__}, expected exact: {name} accepts nothing, it decodes in"
+                    " another order"
+                )
             inner.bind(target.capabilities)
             return target, inner, name, rule if isinstance(inner, Islands) else inner, None
         check_pairing(inner, rule, target.capabilities)
@@ -233,21 +281,25 @@ class ImagePipeline:
 
     def _drafter(self, spec) -> tuple[Any, str]:
         """A drafter or an order of decoding, by name or as it is, and its name."""
+        if isinstance(spec, nn.Module) and not hasattr(spec, "propose"):
+            raise ValueError(
+                f"drafter: got a {type(spec).__name__}, expected a drafter or its name; a smaller image model drafts as"
+                " 'lowres:model=FOLDER'"
+            )
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
             return zoo.drafter(spec, self.model)
         from visspec.models.drafters.lowres import LowRes
         from visspec.targets import load_image_model
 
         name, options = zoo.parse(spec)
-        sibling = load_image_model(options.pop("model", "painter-lowres"), device=str(self.device))
+        dtype = str(self.model.dtype).removeprefix("torch.")  # codebooks are compared
+        sibling = load_image_model(options.pop("model", "painter-lowres"), device=str(self.device), dtype=dtype)
         if "upsample" in options:
             options["upsample"] = str(zoo.located(str(options["upsample"])))
-        try:
-            return LowRes(family_of(*sibling), **options), name
-        except TypeError:
-            raise ValueError(f"drafter: lowres does not take {options}") from None
+        return zoo.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
-    def _batch(self, job: _Job, rows: slice, bar: tqdm) -> ImageOutput:
+    def _batch(self, job: _Job, rows: slice, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
+        """The finished images of a batch, and what ended it before all were."""
         texts, seeds = job.texts[rows], job.seeds[rows]
         prompt = self.family.prompt(texts, job.sampling.guidance != 1.0, job.layout)
         request = Request(
@@ -258,37 +310,28 @@ class ImagePipeline:
             request.fixed = job.layout.fixed.to(self.device)
         if not job.sampling.greedy:
             request.generators = [torch.Generator(self.device).manual_seed(s) for s in seeds]
-        request.on_round = self._watch(job, bar)
+        request.on_round = watch = Watch(self, job.callback, bar)
+        stop: BaseException | None = None
         try:
             if job.pace is None:
                 state = decode_wavefront(job.target, job.drafter, request)
                 bar.update(sum(map(len, state.tokens)))
             else:
                 state = decode(job.target, job.drafter, job.rule, request, job.pace)
-        except Interrupted as stop:
-            state = stop.state
+        except (Interrupted, KeyboardInterrupt) as ended:
+            if watch.state is None:
+                raise
+            state, stop = watch.state, ended
         if isinstance(job.drafter, Guarded):
             job.drafter.finish(state)
         self.last_state = state
-        return self._output(job, state, texts, seeds)
-
-    def _watch(self, job: _Job, bar: tqdm) -> Callable[[State], None]:
-        before = [0]
-
-        def after(state: State) -> None:
-            done = sum(map(len, state.tokens))
-            bar.update(done - before[0])
-            before[0] = done
-            if job.callback is not None:
-                job.callback(self, len(state.trace.rounds), done, {"state": state})
-            if self.interrupt:
-                raise Interrupted(state)
-
-        return after
+        return self._output(job, state, texts, seeds), stop
 
     def _output(self, job: _Job, state: State, texts: list[str], seeds: list[int]) -> ImageOutput:
         """Finished rows only: an interrupted batch keeps those that were complete."""
-        done = [b for b, tokens in enumerate(state.tokens) if len(tokens) == job.layout.positions]
+        whole = [job.layout.positions] * 2  # a KeyboardInterrupt may come between tokens and where they are from
+        told = zip(state.tokens, state.trace.origin)
+        done = [b for b, row in enumerate(told) if [len(part) for part in row] == whole]
         out = ImageOutput(prompts=[texts[b] for b in done], seeds=[seeds[b] for b in done])
         out.stats = [Stats.of(state, job.name, job.rule)]
         if not done:
@@ -310,11 +353,27 @@ class ImagePipeline:
 
 
 class Interrupted(Exception):
-    """Raised between rounds when a callback asked for the end; carries the unfinished state."""
+    """Raised between rounds when a callback asked for the end."""
 
-    def __init__(self, state: State):
-        super().__init__("interrupted")
-        self.state = state
+
+@dataclass
+class Watch:
+    """Called after every round: progress, the callback, and the state for whoever ends the batch early."""
+
+    pipeline: ImagePipeline
+    callback: Callable | None
+    bar: tqdm
+    state: State | None = None
+    tokens: int = 0
+
+    def __call__(self, state: State) -> None:
+        self.state, before = state, self.tokens
+        self.tokens = sum(map(len, state.tokens))
+        self.bar.update(self.tokens - before)
+        if self.callback is not None:
+            self.callback(self.pipeline, len(state.trace.rounds), self.tokens, {"state": state})
+        if self.pipeline.interrupt:
+            raise Interrupted
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -141,14 +142,17 @@ def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
     """One seed for each of `count` outputs: an int counts up, a list is taken entry by entry, one generator (or torch's
     global one) is drawn from. Raises ValueError where a list has another length.
     """
-    given = seed if seed is not None else generator
+    what, given = ("generator", generator) if seed is None else ("seed", seed)
+    many = list(given) if isinstance(given, (list, tuple)) else [given]
+    if isinstance(given, (list, tuple)) and len(given) != count:
+        raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one {each})")
+    for one in many:
+        if not isinstance(one, (Integral, torch.Generator)) and (one is not None or given is not None):
+            raise ValueError(f"{what}: got {one!r}, expected whole numbers or torch generators")
     if isinstance(given, (list, tuple)):
-        if len(given) != count:
-            what = "seed" if seed is not None else "generator"
-            raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one {each})")
         return [_next(g) if isinstance(g, torch.Generator) else int(g) for g in given]
-    if isinstance(given, int):
-        return [given + i for i in range(count)]
+    if isinstance(given, Integral):
+        return [int(given) + i for i in range(count)]
     where = given.device if given is not None else "cpu"
     return torch.randint(2**62, (count,), generator=given, device=where).tolist()
 

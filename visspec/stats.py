@@ -31,6 +31,7 @@ class Stats:
     drafter: str
     acceptance: str
     drift_per_token: float
+    displacement_per_token: float | None  # in the codebook's space; None where the rule doesn't measure it
     faults: int
     gave_up: int
     pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
@@ -43,6 +44,8 @@ class Stats:
         gained = sum(sum(g) for _, g in trace.rounds)
         tokens = sum(map(len, state.tokens))
         drift = float(state.meters["drift"].sum()) if "drift" in state.meters else 0.0
+        far = state.meters.get("displacement")
+        unmeasured = None if rule.guarantee == "approximate" else 0.0
         return cls(
             tokens=tokens,
             rounds=len(trace.rounds),
@@ -54,6 +57,7 @@ class Stats:
             drafter=drafter,
             acceptance=type(rule).__name__,
             drift_per_token=drift / max(tokens, 1),
+            displacement_per_token=unmeasured if far is None else float(far.sum()) / max(tokens, 1),
             faults=trace.faults,
             gave_up=trace.gave_up,
             pieces=[text_pieces(tokenizer, row, origin) for row, origin in zip(state.tokens, trace.origin)],

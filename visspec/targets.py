@@ -47,6 +47,7 @@ def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: boo
     if local:
         checkpoint.check_folder(where)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
+    _check_device(device)
     precision = torch.float32 if device == "cpu" and dtype == "auto" else dtype
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what transformers would report of the tensors is said below, in one sentence
@@ -65,6 +66,15 @@ def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: boo
                 f"model: {where} has {what.replace('_', ' ')} ({name}), expected exactly the model's tensors"
             )
     return model.to(device).eval(), AutoProcessor.from_pretrained(where, **options)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device: got {device!r}, expected one that this torch can use ({_first_line(error)})"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -216,8 +216,8 @@ class Drafter(Protocol):
     """A cheap proposer. `propose` may draft fewer levels than asked, never more.
 
     Optional members: levels (8), the greatest depth; feature_layers, the hidden states it reads; samples, True where
-    its drafts are always real draws from q; ripens, True where the depth must stay as it is; for images
-    attach(family), called once, sketch(state) for whole images and paint for an order of decoding of its own.
+    its drafts are always real draws from q; trees, True where they branch; ripens, True where the depth must stay as it
+    is; for images attach(family), called once, sketch(state) for whole images, paint for an order of its own.
     """
 
     needs: frozenset[str]  # of {"features", "embeddings"}: what the target must hand over
@@ -230,7 +230,9 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Acceptance(Protocol):
-    """What of a draft is kept. Optional: bind(capabilities), called once with those of the target."""
+    """What of a draft is kept. Optional: bind(capabilities), called once with those of the target; chains, True for a
+    rule that judges no trees.
+    """
 
     guarantee: str  # "exact", "exact for the declared target" or "approximate"
     needs: frozenset[str]  # of {"q", "neighbours", "trajectory"}

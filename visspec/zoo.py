@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +72,12 @@ SHIPPED = {  # drafter: its checkpoint, and the checkpoint of its target
     "painter-eagle": ("painter-eagle", "painter"),
 }
 KINDS = {"image_drafter": "painter-eagle"}  # kind of a drafter checkpoint: the drafter that reads it; else vispec
+VALUES = {  # of options, by the annotation of a constructor's argument: types and words
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a finite number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a name"),
+}
 NOT_ARCHITECTURE = {
     "dtype",
     "torch_dtype",
@@ -112,6 +122,23 @@ def _number(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
+def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: Callable | None = None) -> Any:
+    """`kind(**options)`, or `start(**options)` where that builds one. Raises ValueError for an option it does not take
+    and for a value that is not what the constructor's annotation says.
+    """
+    for option, value in options.items():
+        parameter = signature(kind).parameters.get(option)
+        annotated = str(parameter.annotation).removesuffix(" | None") if parameter else ""
+        types, words = VALUES.get(annotated, (object, "a finite number"))
+        wrong = not isinstance(value, types) or (isinstance(value, bool) and annotated in ("int", "float"))
+        if wrong or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{option}: got {value}, expected {words}")
+    try:
+        return (start or kind)(**options)
+    except TypeError as error:
+        raise ValueError(f"{what}: {name} does not take {options}, {error}") from None
+
+
 def _pick(table: dict, what: str, name: str):
     if name not in table:
         raise ValueError(f"{what}: got {name!r}, expected one of {', '.join(table)}")
@@ -122,10 +149,7 @@ def acceptance(text: str) -> Any:
     """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
     name, options = parse(text)
     reference, _ = _pick(ACCEPTANCE, "acceptance", name)
-    try:
-        return load(reference)(**options)
-    except TypeError as error:
-        raise ValueError(f"acceptance: {name} does not take {options}, {error}") from None
+    return make("acceptance", name, load(reference), options)
 
 
 def preset(name: str) -> tuple[str, str]:
@@ -149,21 +173,16 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         _check_same_model(name, target, model)
         return _from_folder(folder, model, options), name
     if name in DRAFTERS:
-        try:
-            return load(DRAFTERS[name][0])(**options), name
-        except TypeError as error:
-            raise ValueError(f"drafter: {name} does not take {options}, {error}") from None
+        return make("drafter", name, load(DRAFTERS[name][0]), options), name
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {', '.join(DRAFTERS)} or a checkpoint folder")
 
 
 def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
     """A drafter from a checkpoint folder; its options are those of its class."""
-    kind = read_json(folder, "config.json").get("kind")
-    reference, _ = DRAFTERS[KINDS.get(str(kind), "vispec")]
-    try:
-        return load(reference).from_pretrained(folder, model, **options)
-    except TypeError as error:
-        raise ValueError(f"drafter: {folder.name} does not take {options}, {error}") from None
+    written = read_json(folder, "config.json").get("kind")
+    reference, _ = DRAFTERS[KINDS.get(str(written), "vispec")]
+    kind = load(reference)
+    return make("drafter", folder.name, kind, options, partial(kind.from_pretrained, folder, model))
 
 
 def _check_same_model(name: str, folder: Path, model: nn.Module) -> None:

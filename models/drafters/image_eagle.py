@@ -76,6 +76,7 @@ class ImageFeatureDrafter(FeatureDrafting):
         like = next(family.decoder.parameters())
         with torch.no_grad():
             table = family.embed(torch.arange(head.config.vocab, device=like.device))
+        self.trees = tree != "chain"
         self.counts = feature_tree.parse(shape) if tree == "static" else None
         if tree != "dynamic":
             width = max(self.counts or [1])

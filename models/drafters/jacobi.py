@@ -77,7 +77,8 @@ class Jacobi:
             raise ValueError(f"nodes: got {nodes}, expected at least 1")
         self.levels, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
         self.branch, self.deep = branch, deep
-        self.samples = branch > 1  # candidates beside the window are worth nothing to a rule without coins
+        self.trees = branch > 1
+        self.samples = self.trees  # candidates beside the window are worth nothing to a rule without coins
 
     def start(self, state: State, scores: Scores) -> None:
         rows, vocab = len(state.rows), scores.logits.shape[-1]

@@ -31,6 +31,7 @@ class RunProduct(Rejection):
     """alpha: probability from which a token is confident (1: exact); base: a rule or its name, for single tokens."""
 
     guarantee = "approximate"
+    chains = True  # a run is a stretch of a chain
 
     def __init__(self, alpha: float = 0.8, base: str | Rejection = "exact"):
         if not 0 < alpha <= 1:
