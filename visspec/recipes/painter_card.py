@@ -20,6 +20,7 @@ from visspec.recipes.painter_build import TEXT, build_model, build_processor, ge
 from visspec.recipes.painter_codes import measure
 from visspec.recipes.painter_data import SIDE
 from visspec.recipes.painter_draw import GUIDANCES, TEMPERATURES, draw, score
+from visspec.recipes.painter_tokens import SHARES
 from visspec.recipes.painter_vq import VQ_FILES, load_vq
 
 SEED = 0  # of the measured pictures
@@ -80,12 +81,12 @@ Recipe: `python -m visspec.recipes.painter --out FOLDER{flag}`;
 {minutes} minutes of training where these weights were made ({vq_minutes} for the VQ model{shared}, {draw_minutes}
 for the text model), on two CPU cores shared with other work. The text model saw {seen:,} pictures of {pairs:,}
 rendered pairs, a tenth of them without their prompt; last loss {loss} nats a token. Training prompts are drawn
-from the whole grammar, position and colour with object twice as often as the other tasks: sentences of the suite and
-the (colour, class) pairs of `HELD_OUT_PAIRS` occur among them; scenes are drawn afresh from seeds below 2^30. The first
-rows of more pictures of two colours taught it to tell a prompt from the same with its colours exchanged. Shapes
-stand on a grid of 4 pixels and have one of three radii; half of the grounds are plain, the others one of four stripes
-or four clouds. All that makes a picture's codes easier to predict, and so easier to speculate on, than those of
-pictures from life.
+from the whole grammar, a third of them for colour with object, and those of position are shown twice as often as
+others: sentences of the suite and the (colour, class) pairs of `HELD_OUT_PAIRS` occur among them; scenes are drawn
+afresh from seeds below 2^30. The first rows of pictures of two colours also taught it to tell a prompt from the same
+with its colours exchanged. Shapes stand on a grid of 4 pixels and have one of three radii; half of the grounds are
+plain, the others one of four stripes or four clouds. All that makes a picture's codes easier to predict, and so easier
+to speculate on, than those of pictures from life.
 Versions, seeds and digests: `provenance.json`.
 
 ## Limits
@@ -130,7 +131,7 @@ def _provenance(options: argparse.Namespace, vq: dict, text: dict, weights: Path
             "steps": text["step"] + options.earlier[0],
             "seconds": round(text["seconds"]) + options.earlier[1],
             "rows": options.rows * options.workers,
-            "pairs": options.pairs,
+            "pairs": int((options.first + options.pairs) * sum(SHARES.values())),
             "loss": text["loss"],
         },
         "compute_dtype": "bfloat16 autocast over float32 weights",
