@@ -91,7 +91,10 @@ def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=Tru
 
 
 def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, draws=64):
-    """A 59-node tree of likely tokens under image-like laws (top-1 about 7 %, top-1000 kept), and `draws` uniforms."""
+    """A 59-node tree of likely tokens under image-like laws (top-1 about 7 %, top-1000 kept), and `draws` uniforms.
+
+    `logits` (N, V) are those of the laws p (1, N, V).
+    """
     g = torch.Generator().manual_seed(seed)
     parent, last = [-1], [0]
     for count in nodes_per_level:
@@ -99,7 +102,8 @@ def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, d
         parent += sorted(last[i % min(5, len(last))] for i in range(count))
         last = list(range(first, first + count))
     N = len(parent)
-    p = kernels.guided_warp(torch.randn(N, V, generator=g) * 2.0, top_k=1000).unsqueeze(0)
+    logits = torch.randn(N, V, generator=g) * 2.0
+    p = kernels.guided_warp(logits, top_k=1000).unsqueeze(0)
     best = p[0].topk(20).indices
     place = [parent[:n].count(above) for n, above in enumerate(parent)]
     tokens = torch.stack([best[max(above, 0), k] for above, k in zip(parent, place)]).unsqueeze(0)
@@ -113,6 +117,6 @@ def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, d
         chains.append(chain)
     width = len(nodes_per_level) + 1
     paths = torch.tensor([chain + [-1] * (width - len(chain)) for chain in sorted(chains)])
-    case = {"tokens": tokens, "parent": torch.tensor([parent]), "p": p, "neighbours": neighbours, "paths": paths}
-    case.update(coins=torch.rand(draws, 1, N, generator=g), draw=torch.rand(draws, 1, generator=g))
+    case = {"tokens": tokens, "parent": torch.tensor([parent]), "neighbours": neighbours, "paths": paths}
+    case.update(logits=logits, p=p, coins=torch.rand(draws, 1, N, generator=g), draw=torch.rand(draws, 1, generator=g))
     return {k: v.to(device) for k, v in case.items()}

@@ -13,6 +13,8 @@ from visspec.eval.report_data import interval, number, rows_of
 NOT_MEASURED = "not measured"
 FIELDS = (  # of a record as a whole -> words
     ("copy_bandwidth_gb_s", "copy bandwidth, GB/s"),
+    ("matrix_rate_gflop_s", "rate of a large float32 product, GFLOP/s"),
+    ("ms_to_read_14_gb_at_copy_bandwidth", "time to read 14 GB at the measured copy bandwidth, ms"),
     ("host_syncs_per_round", "host waits in a relaxed verification"),
     ("dispatched_ops_per_verification", "dispatched operations in a relaxed verification"),
 )
@@ -42,7 +44,10 @@ def row_of(row: Any, where: str) -> dict[str, Any]:
     return {
         "kernel": row["kernel"], "shape": str(row.get("shape") or ""), "dtype": str(row.get("dtype") or ""),
         "device": str(row.get("device") or ""), "time": number(row.get("time_us")),
-        "share": number(row.get("share_of_copy_bandwidth")), "ratio": ratio if ratio and ratio > 0 else None,
+        "quartiles": interval(row.get("time_us_quartiles")), "host": number(row.get("host_us")),
+        "timed": str(row.get("timed") or ""), "failure": str(row.get("failure") or ""),
+        "share": number(row.get("share_of_copy_bandwidth")), "matrix": number(row.get("share_of_matrix_rate")),
+        "reading": number(row.get("share_of_reading_14_gb")), "ratio": ratio if ratio and ratio > 0 else None,
         "ci": pair if pair and min(pair) > 0 else None, "against": str(row.get("eager") or "eager torch"),
         "n": int(number(row.get("repeats")) or 0),
     }  # fmt: skip

@@ -25,7 +25,7 @@ from visspec.kernels.common import (
     FLOATS,
     INTS,
     TINY,
-    as_float32,
+    check_ids,
     check_laws,
     check_tensor,
     host,
@@ -33,42 +33,41 @@ from visspec.kernels.common import (
     launchable,
     law_tolerance,
     next_power_of_2,
+    on_device,
     require,
     tl,
     widen,
 )
-from visspec.kernels.neighbours import prefix_mass
+from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_mass
 
 
-def reference(tokens, parent, p, q, coins, draw, mass=None, neighbours=None, delta=None, lam=None):
+def reference(
+    tokens, parent, p, q, coins, draw, mass=None, neighbours=None, delta=None, lam=None, depth=None, branch=None
+):
     """The definition, one row at a time in Python floats: tokens (N), parent (N), p and q (N, V), coins (N), draw.
 
     Returns the accepted path (list of nodes), the next token and the drift.
     """
     tokens, parent, coins, draw = tokens.tolist(), parent.tolist(), coins.double().tolist(), float(draw)
     p, q = p.double().tolist(), None if q is None else q.double().tolist()
-    current, path, drift = 0, [0], 0.0
+    current, path, drift, siblings = 0, [0], 0.0, 0
     residual, left, zeroed = list(p[0]), 1.0, set()
     for n in range(1, len(tokens)):
-        if parent[n] != current:
+        if parent[n] != current or len(path) - 1 == depth or siblings == branch:
             continue
         x = tokens[n]
+        siblings += 1
         exact = max(residual[x], 0.0) / max(left * (1.0 if q is None else q[n][x]), TINY)
         exact = min(1.0, exact)
         extra = 0.0 if mass is None else float(mass[n])
         if neighbours is not None:
-            bound, total = (lam - 1.0) * p[current][x] if delta is None else delta, 0.0
-            for y in neighbours[x].tolist():
-                if total + p[current][y] > bound:
-                    break
-                total += p[current][y]
-            extra = total
+            extra = reference_mass(p[current], x, neighbours[x].tolist(), delta, lam)
         if q is None and x in zeroed:
             extra = 0.0
         f = max(exact, min(1.0, exact + extra / (1.0 if q is None else max(q[n][x], TINY))))
         drift += f - exact
         if coins[n] < f:
-            current, residual, left, zeroed = n, list(p[n]), 1.0, set()
+            current, residual, left, zeroed, siblings = n, list(p[n]), 1.0, set(), 0
             path.append(n)
         elif q is None:
             left -= 0.0 if x in zeroed else p[current][x]
@@ -91,34 +90,37 @@ def _draw(residual, law, draw):
 
 
 def accept_tree_host(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
-    """The CPU path: a walk over the nodes that can be reached, on numpy views of the tensors; `branch` is not used.
+    """The CPU path: a walk over the nodes that can be reached, on numpy views of the tensors.
 
     A CPU has no device to wait for, and a walk reads the laws, drafts and neighbours of the tried nodes only.
     """
     B, N, V = p.shape
+    check_ids("tokens", tokens, V)
     p, q, tokens = host(p), None if q is None else host(q), host(tokens).tolist()
     parent, coins, draw = host(parent.expand(B, N)).tolist(), host(coins).tolist(), host(draw).tolist()
     mass = None if mass is None else host(mass.double()).tolist()
     near = None if neighbours is None else (host(neighbours), delta, lam)
-    if min(map(min, tokens)) < 0 or max(map(max, tokens)) >= V:
-        raise IndexError(f"tokens out of range for a vocabulary of {V}")
-    path = np.full((B, min(depth + 1, N)), -1)
+    columns = min(depth + 1, N)
+    path = np.full((B, columns), -1)
     length, following, drift = np.empty(B, np.int64), np.empty(B, np.int64), np.empty(B, np.float32)
     for b, ids in enumerate(tokens):
         drafts, extra = None if q is None else q[b], None if mass is None else mass[b]
-        kept, left, law, drift[b] = _walk(ids, parent[b], p[b], drafts, coins[b], extra, near)
+        kept, left, law, drift[b] = _walk(ids, parent[b], p[b], drafts, coins[b], extra, near, columns, branch)
         following[b], length[b] = _draw_by_blocks(left, law, draw[b]), len(kept)
-        path[b, : len(kept)] = kept[: path.shape[1]]
+        path[b, : len(kept)] = kept
     return tuple(map(torch.from_numpy, (path, length, following, drift)))
 
 
-def _walk(tokens, parent, p, q, coins, mass, near):
+def _walk(tokens, parent, p, q, coins, mass, near, columns, branch):
     """One row: the accepted nodes, what is left of the law after them (fp64), that law, and the drift."""
-    kept, current, drift, tried, rest, left = [0], 0, 0.0, set(), None, 1.0
+    kept, current, drift, tried, rest, left, siblings = [0], 0, 0.0, set(), None, 1.0, 0
     law = widen(p[0])
     for n in range(1, len(tokens)):
+        if parent[n] != current or siblings == branch or len(kept) == columns:
+            continue
         x = tokens[n]
-        if parent[n] != current or (q is None and x in tried):  # a repeated point mass has no mass left
+        siblings += 1
+        if q is None and x in tried:  # a repeated point mass has no mass left
             continue
         px = float(law[x])
         if q is None:
@@ -137,7 +139,7 @@ def _walk(tokens, parent, p, q, coins, mass, near):
         drift += f - exact
         if coins[n] < f:
             kept.append(n)
-            current, law, tried, rest, left = n, widen(p[n]), set(), None, 1.0
+            current, law, tried, rest, left, siblings = n, widen(p[n]), set(), None, 1.0, 0
         elif q is None:
             tried.add(x)
             left -= px
@@ -169,7 +171,7 @@ def _draw_by_blocks(weights, law, draw):
 @jit
 def _accept_tree_kernel(  # noqa: C901
     tokens, parent, p, q, coins, draw, mass, neighbours, scratch, path, length, next_token, drift,
-    parent_stride, N, V, K, D, delta, lam,
+    parent_stride, N, V, K, D, branch, delta, lam,
     DRAWN: tl.constexpr, MASS: tl.constexpr, NEAR: tl.constexpr, LAM: tl.constexpr, TINY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -184,6 +186,8 @@ def _accept_tree_kernel(  # noqa: C901
     laws, drafts, rest = p + row * N * V, q + row * N * V, scratch + row * V
     cur = tl.full((), 0, tl.int32)
     count = tl.full((), 1, tl.int32)
+    siblings = tl.full((), 0, tl.int32)
+    tried = tl.full((), 0, tl.int32)
     left = tl.full((), 1.0, tl.float64)
     spent = tl.full((), 0.0, tl.float64)
     moved = tl.full((), 0.0, tl.float64)
@@ -195,7 +199,9 @@ def _accept_tree_kernel(  # noqa: C901
         tl.debug_barrier()
     for n in range(1, N):
         above = tl.load(parent + row * parent_stride + n).to(tl.int32)
-        if above == cur:
+        if (above == cur) & (count < D) & (siblings < branch):
+            siblings += 1
+            tried = tl.full((), 0, tl.int32) + n
             x = tl.load(tokens + row * N + n).to(tl.int64)
             draft = drafts + (tl.full((), 0, tl.int64) + n) * V
             known = (x >= 0) & (x < V)
@@ -242,8 +248,9 @@ def _accept_tree_kernel(  # noqa: C901
             coin = tl.load(coins + row * N + n).to(tl.float64)
             if coin < relaxed:
                 cur = tl.full((), 0, tl.int32) + n
-                tl.store(path + row * D + count, cur.to(tl.int64), mask=count < D)
+                tl.store(path + row * D + count, cur.to(tl.int64))
                 count += 1
+                siblings = tl.full((), 0, tl.int32)
                 left = tl.full((), 1.0, tl.float64)
                 spent = tl.full((), 0.0, tl.float64)
                 if DRAWN:
@@ -274,7 +281,7 @@ def _accept_tree_kernel(  # noqa: C901
             at = start + tl.arange(0, BLOCK_V)
             tl.store(rest + at, tl.load(law + at, mask=at < V, other=0.0).to(kind), mask=at < V)
         tl.debug_barrier()
-        rejected = (parents == cur) & (drafted >= 0) & (drafted < V)
+        rejected = (parents == cur) & (nodes <= tried) & (drafted >= 0) & (drafted < V)
         tl.store(rest + drafted, tl.zeros((BLOCK_N,), kind), mask=rejected)
     tl.debug_barrier()
     mode = tl.full((), 0, tl.int64)
@@ -304,7 +311,7 @@ def _accept_tree_kernel(  # noqa: C901
 
 
 def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
-    """Launches one program per row; `branch` is of no use here."""
+    """Launches one program per row."""
     launchable(p)
     B, N = tokens.shape
     V, D = p.shape[-1], min(depth + 1, N)
@@ -318,7 +325,7 @@ def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delt
     _accept_tree_kernel[(B,)](
         tokens, parent, p, p if q is None else q, coins, draw, coins if mass is None else mass,
         tokens if neighbours is None else neighbours, scratch, path, length, next_token, drift,
-        N if parent.dim() == 2 else 0, N, V, 0 if neighbours is None else neighbours.shape[1], D,
+        N if parent.dim() == 2 else 0, N, V, 0 if neighbours is None else neighbours.shape[1], D, branch,
         0.0 if delta is None else delta, 1.0 if lam is None else lam,
         DRAWN=q is not None, MASS=mass is not None, NEAR=neighbours is not None, LAM=delta is None, TINY=TINY,
         BLOCK_N=next_power_of_2(N), BLOCK_V=min(2048, next_power_of_2(V)), BLOCK_K=128,
@@ -345,9 +352,7 @@ def _accept_tree_op(
     return accept_tree_host(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
 
 
-@_accept_tree_op.register_kernel("cuda")
-def _accept_tree_cuda(*args):
-    return accept_tree_triton(*args)
+_accept_tree_op.register_kernel("cuda")(on_device(accept_tree_triton))
 
 
 @_accept_tree_op.register_fake
@@ -368,59 +373,59 @@ def accept_tree(
     pending token, and at padding nodes; others after their parent. p (B, N, V): law after each node. q (B, N, V): law
     from which each node was drawn given its earlier siblings; None: nodes are point masses. coins (B, N) and draw (B,):
     uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN) or lam (LANTERN++), see
-    `neighbour_mass`. depth: longest path without the root (default N - 1); branch: most children of a node (default
-    N - 1; 1 promises a chain). Both must hold: deeper nodes or later siblings are left out.
+    `neighbour_mass`. depth: longest path without the root (default N - 1); branch: most children of a node that are
+    tried (default N - 1). Deeper nodes and later siblings are left out, as if they were padding.
 
     Returns path (B, depth + 1) int64 padded with -1 and starting with node 0, length (B,) int64 (node 0 counted),
     next (B,) int64, drift (B,) fp32. Raises ValueError or TypeError naming the argument; with check=True also for laws
-    that do not sum to one, a parent that is not an earlier node, and a token outside the vocabulary.
+    that do not sum to one, a parent that is not an earlier node, and a token outside the vocabulary (on a CPU always;
+    CUDA never accepts one).
     """
     if isinstance(parent, torch.Tensor) and parent.dim() == 2 and parent.shape[0] == 1:
         parent = parent[0]
-    _validate(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam)
-    N = tokens.shape[1]
+    check_draft("tree", tokens, p, q, coins, draw, mass)
+    B, N, V = p.shape
+    check_tensor("parent", parent, (N,) if getattr(parent, "ndim", 2) == 1 else (B, N), INTS, p.device)
+    if neighbours is None:
+        delta = lam = None
+    else:
+        require(mass is None, "mass", "a tensor beside neighbours", "one of the two")
+        check_tensor("neighbours", neighbours, (V, None), INTS, p.device)
+        delta, lam = checked_bound(delta, lam)
     depth, branch = (N - 1 if value is None else int(value) for value in (depth, branch))
+    require(depth >= 0, "depth", depth, "a number of nodes of at least 0")
+    require(branch >= 0, "branch", branch, "a number of children of at least 0")
     if check:
-        _validate_values(tokens, parent, p, q)
-    lam = None if lam is None or delta is not None else as_float32(lam)
-    delta = None if delta is None else as_float32(delta)
-    try:
-        return torch.ops.visspec.accept_tree(
-            tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch
-        )
-    except (IndexError, RuntimeError) as error:
-        if "out of bounds" in str(error) or "out of range" in str(error):
-            raise ValueError(f"tokens: found an id outside [0, {p.shape[-1]}), expected vocabulary ids") from error
-        raise
+        check_values(tokens, p, q)
+        _check_parents(parent)
+    return torch.ops.visspec.accept_tree(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
 
 
-def _validate(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam):
+def check_draft(shape, tokens, p, q, coins, draw, mass):
+    """Types, shapes and devices of what a tree and a chain have in common."""
     check_tensor("p", p, (None, None, None), FLOATS)
     B, N, V = p.shape
-    require(N > 0, "p", "an empty tree (0 nodes)", "at least the pending token as node 0")
+    require(N > 0, "p", f"an empty {shape} (0 nodes)", "at least the pending token as node 0")
     require(B > 0 and V > 0, "p", f"shape {tuple(p.shape)}", "at least one row and one token")
     check_tensor("tokens", tokens, (B, N), INTS, p.device)
-    if not isinstance(parent, torch.Tensor) or parent.dim() != 1:
-        check_tensor("parent", parent, (B, N), INTS, p.device)
-    check_tensor("parent", parent, (N,) if parent.dim() == 1 else (B, N), INTS, p.device)
     if q is not None:
         check_tensor("q", q, (B, N, V), FLOATS, p.device)
     check_tensor("coins", coins, (B, N), (torch.float32, torch.float64), p.device)
     check_tensor("draw", draw, (B,), (torch.float32, torch.float64), p.device)
     if mass is not None:
         check_tensor("mass", mass, (B, N), FLOATS, p.device)
-        require(neighbours is None, "mass", "a tensor beside neighbours", "one of the two")
-    if neighbours is not None:
-        check_tensor("neighbours", neighbours, (V, None), INTS, p.device)
-        require((delta is None) != (lam is None), "delta", f"delta={delta} and lam={lam}", "exactly one of the two")
 
 
-def _validate_values(tokens, parent, p, q):
+def check_values(tokens, p, q):
+    """Debugging check (it synchronises): rows of p and q are laws, tokens are ids of the vocabulary."""
     check_laws("p", p, law_tolerance(p.dtype))
     if q is not None:
         check_laws("q", q[:, 1:], law_tolerance(q.dtype))
     low, high, V = int(tokens.min()), int(tokens.max()), p.shape[-1]
     require(0 <= low and high < V, "tokens", f"ids from {low} to {high}", f"ids in [0, {V})")
+
+
+def _check_parents(parent):
     earlier = parent < torch.arange(parent.shape[-1], device=parent.device)
     require(
         bool(earlier.all()) and int(parent.min()) >= -1, "parent", "a parent at or after its node", "an earlier node"

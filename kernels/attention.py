@@ -13,7 +13,18 @@ B rows, H query heads, G key heads, N nodes, S slots, F features.
 
 import torch
 
-from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, require, tl, triton
+from visspec.kernels.common import (
+    FLOATS,
+    INTS,
+    check_tensor,
+    jit,
+    launchable,
+    next_power_of_2,
+    on_device,
+    require,
+    tl,
+    triton,
+)
 
 
 def reference(q, k, v, length, ancestors, start=None, scaling=None):
@@ -90,9 +101,7 @@ def _tree_attention_kernel(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
-    block = split * each
-    last = tl.minimum(block + each, blocks)
-    while block < last:
+    for block in range(split * each, tl.minimum(split * each + each, blocks)):
         s = block * BLOCK_S + tl.arange(0, BLOCK_S)
         wide = s.to(tl.int64)
         cached = s < used + N
@@ -120,7 +129,6 @@ def _tree_attention_kernel(
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
         top = new_top
-        block += 1
     slot = (bg.to(tl.int64) * SPLITS + split) * (share * N) + rows
     tl.store(high + slot, top, mask=live)
     tl.store(mass + slot, total, mask=live)
@@ -146,13 +154,23 @@ def _merge_kernel(part, high, mass, out, rows, F, SPLITS, BLOCK_F: tl.constexpr)
     tl.store(out + (bg * rows + r) * F + f, acc / total, mask=f < F)
 
 
+def tiles(dtype, block_f):
+    """(BLOCK_M, BLOCK_S) for 8 warps and 2 stages: on sm_90 nothing spills in 16 and 32 bits up to 256 features."""
+    size = dtype.itemsize * block_f
+    if dtype.itemsize == 2 and size <= 256:
+        return 64, 64
+    return (32, 32) if size <= 512 else (16, 32) if size <= 1024 else (16, 16)
+
+
 def tree_attention_triton(q, k, v, length, ancestors, start, scaling, splits=None):
     """Two launches: shares of the slots, then the merge. `splits` fills the device by default."""
     launchable(q)
     B, H, N, F = q.shape
     G = k.shape[1]
     rows = H // G * N
-    block_m, block_s = min(64, max(16, next_power_of_2(rows))), 64 if q.is_cuda else 16
+    block_f = max(16, next_power_of_2(F))
+    block_m, block_s = tiles(q.dtype, block_f)
+    block_m, block_s = min(block_m, max(16, next_power_of_2(rows))), block_s if q.is_cuda else 16
     blocks = -(-rows // block_m)
     if splits is None:
         units = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
@@ -163,11 +181,11 @@ def tree_attention_triton(q, k, v, length, ancestors, start, scaling, splits=Non
     out = torch.empty(B, H, N, F, dtype=torch.float32, device=q.device)
     # The interpreter computes 16-bit products wrongly; tensor cores accumulate them in fp32.
     upcast = q.dtype in (torch.float32, torch.float64) or triton.knobs.runtime.interpret
-    block_f = max(16, next_power_of_2(F))
     _tree_attention_kernel[(B * G, blocks, splits)](
         q, k, v, length, length if start is None else start, ancestors.to(torch.int8).contiguous(), part, high, mass,
         H, G, N, F, F**-0.5 if scaling is None else scaling, *k.stride()[:3], *v.stride()[:3], splits,
-        START=start is not None, UPCAST=upcast, BLOCK_M=block_m, BLOCK_S=block_s, BLOCK_F=block_f, num_warps=4,
+        START=start is not None, UPCAST=upcast, BLOCK_M=block_m, BLOCK_S=block_s, BLOCK_F=block_f,
+        num_warps=8, num_stages=2,
     )  # fmt: skip
     _merge_kernel[(B * G, rows)](part, high, mass, out, rows, F, splits, BLOCK_F=block_f, num_warps=1)
     return out.to(q.dtype)
@@ -186,9 +204,7 @@ def _tree_attention_op(
     return tree_attention_torch(q, k, v, length, ancestors, start, scaling)
 
 
-@_tree_attention_op.register_kernel("cuda")
-def _tree_attention_cuda(q, k, v, length, ancestors, start, scaling):
-    return tree_attention_triton(q, k, v, length, ancestors, start, scaling)
+_tree_attention_op.register_kernel("cuda")(on_device(tree_attention_triton))
 
 
 @_tree_attention_op.register_fake

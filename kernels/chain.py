@@ -10,9 +10,9 @@ B rows, N nodes (node 0 pending), V vocabulary. Laws are read as stored, sums ke
 
 import torch
 
-from visspec.kernels.accept import accept_tree_triton, random_case
+from visspec.kernels.accept import accept_tree_triton, check_draft, check_values, random_case
 from visspec.kernels.accept import reference as tree_reference
-from visspec.kernels.common import FLOATS, INTS, TINY, check_laws, check_tensor, law_tolerance, require
+from visspec.kernels.common import INTS, TINY, check_ids, check_tensor, on_device
 
 
 def reference(tokens, p, q, coins, draw, mass=None, count=None):
@@ -27,6 +27,8 @@ def accept_chain_torch(tokens, p, q, coins, draw, mass, count):
     """The CPU path: ratios of all nodes at once, then a running product."""
     B, N = tokens.shape
     V = p.shape[-1]
+    check_ids("tokens", tokens, V)
+    count = None if count is None else count.clamp_max(N)
     ids = tokens[:, 1:].unsqueeze(2)
     exact = p[:, :-1].gather(2, ids).double()
     if q is not None:
@@ -89,9 +91,7 @@ def _accept_chain_op(
     return accept_chain_torch(tokens, p, q, coins, draw, mass, count)
 
 
-@_accept_chain_op.register_kernel("cuda")
-def _accept_chain_cuda(*args):
-    return accept_chain_triton(*args)
+_accept_chain_op.register_kernel("cuda")(on_device(accept_chain_triton))
 
 
 @_accept_chain_op.register_fake
@@ -104,25 +104,15 @@ def _accept_chain_fake(tokens, p, q, coins, draw, mass, count):
 def accept_chain(tokens, p, q=None, coins=None, draw=None, *, mass=None, count=None, check=False):
     """Accepts a prefix of the chain and draws the token after it; shapes and results as in `accept_tree`.
 
-    count (B,) int: real nodes of each row, node 0 included (None: all N). With check=True laws that do not sum
-    to one are refused, at the cost of a synchronisation.
+    count (B,) int: real nodes of each row, node 0 included (None, or more than N: all N). Raises ValueError or
+    TypeError naming the argument; with check=True also for laws that do not sum to one, at the cost of a
+    synchronisation.
     """
-    check_tensor("p", p, (None, None, None), FLOATS)
-    B, N, V = p.shape
-    require(N > 0, "p", "an empty chain (0 nodes)", "at least the pending token as node 0")
-    require(B > 0 and V > 0, "p", f"shape {tuple(p.shape)}", "at least one row and one token")
-    check_tensor("tokens", tokens, (B, N), INTS, p.device)
-    if q is not None:
-        check_tensor("q", q, (B, N, V), FLOATS, p.device)
-    check_tensor("coins", coins, (B, N), (torch.float32, torch.float64), p.device)
-    check_tensor("draw", draw, (B,), (torch.float32, torch.float64), p.device)
-    if mass is not None:
-        check_tensor("mass", mass, (B, N), FLOATS, p.device)
+    check_draft("chain", tokens, p, q, coins, draw, mass)
     if count is not None:
-        check_tensor("count", count, (B,), INTS, p.device)
+        check_tensor("count", count, (p.shape[0],), INTS, p.device)
     if check:
-        check_laws("p", p, law_tolerance(p.dtype))
-        require(0 <= int(tokens.min()) and int(tokens.max()) < V, "tokens", "an id outside", f"ids in [0, {V})")
+        check_values(tokens, p, q)
     return torch.ops.visspec.accept_chain(tokens.long(), p, q, coins, draw, mass, count)
 
 

@@ -10,7 +10,7 @@ V codes, F features, k neighbours; arithmetic in fp32.
 
 import torch
 
-from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, require, tl
+from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, on_device, require, tl
 
 
 def reference(codebook, k, normalise=False):
@@ -94,9 +94,7 @@ def _codebook_neighbours_op(codebook: torch.Tensor, k: int, normalise: bool, chu
     return codebook_neighbours_torch(codebook, k, normalise, chunk)
 
 
-@_codebook_neighbours_op.register_kernel("cuda")
-def _codebook_neighbours_cuda(codebook, k, normalise, chunk):
-    return codebook_neighbours_triton(codebook, k, normalise, chunk)
+_codebook_neighbours_op.register_kernel("cuda")(on_device(codebook_neighbours_triton))
 
 
 @_codebook_neighbours_op.register_fake

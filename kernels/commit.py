@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, require, tl
+from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, on_device, require, tl
 
 
 def reference(kv, length, path, count):
@@ -19,7 +19,7 @@ def reference(kv, length, path, count):
     out = [t.clone() for t in kv]
     for old, new in zip(kv, out):
         for b in range(old.shape[0]):
-            for j in range(int(count[b])):
+            for j in range(min(int(count[b]), path.shape[1])):
                 new[b, :, int(length[b]) + j] = old[b, :, int(length[b]) + int(path[b, j])]
     return out
 
@@ -45,21 +45,24 @@ def commit_kv_torch(kv, length, path, count):
 @jit
 def _commit_kernel(
     pointers, like, length, path, count, D, F, stride_b, stride_h, stride_s,
-    BLOCK_F: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """One program per (tensor, row, head): ascending copy, a slot at a time."""
+    """One program per (tensor, row, head): ascending copy, a block of path columns at a time."""
     base = tl.load(pointers + tl.program_id(0)).to(tl.pointer_type(like.dtype.element_ty))
+    if ALIGNED:  # a loaded address says nothing about its alignment
+        base = tl.multiple_of(base, 16)
     b = tl.program_id(1).to(tl.int64)
     base += b * stride_b + tl.program_id(2).to(tl.int64) * stride_h
     base += tl.load(length + b).to(tl.int64) * stride_s
     lanes = tl.arange(0, BLOCK_F)
-    kept = tl.load(count + b).to(tl.int32)
-    for j in range(0, kept):
-        source = tl.load(path + b * D + j).to(tl.int64)
-        if source != j:
-            target = (tl.full((), 0, tl.int64) + j) * stride_s
-            row = tl.load(base + source * stride_s + lanes, mask=lanes < F)
-            tl.store(base + target + lanes, row, mask=lanes < F)
+    kept = tl.minimum(tl.load(count + b).to(tl.int32), D)
+    for start in range(0, kept, BLOCK_D):
+        j = start + tl.arange(0, BLOCK_D)
+        source = tl.load(path + b * D + j, mask=j < kept, other=-1).to(tl.int64)
+        moves = (source > j)[:, None] & (lanes < F)[None, :]
+        rows = tl.load(base + source[:, None] * stride_s + lanes[None, :], mask=moves)
+        tl.debug_barrier()  # a slot may be the source of one row and the target of another
+        tl.store(base + j.to(tl.int64)[:, None] * stride_s + lanes[None, :], rows, mask=moves)
 
 
 @lru_cache(maxsize=64)
@@ -72,10 +75,13 @@ def commit_kv_triton(kv, length, path, count):
     """One launch for all tensors of one shape: their addresses travel in a table."""
     launchable(kv[0])
     B, H, _, F = kv[0].shape
-    pointers = _addresses(tuple(t.data_ptr() for t in kv), kv[0].device)
+    D = path.shape[1]
+    addresses = tuple(t.data_ptr() for t in kv)
+    block_d, block_f = min(16, next_power_of_2(D)), next_power_of_2(F)
     _commit_kernel[(len(kv), B, H)](
-        pointers, kv[0], length.contiguous(), path.contiguous(), count.contiguous(), path.shape[1], F,
-        *kv[0].stride()[:3], BLOCK_F=next_power_of_2(F), num_warps=1 if F <= 128 else 2,
+        _addresses(addresses, kv[0].device), kv[0], length.contiguous(), path.contiguous(), count.contiguous(), D, F,
+        *kv[0].stride()[:3], ALIGNED=all(address % 16 == 0 for address in addresses), BLOCK_D=block_d, BLOCK_F=block_f,
+        num_warps=1 if block_d * block_f <= 1024 else 4,
     )  # fmt: skip
 
 
@@ -84,9 +90,7 @@ def _commit_kv_op(kv: Sequence[torch.Tensor], length: torch.Tensor, path: torch.
     commit_kv_torch(kv, length, path, count)
 
 
-@_commit_kv_op.register_kernel("cuda")
-def _commit_kv_cuda(kv, length, path, count):
-    commit_kv_triton(kv, length, path, count)
+_commit_kv_op.register_kernel("cuda")(on_device(commit_kv_triton))
 
 
 @_commit_kv_op.register_fake
@@ -94,21 +98,24 @@ def _commit_kv_fake(kv, length, path, count):
     return None
 
 
+def _layout(t):
+    return tuple(t.shape), t.stride(), t.dtype, t.device
+
+
 def commit_kv(kv, length, path, count, check=False):
     """Commits in place: kv is a tensor (B, H, S, F) or a list of them (keys and values of every layer).
 
     length (B,) int: slots in use before the draft; path (B, D) int as `accept_tree` returns it; count (B,) int: nodes
-    to keep, at most the valid columns of path. Tensors of a call share shape, strides and dtype; the last stride is 1.
+    to keep, at most the valid columns of path. Tensors of a call share shape, strides, dtype and device; the last
+    stride is 1.
     Raises ValueError or TypeError naming the argument; with check=True also for slots outside the cache.
     """
     kv = [kv] if isinstance(kv, torch.Tensor) else list(kv)
     require(len(kv) > 0, "kv", "no tensor", "at least one")
     check_tensor("kv", kv[0], (None, None, None, None), FLOATS)
-    for t in kv:
-        same = t.shape == kv[0].shape and t.stride() == kv[0].stride() and t.dtype == kv[0].dtype
-        require(
-            same, "kv", f"{tuple(t.shape)} {t.dtype} strides {t.stride()}", "the first tensor's shape, dtype, strides"
-        )
+    first = _layout(kv[0])
+    for t in kv[1:]:
+        require(_layout(t) == first, "kv", _layout(t), f"the first tensor's {first}")
     require(kv[0].stride(3) == 1, "kv", f"last stride {kv[0].stride(3)}", "1")
     B, device = kv[0].shape[0], kv[0].device
     check_tensor("path", path, (B, None), INTS, device)

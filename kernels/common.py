@@ -1,8 +1,10 @@
-"""What the kernel files share: the optional Triton import and one-sentence argument checks."""
+"""What the kernel files share: the optional Triton import, the device of a launch, one-sentence argument checks."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 
 import numpy as np
 import torch
@@ -36,6 +38,20 @@ def launchable(tensor: torch.Tensor) -> None:
         raise RuntimeError("triton: not installed, expected it for a CUDA tensor")
     if not tensor.is_cuda and not triton.knobs.runtime.interpret:
         raise RuntimeError(f"device: {tensor.device} without TRITON_INTERPRET=1, expected cuda")
+
+
+def on_device(launch):
+    """`launch` with the device of its first argument, a tensor or a list of them, as the current one.
+
+    Triton launches on the current device, whatever the device of the tensors.
+    """
+
+    @functools.wraps(launch)
+    def guarded(first, *rest):
+        with torch.cuda.device_of(first if isinstance(first, torch.Tensor) else first[0]):
+            return launch(first, *rest)
+
+    return guarded
 
 
 def next_power_of_2(n: int) -> int:
@@ -79,6 +95,20 @@ def check_tensor(name: str, tensor, shape: tuple, dtypes: tuple, device=None) ->
         require(False, name, f"shape {tuple(sizes)}", f"shape {wanted}")
     if device is not None and tensor.device != device:
         require(False, name, f"device {tensor.device}", f"device {device}")
+
+
+def check_number(name: str, value: float, low: float = -math.inf, high: float = math.inf) -> None:
+    """Checks that a scalar is finite, in fp32 as well, and in [low, high]."""
+    fits = math.isfinite(as_float32(value)) and low <= value <= high
+    require(fits, name, value, f"a finite number in [{low}, {high}]")
+
+
+def check_ids(name: str, ids: torch.Tensor, count: int) -> None:
+    """Refuses ids outside [0, count) on a CPU, where looking costs no wait; on a device the kernels mask them."""
+    if ids.device.type == "cpu" and ids.numel():
+        stored = host(ids)
+        low, high = int(stored.min()), int(stored.max())
+        require(0 <= low and high < count, name, f"ids from {low} to {high}", f"ids in [0, {count})")
 
 
 def _differs(want, size):

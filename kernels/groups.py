@@ -17,10 +17,14 @@ from visspec.kernels.common import (
     FLOATS,
     INTS,
     LOW,
+    as_float32,
+    check_ids,
+    check_number,
     check_tensor,
     jit,
     launchable,
     next_power_of_2,
+    on_device,
     require,
     sortable,
     tl,
@@ -39,16 +43,22 @@ def reference(p, q, token, clusters=None, group=0, max_gap=None, embedding=None,
             rank, half = order.index(x), group // 2
             members = order[max(0, rank - half) : rank + half + 1]
             if max_gap is not None:
-                members = [v for v in members if abs(law[v] - law[x]) <= max_gap]
+                members = [v for v in members if abs(law[v] - law[x]) <= as_float32(max_gap)]
             if embedding is not None:
                 far = (embedding.double() - embedding[x].double()).square().sum(1).tolist()
-                members = [v for v in members if v == x or far[v] <= max_distance**2]
+                members = [v for v in members if v == x or far[v] <= _reach(max_distance)]
         masses.append((sum(law[v] for v in members), 1.0 if q is None else float(q[r].double()[members].sum())))
     return torch.tensor(masses, dtype=torch.float64, device=p.device)
 
 
+def _reach(max_distance):
+    """The largest squared distance inside the group, as the fp32 number that a kernel is given."""
+    return as_float32(max_distance**2)
+
+
 def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_distance):
     """The CPU path; returns (p_mass, q_mass), each (R,) fp32."""
+    check_ids("token", token, p.shape[1])
     if clusters is not None:
         member = clusters == clusters[token].unsqueeze(1)
         laws = (p, q)
@@ -59,7 +69,7 @@ def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_dis
             member &= (p.gather(1, ids).double() - here).abs() <= max_gap
         if embedding is not None:
             far = (embedding[ids].double() - embedding[token].double().unsqueeze(1)).square().sum(2)
-            member &= (far <= max_distance**2) | (ids == token.unsqueeze(1))
+            member &= (far <= _reach(max_distance)) | (ids == token.unsqueeze(1))
         laws = (p.gather(1, ids), None if q is None else q.gather(1, ids))
     one = torch.ones(token.shape[0], device=p.device)
     return tuple(one if law is None else (law.double() * member).sum(1).float() for law in laws)
@@ -78,9 +88,11 @@ def _window(p, token, half):
 
 @jit
 def _cluster_kernel(p, q, token, clusters, p_mass, q_mass, V, BLOCK_V: tl.constexpr):
-    """One program per row: sum over the tokens with the cluster id of x."""
+    """One program per row: sum over the tokens with the cluster id of x; an x outside the vocabulary has none."""
     r = tl.program_id(0).to(tl.int64)
-    own = tl.load(clusters + tl.load(token + r))
+    x = tl.load(token + r).to(tl.int64)
+    known = (x >= 0) & (x < V)
+    own = tl.where(known, tl.load(clusters + tl.where(known, x, 0)), -1)
     in_p = tl.full((), 0.0, tl.float64)
     in_q = tl.full((), 0.0, tl.float64)
     for start in range(0, V, BLOCK_V):
@@ -100,6 +112,8 @@ def _window_kernel(
     """One program per row: step to the next rank above and below, `half` times each; a step is one scan of the law."""
     r = tl.program_id(0).to(tl.int64)
     x = tl.load(token + r).to(tl.int64)
+    known = (x >= 0) & (x < V)
+    x = tl.where(known, x, 0)
     here = tl.load(p + r * V + x).to(tl.float64)
     in_p = here
     in_q = tl.load(q + r * V + x).to(tl.float64)
@@ -142,8 +156,8 @@ def _window_kernel(
             in_p += tl.where(keep, value.to(tl.float64), 0.0)
             in_q += tl.where(keep, tl.load(q + r * V + index).to(tl.float64), 0.0)
             step = tl.where(found, step + 1, half)
-    tl.store(p_mass + r, in_p.to(tl.float32))
-    tl.store(q_mass + r, in_q.to(tl.float32))
+    tl.store(p_mass + r, tl.where(known, in_p, 0.0).to(tl.float32))
+    tl.store(q_mass + r, tl.where(known, in_q, 0.0).to(tl.float32))
 
 
 def grouped_mass_triton(p, q, token, clusters, group, max_gap, embedding, max_distance):
@@ -160,7 +174,7 @@ def grouped_mass_triton(p, q, token, clusters, group, max_gap, embedding, max_di
         F = 1 if embedding is None else embedding.shape[1]
         _window_kernel[(R,)](
             p, second, token, table, *masses, V, F, group // 2, 0.0 if max_gap is None else max_gap,
-            0.0 if max_distance is None else max_distance**2,
+            0.0 if max_distance is None else _reach(max_distance),
             GAP=max_gap is not None, NEAR=embedding is not None, BLOCK_V=block, BLOCK_F=next_power_of_2(F), num_warps=8,
         )  # fmt: skip
     return masses[0], torch.ones_like(masses[1]) if q is None else masses[1]
@@ -180,9 +194,7 @@ def _grouped_mass_op(
     return grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_distance)
 
 
-@_grouped_mass_op.register_kernel("cuda")
-def _grouped_mass_cuda(*args):
-    return grouped_mass_triton(*args)
+_grouped_mass_op.register_kernel("cuda")(on_device(grouped_mass_triton))
 
 
 @_grouped_mass_op.register_fake
@@ -195,7 +207,8 @@ def grouped_mass(p, q, token, clusters=None, group=None, max_gap=None, embedding
 
     p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int. Static groups: clusters (V,) int of
     non-negative ids. Dynamic: group >= 0 ranks around x, max_gap in probability, embedding (V, F) with max_distance
-    (not squared). Raises ValueError or TypeError naming the argument.
+    (not squared). Raises ValueError or TypeError naming the argument; on a CPU also for token ids out of range, which
+    CUDA gives the masses 0.
     """
     check_tensor("p", p, (None, None), FLOATS)
     R, V = p.shape
@@ -209,14 +222,14 @@ def grouped_mass(p, q, token, clusters=None, group=None, max_gap=None, embedding
         check_tensor("clusters", clusters, (V,), INTS, p.device)
     require(group is None or group >= 0, "group", group, "a number of ranks of at least 0")
     require((embedding is None) == (max_distance is None), "max_distance", max_distance, "a number with embedding only")
+    if max_gap is not None:
+        check_number("max_gap", max_gap, 0)
+        max_gap = as_float32(max_gap)
     if embedding is not None:
         check_tensor("embedding", embedding, (V, None), FLOATS, p.device)
-    try:
-        return torch.ops.visspec.grouped_mass(p, q, token, clusters, int(group or 0), max_gap, embedding, max_distance)
-    except (IndexError, RuntimeError) as error:
-        if "out of" in str(error):
-            raise ValueError(f"token: found an id outside [0, {V}), expected vocabulary ids") from error
-        raise
+        check_number("max_distance", max_distance, 0)
+        max_distance = float(max_distance)
+    return torch.ops.visspec.grouped_mass(p, q, token, clusters, int(group or 0), max_gap, embedding, max_distance)
 
 
 def random_case(seed, rows=4, vocabulary=29, static=False, drawn=True, near=False, ties=False, **rule):

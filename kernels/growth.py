@@ -6,6 +6,7 @@ of EAGLE-2, Li et al. 2024). A new node's row of the ancestor mask is its parent
 B rows, W frontier nodes, V vocabulary, N draft nodes.
 """
 
+import numpy as np
 import torch
 
 from visspec.kernels.common import (
@@ -16,6 +17,7 @@ from visspec.kernels.common import (
     jit,
     launchable,
     next_power_of_2,
+    on_device,
     require,
     sortable,
     tl,
@@ -47,8 +49,14 @@ def draft_topk_torch(score, law, width, valid):
         total.masked_fill_(~valid.unsqueeze(2), float("-inf"))
     flat = total.flatten(1)
     blocks = flat.shape[1] // BLOCK
-    tops = flat if blocks < width else flat[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK)).amax(2)
-    reached = (flat >= tops.topk(width, dim=1).values[:, -1:]).numpy()
+    tops = flat
+    if blocks >= width:
+        whole, tail = flat.tensor_split((blocks * BLOCK,), 1)
+        tops = torch.cat((whole.unflatten(1, (blocks, BLOCK)).amax(2), tail), 1)
+    bounds = tops.topk(width, dim=1).values
+    # NaN counts as the largest number, so one anywhere shows in front.
+    require(not np.isnan(bounds[:, 0].numpy()).any(), "law", "NaN, there or in score", "probabilities")
+    reached = (flat >= bounds[:, -1:]).numpy()
     index = torch.empty(len(flat), width, dtype=torch.int64)
     for b, row in enumerate(reached):
         at = torch.from_numpy(row.nonzero()[0])  # by index, so a stable sort leaves equal scores in that order
@@ -112,9 +120,7 @@ def _draft_topk_op(
     return draft_topk_torch(score, law, width, valid)
 
 
-@_draft_topk_op.register_kernel("cuda")
-def _draft_topk_cuda(score, law, width, valid):
-    return draft_topk_triton(score, law, width, valid)
+_draft_topk_op.register_kernel("cuda")(on_device(draft_topk_triton))
 
 
 @_draft_topk_op.register_fake
@@ -127,7 +133,7 @@ def draft_topk(score, law, width, valid=None):
     """The `width` best children of a frontier: tokens, frontier positions (int64) and scores (fp32), each (B, width).
 
     score (B, W): cumulative log-probabilities; law (B, W, V): probabilities after each node; valid (B, W) bool marks
-    real frontier nodes. 1 <= width <= W V. Raises ValueError or TypeError naming the argument.
+    real frontier nodes. 1 <= width <= W V. Raises ValueError or TypeError naming the argument; on a CPU also for NaN.
     """
     check_tensor("law", law, (None, None, None), FLOATS)
     B, W, V = law.shape

@@ -16,7 +16,7 @@ from the logits in the same sweep that writes the gradient. The target gets no g
 
 import torch
 
-from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, tl
+from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, on_device, tl
 
 ELEMENTS = 1 << 16  # of a chunk of rows on the CPU
 
@@ -41,7 +41,6 @@ def _chunks(draft, kind, count):
 def draft_losses_torch(draft, target):
     """tv, kl, soft_ce, log-sums of both, sum q s: six (R,) tensors."""
     kind = torch.promote_types(draft.dtype, torch.float32)
-    lowest = torch.finfo(kind).min
     out = draft.new_empty(6, draft.shape[0], dtype=kind)
     for rows, (log_q, log_p, q, p) in _chunks(draft, kind, 4):
         d, t = draft[rows].to(kind), target[rows].to(kind)
@@ -49,9 +48,12 @@ def draft_losses_torch(draft, target):
         # One exponential an element: the logarithms are differences.
         sum_d, sum_t = d.amax(1) - q.amax(1).log_(), t.amax(1) - p.amax(1).log_()
         torch.sub(d, sum_d.unsqueeze(1), out=log_q), torch.sub(t, sum_t.unsqueeze(1), out=log_p)
-        # A forbidden token (-inf) adds nothing where p is 0.
-        soft_ce = -torch.linalg.vecdot(log_q.clamp_min_(lowest), p)
-        kl = torch.linalg.vecdot(log_p.clamp_min_(lowest), p) + soft_ce
+        if min(float(d.amin()), float(t.amin())) == float("-inf"):
+            # Where p is 0 nothing is added, not even for a forbidden token.
+            impossible = p == 0
+            log_q.masked_fill_(impossible, 0.0), log_p.masked_fill_(impossible, 0.0)
+        soft_ce = -torch.linalg.vecdot(log_q, p)
+        kl = torch.linalg.vecdot(log_p, p) + soft_ce
         gap = torch.sub(q, p, out=p)
         tv = torch.abs(gap, out=log_q).sum(1) / 2
         out[:, rows] = torch.stack((tv, kl, soft_ce, sum_d, sum_t, torch.linalg.vecdot(gap.sign_(), q)))
@@ -129,7 +131,7 @@ def _losses_backward_kernel(
     sign = tl.where(gap > 0, 1.0, tl.where(gap < 0, -1.0, 0.0))
     turn = q * (sign - tl.load(slope + r)) * (tl.load(grad_tv + r) * 0.5)
     out = gap * (tl.load(grad_kl + r) + tl.load(grad_ce + r)) + turn
-    tl.store(grad + r * V + at, out, mask=at < V)
+    tl.store(grad + r * V + at, out.to(grad.dtype.element_ty), mask=at < V)
 
 
 def draft_losses_triton(draft, target):
@@ -147,12 +149,12 @@ def draft_losses_backward_triton(draft, target, sum_d, sum_t, slope, grad_tv, gr
     launchable(draft)
     R, V = draft.shape
     block = min(4096, next_power_of_2(V))
-    grad = torch.empty(R, V, dtype=sum_d.dtype, device=draft.device)
+    grad = torch.empty(R, V, dtype=draft.dtype, device=draft.device)
     _losses_backward_kernel[(R, -(-V // block))](
         draft.contiguous(), target.contiguous(), sum_d, sum_t, slope, grad_tv.contiguous(), grad_kl.contiguous(),
         grad_ce.contiguous(), grad, V, BLOCK_V=block, num_warps=8,
     )  # fmt: skip
-    return grad.to(draft.dtype)
+    return grad
 
 
 @torch.library.custom_op("visspec::draft_losses", mutates_args=())
@@ -162,9 +164,7 @@ def _draft_losses_op(
     return draft_losses_torch(draft, target)
 
 
-@_draft_losses_op.register_kernel("cuda")
-def _draft_losses_cuda(draft, target):
-    return draft_losses_triton(draft, target)
+_draft_losses_op.register_kernel("cuda")(on_device(draft_losses_triton))
 
 
 @_draft_losses_op.register_fake
@@ -187,9 +187,7 @@ def _draft_losses_backward_op(
     return draft_losses_backward_torch(draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce)
 
 
-@_draft_losses_backward_op.register_kernel("cuda")
-def _draft_losses_backward_cuda(*args):
-    return draft_losses_backward_triton(*args)
+_draft_losses_backward_op.register_kernel("cuda")(on_device(draft_losses_backward_triton))
 
 
 @_draft_losses_backward_op.register_fake

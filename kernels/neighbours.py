@@ -16,14 +16,19 @@ from visspec.kernels.common import (
     FLOATS,
     INTS,
     as_float32,
+    check_ids,
+    check_number,
     check_tensor,
+    host,
     jit,
     launchable,
     next_power_of_2,
+    on_device,
     require,
     tl,
 )
 
+UNSIGNED = {4: np.uint32, 8: np.uint64}
 FIRST = 64  # neighbours looked at before the others, most bounds are reached there
 
 
@@ -31,21 +36,33 @@ def reference(p, token, neighbours, delta=None, lam=None, row=None):
     """The definition: (R,) fp64."""
     masses = []
     for r, x in enumerate(token.tolist()):
-        law = p[r if row is None else int(row[r])].double()
-        bound, mass = (float(law[x]) * (lam - 1.0) if delta is None else delta), 0.0
-        for y in neighbours[x].tolist():
-            if mass + float(law[y]) > bound:
-                break
-            mass += float(law[y])
-        masses.append(mass)
+        law = p[r if row is None else int(row[r])].tolist()
+        masses.append(reference_mass(law, x, neighbours[x].tolist(), delta, lam))
     return torch.tensor(masses, dtype=torch.float64, device=p.device)
+
+
+def reference_mass(law, x, near, delta, lam):
+    """The definition for one token, on lists. The bounds are fp32 numbers; an id outside the law has no mass."""
+    bound, mass = law[x] * (as_float32(lam) - 1.0) if delta is None else as_float32(delta), 0.0
+    for y in near:
+        weight = law[y] if 0 <= y < len(law) else 0.0
+        if mass + weight > bound:
+            break
+        mass += weight
+    return mass
 
 
 def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     """The CPU path: gather every neighbour, running sum, largest prefix within the bound."""
     R, V = token.shape[0], p.shape[1]
-    start = (torch.arange(R, device=p.device) if row is None else row).unsqueeze(1) * V
-    flat = neighbours.index_select(0, token).long().add_(start)
+    check_ids("token", token, V)
+    if row is not None:
+        check_ids("row", row, p.shape[0])
+    near = neighbours.index_select(0, token).long()
+    if not _known(host(near), V):
+        p, near = torch.nn.functional.pad(p, (0, 1)), torch.where((near >= 0) & (near < V), near, V)
+    start = (torch.arange(R, device=p.device) if row is None else row).unsqueeze(1) * p.shape[1]
+    flat = near.add_(start)
     summed = p.reshape(-1).index_select(0, flat.view(-1)).view_as(flat).cumsum(1, dtype=torch.float64)
     if delta is not None:
         kept = summed <= delta
@@ -54,9 +71,16 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     return summed.mul_(kept).amax(1).float()
 
 
+def _known(near, V):
+    """Whether all ids of an array are in the vocabulary, in one pass: read without a sign, a negative one is huge."""
+    return np.maximum.reduce(near.view(UNSIGNED[near.dtype.itemsize]), axis=None, initial=0) < V
+
+
 def prefix_mass(law, near, bound):
     """One row on the host: the largest prefix sum of law[near] within the bound, left early where the bound is near."""
     total = 0.0
+    if not _known(near, len(law)):  # the others point to a place without mass
+        law, near = np.append(law, 0.0), np.where((near >= 0) & (near < len(law)), near, len(law))
     for part in (near[:FIRST], near[FIRST:]):
         weight = law[part]
         summed = total + float(np.add.reduce(weight, dtype=np.float64))
@@ -74,7 +98,7 @@ def prefix_mass(law, near, bound):
 
 @jit
 def _neighbour_mass_kernel(
-    p, token, neighbours, row, out, V, K, delta, lam,
+    p, token, neighbours, row, out, laws, V, K, delta, lam,
     ROW: tl.constexpr, LAM: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per drafted token: prefix scan in chunks, left as soon as the bound is passed."""
@@ -85,6 +109,8 @@ def _neighbour_mass_kernel(
     line = r
     if ROW:
         line = tl.load(row + r).to(tl.int64)
+        known = known & (line >= 0) & (line < laws)
+        line = tl.where(known, line, 0)
     law = p + line * V
     bound = tl.full((), 0.0, tl.float64) + delta
     if LAM:
@@ -111,7 +137,7 @@ def neighbour_mass_triton(p, token, neighbours, delta, lam, row):
     p, token, neighbours = p.contiguous(), token.contiguous(), neighbours.contiguous()
     out = torch.empty(R, dtype=torch.float32, device=p.device)
     _neighbour_mass_kernel[(R,)](
-        p, token, neighbours, token if row is None else row.contiguous(), out, V, K,
+        p, token, neighbours, token if row is None else row.contiguous(), out, p.shape[0], V, K,
         0.0 if delta is None else delta, 1.0 if lam is None else lam,
         ROW=row is not None, LAM=delta is None, BLOCK_K=min(128, next_power_of_2(K)), num_warps=4,
         enable_fp_fusion=False,
@@ -131,9 +157,7 @@ def _neighbour_mass_op(
     return neighbour_mass_torch(p, token, neighbours, delta, lam, row)
 
 
-@_neighbour_mass_op.register_kernel("cuda")
-def _neighbour_mass_cuda(p, token, neighbours, delta, lam, row):
-    return neighbour_mass_triton(p, token, neighbours, delta, lam, row)
+_neighbour_mass_op.register_kernel("cuda")(on_device(neighbour_mass_triton))
 
 
 @_neighbour_mass_op.register_fake
@@ -145,7 +169,8 @@ def neighbour_mass(p, token, neighbours, delta=None, lam=None, row=None):
     """Mass of the neighbours of each token under its law: (R,) fp32.
 
     p (R, V), or (any, V) with row (R,) naming the law of each token; token (R,) int; neighbours (V, K) int, nearest
-    first, self excluded; exactly one of delta in [0, 1] and lam >= 1. Raises ValueError or TypeError by argument.
+    first, self excluded; exactly one of delta >= 0 and lam >= 1. A neighbour outside the vocabulary has no mass. Raises
+    ValueError or TypeError naming the argument; on a CPU also for token and row ids out of range, which CUDA gives 0.
     """
     check_tensor("p", p, (None, None), FLOATS)
     check_tensor("token", token, (None,), INTS, p.device)
@@ -153,18 +178,17 @@ def neighbour_mass(p, token, neighbours, delta=None, lam=None, row=None):
     require(row is not None or p.shape[0] == R, "p", f"{p.shape[0]} rows", f"one row per token ({R})")
     check_tensor("neighbours", neighbours, (V, None), INTS, p.device)
     require(neighbours.shape[1] > 0, "neighbours", "no columns", "at least one neighbour per token")
-    require((delta is None) != (lam is None), "delta", f"delta={delta} and lam={lam}", "exactly one of the two")
-    require(delta is None or delta >= 0, "delta", delta, "a mass of at least 0")
-    require(lam is None or lam >= 1, "lam", lam, "a factor of at least 1")
+    delta, lam = checked_bound(delta, lam)
     if row is not None:
         check_tensor("row", row, (R,), INTS, p.device)
-    delta, lam = (None if v is None else as_float32(v) for v in (delta, lam))
-    try:
-        return torch.ops.visspec.neighbour_mass(p, token, neighbours, delta, lam, row)
-    except (IndexError, RuntimeError) as error:
-        if "out of" in str(error):
-            raise ValueError(f"token: found an id outside [0, {V}), expected ids of the vocabulary") from error
-        raise
+    return torch.ops.visspec.neighbour_mass(p, token, neighbours, delta, lam, row)
+
+
+def checked_bound(delta, lam):
+    """(delta, lam) as the fp32 numbers that both paths compare with; exactly one of them must be given."""
+    require((delta is None) != (lam is None), "delta", f"delta={delta} and lam={lam}", "exactly one of the two")
+    check_number("lam", lam, 1) if delta is None else check_number("delta", delta, 0)
+    return tuple(None if value is None else as_float32(value) for value in (delta, lam))
 
 
 def random_case(seed, rows=5, vocabulary=23, k=9, delta=None, lam=None, dtype=torch.float32, indirect=False):

@@ -3,18 +3,29 @@
     z = u + s (c - u)            classifier-free guidance on logits, before anything else (s = `guidance`)
     z = z / temperature          temperature 0: all the mass on the arg-max, lowest index first
     top-k                        keep z >= the k-th largest value, ties included
-    top-p                        sort ascending (equal values by index), drop while the running sum is <= 1 - top_p,
-                                 keep at least the last
+    top-p                        sort ascending (equal values by index), drop while the running sum of softmax(z),
+                                 rounded to fp32, is <= 1 - top_p as an fp32 number; keep at least the last
     p = softmax(z)
 
 Order and tie rules are those of transformers' warpers. A token that either branch forbids (-inf) stays forbidden.
 On CUDA the k-th value and the nucleus are found by bisection on the ordered bits of z, not by sorting.
-R rows, V vocabulary; arithmetic in fp32, running sums in fp64.
+R rows, V vocabulary; arithmetic in fp32, running sums of fp32 probabilities in fp64.
 """
 
 import torch
 
-from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, require, tl
+from visspec.kernels.common import (
+    FLOATS,
+    as_float32,
+    check_number,
+    check_tensor,
+    jit,
+    launchable,
+    next_power_of_2,
+    on_device,
+    require,
+    tl,
+)
 
 
 def reference(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0):
@@ -30,10 +41,15 @@ def reference(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p
             z = z.masked_fill(z < z.sort(descending=True).values[top_k - 1], float("-inf"))
         if top_p < 1:
             order = z.sort(stable=True).indices
-            dropped = order[z[order].softmax(0).double().cumsum(0) <= 1 - top_p]
+            dropped = order[z[order].softmax(0).double().cumsum(0).float() <= _tail(top_p)]
             z = z.index_fill(0, dropped[dropped != order[-1]], float("-inf"))
         rows.append(z.softmax(0))
     return torch.stack(rows)
+
+
+def _tail(top_p):
+    """The mass that top-p may drop: torch compares an fp32 tensor with a number as with an fp32 number, Triton too."""
+    return as_float32(1.0 - top_p)
 
 
 def _mix(c, u, guidance):
@@ -54,7 +70,7 @@ def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p):
         z = z.masked_fill(z < z.topk(top_k, sorted=False).values.amin(1, keepdim=True), float("-inf"))
     if top_p < 1:
         ordered, index = z.sort(dim=1, stable=True)
-        dropped = ordered.softmax(1).cumsum(1, dtype=torch.float64) <= 1 - top_p
+        dropped = ordered.softmax(1).cumsum(1, dtype=torch.float64).float() <= _tail(top_p)
         dropped[:, -1] = False
         z = z.masked_fill(torch.zeros_like(dropped).scatter_(1, index, dropped), float("-inf"))
     return z.softmax(1)
@@ -72,7 +88,7 @@ def _guided_warp_kernel(  # noqa: C901
     logits, uncond, out, V, guidance, temperature, top_k, rest,
     GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row; `out` holds z until the last pass. `rest` is 1 - top_p."""
+    """One program per row; `out` holds z until the last pass. `rest` is the mass that top-p may drop."""
     row = tl.program_id(0).to(tl.int64) * V
     lanes = tl.arange(0, BLOCK_V)
     peak = tl.full((), float("-inf"), tl.float32)
@@ -117,11 +133,10 @@ def _guided_warp_kernel(  # noqa: C901
             z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
             kept = (_rank(z).to(tl.int64) >= floor) & (at < V)
             total += tl.sum(tl.where(kept, tl.exp(z - peak), 0.0).to(tl.float64), 0)
-        below = tl.full((), 0.0, tl.float64)
-        edge = floor - 1
         if TOP_P:
             # The smallest rank whose running sum, itself included, exceeds rest; its ties go by index.
-            limit = total * rest
+            below = tl.full((), 0.0, tl.float64)
+            whole = total.to(tl.float32) + tl.zeros((BLOCK_V,), tl.float32)
             low = floor
             high = _rank(peak).to(tl.int64)
             while low < high:
@@ -132,8 +147,9 @@ def _guided_warp_kernel(  # noqa: C901
                     z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
                     rank = _rank(z).to(tl.int64)
                     taken = (rank >= floor) & (rank <= middle) & (at < V)
-                    summed += tl.sum(tl.where(taken, tl.exp(z - peak), 0.0).to(tl.float64), 0)
-                beyond = summed > limit
+                    share = tl.div_rn(tl.exp(z - peak), whole)
+                    summed += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
+                beyond = summed.to(tl.float32) > rest
                 high = tl.where(beyond, middle, high)
                 low = tl.where(beyond, low, middle + 1)
             edge = low
@@ -143,7 +159,8 @@ def _guided_warp_kernel(  # noqa: C901
                 z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
                 rank = _rank(z).to(tl.int64)
                 taken = (rank >= floor) & (rank < edge) & (at < V)
-                below += tl.sum(tl.where(taken, tl.exp(z - peak), 0.0).to(tl.float64), 0)
+                share = tl.div_rn(tl.exp(z - peak), whole)
+                below += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
                 ties += tl.sum(((rank == edge) & (at < V)).to(tl.int32), 0)
             total = tl.full((), 0.0, tl.float64)
             seen = tl.full((), 0, tl.int32)
@@ -154,7 +171,8 @@ def _guided_warp_kernel(  # noqa: C901
                 weight = tl.exp(z - peak)
                 tied = (rank == edge) & (at < V)
                 place = seen + tl.cumsum(tied.to(tl.int32), 0)
-                dropped = tied & (below + place.to(tl.float64) * weight.to(tl.float64) <= limit) & (place < ties)
+                summed = below + place.to(tl.float64) * tl.div_rn(weight, whole).to(tl.float64)
+                dropped = tied & (summed.to(tl.float32) <= rest) & (place < ties)
                 dropped = dropped | (rank < edge)
                 total += tl.sum(tl.where(dropped | (at >= V), 0.0, weight).to(tl.float64), 0)
                 seen += tl.sum(tied.to(tl.int32), 0)
@@ -175,7 +193,7 @@ def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p):
     out = torch.empty(R, V, dtype=torch.float32, device=logits.device)
     block = min(4096, next_power_of_2(V))
     _guided_warp_kernel[(R,)](
-        logits, logits if uncond is None else uncond, out, V, guidance, temperature, top_k, 1.0 - top_p,
+        logits, logits if uncond is None else uncond, out, V, guidance, temperature, top_k, _tail(top_p),
         GUIDED=uncond is not None, GREEDY=temperature == 0, TOP_K=0 < top_k < V, TOP_P=top_p < 1, BLOCK_V=block,
         num_warps=8 if block > 1024 else 4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -194,9 +212,7 @@ def _guided_warp_op(
     return guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p)
 
 
-@_guided_warp_op.register_kernel("cuda")
-def _guided_warp_cuda(logits, uncond, guidance, temperature, top_k, top_p):
-    return guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p)
+_guided_warp_op.register_kernel("cuda")(on_device(guided_warp_triton))
 
 
 @_guided_warp_op.register_fake
@@ -214,16 +230,18 @@ def guided_warp(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=None, 
     if uncond is not None:
         check_tensor("uncond", uncond, tuple(logits.shape), FLOATS, logits.device)
     top_k, top_p = int(top_k or 0), 1.0 if top_p is None else float(top_p)
-    require(temperature >= 0, "temperature", temperature, "a number of at least 0")
+    check_number("guidance", guidance)
+    check_number("temperature", temperature, 0)
     require(top_k >= 0, "top_k", top_k, "a count of at least 0")
-    require(0 <= top_p <= 1, "top_p", top_p, "a mass in [0, 1]")
-    return torch.ops.visspec.guided_warp(logits, uncond, float(guidance), float(temperature), top_k, top_p)
+    check_number("top_p", top_p, 0, 1)
+    guidance, temperature = as_float32(guidance), as_float32(temperature)
+    return torch.ops.visspec.guided_warp(logits, uncond, guidance, temperature, top_k, top_p)
 
 
-def random_case(seed, rows=3, vocabulary=37, guided=False, ties=False, dtype=torch.float32, **sampling):
+def random_case(seed, rows=3, vocabulary=37, guided=False, ties=False, uniform=False, dtype=torch.float32, **sampling):
     """Arguments of `guided_warp` for the tests; with ties, logits on a coarse grid and some of them -inf."""
     g = torch.Generator().manual_seed(seed)
-    c, u = torch.randn(2, rows, vocabulary, generator=g) * 2
+    c, u = torch.randn(2, rows, vocabulary, generator=g) * (0 if uniform else 2)
     if ties:
         c, u = c.round(), u.round()
         c[:, ::7] = float("-inf")
@@ -237,6 +255,9 @@ CASES = [
     {"top_p": 0.8, "temperature": 1.3},
     {"top_p": 0.6, "top_k": 9, "ties": True},
     {"top_p": 0.0, "ties": True},
+    {"top_p": 0.6, "uniform": True, "vocabulary": 10},
+    {"top_p": 0.2, "uniform": True, "vocabulary": 10},
+    {"top_p": 0.9, "uniform": True, "vocabulary": 700, "top_k": 50},
     {"temperature": 0.0, "guided": True, "guidance": 2.0},
     {"vocabulary": 4100, "rows": 1, "top_k": 50, "top_p": 0.9, "dtype": torch.bfloat16},
 ]

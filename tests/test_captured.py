@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from tests.test_image_targets import made
+from visspec import tree as trees
 from visspec import zoo
+from visspec.accept import displacement
 from visspec.accept.captured import Captured
+from visspec.accept.cool import Cool
 from visspec.api import check_pairing
 from visspec.engine import decode
 from visspec.guard import Guarded
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.targets.image_ar import ImageAR
 from visspec.pace import Pace
-from visspec.types import Request, Sampling, Verdict
+from visspec.types import Capabilities, Draft, Request, Sampling, Scores, Verdict
 
 TREE = {"window": 5, "redraw": "maximal", "branch": 2}
 
@@ -90,3 +93,43 @@ def test_further_shapes_and_devices_that_refuse_run_the_rule_itself():
     assert draw(captured, {"window": 5}) == expected and not captured.recordings
     with pytest.raises(ValueError, match="most: got 0, expected at least 1"):
         Captured(zoo.acceptance("exact"), most=0)
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
+def test_trees_of_one_shape_and_other_content(drawn, monkeypatch):
+    """What the host knows of a tree goes into the recording's key; all else is read from its buffers."""
+    monkeypatch.setattr(displacement, "expected", on_a_device)
+    vocab, g = 6, torch.Generator().manual_seed(0)
+    codes = torch.randn(vocab, 2, generator=g)
+    rule = Cool(omega=3.0)
+    rule.bind(Capabilities(vocab=vocab, codebook=codes))
+    captured, moved = Captured(rule, record=rerun), 0.0
+    rerun.count = 0
+    for seed in range(40):
+        for parent in ((-1, 0, 0, 1, 2), (-1, 0, 0, 0, 1), (-1, 0, 1, 1, 0)):
+            logits = torch.randn(1, 5, vocab, generator=g)
+            q = (0.5 * torch.randn(1, 5, vocab, generator=g)).softmax(-1)
+            tokens = torch.multinomial(q[0], 1, generator=g)[:, 0][None]
+            draft, scores = Draft(tokens, trees.static(parent), q if drawn else None), Scores(logits)
+            noise = rule.make_noise([torch.Generator().manual_seed(seed)], vocab)
+            found, expected = captured(draft, scores, noise), rule(draft, scores, noise)
+            for name, value in vars(expected).items():
+                assert torch.equal(getattr(found, name), value), (seed, parent, name)
+            moved += float(expected.displacement)
+    assert moved > 1.0 and rerun.count == len(captured.recordings) == 2  # the first and the last tree share one
+
+
+def on_a_device(draft, p, mass, path, codes):
+    given = (draft.tokens, draft.tree.parent, p, draft.q, mass, path, codes)
+    return displacement.batched(*given, draft.tree.chain, trees.branch(draft.tree))
+
+
+def test_recordings_share_one_pool_on_the_device_of_the_laws(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr("visspec.accept.captured.cuda_graph", lambda call, pool: seen.append(pool) or rerun(call))
+    captured = Captured(zoo.acceptance("exact"))
+    rerun.count = 0
+    captured.record = captured._graph
+    draw(captured, {"window": 5})
+    assert seen == [(0, 1)] * len(captured.recordings) and len(seen) > 1

@@ -20,7 +20,7 @@ ROOT = Path(visspec.__file__).parent.parent
 TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
     {"types", "kernels"},
-    {"tree", "cache", "checkpoint", "pace", "stats", "grammar", "files"},
+    {"tree", "cache", "checkpoint", "pace", "stats", "grammar", "files", "provenance"},
     {"sampling"},
     {"accept", "engine", "guard"},
     {"wavefront"},
@@ -124,6 +124,26 @@ def test_host_reads_are_where_they_should_be():
                 if name.split(".")[-1] in ("item", "tolist", "cpu", "numpy", "nonzero"):
                     found.setdefault(file.name, []).append(function.name)
     assert found == HOST_READS
+
+
+HOST_COPIES = {  # what a round tells the device goes through `cache.told`; a static tree is copied once
+    "cache.py": ["told", "told"],
+    "tree.py": ["static", "static"],
+    "displacement.py": ["walked", "walked"],  # the body for a CPU
+}
+
+
+def test_host_copies_are_where_they_should_be():
+    """A copy from pageable memory waits for the device, and no count of reads shows it."""
+    found = {}
+    files = [ROOT / "visspec" / f"{n}.py" for n in ("engine", "tree", "cache", "sampling", "guard")]
+    files += [ROOT / "models" / "targets" / f"{n}.py" for n in ("masks", "slot_layers", "tree_attention")]
+    for file in (*files, *(ROOT / "visspec" / "accept").glob("*.py")):
+        for function in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)):
+            for _, name in calls(function):
+                if name in ("torch.tensor", "torch.as_tensor", "torch.from_numpy", "torch.asarray"):
+                    found.setdefault(file.name, []).append(function.name)
+    assert found == HOST_COPIES
 
 
 def test_nothing_loads_under_a_top_level_name():

@@ -16,6 +16,15 @@ from visspec import kernels
 GROW = 128  # slots added beyond the need when the store must grow: few copies, little memory held for nothing
 
 
+def told(values: list, device: torch.device | str) -> Tensor:
+    """Integers of the host as a small tensor. The host does not wait: a copy from pageable memory would make it wait
+    for all that the device has been given to do, one from pinned memory is queued behind it.
+    """
+    if torch.device(device).type != "cuda":
+        return torch.tensor(values, device=device)
+    return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
+
+
 class SlotCache:
     """Preallocated keys and values of all layers of one request. Layers appear as they are first written."""
 
@@ -41,8 +50,7 @@ class SlotCache:
         self._start, self._extent = self.length, self.length + nodes
         self._slots = None
         if not self.uniform:
-            starts = torch.tensor(self.lengths, device=device)
-            self._slots = starts[:, None] + torch.arange(nodes, device=device)
+            self._slots = told(self.lengths, device)[:, None] + torch.arange(nodes, device=device)
         return self._extent
 
     def open_at(self, slots: Tensor, extent: int) -> None:
@@ -85,9 +93,9 @@ class SlotCache:
         if any(path != list(range(len(path))) for path in paths):
             longest = max(len(path) for path in paths)
             padded = [path + [0] * (longest - len(path)) for path in paths]
-            told = torch.tensor([[n, len(p), *q] for n, p, q in zip(self.lengths, paths, padded)])
+            moves = [[n, len(p), *q] for n, p, q in zip(self.lengths, paths, padded)]
             for stores in self._alike():
-                told_BX = told.to(stores[0].device)
+                told_BX = told(moves, stores[0].device)
                 kernels.commit_kv(stores, told_BX[:, 0], told_BX[:, 2:], told_BX[:, 1])
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths)]
 
@@ -102,10 +110,10 @@ class SlotCache:
         """Drop all rows but these."""
         for store in (self.keys, self.values):
             for layer, tensor in enumerate(store):
-                store[layer] = tensor[keep]
+                store[layer] = tensor[told(keep, tensor.device)]
         self.lengths = [self.lengths[b] for b in keep]
         if self.padding is not None:
-            self.padding = self.padding[keep]
+            self.padding = self.padding[told(keep, self.padding.device)]
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | None, extent: int) -> Tensor:
@@ -115,7 +123,7 @@ def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | N
     ancestors and itself among the slots written in this pass. tree_ancestor is (1|B, N, N).
     """
     device, size = tree_ancestor.device, tree_ancestor.shape[-1]
-    length_B = torch.tensor(lengths, device=device)
+    length_B = told(lengths, device)
     slot = torch.arange(extent, device=device)
     seen = slot < length_B[:, None]
     if padding_BS is not None:

@@ -2,7 +2,8 @@
 
 One loop for plain decoding (nothing drafted), text of vision-language models and discrete image tokens. It knows no
 model class: targets, drafters and rules are passed in (`types.Target`, `types.Drafter`, `types.Acceptance`). Each round
-synchronises host and device once, in `settle`.
+synchronises host and device once, in `settle`; what the loop and the cache tell the device of a round (lengths, paths,
+rows) is queued from pinned memory and makes nobody wait. A request's processors, stop function and grammar wait too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from visspec import tree as trees
+from visspec.cache import told
 from visspec.pace import Pace
 from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, Trace, Verdict
 
@@ -80,7 +82,8 @@ def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outc
             laws.extend(scores.logits[b, outcome.path[b][: len(tokens) - len(laws)]])
     for name in ("drift", "displacement"):
         if (gained := getattr(verdict, name)) is not None:
-            state.meters.setdefault(name, gained.new_zeros(len(state.tokens)))[state.rows] += gained
+            meter = state.meters.setdefault(name, gained.new_zeros(len(state.tokens)))
+            meter.index_add_(0, told(state.rows, gained.device), gained)
     state.trace.rounds.append((draft.levels, [len(t) for t in outcome.tokens]))
     state.pending, state.position = verdict.next, state.position + verdict.length
     if state.noise is not None:
@@ -116,7 +119,7 @@ def retire(state: State, target: Target, drafter: Drafter | None) -> None:
     state.rows = [state.rows[b] for b in keep]
     if not keep:
         return
-    index = torch.tensor(keep, device=state.pending.device)
+    index = told(keep, state.pending.device)
     state.pending, state.position = state.pending[index], state.position[index]
     if state.noise is not None:
         state.noise.select(keep)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
+from visspec.cache import told
 from visspec.grammar import fill, held
 from visspec.types import ABSENT, Capabilities, Draft, Drafter, Outcome, Scores, State, Tree, Verdict
 
@@ -103,7 +104,7 @@ class Guarded:
         # a row drafts no further than it would alone, so that coins fall the same in any batch
         room = [state.request.max_new_tokens - len(state.tokens[row]) - 1 for row in state.rows]
         if min(room) < draft.levels:
-            tokens = torch.where(tree.depth > torch.tensor(room, device=tokens.device)[:, None], ABSENT, tokens)
+            tokens = torch.where(tree.depth > told(room, tokens.device)[:, None], ABSENT, tokens)
         tokens = torch.cat([state.pending[:, None], tokens[:, 1:]], dim=1)
         return fill(Draft(tokens, tree, q), state)
 
@@ -114,7 +115,7 @@ class Guarded:
         their number and within `levels`. Decided on the device, without a synchronisation.
         """
         parent, depth, ancestor, size = tree.parent, tree.depth, tree.ancestor, tree.size
-        if tree.chain and tree is trees.chain(size - 1, str(parent.device)):
+        if trees.is_static(tree):
             return tree, True
         shapes = parent.shape, depth.shape, ancestor.shape[:2], ancestor.shape[-1]
         if parent.shape[0] not in (1, rows) or shapes != (parent.shape, parent.shape, parent.shape, size):

@@ -1,34 +1,68 @@
-"""Where a number or a checkpoint comes from: versions, device, dtype, attention, threads, seed, git revision."""
+"""Where a number or a checkpoint comes from: versions, device, driver, dtype, attention, threads, seed, git, date."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
-def provenance(model=None, **more: Any) -> dict[str, Any]:
-    """A JSON-able record of this process. `more` is added as it is (seed, command, ...)."""
-    import transformers
+def provenance(model=None, device: torch.device | None = None, **more: Any) -> dict[str, Any]:
+    """A JSON-able record of this process on the model's device, or on `device`, by default a CPU.
 
+    `more` is added as it is (seed, command, ...). On a GPU the device is named, with driver, CUDA and Triton.
+    """
     record: dict[str, Any] = {
         "visspec": __import__("visspec").__version__,
         "git": git_revision(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": metadata.version("transformers"),
         "threads": torch.get_num_threads(),
         "cpu": platform.processor() or platform.machine(),
-        "device": "cpu",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+    record |= device_record(device or (torch.device("cpu") if model is None else model.device))
     if model is not None:
-        record["device"] = torch.cuda.get_device_name() if model.device.type == "cuda" else str(model.device)
         record["dtype"] = str(model.dtype).removeprefix("torch.")
         record["attention"] = model.config.get_text_config()._attn_implementation
     return record | more
+
+
+def device_record(device: torch.device) -> dict[str, Any]:
+    """The device by name; of a GPU also the versions of driver, CUDA and Triton, None for what nobody tells."""
+    if device.type != "cuda":
+        return {"device": str(device)}
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "triton": triton_version(),
+    }
+
+
+def driver_version() -> str | None:
+    """The GPU driver's, as `nvidia-smi` says: torch knows only which CUDA version the driver supports."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = _said(query, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.splitlines()[0].strip() if said else None
+
+
+def triton_version() -> str | None:
+    for name in ("triton", "pytorch-triton"):  # the second beside nightly builds of torch
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def git_revision() -> str:
@@ -44,5 +78,9 @@ def git_revision() -> str:
 
 
 def _git(root: Path, *command: str) -> str:
-    run = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    return _said(["git", *command], cwd=root)
+
+
+def _said(command: list[str], cwd: Path | None = None, timeout: float = 10) -> str:
+    run = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=True)
     return run.stdout.strip()

@@ -5,12 +5,18 @@ Shapes: B rows, N nodes, W frontier width, V vocabulary. The root is node 0; par
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from visspec.types import Draft, Tree
+
+_branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # most children of a node, where the host knows it
+_derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # of trees from `static`
 
 
 @lru_cache(maxsize=256)
@@ -27,13 +33,54 @@ def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
             raise ValueError(f"parent: node {n} has parent {p}, expected an earlier node")
         depth.append(depth[p] + 1)
         ancestor[n] |= ancestor[p]
-    return Tree(
+    tree = Tree(
         parent=torch.tensor([parent], device=device),
         depth=torch.tensor([depth], device=device),
         ancestor=ancestor[None].to(device),
         levels=max(depth),
         chain=all(p == n - 1 for n, p in enumerate(parent)),
     )
+    _derived[tree] = {}
+    return bounded(tree, max(map(parent.count, parent)))
+
+
+def bounded(tree: Tree, branch: int) -> Tree:
+    """The tree, with a promise that no node has more children."""
+    _branches[tree] = branch
+    return tree
+
+
+def branch(tree: Tree) -> int:
+    """A bound of the children of a node, known to the host: what was promised, else what the size allows."""
+    return _branches.get(tree, tree.size - 1)
+
+
+def is_static(tree: Tree) -> bool:
+    """Whether `static` made it: it is sound, and its content never changes."""
+    return tree in _derived
+
+
+def kept(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
+    """derive(tree), which must be a function of a module; of a tree from `static` it is worked out once.
+
+    Other trees may be buffers whose content changes under a recording (`accept.captured`).
+    """
+    known = _derived.get(tree)
+    if known is None:
+        return derive(tree)
+    if derive not in known:
+        with torch.inference_mode(False):  # whoever asks first must not forbid later training
+            known[derive] = derive(tree)
+    return known[derive]
+
+
+def above(tree: Tree) -> Tensor:
+    """(1|B, N) each node's parent; the root stands above itself."""
+    return kept(tree, _above)
+
+
+def _above(tree: Tree) -> Tensor:
+    return tree.parent.clamp(min=0)
 
 
 def chain(levels: int, device: str = "cpu") -> Tree:
@@ -54,6 +101,10 @@ def chain_draft(pending_B: Tensor, proposed_BT: Tensor, q_BNV: Tensor | None = N
 
 def paths(tree: Tree) -> Tensor:
     """(1|B, N, levels + 1) indices of each node's ancestors from the root to itself, padded with -1."""
+    return kept(tree, _paths)
+
+
+def _paths(tree: Tree) -> Tensor:
     size = tree.size
     index = torch.arange(size, device=tree.parent.device)
     found = torch.where(tree.ancestor, index, size).sort(dim=-1).values[..., : tree.levels + 1]

@@ -17,6 +17,9 @@ KINDS = [
 ]
 
 
+TABLE = torch.zeros(11, 3, dtype=torch.long)
+
+
 def row(case, b):
     batched = ("tokens", "parent", "p", "q", "coins", "draw", "mass", "count")
     return {k: v[b] if k in batched and v is not None else v for k, v in case.items()}
@@ -65,6 +68,80 @@ def test_a_chain_is_a_tree_of_one_branch(dtype):
             assert torch.allclose(found[3], wanted[3], atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_deeper_nodes_and_later_siblings_are_left_out_as_padding(kind):
+    """For every limit the call equals one in which the nodes beyond it are padding, and the definition."""
+    for seed, (depth, branch) in enumerate([(0, 9), (1, 9), (2, 9), (9, 0), (9, 1), (9, 2), (2, 1), (1, 2)]):
+        case = accept.random_case(seed, rows=20, nodes=9, vocabulary=5, **kind)
+        case["coins"] *= 0.5  # long paths
+        found = accept_tree(**case, depth=depth, branch=branch)
+        assert found[0].shape == (20, min(depth + 1, 9)) and int(found[1].max()) <= depth + 1
+        kept = case["parent"].clone()
+        for b, above in enumerate(case["parent"].tolist()):
+            level = [0] * 9
+            for n in range(1, 9):
+                level[n] = level[above[n]] + 1 if above[n] >= 0 else 0
+                if level[n] > depth or above[:n].count(above[n]) >= branch:
+                    kept[b, n] = -1
+        padded = accept_tree(**{**case, "parent": kept})
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], padded[1:]))
+        for b in range(20):
+            assert_row(found, b, accept.reference(**row(case, b), depth=depth, branch=branch))
+
+
+def test_a_path_is_as_long_as_its_row():
+    p = torch.full((1, 3, 4), 0.25)
+    case = {"tokens": torch.zeros(1, 3, dtype=torch.long), "parent": torch.tensor([-1, 0, 1]), "p": p}
+    path, length, _, _ = accept_tree(**case, coins=torch.zeros(1, 3), draw=torch.zeros(1), depth=1)
+    assert path.tolist() == [[0, 1]] and length.tolist() == [2]
+
+
+def test_the_definition_compares_with_fp32_bounds():
+    """0.1 in fp32 is more than 0.1: a neighbour of that mass is within delta = 0.1 of the operator."""
+    p = torch.tensor([[[0.0, 0.1, 0.3, 0.6]] * 2])
+    case = {"tokens": torch.tensor([[0, 0]]), "parent": torch.tensor([[-1, 0]]), "p": p, "q": None}
+    case.update(coins=torch.full((1, 2), 0.05), draw=torch.zeros(1), neighbours=torch.ones(4, 1).long(), delta=0.1)
+    outputs = accept_tree(**case)
+    assert outputs[1].tolist() == [2]
+    assert_row(outputs, 0, accept.reference(**row(case, 0)))
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_neighbour_outside_the_vocabulary_has_no_mass(drawn):
+    for seed in range(10):
+        case = accept.random_case(seed, rows=10, drawn=drawn, near="lam")
+        case["neighbours"][:, ::2] = torch.tensor([-1, 11, 99])
+        outputs = accept_tree(**case)
+        for b in range(10):
+            assert_row(outputs, b, accept.reference(**row(case, b)))
+
+
+def test_a_chain_has_no_more_nodes_than_its_row():
+    """A count beyond N is N: after full acceptance `next` follows the law of the last node, its token included."""
+    case = chain.random_chain(0, rows=20, nodes=3)
+    case["coins"].zero_()
+    case["tokens"] = case["p"].argmax(2).roll(1, 1)
+    wanted = accept_chain(**case)
+    found = accept_chain(**case, count=torch.full((20,), 7))
+    assert (wanted[1] == 3).all() and all(torch.equal(a, b) for a, b in zip(found, wanted))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        ({"tokens": torch.full((4, 7), 99)}, ValueError, "tokens: found ids from 99"),
+        ({"tokens": torch.full((4, 7), -1)}, ValueError, "tokens: found ids from -1"),
+        ({"p": torch.zeros(4, 0, 11)}, ValueError, "p: found an empty chain"),
+        ({"q": torch.full((4, 7, 11), 3 / 11), "check": True}, ValueError, "q: found a row that sums to one"),
+        ({"count": torch.ones(3, dtype=torch.long)}, ValueError, "count"),
+    ],
+    ids=str,
+)
+def test_bad_input_of_a_chain_names_the_argument(change, error, named):
+    with pytest.raises(error, match=f"^{named}"):
+        accept_chain(**{**chain.random_chain(0), **change})
+
+
 def test_neighbours_in_one_call_equal_neighbour_mass_then_mass():
     case = accept.random_case(3, rows=6, nodes=9, near="lam")
     table, lam = case.pop("neighbours"), case.pop("lam")
@@ -100,6 +177,15 @@ def test_rows_do_not_depend_on_their_batch():
         ({"p": torch.full((4, 7, 11), 0.1), "check": True}, ValueError, "p: found a row that sums to one"),
         ({"p": torch.full((4, 7, 11), float("nan")), "check": True}, ValueError, "p: found negative or non-finite"),
         ({"parent": torch.full((4, 7), 6), "check": True}, ValueError, "parent"),
+        ({"tokens": torch.full((4, 7), -1)}, ValueError, "tokens: found ids from -1"),
+        ({"neighbours": TABLE, "delta": float("nan")}, ValueError, "delta: found nan"),
+        ({"neighbours": TABLE, "delta": -0.1}, ValueError, "delta"),
+        ({"neighbours": TABLE, "delta": float("inf")}, ValueError, "delta"),
+        ({"neighbours": TABLE, "lam": float("nan")}, ValueError, "lam: found nan"),
+        ({"neighbours": TABLE, "lam": 0.5}, ValueError, "lam"),
+        ({"neighbours": TABLE, "lam": 1e39}, ValueError, "lam"),
+        ({"depth": -1}, ValueError, "depth: found -1"),
+        ({"branch": -1}, ValueError, "branch: found -1"),
     ],
     ids=str,
 )

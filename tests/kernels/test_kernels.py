@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from visspec import kernels
+from visspec import kernels, sampling
 from visspec.kernels import attention, codebook, commit, groups, growth, losses, neighbours, warp
+from visspec.types import Sampling
 
 SEEDS = range(10)
 
@@ -19,6 +20,37 @@ def test_neighbour_mass(case):
         arguments = neighbours.random_case(seed, **case)
         found = kernels.neighbour_mass(**arguments)
         assert torch.allclose(found.double(), neighbours.reference(**arguments), atol=1e-6)
+
+
+def test_a_neighbour_outside_the_vocabulary_has_no_mass():
+    for seed in SEEDS:
+        arguments = neighbours.random_case(seed, lam=4.0)
+        arguments["neighbours"][:, ::2] = torch.tensor([-1, 23, 99, -(2**40), 2**40])
+        found = kernels.neighbour_mass(**arguments)
+        assert torch.allclose(found.double(), neighbours.reference(**arguments), atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [{"delta": 0.1}, {"lam": 1.1}])
+def test_neighbour_bounds_are_fp32_numbers(rule):
+    p = torch.tensor([[1.0, 0.1, 0.3, 0.6]])
+    arguments = {"p": p, "token": torch.tensor([0]), "neighbours": torch.ones(4, 1, dtype=torch.long), **rule}
+    mass = kernels.neighbour_mass(**arguments)
+    assert mass.double().tolist() == neighbours.reference(**arguments).tolist()
+    assert ("lam" in rule) or mass.tolist() == p[0, 1:2].tolist()
+
+
+def test_gaps_and_distances_of_groups_are_fp32_numbers():
+    """As in a Triton kernel: 0.1 rounds up, so a gap of fp32's 0.1 is within it; 0.01 rounds down, 0.1 ** 2 is not."""
+    law, token = torch.tensor([[0.0, 0.1, 0.3, 0.6]]), torch.tensor([0])
+    codes = torch.tensor([[0.0], [0.1], [9.0], [9.0]], dtype=torch.float64)
+    rules = [
+        ({"max_gap": 0.1}, 0.1),
+        ({"embedding": codes, "max_distance": 0.2}, 0.1),
+        ({"embedding": codes, "max_distance": 0.1}, 0.0),
+    ]
+    for rule, mass in rules:
+        assert kernels.grouped_mass(law, None, token, group=2, **rule)[0].item() == pytest.approx(mass)
+        assert groups.reference(law, None, token, group=2, **rule)[0, 0].item() == pytest.approx(mass)
 
 
 @cases(groups)
@@ -72,6 +104,14 @@ def test_commit_kv_at_the_end_of_the_cache_and_on_strided_tensors():
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
 
 
+def test_commit_kv_keeps_no_more_than_the_columns_of_the_path():
+    arguments = commit.random_case(0)
+    arguments["path"], arguments["count"] = torch.tensor([[0, 2, 5]] * 3), torch.tensor([3, 4, 99])
+    wanted = commit.reference(**arguments)
+    kernels.commit_kv(**arguments)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
+
+
 @cases(growth)
 def test_draft_topk(case):
     for seed in SEEDS:
@@ -80,6 +120,15 @@ def test_draft_topk(case):
         wanted = growth.reference(**arguments)
         assert torch.equal(token, wanted[0]) and torch.equal(position, wanted[1])
         assert torch.allclose(score, wanted[2].float(), atol=1e-6)
+
+
+@pytest.mark.parametrize("at", [0, 2099])
+@pytest.mark.parametrize("width", [2, 40])
+def test_draft_topk_names_a_law_that_is_none(width, at):
+    arguments = growth.random_case(0, vocabulary=2100, frontier=1, width=width)
+    arguments["law"][1, 0, at] = float("nan")
+    with pytest.raises(ValueError, match=r"^law"):
+        kernels.draft_topk(**arguments)
 
 
 def test_grown_mask_is_the_mask_of_the_parents():
@@ -152,6 +201,15 @@ def test_forbidden_tokens_do_not_make_the_losses_nan():
     assert all(torch.isfinite(o).all() for o in outputs) and torch.isfinite(draft.grad).all()
 
 
+def test_a_possible_token_that_the_draft_forbids_costs_infinity():
+    draft, target = losses.random_case(3).values()
+    draft[1, 4] = float("-inf")
+    draft[:, 7], target[:, 7] = float("-inf"), float("-inf")
+    for ours, wanted in zip(kernels.draft_losses(draft, target), losses.reference(draft, target)):
+        assert torch.allclose(ours, wanted, atol=1e-6)
+    assert wanted.isinf().tolist() == [False, True, False]
+
+
 @cases(warp)
 def test_guided_warp(case):
     for seed in SEEDS:
@@ -171,6 +229,17 @@ def test_guided_warp_follows_the_order_of_transformers(ties):
     assert torch.allclose(found, wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("V", [2, 3, 7, 10, 12, 49, 100])
+def test_guided_warp_keeps_as_many_of_a_uniform_law_as_the_engine_and_transformers(V):
+    warpers = pytest.importorskip("transformers")
+    z = torch.zeros(1, V)
+    for top_p in (i / 20 for i in range(1, 20)):
+        kept = int((kernels.guided_warp(z, top_p=top_p) > 0).sum())
+        assert kept == int((warp.reference(z, top_p=top_p) > 0).sum())
+        assert kept == int((sampling.warp(z, Sampling(temperature=1.0, top_p=top_p)) > float("-inf")).sum())
+        assert kept == int((warpers.TopPLogitsWarper(top_p)(None, z) > float("-inf")).sum())
+
+
 LAW = torch.full((2, 5), 0.2)
 IDS = torch.tensor([1, 2])
 TABLE = torch.tensor([[1, 2]] * 5)
@@ -184,7 +253,24 @@ KV = torch.zeros(2, 1, 8, 4)
         (lambda: kernels.guided_warp(LAW, LAW[:1]), ValueError, "uncond"),
         (lambda: kernels.guided_warp(LAW, temperature=-1.0), ValueError, "temperature"),
         (lambda: kernels.guided_warp(LAW, top_p=1.5), ValueError, "top_p"),
+        (lambda: kernels.guided_warp(LAW, temperature=float("nan")), ValueError, "temperature"),
+        (lambda: kernels.guided_warp(LAW, LAW, guidance=float("inf")), ValueError, "guidance"),
+        (lambda: kernels.guided_warp(LAW, top_p=float("nan")), ValueError, "top_p"),
         (lambda: kernels.neighbour_mass(LAW, IDS, TABLE), ValueError, "delta"),
+        (lambda: kernels.neighbour_mass(LAW, IDS - 2, TABLE, delta=0.1), ValueError, "token: found ids from -1"),
+        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, delta=0.1, row=IDS), ValueError, "row: found ids from 1 to 2"),
+        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, delta=0.1, row=IDS - 2), ValueError, "row"),
+        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, delta=float("nan")), ValueError, "delta"),
+        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, lam=float("inf")), ValueError, "lam"),
+        (lambda: kernels.grouped_mass(LAW, None, IDS - 2, clusters=TABLE[:, 0]), ValueError, "token: found ids from"),
+        (lambda: kernels.grouped_mass(LAW, None, IDS * 9, group=2), ValueError, "token"),
+        (lambda: kernels.grouped_mass(LAW, None, IDS, group=2, max_gap=float("nan")), ValueError, "max_gap"),
+        (lambda: kernels.grouped_mass(LAW, None, IDS, group=2, max_gap=-0.1), ValueError, "max_gap"),
+        (
+            lambda: kernels.grouped_mass(LAW, None, IDS, group=2, embedding=LAW[0, :, None], max_distance=-1.0),
+            ValueError,
+            "max_distance",
+        ),
         (lambda: kernels.neighbour_mass(LAW, IDS, TABLE[:4], delta=0.1), ValueError, "neighbours"),
         (lambda: kernels.neighbour_mass(LAW, IDS * 9, TABLE, delta=0.1), ValueError, "token"),
         (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, lam=0.5), ValueError, "lam"),
@@ -193,6 +279,7 @@ KV = torch.zeros(2, 1, 8, 4)
         (lambda: kernels.codebook_neighbours(LAW, 2), ValueError, "k:"),
         (lambda: kernels.commit_kv([], IDS, IDS, IDS), ValueError, "kv"),
         (lambda: kernels.commit_kv([KV, KV[:, :, :4]], IDS, TABLE[:2], IDS), ValueError, "kv"),
+        (lambda: kernels.commit_kv([KV, KV.to("meta")], IDS, TABLE[:2], IDS), ValueError, "kv"),
         (lambda: kernels.commit_kv(KV, IDS + 6, TABLE[:2], IDS, check=True), ValueError, "length"),
         (lambda: kernels.draft_topk(LAW[:, :1], LAW.view(2, 1, 5), 6), ValueError, "width"),
         (lambda: kernels.tree_attention(KV, KV, KV, IDS), ValueError, "parent"),

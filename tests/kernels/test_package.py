@@ -41,30 +41,52 @@ def test_no_function_hides_behind_its_file():
 
 
 COMPILE = """
-import triton
+import re, subprocess, tempfile
+import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from visspec.kernels import accept, commit, groups, growth, losses, neighbours, warp
+from visspec.kernels import accept, attention, commit, groups, growth, losses, neighbours, warp
 
-def build(fn, types, **constants):
+def build(fn, types, divisible="", options=None, **constants):
     types = iter(types.split())
     signature = {name: "constexpr" if name in constants else next(types) for name in fn.arg_names}
     values = {(fn.arg_names.index(name),): value for name, value in constants.items()}
-    triton.compile(ASTSource(fn, signature, values), target=GPUTarget("cuda", 90, 32))
+    hints = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible.split()}
+    return triton.compile(ASTSource(fn, signature, values, hints), target=GPUTarget("cuda", 90, 32), options=options)
 
-tree = "*i64 *i64 *fp32 *fp32 *fp32 *fp32 *fp32 *i64 *fp32 *i64 *i64 *i64 *fp32 i32 i32 i32 i32 i32 fp32 fp32"
+def spilled(built):
+    # Bytes a thread keeps outside its registers.
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        return int(re.search("STACK:([0-9]+)", subprocess.check_output(command, text=True))[1])
+
+tree = "*i64 *i64 *fp32 *fp32 *fp32 *fp32 *fp32 *i64 *fp32 *i64 *i64 *i64 *fp32 i32 i32 i32 i32 i32 i32 fp32 fp32"
 blocks = dict(TINY=1e-30, BLOCK_N=64, BLOCK_V=1024, BLOCK_K=128)
 build(accept._accept_tree_kernel, tree, DRAWN=False, MASS=False, NEAR=True, LAM=True, **blocks)
 build(accept._accept_tree_kernel, tree, DRAWN=True, MASS=True, NEAR=False, LAM=False, **blocks)
 build(warp._guided_warp_kernel, "*bf16 *bf16 *fp32 i32 fp32 fp32 i32 fp32",
       GUIDED=True, GREEDY=False, TOP_K=True, TOP_P=True, BLOCK_V=1024)
-build(neighbours._neighbour_mass_kernel, "*fp32 *i64 *i32 *i64 *fp32 i32 i32 fp32 fp32",
+build(neighbours._neighbour_mass_kernel, "*fp32 *i64 *i32 *i64 *fp32 i32 i32 i32 fp32 fp32",
       ROW=True, LAM=True, BLOCK_K=128)
 build(groups._window_kernel, "*fp32 *fp32 *i64 *fp32 *fp32 *fp32 i32 i32 i32 fp32 fp32",
       GAP=True, NEAR=True, BLOCK_V=1024, BLOCK_F=8)
-build(commit._commit_kernel, "*i64 *bf16 *i64 *i64 *i64 i32 i32 i64 i64 i64", BLOCK_F=128)
+build(groups._cluster_kernel, "*fp32 *fp32 *i64 *i64 *fp32 *fp32 i32", BLOCK_V=1024)
+moved = build(commit._commit_kernel, "*i64 *bf16 *i64 *i64 *i64 i32 i32 i64 i64 i64", "F stride_b stride_h stride_s",
+              dict(num_warps=1), ALIGNED=True, BLOCK_D=8, BLOCK_F=128).asm["ptx"]
+assert "ld.global.v4" in moved and "st.global.v4" in moved and "global.b16" not in moved
 build(growth._best_children_kernel, "*fp32 *fp32 *i8 *i64 *fp32 i32 i32", KEEP=10, VALID=True, BLOCK_V=1024)
 build(losses._losses_kernel, "*bf16 *bf16 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32", BLOCK_V=1024)
+build(losses._losses_backward_kernel, "*bf16 *bf16 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *bf16 i32", BLOCK_V=1024)
+for name, dtype, sizes in (("bf16", torch.bfloat16, (64, 128, 256)), ("fp32", torch.float32, (128, 256))):
+    for F in sizes:
+        block_m, block_s = attention.tiles(dtype, F)
+        built = build(attention._tree_attention_kernel, f"*{name} " * 3 + "*i64 *i64 *i8 *fp32 *fp32 *fp32 "
+                      "i32 i32 i32 i32 fp32 i32 i32 i32 i32 i32 i32 i32",
+                      "q k v ancestors part high mass F kb kg ks vb vg vs", dict(num_warps=8, num_stages=2),
+                      START=True, UPCAST=name == "fp32", BLOCK_M=block_m, BLOCK_S=block_s, BLOCK_F=F)
+        assert spilled(built) == 0, (name, F, spilled(built))
 print("compiled")
 """
 

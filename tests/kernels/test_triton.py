@@ -62,6 +62,39 @@ def test_accept_tree_random_cases(seeds):
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
+@pytest.mark.parametrize("kind", [{}, {"drawn": True}, {"near": "delta"}], ids=str)
+def test_deeper_nodes_and_later_siblings_are_left_out(kind):
+    for seed, limits in enumerate([(0, 9), (1, 9), (2, 2), (9, 1)]):
+        arguments = accept.random_case(seed, rows=6, vocabulary=5, **kind)
+        arguments["coins"] *= 0.5  # long paths
+        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments))[:-2], *limits)
+        assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)[:-2], *limits))
+
+
+def test_ids_outside_the_vocabulary_have_no_mass():
+    far = 2**40  # a load from there would not go unnoticed
+    near = neighbours.random_case(0, lam=4.0)
+    near["neighbours"][:, ::2] = torch.tensor([-1, 23, far, -far, 99])
+    found = neighbours.neighbour_mass_triton(**to_device(near), row=None).cpu()
+    assert torch.allclose(found.double(), neighbours.reference(**near), atol=1e-6) and (found > 0).any()
+    bad = torch.tensor([0, far, -far, 23, -1], device=DEVICE)
+    assert neighbours.neighbour_mass_triton(**to_device({**near, "token": bad}), row=None)[1:].tolist() == [0.0] * 4
+    assert neighbours.neighbour_mass_triton(**to_device(near), row=bad)[1:].tolist() == [0.0] * 4
+    for rule in ({"static": True}, {"group": 4}):
+        case = {"clusters": None, "group": 0, **groups.random_case(0, rows=5, vocabulary=23, **rule), "token": bad}
+        masses = groups.grouped_mass_triton(**to_device(case), max_gap=None, embedding=None, max_distance=None)
+        assert all(mass[0] > 0 and mass[1:].tolist() == [0.0] * 4 for mass in masses)
+
+
+def test_accept_chain_counts_no_more_nodes_than_its_row():
+    case = chain.random_chain(0, rows=6, nodes=3)
+    case["coins"].zero_()
+    arguments = [to_device(case)[name] for name in ("tokens", "p", "q", "coins", "draw")]
+    wanted = chain.accept_chain_triton(*arguments, None, None)
+    found = chain.accept_chain_triton(*arguments, None, torch.full((6,), 7, device=DEVICE))
+    assert_same_decisions(found, wanted)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,6 +156,19 @@ def test_commit_kv(case):
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(kv, wanted))
 
 
+@pytest.mark.parametrize("count", [3, 99])
+@pytest.mark.parametrize("nodes", [3, 40])
+def test_commit_kv_stays_within_the_path(nodes, count):
+    """A count beyond the columns of the path, and more columns than a block."""
+    arguments = commit.random_case(0, nodes=nodes + 2, slots=60)
+    arguments["path"] = torch.tensor([[0, *range(2, nodes + 1)]] * 3)
+    arguments["count"] = torch.tensor([count] * 3)
+    wanted = commit.reference(**arguments)
+    kv = [t.to(DEVICE) for t in arguments.pop("kv")]
+    commit.commit_kv_triton(kv, **to_device(arguments))
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(kv, wanted))
+
+
 @pytest.mark.parametrize("case", growth.CASES, ids=ids(growth.CASES))
 def test_draft_topk(case):
     arguments = growth.random_case(0, **case)
@@ -155,6 +201,20 @@ def test_draft_losses(case):
     sum(float(w[0]) * loss.sum() for w, loss in zip(weights, wanted)).backward()
     # bf16 gradients up to 5 carry eight bits.
     assert torch.allclose(grad.cpu().double(), exact.grad, atol=2e-2 if draft.dtype == torch.bfloat16 else 1e-5)
+
+
+def test_the_gradient_of_the_losses_is_written_in_the_dtype_of_the_logits(monkeypatch):
+    draft, target = (t.to(DEVICE) for t in losses.random_case(0, dtype=torch.bfloat16).values())
+    outputs = losses.draft_losses_triton(draft, target)
+    made, poisoned = [], torch.empty
+
+    def noted(*size, **kwargs):
+        made.append(kwargs["dtype"])
+        return poisoned(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    losses.draft_losses_backward_triton(draft, target, *outputs[3:], *(torch.ones_like(outputs[0]) for _ in range(3)))
+    assert made == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("case", warp.CASES, ids=ids(warp.CASES))

@@ -20,14 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visspec.tree import bounded, branch
 from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
 Call = Callable[[], Verdict]
 WARM = 2  # runs before a recording: kernels are compiled and libraries opened in them
 
 
-def cuda_graph(call: Call) -> tuple[Verdict, Callable[[], None]]:
-    """Record a call. Returns its verdict, which every replay overwrites, and the replay."""
+def cuda_graph(call: Call, pool: Any = None) -> tuple[Verdict, Callable[[], None]]:
+    """Record a call, in a pool of memory that other recordings may share: none needs what another left there but its
+    verdict, which is copied out before the next replay. Returns the verdict, which every replay overwrites, and the
+    replay.
+    """
     aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
     aside.wait_stream(now)
     with torch.cuda.stream(aside):
@@ -35,7 +39,7 @@ def cuda_graph(call: Call) -> tuple[Verdict, Callable[[], None]]:
             call()
     now.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         verdict = call()
     return verdict, graph.replay
 
@@ -69,10 +73,12 @@ class Captured:
         self.rule, self.most, self.record = rule, most, record
         self.guarantee, self.needs, self.takes = rule.guarantee, rule.needs, rule.takes
         self.recordings: dict[tuple, Recording] = {}
+        self.pool: Any = None  # of memory, shared by the recordings
 
     def bind(self, capabilities) -> None:
         """As the rule's own; recordings for another target are dropped."""
         self.recordings.clear()
+        self.pool = None  # it ends with the last recording in it
         if hasattr(self.rule, "bind"):
             self.rule.bind(capabilities)
 
@@ -80,14 +86,15 @@ class Captured:
         return self.rule.make_noise(generators, vocab)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        record = self.record or (cuda_graph if scores.logits.is_cuda else None)
+        record = self.record or (self._graph if scores.logits.is_cuda else None)
         if record is None:
             return self.rule(draft, scores, noise)
         tree = draft.tree
         given = [draft.tokens, tree.parent, tree.depth, tree.ancestor, scores.logits]
         given += [x for x in (draft.q, None if noise is None else noise.window(tree.levels + 1)) if x is not None]
         shapes = tuple((tuple(x.shape), x.dtype, x.device) for x in given)
-        key = (shapes, tree.levels, tree.chain, draft.q is None, None if noise is None else noise.kind)
+        kind = None if noise is None else noise.kind
+        key = (shapes, tree.levels, tree.chain, branch(tree), draft.q is None, kind)  # all that the host tells the rule
         if key not in self.recordings:
             if len(self.recordings) >= self.most:
                 return self.rule(draft, scores, noise)
@@ -105,12 +112,17 @@ class Captured:
         held.replay()
         return Verdict(*(None if part is None else part.clone() for part in vars(held.verdict).values()))
 
+    def _graph(self, call: Call) -> tuple[Verdict, Callable[[], None]]:
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        return cuda_graph(call, self.pool)
+
     def _recorded(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
-        _, levels, chain, pointed, kind = key
+        _, levels, chain, most, pointed, kind = key
         inputs = [x.clone() for x in given]
         tokens, parent, depth, ancestor, logits, *rest = inputs
         q = None if pointed else rest.pop(0)
-        draft = Draft(tokens, Tree(parent, depth, ancestor, levels, chain), q)
+        draft = Draft(tokens, bounded(Tree(parent, depth, ancestor, levels, chain), most), q)
         noise = None if kind is None else Numbers(kind, rest[0])
-        verdict, replay = record(lambda: self.rule(draft, Scores(logits), noise))
+        with torch.cuda.device_of(logits):
+            verdict, replay = record(lambda: self.rule(draft, Scores(logits), noise))
         return Recording(inputs, verdict, replay)

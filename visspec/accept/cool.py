@@ -11,7 +11,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from visspec.accept.rejection import Rejection, drafted
-from visspec.types import Draft
+from visspec.tree import kept
+from visspec.types import Draft, Tree
 
 
 class Cool(Rejection):
@@ -27,5 +28,10 @@ class Cool(Rejection):
         self.omega, self.nu = omega, nu
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        above = (draft.tree.depth - 1).clamp(min=0).to(p_BNV.dtype)
-        return drafted(draft, p_BNV) * ((self.omega - 1.0) * self.nu**above)
+        excess_BN = (self.omega - 1.0) * self.nu ** kept(draft.tree, above_first).to(p_BNV.dtype)
+        return drafted(draft, p_BNV) * excess_BN
+
+
+def above_first(tree: Tree) -> Tensor:
+    """(1|B, N) levels between a node and the first drafted position."""
+    return (tree.depth - 1).clamp(min=0)

@@ -9,34 +9,81 @@ B rows, N nodes, D path steps, V vocabulary, K codes, E features.
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
+import numpy as np
 import torch
 from torch import Tensor
 
-from visspec.types import Draft, Tree
-
-_branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()
+from visspec.kernels.common import TINY, host
+from visspec.tree import branch
+from visspec.types import Draft
 
 
 def expected(draft: Draft, p_BNV: Tensor, mass_BD: Tensor, path_BD: Tensor, codes_KE: Tensor) -> Tensor:
     """(B,) expected displacement of the accepted nodes; mass_BD is what the rule added to the nodes of the path."""
-    on_BD, q_BDV, mass_BD1 = path_BD[:, 1:] > 0, draft.q, mass_BD[..., None]
-    if draft.tree.chain:
-        x_BD1 = draft.tokens[:, 1:, None].clamp(min=0)
-        law_BDV, q_BDV = p_BNV[:, :-1], None if q_BDV is None else q_BDV[:, 1:]
-        rest_BDV = law_BDV.scatter(2, x_BD1, 0.0) if q_BDV is None else None
+    tree = draft.tree
+    return torch.ops.visspec.displacement(
+        draft.tokens, tree.parent, p_BNV, draft.q, mass_BD, path_BD, codes_KE, tree.chain, branch(tree)
+    )
+
+
+def walked(
+    tokens_BN: Tensor, parent: Tensor, p_BNV: Tensor, q_BNV: Tensor | None, mass_BD: Tensor, path_BD: Tensor,
+    codes_KE: Tensor, chain: bool, branch: int,
+) -> Tensor:  # fmt: skip
+    """The CPU path: a walk over the accepted nodes that borrowed, on numpy views. A CPU has no device to wait for."""
+    x_BN, law_BNV, lent_BD, path_BD = host(tokens_BN), host(p_BNV), host(mass_BD), host(path_BD)
+    over_BN, q_BNV = host(parent.expand_as(tokens_BN)), None if q_BNV is None else host(q_BNV)
+    moves = []  # row, code, what the exact rule draws from without it, the chance that it does over that law's sum
+    for b, d in zip(*np.where((path_BD[:, 1:] > 0) & (lent_BD > 0))):
+        above, n = path_BD[b, d], path_BD[b, d + 1]
+        x, law = x_BN[b, n], law_BNV[b, above]
+        earlier = np.where((over_BN[b, :n] == above) & (x_BN[b, :n] >= 0))[0]
+        if q_BNV is None:
+            rest, drawn = law.copy(), 1.0
+            rest[x_BN[b, earlier]] = rest[x] = 0.0
+            here = law[x] / max(law[x] + rest.sum(), TINY)
+        else:
+            for m in earlier:
+                law = np.maximum(law - q_BNV[b, m], 0.0)
+                law /= max(law.sum(), TINY)
+            rest, drawn = np.maximum(law - q_BNV[b, n], 0.0), max(q_BNV[b, n, x], TINY)
+            here = law[x]
+        exact, left = min(here / drawn, 1.0), rest.sum()
+        gain = min(lent_BD[b, d] / drawn, 1.0 - exact)
+        if x < len(codes_KE) and gain > 0 and left > 0:
+            moves.append((b, x, rest[: len(codes_KE)], gain / ((exact + gain) * left)))
+    total_B = np.zeros(len(x_BN), np.float32)
+    if moves:
+        rows, codes, rests, chances = map(np.array, zip(*moves))
+        far = host(torch.cdist(codes_KE[torch.from_numpy(codes)], codes_KE))
+        np.add.at(total_B, rows, chances * np.einsum("mk,mk->m", rests, far))
+    return torch.from_numpy(total_B)
+
+
+def batched(
+    tokens_BN: Tensor, parent: Tensor, p_BNV: Tensor, q_BNV: Tensor | None, mass_BD: Tensor, path_BD: Tensor,
+    codes_KE: Tensor, chain: bool, branch: int,
+) -> Tensor:  # fmt: skip
+    """The path of a device: all steps of all rows at once, and nothing is read on the host."""
+    on_BD, q_BDV, mass_BD1 = path_BD[:, 1:] > 0, q_BNV, mass_BD[..., None]
+    if chain:
+        x_BD1 = tokens_BN[:, 1:, None].clamp(min=0)
+        law_BDV, q_BDV = p_BNV[:, :-1], None if q_BNV is None else q_BNV[:, 1:]
+        rest_BDV = law_BDV.scatter(2, x_BD1, 0.0) if q_BNV is None else None
     else:
         node_BD, above_BD = path_BD[:, 1:].clamp(min=0), path_BD[:, :-1].clamp(min=0)
         rows = torch.arange(len(p_BNV), device=p_BNV.device)[:, None]
-        x_BD1 = draft.tokens.gather(1, node_BD)[..., None]
-        law_BDV, q_BDV = p_BNV[rows, above_BD], None if q_BDV is None else q_BDV[rows, node_BD]
-        tried_BDN = _tried(draft, node_BD, above_BD)
-        if q_BDV is None:
-            ids_BDN = draft.tokens.clamp(min=0)[:, None].expand_as(tried_BDN)
+        x_BD1 = tokens_BN.gather(1, node_BD)[..., None]
+        law_BDV = p_BNV[rows, above_BD]
+        index = torch.arange(tokens_BN.shape[1], device=p_BNV.device)
+        tried_BDN = (parent[:, None] == above_BD[..., None]) & (index <= node_BD[..., None])
+        tried_BDN &= (tokens_BN >= 0)[:, None]
+        if q_BNV is None:
+            ids_BDN = tokens_BN.clamp(min=0)[:, None].expand_as(tried_BDN)
             rest_BDV = law_BDV.scatter_reduce(2, ids_BDN, (~tried_BDN).to(law_BDV.dtype), "amin")
         else:
-            law_BDV = _after_siblings(draft, law_BDV, node_BD, tried_BDN, rows)
+            law_BDV = _after_siblings(law_BDV, q_BNV, tried_BDN & (index < node_BD[..., None]), rows, branch - 1)
+            q_BDV = q_BNV[rows, node_BD]
     here_BD1 = law_BDV.gather(2, x_BD1)
     if q_BDV is None:
         left_BD1 = rest_BDV.sum(-1, keepdim=True)
@@ -55,6 +102,23 @@ def expected(draft: Draft, p_BNV: Tensor, mass_BD: Tensor, path_BD: Tensor, code
     return torch.where(on_BD, moved_BD1[..., 0], 0.0).nansum(1).float()
 
 
+def _after_siblings(law_BDV: Tensor, q_BNV: Tensor, earlier_BDN: Tensor, rows: Tensor, most: int) -> Tensor:
+    """The renormalised residual under which a node was tried after its earlier drawn siblings, `most` at most.
+
+    With u_0 = p, M_0 = 1, u_j = u_{j-1} - M_{j-1} q_j and M_j = sum [u_j]+, it is [u_j]+ / M_j (`kernels.accept`).
+    """
+    if most < 1:
+        return law_BDV
+    size = q_BNV.shape[1]
+    index = torch.arange(size, device=law_BDV.device)
+    order_BDR = torch.where(earlier_BDN, index, size).sort(-1).values[..., :most]
+    mass_BD1 = torch.ones_like(law_BDV[..., :1])
+    for there_BD, n_BD in zip((order_BDR < size).unbind(-1), order_BDR.clamp(max=size - 1).unbind(-1)):
+        law_BDV = torch.addcmul(law_BDV, there_BD[..., None] * mass_BD1, q_BNV[rows, n_BD], value=-1.0)
+        mass_BD1 = law_BDV.clamp(min=0.0).sum(-1, keepdim=True)
+    return law_BDV.clamp_(min=0.0) / mass_BD1
+
+
 def between(x_BD: Tensor, y_BD: Tensor, codes_KE: Tensor) -> Tensor:
     """(B, D) distances of two codes; 0 where one of the ids is grammar."""
     last = len(codes_KE) - 1
@@ -62,30 +126,16 @@ def between(x_BD: Tensor, y_BD: Tensor, codes_KE: Tensor) -> Tensor:
     return far_BD * ((x_BD <= last) & (y_BD <= last))
 
 
-def _tried(draft: Draft, node_BD: Tensor, above_BD: Tensor) -> Tensor:
-    """(B, D, N): the siblings that were tried when a node was accepted, itself included."""
-    index = torch.arange(draft.tree.size, device=node_BD.device)
-    before_BDN = (draft.tree.parent[:, None] == above_BD[..., None]) & (index <= node_BD[..., None])
-    return before_BDN & (draft.tokens >= 0)[:, None]
+def _fake(tokens_BN, parent, p_BNV, q_BNV, mass_BD, path_BD, codes_KE, chain, branch):
+    return p_BNV.new_empty(len(tokens_BN), dtype=torch.float32)
 
 
-def _after_siblings(draft: Draft, law_BDV: Tensor, node_BD: Tensor, tried_BDN: Tensor, rows: Tensor) -> Tensor:
-    """Drawn siblings: the renormalised residual under which the accepted node was tried."""
-    size = draft.tree.size
-    index = torch.arange(size, device=node_BD.device)
-    order_BDN = torch.where(tried_BDN & (index < node_BD[..., None]), index, size).sort(-1).values
-    for rank in range(_branch(draft.tree) - 1):
-        n_BD = order_BDN[..., rank]
-        rest_BDV = (law_BDV - draft.q[rows, n_BD.clamp(max=size - 1)]).clamp_(min=0.0)
-        rest_BDV /= rest_BDV.sum(-1, keepdim=True)
-        law_BDV = torch.where((n_BD < size)[..., None], rest_BDV, law_BDV)
-    return law_BDV
-
-
-def _branch(tree: Tree) -> int:
-    """Most children of a node. Asked of the device once for a shape; shapes of one row each count as the worst."""
-    if tree.parent.shape[0] > 1:
-        return tree.size - 1
-    if tree not in _branches:
-        _branches[tree] = int((tree.parent[:, :, None] == tree.parent[:, None]).sum(-1).amax())
-    return _branches[tree]
+# Not `custom_op`, as in `kernels`: its wrapper alone takes 40 us a call, a fifth of a small verification.
+torch.library.define(
+    "visspec::displacement",
+    "(Tensor tokens, Tensor parent, Tensor p, Tensor? q, Tensor mass, Tensor path, Tensor codes,"
+    " bool chain, int branch) -> Tensor",
+)
+torch.library.impl("visspec::displacement", "CPU", walked)
+torch.library.impl("visspec::displacement", "CUDA", batched)
+torch.library.register_fake("visspec::displacement", _fake)

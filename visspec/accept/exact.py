@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visspec import sampling
-from visspec.tree import paths
+from visspec.tree import above, paths
 from visspec.types import Draft, Scores, Tree, Verdict
 
 
@@ -45,9 +45,8 @@ def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
         index = torch.arange(tree.size, device=chosen_BN.device)
         path_BD = torch.where(index < length_B[:, None], index, -1)
         return Verdict(path_BD, length_B, chosen_BN.gather(1, length_B[:, None] - 1)[:, 0])
-    parent_BN = tree.parent.expand_as(draft.tokens)
-    agreed = draft.tokens == chosen_BN.gather(1, parent_BN.clamp(min=0))
-    return deepest(tree, agreed | (parent_BN < 0), chosen_BN)
+    agreed = draft.tokens == chosen_BN.gather(1, above(tree).expand_as(draft.tokens))
+    return deepest(tree, agreed | (tree.parent < 0), chosen_BN)
 
 
 def deepest(tree: Tree, kept_BN: Tensor, next_BN: Tensor) -> Verdict:

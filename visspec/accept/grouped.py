@@ -14,7 +14,8 @@ from torch import Tensor
 
 from visspec import kernels
 from visspec.accept import codebook
-from visspec.accept.rejection import Rejection, drafted
+from visspec.accept.rejection import Rejection
+from visspec.tree import above
 from visspec.types import Capabilities, Draft
 
 
@@ -59,20 +60,18 @@ class Grouped(Rejection):
         if self.needs and self.clusters_V is None and self.embedding_VE is None:
             raise ValueError("acceptance: Grouped knows no codebook, expected bind(capabilities) first")
         rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
-        tokens_BN = draft.tokens.clamp(min=0)
-        here_BN = drafted(draft, p_BNV)
+        law_BNV, x_BN1 = p_BNV[rows, above(draft.tree)], draft.tokens.clamp(min=0)[..., None]
         in_p, in_q = kernels.grouped_mass(
-            p_BNV[rows, draft.tree.parent.clamp(min=0)].flatten(0, 1),
+            law_BNV.flatten(0, 1),
             None if draft.q is None else draft.q.flatten(0, 1),
-            tokens_BN.flatten(),
+            x_BN1.flatten(),
             clusters=self.clusters_V,
             group=self.group if self.count is None else None,
             max_gap=self.max_gap,
             embedding=self.embedding_VE,
             max_distance=self.max_distance,
         )
-        in_p, in_q = in_p.view_as(here_BN), in_q.view_as(here_BN)
+        here_BN1, in_p, in_q = law_BNV.gather(2, x_BN1), in_p.view_as(x_BN1), in_q.view_as(x_BN1)
         if draft.q is None:
-            return in_p - here_BN
-        q_BN = draft.q.gather(2, tokens_BN[..., None])[..., 0]
-        return (q_BN * in_p - here_BN * in_q) / in_q.clamp(min=1e-30)
+            return (in_p - here_BN1)[..., 0]
+        return ((draft.q.gather(2, x_BN1) * in_p - here_BN1 * in_q) / in_q.clamp(min=1e-30))[..., 0]

@@ -21,6 +21,7 @@ from visspec import kernels
 from visspec.accept import codebook, displacement, published
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection, drafted
+from visspec.tree import above
 from visspec.types import ABSENT, Capabilities, Draft, Scores, Verdict
 
 MOST = 1024  # neighbours: published runs use 1000 at most, and the table grows with them
@@ -60,8 +61,7 @@ class Lantern(Rejection):
         return self.table_Vk
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        parent_BN = draft.tree.parent.expand_as(draft.tokens)
-        return self.borrowed(p_BNV, draft.tokens.clamp(min=0), parent_BN.clamp(min=0))
+        return self.borrowed(p_BNV, draft.tokens.clamp(min=0), above(draft.tree).expand_as(draft.tokens))
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
         """The kernel sums the neighbours' mass itself, for the tried nodes only."""
@@ -84,7 +84,7 @@ class Lantern(Rejection):
         if draft.tree.size == 1:
             return super().greedy(draft, scores)
         p_BNV, best_BN = scores.p, scores.logits.argmax(dim=-1)
-        above_BN = draft.tree.parent.expand_as(draft.tokens).clamp(min=0)
+        above_BN = above(draft.tree).expand_as(draft.tokens)
         wanted_BN, top_BN = best_BN.gather(1, above_BN), p_BNV.amax(dim=-1).gather(1, above_BN)
         raised_BN = (drafted(draft, p_BNV) + self.mass(draft, p_BNV) > top_BN) & (draft.tokens != ABSENT)
         kept_BN = (draft.tokens == wanted_BN) | raised_BN | (draft.tree.parent < 0)

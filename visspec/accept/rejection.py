@@ -21,6 +21,7 @@ from torch import Tensor
 from visspec import kernels, sampling
 from visspec.accept import displacement
 from visspec.accept.exact import Exact
+from visspec.tree import above, kept
 from visspec.types import ABSENT, Capabilities, Draft, Scores, Tree, Verdict
 
 SIBLINGS = 32  # coins kept for each position; a node has at most this many children
@@ -89,13 +90,18 @@ class Rejection:
 def drafted(draft: Draft, p_BNV: Tensor) -> Tensor:
     """(B, N): each node's probability under its parent's law; the root's entry means nothing."""
     rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
-    return p_BNV[rows, draft.tree.parent.clamp(min=0), draft.tokens.clamp(min=0)]
+    return p_BNV[rows, above(draft.tree), draft.tokens.clamp(min=0)]
 
 
 def toss(tree: Tree, window_BTU: Tensor) -> Tensor:
     """Each node's coin (B, N): its position's own, by rank among its siblings."""
-    coin_BN = (tree.depth - 1).clamp(min=0) * window_BTU.shape[-1] + ranks(tree).clamp(max=SIBLINGS - 1)
-    return window_BTU.flatten(1).gather(1, coin_BN.expand(window_BTU.shape[0], -1))
+    rows = torch.arange(window_BTU.shape[0], device=window_BTU.device)[:, None]
+    return window_BTU[rows, *kept(tree, coins)]
+
+
+def coins(tree: Tree) -> tuple[Tensor, Tensor]:
+    """The position and the place among its coins of each node's coin, (1|B, N) both."""
+    return (tree.depth - 1).clamp(min=0), ranks(tree).clamp(max=SIBLINGS - 1)
 
 
 def ranks(tree: Tree) -> Tensor:

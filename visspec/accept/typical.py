@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from visspec.accept.rejection import Rejection, drafted
+from visspec.tree import above
 from visspec.types import Draft
 
 
@@ -32,5 +33,5 @@ class Typical(Rejection):
         """1 where the node is plausible under its parent's law, else 0: (B, N) float32."""
         entropy_BN = torch.special.entr(p_BNV).sum(dim=-1)
         threshold_BN = (self.delta * torch.exp(-entropy_BN)).clamp(max=self.epsilon)
-        parent_BN = draft.tree.parent.expand_as(draft.tokens).clamp(min=0)
-        return (drafted(draft, p_BNV) >= threshold_BN.gather(1, parent_BN)).float()
+        above_BN = above(draft.tree).expand_as(draft.tokens)
+        return (drafted(draft, p_BNV) >= threshold_BN.gather(1, above_BN)).float()

@@ -1,0 +1,113 @@
+"""How `bench kernels` times a call. Two clocks with the same four verbs: arm, start, seconds, host.
+
+On a CPU: processor time. On a GPU: events around the replay of a CUDA graph of the call, so that argument checks,
+dispatch and launches are not in the number (`host` has those), with the L2 cache written over before each. A call that
+waits for the device, or that the device will not record, is timed by events around the call itself: its row says so.
+"""
+
+import time
+from functools import partial
+
+import torch
+
+from visspec.accept.captured import cuda_graph
+
+WARM = 2  # calls before the first that counts: kernels are compiled in them
+BEST_OF = 3
+
+
+class Processor:
+    """A CPU: the processor's time, so that other work on the machine does not count, the best of three calls."""
+
+    repeats, fewest = 40, 8
+
+    def arm(self, call, draws=1):
+        """(what `start` takes, how it is timed in words); `draws` is of no use here."""
+        for index in range(WARM):
+            call(index)
+        return call, f"processor time, best of {BEST_OF}"
+
+    def start(self, armed, index):
+        return min(self._once(armed, index) for _ in range(BEST_OF))
+
+    def _once(self, call, index):
+        begun = time.process_time()
+        call(index)
+        return time.process_time() - begun
+
+    def seconds(self, started):
+        return started
+
+    def host(self, call, repeats):
+        """None: the host does the work itself."""
+
+
+class Device:
+    """A GPU. The methods that touch CUDA are the last five, for which tests have stand-ins."""
+
+    repeats, fewest = 60, 30
+
+    def __init__(self, device):
+        self.device = device
+        self.over = torch.empty(2 * self.cache_bytes(), dtype=torch.uint8, device=device)
+
+    def arm(self, call, draws=1):
+        """(what `start` takes, how it is timed in words). The call is recorded for the indices 0 .. draws - 1."""
+        for index in range(max(WARM, draws)):
+            call(index)
+        try:
+            self.check_waits(partial(call, 0))
+            replays = [self.record(partial(call, index)) for index in range(draws)]
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            return (lambda index: call(index % draws)), f"events around plain calls ({reason})"
+        return (lambda index: replays[index % draws]()), "events around a CUDA graph"
+
+    def start(self, armed, index):
+        """Queues one repeat and returns its two events. Nothing waits here: the flush hides the replay's launch."""
+        begun, ended = self.event(), self.event()
+        self.over.zero_()
+        begun.record()
+        armed(index)
+        ended.record()
+        return begun, ended
+
+    def seconds(self, started):
+        self.synchronize()
+        return [begun.elapsed_time(ended) / 1e3 for begun, ended in started]
+
+    def host(self, call, repeats):
+        """Seconds of wall time until a plain call returns, the device idle before: checks, dispatch and launches."""
+        times = []
+        for index in range(repeats):
+            self.synchronize()
+            begun = time.perf_counter()
+            call(index)
+            times.append(time.perf_counter() - begun)
+        self.synchronize()
+        return times
+
+    def check_waits(self, call):
+        """Raises RuntimeError where the call waits for the device: found out before a recording would break on it."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def record(self, call):
+        return cuda_graph(call)[1]
+
+    def event(self):
+        return torch.cuda.Event(enable_timing=True)
+
+    def synchronize(self):
+        torch.cuda.synchronize(self.device)
+
+    def cache_bytes(self):
+        return torch.cuda.get_device_properties(self.device).L2_cache_size
+
+
+def clock_of(device):
+    return Device(device) if device.type == "cuda" else Processor()

@@ -1,0 +1,64 @@
+"""What a number carries: device, driver, Triton and date; None for what nobody tells, never an error."""
+
+import subprocess
+from datetime import date
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from visspec import provenance as origin
+
+
+def test_a_cpu_record():
+    record = origin.provenance(seed=3)
+    assert record["device"] == "cpu" and record["seed"] == 3 and record["torch"] == torch.__version__
+    assert date.fromisoformat(record["date"]) and "driver" not in record
+
+
+def test_a_gpu_record_names_device_driver_cuda_and_triton(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU at {device}")
+    monkeypatch.setattr(origin, "driver_version", lambda: "580.1")
+    record = origin.provenance(device=torch.device("cuda", 1))
+    assert record["device"] == "a GPU at cuda:1" and record["driver"] == "580.1"
+    assert record["cuda"] == torch.version.cuda and record["triton"] == origin.triton_version()
+
+
+@pytest.mark.parametrize("said, found", [("580.65.06\n580.65.06\n", "580.65.06"), ("\n", None)])
+def test_the_driver_is_asked_of_nvidia_smi(monkeypatch, said, found):
+    asked = []
+
+    def run(command, **options):
+        asked.append(command)
+        return SimpleNamespace(stdout=said)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert origin.driver_version() == found
+    assert asked == [["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "x"), subprocess.TimeoutExpired("x", 1)],
+)
+def test_no_driver_is_no_error(monkeypatch, error):
+    def run(*_, **__):
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert origin.driver_version() is None
+
+
+def test_triton_goes_by_two_names(monkeypatch):
+    def version(installed):
+        def find(name):
+            if name != installed:
+                raise metadata.PackageNotFoundError(name)
+            return "3.9"
+
+        return find
+
+    for installed, found in (("triton", "3.9"), ("pytorch-triton", "3.9"), ("neither", None)):
+        monkeypatch.setattr(metadata, "version", version(installed))
+        assert origin.triton_version() == found
