@@ -16,10 +16,10 @@ The shipped weights were not made by one run of these defaults: the recipe chang
 from the last one's weights (--start). Text model: 4,750 steps on the whole encoder's codes, 2,400 on codes of pieces,
 5,000 on settled scenes with plain grounds for most of them, 1,500 with the eight textures, 5,500 on twice the pairs,
 4,200 with heads for the shape that begins next, 2,900 with heads for the one begun last, 900 of telling prompts with
-exchanged colours apart on the same pairs and 4,500 on new ones, with all that `painter_reading` has now, and 8,600 on
-96,000 new pairs for their codes alone (--first 64000 --fade 0 0); seven hours in all with the VQ model, runs that were
-given up not counted. The default steps are an estimate of what fits two hours, at 0.7 s a VQ step and 0.9 s a
-text-model step; they have not been run.
+exchanged colours apart on the same pairs and 4,500 on new ones, with all that `painter_reading` has now, 8,600 on 96,000
+new pairs for their codes alone (--first 64000 --fade 0 0) and 1,200 with the heads again (--fade 0.85 1); seven hours
+and a half in all with the VQ model, runs that were given up not counted. The default steps are an estimate of what fits
+two hours, at 0.7 s a VQ step and 0.9 s a text-model step; they have not been run.
 """
 
 import argparse
