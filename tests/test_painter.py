@@ -246,19 +246,21 @@ def test_shipped_weights_are_small_and_described(low, folder):
 
 @unshipped
 def test_shipped_painter_draws_what_it_is_asked_for():
-    """Two thirds of the prompts, at its own guidance and temperature; by chance it would be fewer than one in ten."""
+    """Two thirds of the prompts at least, at its own guidance and temperature; by chance it would be fewer than one in ten."""
     model = JanusForConditionalGeneration.from_pretrained(SHIPPED[0][1], dtype=torch.float32).eval()
     processor, own, rows = JanusProcessor.from_pretrained(SHIPPED[0][1]), model.generation_config, suite()[::16]
     texts = [row["prompt"] for row in rows]
     pictures = painter_draw.draw(model, processor, texts, own.guidance_scale, 0, own.temperature)
     assert pictures.shape == (23, 96, 96, 3)
-    assert sum(painter_score.verdicts(pictures, rows)) >= 11
+    assert sum(painter_score.verdicts(pictures, rows)) >= 15
+
+
+SHORT = pytest.mark.xfail(strict=True, reason="the sibling is short of the aim, as is the ceiling of its codes")
 
 
 @unshipped
-@pytest.mark.xfail(strict=True, reason="the shipped weights are short of the aim, a GenEval of 0.85")
-@pytest.mark.parametrize(("low", "folder"), SHIPPED)
-def test_shipped_painters_reach_their_aim(low, folder):
+@pytest.mark.parametrize("folder", [SHIPPED[0][1], pytest.param(SHIPPED[1][1], marks=SHORT)])
+def test_shipped_painters_reach_their_aim(folder):
     assert json.loads((folder / "provenance.json").read_text())["measured"]["pictures"]["geneval"] >= 0.85
 
 

@@ -16,10 +16,10 @@ The shipped weights were not made by one run of these defaults: the recipe chang
 from the last one's weights (--start). Text model: 4,750 steps on the whole encoder's codes, 2,400 on codes of pieces,
 5,000 on settled scenes with plain grounds for most of them, 1,500 with the eight textures, 5,500 on twice the pairs,
 4,200 with heads for the shape that begins next, 2,900 with heads for the one begun last, 900 of telling prompts with
-exchanged colours apart on the same pairs and 4,500 on new ones, with all that `painter_reading` has now, 8,600 on 96,000
-new pairs for their codes alone (--first 64000 --fade 0 0) and 1,200 with the heads again (--fade 0.85 1); seven hours
-and a half in all with the VQ model, runs that were given up not counted. The default steps are an estimate of what fits
-two hours, at 0.7 s a VQ step and 0.9 s a text-model step; they have not been run.
+exchanged colours apart on the same pairs and 4,500 on new ones, with all that `painter_reading` has now, and 8,600 on
+96,000 new pairs for their codes alone (--first 64000 --fade 0 0); seven hours in all with the VQ model, runs that were
+given up not counted. The default steps are an estimate of what fits two hours, at 0.7 s a VQ step and 0.9 s a
+text-model step; they have not been run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from visspec.recipes.captioner import keep_memory
-from visspec.recipes.painter_card import finish
+from visspec.recipes.painter_card import finish, remeasure
 from visspec.recipes.painter_composed import ComposedStage, DecoderStage
 from visspec.recipes.painter_draw import DrawStage
 from visspec.recipes.painter_tokens import write_tokens
@@ -36,6 +36,7 @@ from visspec.recipes.painter_train import in_workers
 from visspec.recipes.painter_vq import VQStage
 
 STAGES = ("vq", "composed", "decoder", "tokens", "draw", "finish")
+REMEASURE = "remeasure"  # a finished folder, on more prompts
 STEPS = {False: 5000, True: 12_000}
 PAIRS = {False: 64_000, True: 64_000}
 
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description="Train the embedded painter from zero on two CPU cores.")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished model")
-    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
+    parser.add_argument("--stage", choices=(*STAGES, REMEASURE, "all"), default="all")
     parser.add_argument("--lowres", action="store_true", help="the 48-pixel sibling, on the VQ model in --out")
     parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
     parser.add_argument("--vq-steps", type=int, default=1700)
@@ -98,6 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
         in_workers(DrawStage, options)
     if "finish" in wanted:
         finish(options)
+    if REMEASURE in wanted:
+        remeasure(options)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ judged by visspec's shape detector{enlarged}. GenEval's overall score is the mea
 |---|---|---|{rules}
 {rows}
 
-The prompts of each task: {sizes}. Guidance {best} and temperature {temperature} were the best on every second
-prompt with another seed (guidance at temperature, share of prompts: {sweep}); `generation_config.json` holds them.
+The prompts of each task: {sizes}. Guidance {best} and temperature {temperature} were the best on {swept}
+prompts with another seed (guidance at temperature, share of prompts: {sweep}); `generation_config.json` holds them.
 "Decoded codes" are the training codes of rendered scenes of the same prompts after the VQ model's decoder: the
 ceiling. Over them, pixels are off by {vq[grey_levels]} grey levels on average, and {vq[codes]} of 1,024 codes are used,
 with a perplexity of {vq[perplexity]}.
@@ -165,6 +165,7 @@ def _card(options: argparse.Namespace, model, record: dict) -> str:
         heads=" | ".join(TITLES.get(tag, tag) for tag in TASKS),
         rules="---|" * len(TASKS),
         rows="\n".join([_row(f"drawn, guidance {best['guidance']}", best), _row("decoded codes", vq)]),
+        swept=measured["swept"],
         sweep=", ".join(f"{r['guidance']} at {r['temperature']} {r['images']:.3f}" for r in measured["sweep"]),
         best=best["guidance"],
         temperature=best["temperature"],
@@ -203,8 +204,7 @@ def finish(options: argparse.Namespace) -> Path:
     cooler = [score(model, processor, rows[::2], guidance, SEED + 1, t) for t in TEMPERATURES[1:]]
     temperature = max([best, *cooler], key=lambda record: record["images"])["temperature"]
     print(json.dumps(cooler), flush=True)
-    measured = {"sweep": sweep + cooler, "pictures": score(model, processor, rows, guidance, SEED, temperature)}
-    measured["decoded"] = measure(model.model.vqmodel, low, options.every_prompt)
+    measured = {"sweep": sweep + cooler, "swept": len(rows[::2])}
     generation_config(low, guidance, temperature).save_pretrained(folder)
     shown = [rows[int(i)]["prompt"] for i in np.linspace(0, len(rows) - 1, 16)]
     drawn = draw(model, processor, shown, guidance, SEED + 2, temperature)
@@ -214,6 +214,20 @@ def finish(options: argparse.Namespace) -> Path:
     vq = {file.name: torch.load(file, weights_only=True) for file in files}
     record = _provenance(options, vq, text, folder / "model.safetensors", measured)
     (folder / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
+    return remeasure(options)
+
+
+def remeasure(options: argparse.Namespace) -> Path:
+    """Measure a finished folder at its own guidance and temperature on `options.every_prompt`, and write its card."""
+    low = options.lowres
+    folder = options.out / ("painter-lowres" if low else "painter")
+    model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    own, record = model.generation_config, json.loads((folder / "provenance.json").read_text())
+    rows, processor = suite()[:: options.every_prompt], JanusProcessor.from_pretrained(folder)
+    measured = record["measured"]
+    measured["pictures"] = score(model, processor, rows, own.guidance_scale, SEED, own.temperature)
+    measured["decoded"] = measure(model.model.vqmodel, low, options.every_prompt)
+    (folder / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
     (folder / "README.md").write_text(_card(options, model, record))
-    print(json.dumps({"stage": "finish", "folder": str(folder), **measured}), flush=True)
+    print(json.dumps({"folder": str(folder), **measured}), flush=True)
     return folder
