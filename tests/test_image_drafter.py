@@ -22,7 +22,7 @@ from visspec.models.nets.image_head import ImageHead
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
 from visspec.pace import Pace
-from visspec.recipes import painter_build, painter_drafter
+from visspec.recipes import captioner_build, painter_build, painter_drafter
 from visspec.train.capture import capture
 from visspec.types import ABSENT, Request, Sampling
 
@@ -339,7 +339,7 @@ def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     vq = JanusVQVAE(painter_build.vq_config(True)).state_dict()
     model = painter_build.build_model(vq, True, sizes)
-    painter_build.save(model, painter_build.build_processor(True), tmp_path / "painter", torch.float32)
+    captioner_build.save(model, painter_build.build_processor(True), tmp_path / "painter", torch.float32)
     common = ["--target", str(tmp_path / "painter"), "--batch", "2", "--rows", "2", "--group", "1", "--reuse", "1"]
     common += ["--validate-every", "2", "--save-every", "1"]
     out = tmp_path / "run"

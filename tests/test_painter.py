@@ -246,7 +246,7 @@ def test_shipped_weights_are_small_and_described(low, folder):
 
 @unshipped
 def test_shipped_painter_draws_what_it_is_asked_for():
-    """Two thirds of the prompts at least, at its own guidance and temperature; by chance it would be fewer than one in ten."""
+    """Two thirds of the prompts, at its own guidance and temperature; by chance it would be fewer than one in ten."""
     model = JanusForConditionalGeneration.from_pretrained(SHIPPED[0][1], dtype=torch.float32).eval()
     processor, own, rows = JanusProcessor.from_pretrained(SHIPPED[0][1]), model.generation_config, suite()[::16]
     texts = [row["prompt"] for row in rows]
