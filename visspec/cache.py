@@ -108,9 +108,11 @@ class SlotCache:
 
     def select(self, keep: list[int]) -> None:
         """Drop all rows but these."""
-        for store in (self.keys, self.values):
+        stores = self.keys, self.values
+        at = {device: told(keep, device) for device in {tensor.device for store in stores for tensor in store}}
+        for store in stores:
             for layer, tensor in enumerate(store):
-                store[layer] = tensor[told(keep, tensor.device)]
+                store[layer] = tensor[at[tensor.device]]
         self.lengths = [self.lengths[b] for b in keep]
         if self.padding is not None:
             self.padding = self.padding[told(keep, self.padding.device)]

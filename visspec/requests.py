@@ -143,18 +143,19 @@ def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
     global one) is drawn from. Raises ValueError where a list has another length.
     """
     what, given = ("generator", generator) if seed is None else ("seed", seed)
-    many = list(given) if isinstance(given, (list, tuple)) else [given]
-    if isinstance(given, (list, tuple)) and len(given) != count:
+    if given is None:
+        return torch.randint(2**62, (count,), device="cpu").tolist()
+    listed = isinstance(given, (list, tuple))
+    if listed and len(given) != count:
         raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one {each})")
-    for one in many:
-        if not isinstance(one, (Integral, torch.Generator)) and (one is not None or given is not None):
+    for one in given if listed else [given]:
+        if not isinstance(one, (Integral, torch.Generator)):
             raise ValueError(f"{what}: got {one!r}, expected whole numbers or torch generators")
-    if isinstance(given, (list, tuple)):
+    if listed:
         return [_next(g) if isinstance(g, torch.Generator) else int(g) for g in given]
     if isinstance(given, Integral):
         return [int(given) + i for i in range(count)]
-    where = given.device if given is not None else "cpu"
-    return torch.randint(2**62, (count,), generator=given, device=where).tolist()
+    return torch.randint(2**62, (count,), generator=given, device=given.device).tolist()
 
 
 def _next(generator: torch.Generator) -> int:

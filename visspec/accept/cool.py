@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from visspec.accept.rejection import Rejection, drafted
+from visspec.accept.rejection import Rejection, drafted, place
 from visspec.tree import kept
-from visspec.types import Draft, Tree
+from visspec.types import Draft
 
 
 class Cool(Rejection):
@@ -28,10 +28,5 @@ class Cool(Rejection):
         self.omega, self.nu = omega, nu
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        excess_BN = (self.omega - 1.0) * self.nu ** kept(draft.tree, above_first).to(p_BNV.dtype)
+        excess_BN = (self.omega - 1.0) * self.nu ** kept(draft.tree, place).to(p_BNV.dtype)
         return drafted(draft, p_BNV) * excess_BN
-
-
-def above_first(tree: Tree) -> Tensor:
-    """(1|B, N) levels between a node and the first drafted position."""
-    return (tree.depth - 1).clamp(min=0)

@@ -101,7 +101,12 @@ def toss(tree: Tree, window_BTU: Tensor) -> Tensor:
 
 def coins(tree: Tree) -> tuple[Tensor, Tensor]:
     """The position and the place among its coins of each node's coin, (1|B, N) both."""
-    return (tree.depth - 1).clamp(min=0), ranks(tree).clamp(max=SIBLINGS - 1)
+    return place(tree), ranks(tree).clamp(max=SIBLINGS - 1)
+
+
+def place(tree: Tree) -> Tensor:
+    """(1|B, N) levels between a node and the first drafted position."""
+    return (tree.depth - 1).clamp(min=0)
 
 
 def ranks(tree: Tree) -> Tensor:

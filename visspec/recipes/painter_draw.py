@@ -208,15 +208,15 @@ class DrawStage(Stage):
         self.notes["ink"] = round(losses[ink].mean().item(), 3)
         self.notes["choice"] = round(choice.item() / max(1, int(begins.sum())), 3)
         self.notes["ground"] = round(losses[~ink & ~textured[:, None]].mean().item(), 3)
-        total = ((losses * weight).sum() + CHOICE_WEIGHT * choice) / weight.sum()
+        total, weights = (losses * weight).sum() + CHOICE_WEIGHT * choice, weight.sum()
         if not fade:
-            return total
+            return total / weights
         with torch.autocast("cpu", torch.bfloat16):
             read = self.reading(*out.layers, out.looks, full, (~dropped).float(), begun)
             read = read + self.reading.pairs(out.early, ids)
             brief, bound, also = self.bindings()
         self.notes["reading"] = round(read.item(), 4)
-        total = (total * weight.sum() + brief.sum()) / (weight.sum() + brief.numel())
+        total = (total + brief.sum()) / (weights + brief.numel())
         return total + fade * (WRONG_WEIGHT * bound + READING_WEIGHT * (read + also))
 
     def report(self) -> dict:
