@@ -1,11 +1,11 @@
-"""The law a token is drawn from: guidance, temperature, top-k, top-p and softmax in one pass per row.
+"""The law a token is drawn from, or its logarithm: guidance, temperature, top-k, top-p, softmax in one pass per row.
 
     z = u + s (c - u)            classifier-free guidance on logits, before anything else (s = `guidance`)
     z = z / temperature          temperature 0: all the mass on the arg-max, lowest index first
     top-k                        keep z >= the k-th largest value, ties included
     top-p                        sort ascending (equal values by index), drop while the running sum of softmax(z),
                                  rounded to fp32, is <= 1 - top_p as an fp32 number; keep at least the last
-    p = softmax(z)
+    p = softmax(z)               or z itself (`scores`), cut tokens at -inf; at temperature 0 the mixed logits
 
 Order and tie rules are those of transformers' warpers. A token that either branch forbids (-inf) stays forbidden.
 On CUDA the k-th value and the nucleus are found by bisection on the ordered bits of z, not by sorting.
@@ -28,13 +28,13 @@ from visspec.kernels.common import (
 )
 
 
-def reference(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0):
+def reference(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0, scores=False):
     """The definition, one row at a time."""
     rows = []
     for r, c in enumerate(logits.float()):
         z = c if uncond is None else _mix(c, uncond[r].float(), guidance)
         if temperature == 0:
-            rows.append(torch.nn.functional.one_hot(z.argmax(), z.numel()).float())
+            rows.append(z if scores else torch.nn.functional.one_hot(z.argmax(), z.numel()).float())
             continue
         z = z / temperature
         if 0 < top_k < z.numel():
@@ -43,7 +43,7 @@ def reference(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p
             order = z.sort(stable=True).indices
             dropped = order[z[order].softmax(0).double().cumsum(0).float() <= _tail(top_p)]
             z = z.index_fill(0, dropped[dropped != order[-1]], float("-inf"))
-        rows.append(z.softmax(0))
+        rows.append(z if scores else z.softmax(0))
     return torch.stack(rows)
 
 
@@ -54,16 +54,16 @@ def _tail(top_p):
 
 def _mix(c, u, guidance):
     mixed = u + guidance * (c - u)
-    return mixed.masked_fill(mixed.isnan(), float("-inf"))
+    return mixed.nan_to_num_(float("-inf"), float("inf"), float("-inf"))
 
 
-def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p):
+def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, scores):
     """The CPU path: the same steps for all rows at once."""
-    z = logits.float()
+    z = logits.to(torch.float32, copy=scores and uncond is None)  # an operator gives back none of its arguments
     if uncond is not None:
         z = _mix(z, uncond.float(), guidance)
     if temperature == 0:
-        return torch.zeros_like(z).scatter_(1, z.argmax(1, keepdim=True), 1.0)
+        return z if scores else torch.zeros_like(z).scatter_(1, z.argmax(1, keepdim=True), 1.0)
     if temperature != 1:
         z = z / temperature
     if 0 < top_k < z.shape[1]:
@@ -73,7 +73,7 @@ def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p):
         dropped = ordered.softmax(1).cumsum(1, dtype=torch.float64).float() <= _tail(top_p)
         dropped[:, -1] = False
         z = z.masked_fill(torch.zeros_like(dropped).scatter_(1, index, dropped), float("-inf"))
-    return z.softmax(1)
+    return z if scores else z.softmax(1)
 
 
 @jit
@@ -86,7 +86,8 @@ def _rank(x):
 @jit
 def _guided_warp_kernel(  # noqa: C901
     logits, uncond, out, V, guidance, temperature, top_k, rest,
-    GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK_V: tl.constexpr,
+    GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCORES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program per row; `out` holds z until the last pass. `rest` is the mass that top-p may drop."""
     row = tl.program_id(0).to(tl.int64) * V
@@ -108,10 +109,11 @@ def _guided_warp_kernel(  # noqa: C901
         peak = tl.maximum(peak, top)
         tl.store(out + row + at, z, mask=at < V)
     if GREEDY:
-        for start in range(0, V, BLOCK_V):
-            at = start + lanes
-            tl.store(out + row + at, (at == mode).to(tl.float32), mask=at < V)
-    else:
+        if not SCORES:
+            for start in range(0, V, BLOCK_V):
+                at = start + lanes
+                tl.store(out + row + at, (at == mode).to(tl.float32), mask=at < V)
+    elif TOP_K or TOP_P or not SCORES:
         tl.debug_barrier()
         floor = tl.full((), -2147483648, tl.int64)
         if TOP_K:
@@ -182,11 +184,14 @@ def _guided_warp_kernel(  # noqa: C901
         for start in range(0, V, BLOCK_V):
             at = start + lanes
             z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
-            weight = tl.where(_rank(z).to(tl.int64) >= floor, tl.exp(z - peak), 0.0)
-            tl.store(out + row + at, weight / scale, mask=at < V)
+            kept = _rank(z).to(tl.int64) >= floor
+            if SCORES:
+                tl.store(out + row + at, tl.where(kept, z, float("-inf")), mask=at < V)
+            else:
+                tl.store(out + row + at, tl.where(kept, tl.exp(z - peak), 0.0) / scale, mask=at < V)
 
 
-def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p):
+def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p, scores):
     launchable(logits)
     R, V = logits.shape
     logits, uncond = logits.contiguous(), None if uncond is None else uncond.contiguous()
@@ -194,8 +199,8 @@ def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p):
     block = min(4096, next_power_of_2(V))
     _guided_warp_kernel[(R,)](
         logits, logits if uncond is None else uncond, out, V, guidance, temperature, top_k, _tail(top_p),
-        GUIDED=uncond is not None, GREEDY=temperature == 0, TOP_K=0 < top_k < V, TOP_P=top_p < 1, BLOCK_V=block,
-        num_warps=8 if block > 1024 else 4, enable_fp_fusion=False,
+        GUIDED=uncond is not None, GREEDY=temperature == 0, TOP_K=0 < top_k < V, TOP_P=top_p < 1, SCORES=scores,
+        BLOCK_V=block, num_warps=8 if block > 1024 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -208,22 +213,24 @@ def _guided_warp_op(
     temperature: float,
     top_k: int,
     top_p: float,
+    scores: bool,
 ) -> torch.Tensor:
-    return guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p)
+    return guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, scores)
 
 
 _guided_warp_op.register_kernel("cuda")(on_device(guided_warp_triton))
 
 
 @_guided_warp_op.register_fake
-def _guided_warp_fake(logits, uncond, guidance, temperature, top_k, top_p):
+def _guided_warp_fake(logits, uncond, guidance, temperature, top_k, top_p, scores):
     return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
-def guided_warp(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=None, top_p=None):
+def guided_warp(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=None, top_p=None, scores=False):
     """p (R, V) fp32 from logits (R, V) and, with guidance, the unconditional logits (R, V).
 
-    top_k None or 0 and top_p None or 1 switch a step off. Raises ValueError or TypeError naming the argument.
+    scores: log p up to a constant instead (at temperature 0 the mixed logits as they are). top_k None or 0 and top_p
+    None or 1 switch a step off. Raises ValueError or TypeError naming the argument.
     """
     check_tensor("logits", logits, (None, None), FLOATS)
     require(logits.shape[1] > 0, "logits", f"shape {tuple(logits.shape)}", "at least one token")
@@ -235,7 +242,7 @@ def guided_warp(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=None, 
     require(top_k >= 0, "top_k", top_k, "a count of at least 0")
     check_number("top_p", top_p, 0, 1)
     guidance, temperature = as_float32(guidance), as_float32(temperature)
-    return torch.ops.visspec.guided_warp(logits, uncond, guidance, temperature, top_k, top_p)
+    return torch.ops.visspec.guided_warp(logits, uncond, guidance, temperature, top_k, top_p, scores)
 
 
 def random_case(seed, rows=3, vocabulary=37, guided=False, ties=False, uniform=False, dtype=torch.float32, **sampling):

@@ -1,6 +1,7 @@
 """Sampling with any processor: scores as transformers computes them, tokens that no draft can change."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -164,9 +165,11 @@ def test_copies_of_a_prompt_are_independent():
     assert new_tokens(fast("llava", TreeOracle(expected, wrong=0.3)).generate(**inputs, **options), inputs) == expected
 
 
-def test_warp_equals_transformers():
+def test_warp_equals_transformers(monkeypatch):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+    # Which of several equal tokens falls off the nucleus is up to torch's sort, which is stable on some machines only.
+    monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
     torch.manual_seed(1)
     logits = torch.randn(50, 40) * 3
     logits[:10] = logits[:10].round()  # ties

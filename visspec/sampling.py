@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from visspec import kernels
 from visspec import tree as trees
 from visspec.types import Draft, Sampling, State
 
@@ -61,25 +62,21 @@ def derived(parent: torch.Generator) -> torch.Generator:
     return torch.Generator(parent.device).manual_seed(int(seed))
 
 
-def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Temperature, then top-k, then top-p, in transformers' order and with its tie rules. (..., V) -> (..., V) float32.
+def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:
+    """Guidance (with `uncond`), temperature, top-k, top-p, as `kernels.guided_warp` says. (..., V) -> (..., V) float32.
 
-    Cut entries become -inf. Greedy sampling leaves the logits as they are: only their argmax counts.
+    Cut entries become -inf. Greedy sampling mixes alone: of the logits only their argmax counts.
     """
-    logits = logits.float()
-    if sampling.greedy:
-        return logits
-    if sampling.temperature != 1.0:
-        logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    if sampling.top_p < 1.0:
-        ascending, order = logits.sort(dim=-1, descending=False)
-        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        cut[..., -1] = False
-        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), float("-inf"))
-    return logits
+    if uncond is None and (sampling.greedy or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
+        logits = logits.float()  # nothing to fuse
+        return logits if sampling.greedy or sampling.temperature == 1.0 else logits / sampling.temperature
+    width = logits.shape[-1]
+    z_RV = kernels.guided_warp(
+        logits.reshape(-1, width),
+        None if uncond is None else uncond.reshape(-1, width),
+        sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p, scores=True,
+    )  # fmt: skip
+    return z_RV.view_as(logits)
 
 
 def process(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:

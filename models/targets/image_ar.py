@@ -1,7 +1,7 @@
 """Discrete autoregressive image models as targets, guidance included.
 
 Classifier-free guidance is ours: each request has two cache rows, conditional rows first, that go through the decoder
-in one forward; logits are mixed, then warped. What differs between models is a `Family` (one file each); the decoder
+in one forward; logits are mixed and warped. What differs between models is a `Family` (one file each); the decoder
 itself is the stock module, called with embeddings, an additive mask, positions and our cache.
 
 Shapes: B requests, R = B or 2 B cache rows, L prompt, N nodes, V ids (codes, then grammar ids), T image positions,
@@ -10,7 +10,7 @@ A axes of position ids, d hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,9 +120,6 @@ class Family:
             raise ValueError(
                 f"prompt: got {prompt.ids.shape[1]} tokens and an image of {layout.positions}, expected at most {room}"
             )
-
-    def mix(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        return unconditional + scale * (conditional - unconditional)
 
     def places(self, index: Tensor, state: State) -> Tensor:
         """Position ids of the decoder for linear indices (R, N) counted from the prompt's first slot."""
@@ -304,8 +301,8 @@ class ImageAR:
         embeds = self.family.embed(tokens).repeat(twice, 1, 1)
         index = (start + at_BN.clamp(max=total - 1)).repeat(twice, 1)
         hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)
-        logits, features = self._mixed(state, self.family.head(hidden), hidden)
-        return Scores(warp(logits, state.request.sampling), features)
+        logits, uncond, features = self._parts(state, self.family.head(hidden), hidden)
+        return Scores(self._padded(warp(logits, state.request.sampling, uncond)), features)
 
     def _run(self, embeds: Tensor, mask: Tensor | None, positions: Tensor, cache: SlotLayers) -> Tensor:
         output = self.family.decoder(
@@ -319,21 +316,30 @@ class ImageAR:
         return output.last_hidden_state
 
     def _scores(self, state: State, draft: Draft, logits: Tensor, hidden: Tensor) -> Scores:
-        logits, features = self._mixed(state, logits, hidden)
-        return Scores(constrain(process(logits, draft, state), draft, state), features)
+        logits, uncond, features = self._parts(state, logits, hidden)
+        sampling = state.request.sampling
+        if sampling.processors:
+            mixed = warp(logits, replace(sampling, temperature=0.0), uncond)
+            law = process(self._padded(mixed), draft, state)
+        else:
+            law = self._padded(warp(logits, sampling, uncond))
+        return Scores(constrain(law, draft, state), features)
 
-    def _mixed(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Float logits (B, N, V) of both guidance rows as one, and what the drafter sees of them."""
-        scale, rows = state.request.sampling.guidance, len(state.rows)
-        logits = logits.float()
+    def _parts(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Logits (B, N, codes) of the conditional and, under guidance, the unconditional rows, and what the drafter
+        sees of both.
+        """
+        rows = len(state.rows)
         features = hidden if self.features else None
-        if logits.shape[0] == 2 * rows:
-            logits = self.family.mix(logits[:rows], logits[rows:], scale)
-            if features is not None:
-                features = torch.cat([features[:rows], features[rows:]], dim=-1)
-        if self.family.grammar:
-            logits = F.pad(logits, (0, self.family.grammar), value=float("-inf"))
-        return logits, features
+        if logits.shape[0] == rows:
+            return logits, None, features
+        if features is not None:
+            features = torch.cat([features[:rows], features[rows:]], dim=-1)
+        return logits[:rows], logits[rows:], features
+
+    def _padded(self, law: Tensor) -> Tensor:
+        """Log-laws of codes (B, N, codes) as those of all ids (B, N, V)."""
+        return F.pad(law, (0, self.family.grammar), value=float("-inf")) if self.family.grammar else law
 
 
 def _twice(state: State) -> int:

@@ -214,7 +214,9 @@ def test_a_possible_token_that_the_draft_forbids_costs_infinity():
 def test_guided_warp(case):
     for seed in SEEDS:
         arguments = warp.random_case(seed, **case)
-        assert torch.allclose(kernels.guided_warp(**arguments), warp.reference(**arguments), atol=1e-6)
+        for scores in (False, True):
+            found = kernels.guided_warp(**arguments, scores=scores)
+            assert torch.allclose(found, warp.reference(**arguments, scores=scores), atol=1e-6)
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -89,10 +89,9 @@ def test_ids_outside_the_vocabulary_have_no_mass():
 def test_accept_chain_counts_no_more_nodes_than_its_row():
     case = chain.random_chain(0, rows=6, nodes=3)
     case["coins"].zero_()
-    arguments = [to_device(case)[name] for name in ("tokens", "p", "q", "coins", "draw")]
-    wanted = chain.accept_chain_triton(*arguments, None, None)
-    found = chain.accept_chain_triton(*arguments, None, torch.full((6,), 7, device=DEVICE))
-    assert_same_decisions(found, wanted)
+    wanted = accept.accept_tree_triton(*tree_arguments(to_device({**case, "parent": chain.parents(3)})))
+    case["parent"] = chain.parents(3, torch.full((6,), 7))
+    assert_same_decisions(accept.accept_tree_triton(*tree_arguments(to_device(case))), wanted)
 
 
 @pytest.mark.gpu
@@ -118,10 +117,11 @@ def test_out_of_range_token_is_never_accepted():
 @pytest.mark.parametrize("case", chain.CASES, ids=ids(chain.CASES))
 def test_accept_chain(case):
     for seed in SEEDS:
-        arguments = {"mass": None, "count": None, **chain.random_chain(seed, **case)}
-        names = ("tokens", "p", "q", "coins", "draw", "mass", "count")
-        found = chain.accept_chain_triton(*(to_device(arguments)[name] for name in names))
-        assert_same_decisions(found, chain.accept_chain_torch(*(arguments[name] for name in names)))
+        arguments = chain.random_chain(seed, **case)
+        wanted = chain.accept_chain(**arguments)
+        arguments["parent"] = chain.parents(arguments["tokens"].shape[1], arguments.pop("count", None))
+        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
+        assert_same_decisions(found, wanted)
 
 
 @pytest.mark.parametrize("case", neighbours.CASES, ids=ids(neighbours.CASES))
@@ -217,10 +217,12 @@ def test_the_gradient_of_the_losses_is_written_in_the_dtype_of_the_logits(monkey
     assert made == [torch.bfloat16]
 
 
+@pytest.mark.parametrize("scores", [False, True], ids=["law", "scores"])
 @pytest.mark.parametrize("case", warp.CASES, ids=ids(warp.CASES))
-def test_guided_warp(case):
+def test_guided_warp(case, scores):
     arguments = warp.random_case(0, **case)
-    full = {"guidance": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **arguments}
+    full = {"guidance": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "scores": scores, **arguments}
     found = warp.guided_warp_triton(**to_device(full)).cpu()
     wanted = warp.reference(**full)
-    assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, atol=1e-6)
+    never = float("-inf") if scores else 0.0
+    assert torch.equal(found > never, wanted > never) and torch.allclose(found, wanted, atol=1e-6)
