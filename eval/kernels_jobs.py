@@ -29,16 +29,16 @@ class Shapes:
     grouped: int  # rows
     layers: int  # whose keys and values are committed
     prefix: int  # of the tree attention
-    losses: int  # rows
+    losses: tuple[int, ...]  # rows
 
 
 FULL = Shapes(
     rounds=((LEVELS, VOCABULARY), (LEVELS_64, 32768)),
     codebooks=((16384, 8, 1000), (8192, 256, 1000)),  # LlamaGen's and Janus's; Chameleon's
-    grouped=16, layers=32, prefix=4096, losses=256,
+    grouped=16, layers=32, prefix=4096, losses=(256,),
 )  # fmt: skip
 SMALL = Shapes(
-    rounds=((LEVELS, VOCABULARY),), codebooks=((1024, 8, 100),), grouped=4, layers=4, prefix=512, losses=8
+    rounds=((LEVELS, VOCABULARY),), codebooks=((1024, 8, 100),), grouped=4, layers=4, prefix=512, losses=(8, 64)
 )  # the full ones take seconds a call on a CPU
 
 
@@ -254,18 +254,19 @@ def _commit_job(device, layers, B=4, H=8, S=1024, F=128, count=5):
 
 def _growth_job(device, B=1, W=10, V=VOCABULARY, width=10):
     def build():
-        law, score = torch.randn(B, W, V, device=device).softmax(-1), -torch.rand(B, W, device=device)
+        law, score = torch.randn(B, W, V, device=device).log_softmax(-1), -torch.rand(B, W, device=device)
 
         def eager(_):
-            value, index = (score.unsqueeze(2) + law.log()).flatten(1).topk(width)
-            return index % V, index // V, value
+            each, token = (score.unsqueeze(2) + law).topk(width)
+            best = each.flatten(1).topk(width).indices
+            return token.flatten(1), each.flatten(1), best
 
         def ours(_):
             return kernels.draft_topk(score, law, width)
 
         return ours, eager
 
-    return Job("draft_topk", f"{B}x{W}x{V} top {width}", "float32", build, B * W * V * 4, "one flat top-k")
+    return Job("draft_topk", f"{B}x{W}x{V} top {width}", "float32", build, B * W * V * 4, "two top-k")
 
 
 def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
@@ -277,7 +278,7 @@ def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
         parent = ((torch.arange(N, device=device) - 1) // 4).clamp_min(-1).unsqueeze(0)
         parent[:, 0] = -1
         length = torch.tensor([prefix], device=device)
-        ancestors = kernels.ancestor_mask(parent)
+        ancestors = kernels.ancestors(parent)
         mask = torch.cat((torch.ones(1, N, prefix, dtype=torch.bool, device=device), ancestors), 2).unsqueeze(1)
         wide = [t.repeat_interleave(H // G, 1) for t in (k, v)] if baseline == "before" else None
 
@@ -339,5 +340,5 @@ def jobs(device, quick):
         _commit_job(device, shapes.layers),
         _growth_job(device),
         *_attention_jobs(device, shapes.prefix),
-        _losses_job(device, shapes.losses, 32768),
+        *(_losses_job(device, rows, 32768) for rows in shapes.losses),
     ]

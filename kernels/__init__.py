@@ -19,10 +19,9 @@ _HOME = {
     "codebook_neighbours": "codebook",
     "commit_kv": "commit",
     "draft_topk": "growth",
-    "extend_ancestors": "growth",
+    "ancestors": "growth",
     "tree_attention": "attention",
     "tree_attention_forward": "attention",
-    "ancestor_mask": "attention",
     "draft_losses": "losses",
 }
 

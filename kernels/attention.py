@@ -7,7 +7,7 @@ length[b] on (the tree, cached in node order), to its ancestors and itself:
 
 Heads h share key head h // (H / G); their rows are folded into one matrix, so every key is read once per group. On CUDA
 the slots are split among programs (flash decoding, Dao et al. 2023): each keeps a running maximum and sum in fp32, a
-second launch merges them. The tree is given by `parent`, or by the ancestor mask that `extend_ancestors` grows.
+second launch merges them. The tree is given by `parent`, or by the mask that `growth.ancestors` makes of it.
 B rows, H query heads, G key heads, N nodes, S slots, F features.
 """
 
@@ -25,6 +25,7 @@ from visspec.kernels.common import (
     tl,
     triton,
 )
+from visspec.kernels.growth import ancestors as relation
 
 
 def reference(q, k, v, length, ancestors, start=None, scaling=None):
@@ -42,15 +43,6 @@ def reference(q, k, v, length, ancestors, start=None, scaling=None):
                 weight = (k[b, g, slots].to(kind) @ q[b, h, n].to(kind) * scale).softmax(0)
                 out[b, h, n] = weight @ v[b, g, slots].to(kind)
     return out.to(q.dtype)
-
-
-def ancestor_mask(parent):
-    """(B, N, N) bool from parent (B, N) int: [n, m] says that m is n or an ancestor of n."""
-    child = parent.unsqueeze(2) == torch.arange(parent.shape[1], device=parent.device)
-    step = child.float().neg_()
-    one = torch.eye(parent.shape[1], device=parent.device)
-    # (I - step)^-1 = I + step + step^2 + ...: every power is one generation.
-    return torch.linalg.solve_triangular(step, one.expand_as(step), upper=False, unitriangular=True) != 0
 
 
 def tree_attention_torch(q, k, v, length, ancestors, start, scaling):
@@ -235,7 +227,7 @@ def tree_attention(q, k, v, length, parent=None, ancestors=None, start=None, sca
         if parent.dim() == 1 or parent.shape[0] == 1:
             parent = parent.expand(B, -1)
         check_tensor("parent", parent, (B, N), INTS, q.device)
-        ancestors = ancestor_mask(parent)
+        ancestors = relation(parent)
     elif ancestors.shape[0] == 1:
         ancestors = ancestors.expand(B, -1, -1)
     check_tensor("ancestors", ancestors, (B, N, N), (torch.bool,), q.device)

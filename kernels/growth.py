@@ -1,9 +1,10 @@
-"""Tree growth on the device: the best children of a frontier, and the ancestor mask they extend.
+"""Growth of a draft tree on the device: the children that a frontier proposes, and which nodes stand above which.
 
-With s the cumulative log-probability of a frontier node w and law p_w after it, child (w, v) scores s_w + log p_w(v);
-the `width` best of all W V children are kept, best first, equal scores by (frontier position, token) (the dynamic tree
-of EAGLE-2, Li et al. 2024). A new node's row of the ancestor mask is its parent's row plus itself.
-B rows, W frontier nodes, V vocabulary, N draft nodes.
+With s the cumulative log-probability of a frontier node w and p_w the law after it, child (w, v) scores s_w + log
+p_w(v).
+Every frontier node proposes its K likeliest children; the K best of all proposals are the next frontier (the dynamic
+tree of EAGLE-2, Li et al. 2024). Equal scores stand in the order of (frontier position, token).
+B rows, W frontier nodes, K children, V vocabulary, N draft nodes.
 """
 
 import numpy as np
@@ -12,68 +13,50 @@ import torch
 from visspec.kernels.common import (
     FLOATS,
     INTS,
-    LOW,
+    check_ids,
     check_tensor,
+    host,
     jit,
     launchable,
     next_power_of_2,
     on_device,
     require,
-    sortable,
     tl,
 )
 
-BLOCK = 128  # scores of a maximum on the CPU
+
+def reference(score, logp, width):
+    """The definition: (tokens (B, W K), scores (B, W K), which of them are best (B, K))."""
+    tokens, totals, best = [], [], []
+    for before, laws in zip(score.float(), logp.float()):
+        sums = (before.unsqueeze(1) + laws).tolist()
+        children = [sorted((-s, v) for v, s in enumerate(row))[:width] for row in sums]
+        tokens.append([v for node in children for _, v in node])
+        totals.append([-s for node in children for s, _ in node])
+        best.append(sorted(range(len(totals[-1])), key=lambda i: (-totals[-1][i], i))[:width])
+    return tuple(map(torch.tensor, (tokens, totals, best)))
 
 
-def reference(score, law, width, valid=None):
-    """The definition: (tokens, frontier positions, scores), each (B, width)."""
-    out = []
-    for b in range(score.shape[0]):
-        children = []
-        for w in range(score.shape[1]):
-            if valid is None or bool(valid[b, w]):
-                total = score[b, w].float() + law[b, w].float().log()
-                children += [(-s, w, v) for v, s in enumerate(total.tolist())]
-            else:
-                children += [(float("inf"), w, v) for v in range(law.shape[2])]
-        out.append([(v, w, -s) for s, w, v in sorted(children)[:width]])
-    token, position, total = (torch.tensor([[c[i] for c in row] for row in out]) for i in range(3))
-    return token, position, total
-
-
-def draft_topk_torch(score, law, width, valid):
-    """The CPU path: maxima of blocks bound the last place from below; what reaches the bound is put in order."""
-    total = torch.log(law.float()).add_(score.float().unsqueeze(2))
-    if valid is not None:
-        total.masked_fill_(~valid.unsqueeze(2), float("-inf"))
-    flat = total.flatten(1)
-    blocks = flat.shape[1] // BLOCK
-    tops = flat
-    if blocks >= width:
-        whole, tail = flat.tensor_split((blocks * BLOCK,), 1)
-        tops = torch.cat((whole.unflatten(1, (blocks, BLOCK)).amax(2), tail), 1)
-    bounds = tops.topk(width, dim=1).values
+def draft_topk_host(score, logp, width):
+    """The CPU path: torch's selection, put right where it had equal scores to choose from."""
+    total = logp.float() + score.float().unsqueeze(2)
+    (B, W, V), keep = logp.shape, min(width, logp.shape[2])
+    scores, token = (x.numpy() for x in total.topk(min(keep + 1, V), dim=2))
     # NaN counts as the largest number, so one anywhere shows in front.
-    require(not np.isnan(bounds[:, 0].numpy()).any(), "law", "NaN, there or in score", "probabilities")
-    reached = (flat >= bounds[:, -1:]).numpy()
-    index = torch.empty(len(flat), width, dtype=torch.int64)
-    for b, row in enumerate(reached):
-        at = torch.from_numpy(row.nonzero()[0])  # by index, so a stable sort leaves equal scores in that order
-        index[b] = at[flat[b, at].sort(descending=True, stable=True).indices[:width]]
-    return index % law.shape[2], index // law.shape[2], flat.gather(1, index)
+    require(not np.isnan(scores[:, :, 0]).any(), "logp", "NaN, there or in score", "logarithms of probabilities")
+    if (scores[:, :, 1:] == scores[:, :, :-1]).any():
+        token = np.argsort(-total.numpy(), axis=2, kind="stable")
+        scores = np.take_along_axis(total.numpy(), token, 2)
+    token, scores = (np.ascontiguousarray(x[:, :, :keep]).reshape(B, W * keep) for x in (token, scores))
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :width]
+    return torch.from_numpy(token), torch.from_numpy(scores), torch.from_numpy(np.ascontiguousarray(best))
 
 
 @jit
-def _best_children_kernel(
-    score, law, valid, token, best, W, V, KEEP: tl.constexpr, VALID: tl.constexpr, BLOCK_V: tl.constexpr
-):
+def _children_kernel(score, logp, token, best, V, KEEP: tl.constexpr, BLOCK_V: tl.constexpr):
     """One program per frontier node: its KEEP best children, one scan of the law each."""
     node = tl.program_id(0).to(tl.int64)
     base = tl.load(score + node).to(tl.float32)
-    alive = tl.full((), 1, tl.int32)
-    if VALID:
-        alive = tl.load(valid + node).to(tl.int32)
     last = tl.full((), float("inf"), tl.float32)
     last_at = tl.full((), -1, tl.int32)
     for k in range(KEEP):
@@ -81,8 +64,7 @@ def _best_children_kernel(
         top_at = tl.full((), 0, tl.int32) + V
         for start in range(0, V, BLOCK_V):
             at = start + tl.arange(0, BLOCK_V)
-            p = tl.load(law + node * V + at, mask=at < V, other=0.0).to(tl.float32)
-            s = tl.where(alive != 0, base + tl.log(p), float("-inf"))
+            s = base + tl.load(logp + node * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
             behind = ((s < last) | ((s == last) & (at > last_at))) & (at < V)
             high = tl.max(tl.where(behind, s, float("-inf")), 0)
             where = tl.min(tl.where(behind & (s == high), at, V), 0).to(tl.int32)
@@ -95,99 +77,147 @@ def _best_children_kernel(
         last_at = top_at
 
 
-def draft_topk_triton(score, law, width, valid):
-    """The scan of the laws in Triton; the last selection is over W * width numbers."""
-    launchable(law)
-    B, W, V = law.shape
+@jit
+def _best_kernel(total, best, M, K, BLOCK_M: tl.constexpr):
+    """One program per row: a proposal's place is the number of those before it."""
+    row = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, BLOCK_M)
+    mine = tl.load(total + row * M + each, mask=each < M, other=float("-inf"))
+    place = tl.zeros((BLOCK_M,), tl.int32)
+    for i in range(M):
+        other = tl.load(total + row * M + i)
+        place += ((other > mine) | ((other == mine) & (i < each))).to(tl.int32)
+    tl.store(best + row * K + place, each.to(tl.int64), mask=(each < M) & (place < K))
+
+
+def draft_topk_triton(score, logp, width):
+    """The scans of the laws, then the selection among W K numbers."""
+    launchable(logp)
+    B, W, V = logp.shape
     keep = min(width, V)
-    score, law = score.contiguous(), law.contiguous()
-    token = torch.empty(B, W * keep, dtype=torch.int64, device=law.device)
-    best = torch.empty(B, W * keep, dtype=torch.float32, device=law.device)
-    flags = score if valid is None else valid.to(torch.int8).contiguous()
-    _best_children_kernel[(B * W,)](
-        score, law, flags, token, best, W, V, KEEP=keep, VALID=valid is not None,
-        BLOCK_V=min(4096, next_power_of_2(V)), num_warps=8,
-    )  # fmt: skip
-    order = torch.arange(W * keep, device=law.device)
-    index = LOW - (sortable(best, order).topk(width, dim=1).values & LOW)
-    return token.gather(1, index), index // keep, best.gather(1, index)
+    score, logp = score.contiguous(), logp.contiguous()
+    token = torch.empty(B, W * keep, dtype=torch.int64, device=logp.device)
+    total = torch.empty(B, W * keep, dtype=torch.float32, device=logp.device)
+    block = min(4096, next_power_of_2(V))
+    _children_kernel[(B * W,)](score, logp, token, total, V, KEEP=keep, BLOCK_V=block, num_warps=8)
+    best = torch.empty(B, min(width, W * keep), dtype=torch.int64, device=logp.device)
+    _best_kernel[(B,)](total, best, W * keep, best.shape[1], BLOCK_M=next_power_of_2(W * keep), num_warps=4)
+    return token, total, best
 
 
 @torch.library.custom_op("visspec::draft_topk", mutates_args=())
 def _draft_topk_op(
-    score: torch.Tensor, law: torch.Tensor, width: int, valid: torch.Tensor | None
+    score: torch.Tensor, logp: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return draft_topk_torch(score, law, width, valid)
+    return draft_topk_host(score, logp, width)
 
 
 _draft_topk_op.register_kernel("cuda")(on_device(draft_topk_triton))
 
 
 @_draft_topk_op.register_fake
-def _draft_topk_fake(score, law, width, valid):
-    ids = score.new_empty((score.shape[0], width), dtype=torch.int64)
-    return ids, torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32)
+def _draft_topk_fake(score, logp, width):
+    B, W, V = logp.shape
+    children = W * min(width, V)
+    ids = score.new_empty((B, children), dtype=torch.int64)
+    return ids, torch.empty_like(ids, dtype=torch.float32), ids.new_empty((B, min(width, children)))
 
 
-def draft_topk(score, law, width, valid=None):
-    """The `width` best children of a frontier: tokens, frontier positions (int64) and scores (fp32), each (B, width).
+def draft_topk(score, logp, width):
+    """The children that a frontier proposes: tokens (B, W K) int64 and scores (B, W K) fp32, each node's together and
+    best first, and best (B, width) int64: which of them are the best of all, best first.
 
-    score (B, W): cumulative log-probabilities; law (B, W, V): probabilities after each node; valid (B, W) bool marks
-    real frontier nodes. 1 <= width <= W V. Raises ValueError or TypeError naming the argument; on a CPU also for NaN.
+    score (B, W): cumulative log-probabilities; logp (B, W, V): log-law after each node; K is width, or V where that is
+    less. Raises ValueError or TypeError naming the argument; on a CPU also for NaN.
     """
-    check_tensor("law", law, (None, None, None), FLOATS)
-    B, W, V = law.shape
-    check_tensor("score", score, (B, W), FLOATS, law.device)
-    require(1 <= width <= W * V, "width", width, f"a count in [1, {W * V}]")
-    if valid is not None:
-        check_tensor("valid", valid, (B, W), (torch.bool,), law.device)
-    return torch.ops.visspec.draft_topk(score, law, int(width), valid)
+    check_tensor("logp", logp, (None, None, None), FLOATS)
+    B, W, V = logp.shape
+    require(W > 0 and V > 0, "logp", f"shape {tuple(logp.shape)}", "at least one node and one token")
+    check_tensor("score", score, (B, W), FLOATS, logp.device)
+    require(width >= 1, "width", width, "a count of at least 1")
+    return torch.ops.visspec.draft_topk(score, logp, int(width))
 
 
-@torch.library.custom_op("visspec::extend_ancestors", mutates_args=("mask",))
-def _extend_ancestors_op(mask: torch.Tensor, parent: torch.Tensor, start: int) -> None:
-    count, N = parent.shape[1], mask.shape[2]
-    rows = mask.gather(1, parent.unsqueeze(2).expand(-1, -1, N))
-    own = torch.arange(start, start + count, device=mask.device).unsqueeze(1) == torch.arange(N, device=mask.device)
-    mask[:, start : start + count] = rows | own
+def ancestors_host(parent, levels):
+    """The CPU path: all nodes walk up together; a column that is cut off takes what is above a root."""
+    B, N = parent.shape
+    above, mask = np.full((B, N + 1), -1), np.zeros((B, N, N + 1), dtype=bool)
+    above[:, :N] = host(parent)
+    check_ids("parent", parent + 1, N + 1)
+    row, node = np.arange(B)[:, None], np.arange(N)
+    now = node[None]
+    mask[row, node, now] = True
+    for _ in range(levels):
+        now = above[row, now]
+        mask[row, node, now] = True
+    return torch.from_numpy(mask[:, :, :N].copy())
 
 
-@_extend_ancestors_op.register_fake
-def _extend_ancestors_fake(mask, parent, start):
-    return None
+@jit
+def _ancestors_kernel(parent, mask, N, levels, BLOCK_N: tl.constexpr):
+    """One program per node: a walk up to the root."""
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    nodes = tl.arange(0, BLOCK_N)
+    seen = (nodes == n).to(tl.int8)
+    now = n
+    for _step in range(levels):
+        now = tl.load(parent + row * N + now, mask=now >= 0, other=-1).to(tl.int32)
+        now = tl.where(now < N, now, -1)
+        seen = tl.where(nodes == now, 1, seen).to(tl.int8)
+    tl.store(mask + (row * N + n) * N + nodes, seen, mask=nodes < N)
 
 
-def extend_ancestors(mask, parent, start):
-    """Writes rows start .. start + W of the ancestor mask (B, N, N) bool in place; parent (B, W): node ids < start."""
-    check_tensor("mask", mask, (None, None, None), (torch.bool,))
-    B, N, _ = mask.shape
-    require(mask.shape[2] == N, "mask", f"shape {tuple(mask.shape)}", "a square matrix per row")
-    check_tensor("parent", parent, (B, None), INTS, mask.device)
-    require(0 < start <= N - parent.shape[1], "start", start, f"a node in [1, {N - parent.shape[1]}]")
-    torch.ops.visspec.extend_ancestors(mask, parent.long(), int(start))
+def ancestors_triton(parent, levels):
+    launchable(parent)
+    B, N = parent.shape
+    mask = torch.empty(B, N, N, dtype=torch.bool, device=parent.device)
+    block = next_power_of_2(N)
+    _ancestors_kernel[(B, N)](parent.contiguous(), mask.view(torch.int8), N, levels, BLOCK_N=block, num_warps=1)
+    return mask
 
 
-def random_case(seed, rows=3, frontier=4, vocabulary=19, width=5, masked=False, ties=False, dtype=torch.float32):
-    """Arguments of `draft_topk` for the tests; with ties, laws and scores with many equal entries."""
+@torch.library.custom_op("visspec::ancestors", mutates_args=())
+def _ancestors_op(parent: torch.Tensor, levels: int) -> torch.Tensor:
+    return ancestors_host(parent, levels)
+
+
+_ancestors_op.register_kernel("cuda")(on_device(ancestors_triton))
+
+
+@_ancestors_op.register_fake
+def _ancestors_fake(parent, levels):
+    return parent.new_empty((*parent.shape, parent.shape[1]), dtype=torch.bool)
+
+
+def ancestors(parent, levels=None):
+    """(B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] says that m is n or above n.
+
+    levels: a bound of the depth (default N - 1). Raises ValueError or TypeError naming the argument.
+    """
+    check_tensor("parent", parent, (None, None), INTS)
+    levels = parent.shape[1] - 1 if levels is None else int(levels)
+    require(levels >= 0, "levels", levels, "a depth of at least 0")
+    return torch.ops.visspec.ancestors(parent.long(), levels)
+
+
+def random_case(seed, rows=3, frontier=4, vocabulary=19, width=5, ties=False, cut=False, dtype=torch.float32):
+    """Arguments of `draft_topk` for the tests; ties: laws and scores with many equal entries; cut: fewer than `width`
+    possible tokens.
+    """
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, frontier, vocabulary, generator=g)
     score = -torch.rand(rows, frontier, generator=g) * 3
     if ties:
         logits, score = logits.round().clamp(0, 1) * 0 + torch.randint(0, 2, logits.shape, generator=g), score * 0
-    valid = torch.rand(rows, frontier, generator=g) < 0.7
-    valid[:, 0] = True
-    return {
-        "score": score,
-        "law": logits.softmax(-1).to(dtype),
-        "width": width,
-        "valid": valid if masked else None,
-    }
+    if cut:
+        logits[..., 2:] = float("-inf")
+    return {"score": score, "logp": logits.log_softmax(-1).to(dtype), "width": width}
 
 
 CASES = [
     {},
-    {"masked": True},
     {"ties": True},
+    {"cut": True},
     {"frontier": 1, "width": 10, "vocabulary": 2100, "rows": 1},
     {"width": 7, "vocabulary": 3},
     {"dtype": torch.bfloat16},

@@ -18,7 +18,7 @@ import torch
 
 from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, on_device, tl
 
-ELEMENTS = 1 << 16  # of a chunk of rows on the CPU
+ELEMENTS = 1 << 18  # of a chunk of rows on the CPU
 
 
 def reference(draft, target):

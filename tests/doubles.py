@@ -112,7 +112,7 @@ class Grower(TreeOracle):
         growing = trees.Growing(state.pending, width=3)
         right, rows = torch.tensor(self.ahead(state, depth)), len(state.rows)
         for level in range(depth):
-            width = growing.frontier_index.shape[1]
+            width = growing.frontier_total.shape[1]
             logits = torch.randn(rows, width, VOCAB, generator=self.random)
             hint = right[:, level, None, None].clamp(min=0).expand(rows, width, 1)
             logits.scatter_add_(2, hint, torch.full(hint.shape, 3.0))

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from visspec import kernels
 from visspec.types import Draft, Tree
 
 _branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # most children of a node, where the host knows it
@@ -116,44 +117,38 @@ class Growing:
 
     Best-first by summed log-law (EAGLE-2): every frontier node proposes `width` children, the best `width` of all
     children become the next frontier, and `finish` keeps the best `nodes` of everything that was proposed. Any per-node
-    law will do; with noise added to the logits the same code draws coupled or without-replacement trees.
+    law will do: of a law that knows the noise of its position come coupled trees.
     """
 
     def __init__(self, pending_B: Tensor, width: int):
         self.width, self.device = width, pending_B.device
         rows = pending_B.shape[0]
         self.tokens = [pending_B[:, None]]
-        self.parent = [torch.full((rows, 1), -1, device=self.device)]
         self.total = [torch.zeros(rows, 1, device=self.device)]
-        self.frontier_index = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
+        self.frontiers = [torch.zeros(rows, 1, dtype=torch.long, device=self.device)]  # indices of what was expanded
         self.frontier_total = self.total[0]
-        self.levels, self.size = 0, 1
+        self.children, self.levels, self.size = 0, 0, 1
 
-    def grow(self, logp_BWV: Tensor, ranking_BWV: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Add a level. Returns the new frontier's tokens (B, width) and which old frontier node each hangs from.
+    def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a level by the log-laws after the frontier's nodes.
 
-        `ranking` (default: logp) chooses the children; logp is what is summed.
+        Returns the new frontier's tokens (B, width) and which old frontier node each hangs from.
         """
-        width = min(self.width, logp_BWV.shape[-1])
-        rank = logp_BWV if ranking_BWV is None else ranking_BWV
-        child_BWK = rank.topk(width, dim=-1).indices
-        total_BWK = self.frontier_total[..., None] + logp_BWV.gather(-1, child_BWK)
-        rows, frontier = child_BWK.shape[:2]
-        parent_BM = self.frontier_index[..., None].expand(rows, frontier, width).reshape(rows, -1)
-        total_BM, token_BM = total_BWK.reshape(rows, -1), child_BWK.reshape(rows, -1)
-        best_BK = total_BM.topk(min(self.width, total_BM.shape[1]), dim=-1).indices
+        token_BM, total_BM, best_BK = kernels.draft_topk(self.frontier_total, logp_BWV, self.width)
+        self.children = token_BM.shape[1] // logp_BWV.shape[1]  # of each node
         self.tokens.append(token_BM)
-        self.parent.append(parent_BM)
         self.total.append(total_BM)
-        self.frontier_index = best_BK + self.size
+        self.frontiers.append(best_BK + self.size)
         self.frontier_total = total_BM.gather(1, best_BK)
         self.size += total_BM.shape[1]
         self.levels += 1
-        return token_BM.gather(1, best_BK), best_BK // width
+        return token_BM.gather(1, best_BK), best_BK // self.children
 
     def finish(self, nodes: int) -> Draft:
         """The best `nodes` proposals, the root aside, as a draft. No child outranks its parent, so they form a tree."""
-        total, tokens, parent = (torch.cat(x, dim=1) for x in (self.total, self.tokens, self.parent))
+        total, tokens = torch.cat(self.total, dim=1), torch.cat(self.tokens, dim=1)
+        parent = torch.cat(self.frontiers[:-1], dim=1).repeat_interleave(self.children, dim=1)
+        parent = torch.cat([torch.full_like(parent[:, :1], -1), parent], dim=1)
         nodes = min(nodes, total.shape[1] - 1)
         keep = total[:, 1:].topk(nodes, dim=-1).indices.sort(dim=-1).values + 1
         keep = torch.cat([torch.zeros_like(keep[:, :1]), keep], dim=1)
@@ -167,12 +162,5 @@ class Growing:
 
 def from_parents(parent_BN: Tensor, levels: int) -> Tree:
     """A tree per row from parents on the device; `levels` bounds the depth. No synchronisation."""
-    rows, size = parent_BN.shape
-    eye = torch.eye(size, dtype=torch.bool, device=parent_BN.device).expand(rows, size, size)
-    up = torch.nn.functional.one_hot(parent_BN.clamp(min=0), size).bool() & (parent_BN >= 0)[..., None]
-    step = (eye | up).float()
-    reach = step
-    for _ in range(max(levels - 1, 0).bit_length()):  # doubling: after k squarings, ancestors up to 2**k levels
-        reach = (reach @ reach).clamp_(max=1.0)
-    ancestor = reach > 0
+    ancestor = kernels.ancestors(parent_BN, levels)
     return Tree(parent_BN, ancestor.sum(-1) - 1, ancestor, levels, chain=False)

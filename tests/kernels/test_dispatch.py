@@ -196,7 +196,7 @@ def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch):
                 with pytest.raises(Entered, match="meta"):
                     op._backend_fns["cuda"]([away] if op is commit._commit_kv_op else away)
                 launched += 1
-    assert launched == 10
+    assert launched == 11
 
 
 def test_opcheck_of_the_other_operators():
@@ -206,7 +206,7 @@ def test_opcheck_of_the_other_operators():
     draft, target = losses.random_case(0).values()
     tree = attention.random_case(0)
     moves = commit.random_case(0)
-    ancestors = attention.ancestor_mask(tree["parent"])
+    ancestors = growth.ancestors(tree["parent"])
     blank = (None, 4, None, None, None)
     calls = [
         (ops.neighbour_mass, (near["p"], near["token"], near["neighbours"], 0.1, None, None)),
@@ -215,7 +215,7 @@ def test_opcheck_of_the_other_operators():
         (ops.codebook_neighbours, (codebook.random_case(0)["codebook"], 3, True, 16)),
         (ops.commit_kv, tuple(moves.values())),
         (ops.draft_topk, tuple(growth.random_case(0).values())),
-        (ops.extend_ancestors, (ancestors.clone(), torch.zeros(2, 2, dtype=torch.long), 3)),
+        (ops.ancestors, (tree["parent"], 4)),
         (ops.tree_attention, (tree["q"], tree["k"], tree["v"], tree["length"], ancestors, None, None)),
         (ops.draft_losses, (draft.requires_grad_(), target)),
         (ops.displacement, (*displaced(), False, 10)),

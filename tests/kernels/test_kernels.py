@@ -116,35 +116,37 @@ def test_commit_kv_keeps_no_more_than_the_columns_of_the_path():
 def test_draft_topk(case):
     for seed in SEEDS:
         arguments = growth.random_case(seed, **case)
-        token, position, score = kernels.draft_topk(**arguments)
+        token, score, best = kernels.draft_topk(**arguments)
         wanted = growth.reference(**arguments)
-        assert torch.equal(token, wanted[0]) and torch.equal(position, wanted[1])
-        assert torch.allclose(score, wanted[2].float(), atol=1e-6)
+        assert torch.equal(token, wanted[0]) and torch.equal(best, wanted[2])
+        assert torch.allclose(score, wanted[1].float(), atol=1e-6)
 
 
 @pytest.mark.parametrize("at", [0, 2099])
 @pytest.mark.parametrize("width", [2, 40])
 def test_draft_topk_names_a_law_that_is_none(width, at):
     arguments = growth.random_case(0, vocabulary=2100, frontier=1, width=width)
-    arguments["law"][1, 0, at] = float("nan")
-    with pytest.raises(ValueError, match=r"^law"):
+    arguments["logp"][1, 0, at] = float("nan")
+    with pytest.raises(ValueError, match=r"^logp"):
         kernels.draft_topk(**arguments)
 
 
-def test_grown_mask_is_the_mask_of_the_parents():
-    parent = torch.tensor([[-1, 0, 0, 1, 2, 2, 4], [-1, 0, 1, 0, 3, 3, 3]])
-    mask = torch.zeros(2, 7, 7, dtype=torch.bool)
-    mask[:, 0, 0] = True
-    for start, stop in ((1, 2), (2, 4), (4, 6), (6, 7)):
-        kernels.extend_ancestors(mask, parent[:, start:stop], start)
-    assert torch.equal(mask, kernels.ancestor_mask(parent))
+def test_the_mask_of_a_tree_is_that_of_its_parents():
+    parent = torch.tensor([[-1, 0, 0, 1, 2, 2, 4], [-1, 0, 1, 0, 3, 3, 3], [-1, 0, -1, 1, 3, 4, 5]])
+    above = [[{n} for n in range(7)] for _ in range(3)]
+    for b, row in enumerate(parent.tolist()):
+        for n, p in enumerate(row):
+            above[b][n] |= above[b][p] if p >= 0 else set()
+    mask = kernels.ancestors(parent)
+    assert [[set(row.nonzero()[:, 0].tolist()) for row in tree] for tree in mask] == above
+    assert torch.equal(kernels.ancestors(parent[:2], 3), mask[:2]) and torch.equal(kernels.ancestors(parent, 9), mask)
 
 
 @cases(attention)
 def test_tree_attention(case):
     for seed in range(3):
         arguments = attention.random_case(seed, **case)
-        ancestors = kernels.ancestor_mask(arguments["parent"])
+        ancestors = kernels.ancestors(arguments["parent"])
         found = kernels.tree_attention(**arguments)
         parent = arguments.pop("parent")
         wanted = attention.reference(**arguments, ancestors=ancestors)
@@ -283,7 +285,11 @@ KV = torch.zeros(2, 1, 8, 4)
         (lambda: kernels.commit_kv([KV, KV[:, :, :4]], IDS, TABLE[:2], IDS), ValueError, "kv"),
         (lambda: kernels.commit_kv([KV, KV.to("meta")], IDS, TABLE[:2], IDS), ValueError, "kv"),
         (lambda: kernels.commit_kv(KV, IDS + 6, TABLE[:2], IDS, check=True), ValueError, "length"),
-        (lambda: kernels.draft_topk(LAW[:, :1], LAW.view(2, 1, 5), 6), ValueError, "width"),
+        (lambda: kernels.draft_topk(LAW[:, :1], LAW.view(2, 1, 5), 0), ValueError, "width"),
+        (lambda: kernels.draft_topk(LAW[:, :0], LAW.view(2, 1, 5)[:, :0], 1), ValueError, "logp"),
+        (lambda: kernels.ancestors(LAW), TypeError, "parent"),
+        (lambda: kernels.ancestors(IDS[None], -1), ValueError, "levels"),
+        (lambda: kernels.ancestors(IDS[None]), ValueError, "parent"),
         (lambda: kernels.tree_attention(KV, KV, KV, IDS), ValueError, "parent"),
         (lambda: kernels.tree_attention(KV, KV.double(), KV, IDS), TypeError, "k:"),
         (lambda: kernels.tree_attention(KV[:, :, :0], KV, KV, IDS), ValueError, "q: found an empty tree"),

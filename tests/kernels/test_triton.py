@@ -172,16 +172,26 @@ def test_commit_kv_stays_within_the_path(nodes, count):
 @pytest.mark.parametrize("case", growth.CASES, ids=ids(growth.CASES))
 def test_draft_topk(case):
     arguments = growth.random_case(0, **case)
-    token, position, score = growth.draft_topk_triton(**to_device(arguments))
-    wanted = growth.draft_topk_torch(**arguments)
-    assert torch.equal(token.cpu(), wanted[0]) and torch.equal(position.cpu(), wanted[1])
-    assert torch.allclose(score.cpu(), wanted[2], atol=1e-6)
+    token, score, best = growth.draft_topk_triton(**to_device(arguments))
+    wanted = growth.draft_topk_host(**arguments)
+    assert torch.equal(token.cpu(), wanted[0]) and torch.equal(best.cpu(), wanted[2])
+    assert torch.allclose(score.cpu(), wanted[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9, 17])
+def test_ancestors(nodes):
+    parent = attention.random_case(nodes, rows=3, nodes=nodes)["parent"]
+    parent[2, nodes // 2 :] = -1
+    found = growth.ancestors_triton(parent.to(DEVICE), nodes - 1)
+    assert found.dtype == torch.bool and torch.equal(found.cpu(), growth.ancestors_host(parent, nodes - 1))
+    wild = torch.tensor([[-1, 1, 99, -7]], device=DEVICE)  # no sound tree: an answer all the same
+    assert growth.ancestors_triton(wild, 3)[0].cpu().tolist() == torch.eye(4, dtype=torch.bool).tolist()
 
 
 @pytest.mark.parametrize("case", attention.CASES, ids=ids(attention.CASES))
 def test_tree_attention(case, splits=2):
     arguments = to_device({"start": None, "scaling": None, **attention.random_case(0, **case)})
-    arguments["ancestors"] = attention.ancestor_mask(arguments.pop("parent"))
+    arguments["ancestors"] = growth.ancestors(arguments.pop("parent"))
     wanted = attention.reference(**arguments)
     # 16-bit outputs are rounded, and tensor cores round the weights: two units in the last place of values near one.
     tolerance = 1e-5 if wanted.dtype == torch.float32 else 2e-2

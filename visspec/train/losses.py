@@ -1,4 +1,4 @@
-"""What a drafter is taught: distances between its law q and the target's p, and between features.
+"""What a drafter is taught: distances between its law q and the target's p (`kernels.draft_losses`), and of features.
 
 `tv` is half of sum |p - q|, one minus the acceptance rate of exact verification with independent draws, and a bound for
 coupled ones; its gradient is weak while q is far off, which is why training opens with `soft_ce`.
@@ -14,31 +14,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visspec import kernels
+
 Steps = Sequence[tuple[Tensor, Tensor, Tensor]]
 
 
 def tv(q_logits: Tensor, p_logits: Tensor) -> Tensor:
     """Total variation, half of sum |p - q|: (..., V) -> (...)."""
-    return 0.5 * (p_logits.softmax(-1) - q_logits.softmax(-1)).abs().sum(-1)
-
-
-def soft_ce(q_logits: Tensor, p_logits: Tensor) -> Tensor:
-    """Cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
-    return -(p_logits.softmax(-1) * q_logits.log_softmax(-1)).sum(-1)
+    return _each(q_logits, p_logits)[0]
 
 
 def kl(q_logits: Tensor, p_logits: Tensor) -> Tensor:
     """KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 count nothing: (..., V) -> (...)."""
-    log_p = p_logits.log_softmax(-1)
-    p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - q_logits.log_softmax(-1)), 0.0).sum(-1)
+    return _each(q_logits, p_logits)[1]
+
+
+def soft_ce(q_logits: Tensor, p_logits: Tensor) -> Tensor:
+    """Cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
+    return _each(q_logits, p_logits)[2]
+
+
+def _each(q_logits: Tensor, p_logits: Tensor) -> tuple[Tensor, ...]:
+    q_RV, p_RV = (logits.float().flatten(0, -2) for logits in (q_logits, p_logits))
+    return tuple(loss_R.view(q_logits.shape[:-1]) for loss_R in kernels.draft_losses(q_RV, p_RV))
 
 
 KINDS = {"tv": tv, "soft_ce": soft_ce, "kl": kl}
 
 
 def of(kind: str):
-    """A loss by name. Raises ValueError for an unknown one."""
+    """A loss by name, whose gradient goes to q alone. Raises ValueError for an unknown one."""
     if kind not in KINDS:
         raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}")
     return KINDS[kind]
@@ -68,7 +73,7 @@ def rollout_loss(
     total = torch.zeros((), device=p_logits_BTV.device)
     agreed = []
     for weight, (q_logits, predicted, mask) in zip(weights, steps):
-        term = mean(measure(q_logits.float(), p_logits_BTV), mask)
+        term = mean(measure(q_logits, p_logits_BTV), mask)
         if feature_weight and feature_BTd is not None:
             distance = F.smooth_l1_loss(predicted.float(), feature_BTd.float(), reduction="none").mean(-1)
             term = term + feature_weight * mean(distance, mask)
