@@ -105,7 +105,8 @@ def _round_job(device, levels, V):
         logits = [t.to(torch.bfloat16) for t in (cond, uncond)]
 
         def ours(i):
-            return _verify(case, kernels.guided_warp(*logits, GUIDANCE, TEMPERATURE, TOP_K).unsqueeze(0), i)
+            law = kernels.guided_warp(*logits, GUIDANCE, TEMPERATURE, TOP_K, scores=True).softmax(-1)  # as the engine
+            return _verify(case, law.unsqueeze(0), i)
 
         def eager(i):
             laws = _torch_warp(*logits)

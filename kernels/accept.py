@@ -328,7 +328,8 @@ def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delt
         N if parent.dim() == 2 else 0, N, V, 0 if neighbours is None else neighbours.shape[1], D, branch,
         0.0 if delta is None else delta, 1.0 if lam is None else lam,
         DRAWN=q is not None, MASS=mass is not None, NEAR=neighbours is not None, LAM=delta is None, TINY=TINY,
-        BLOCK_N=next_power_of_2(N), BLOCK_V=min(2048, next_power_of_2(V)), BLOCK_K=128,
+        BLOCK_N=next_power_of_2(N), BLOCK_V=min(2048, next_power_of_2(V)),
+        BLOCK_K=128 if neighbours is None else min(1024, next_power_of_2(neighbours.shape[1])),
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return path, length, next_token, drift

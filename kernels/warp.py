@@ -8,7 +8,8 @@
     p = softmax(z)               or z itself (`scores`), cut tokens at -inf; at temperature 0 the mixed logits
 
 Order and tie rules are those of transformers' warpers. A token that either branch forbids (-inf) stays forbidden.
-On CUDA the k-th value and the nucleus are found by bisection on the ordered bits of z, not by sorting.
+On CUDA the k-th value and the nucleus are found by bisection on the ordered bits of z, not by sorting, in one read of
+the logits up to 32,768 tokens (8,192 with top-p).
 R rows, V vocabulary; arithmetic in fp32, running sums of fp32 probabilities in fp64.
 """
 
@@ -26,6 +27,9 @@ from visspec.kernels.common import (
     require,
     tl,
 )
+
+WHOLE, WHOLE_TOP_P = 1 << 15, 1 << 13  # tokens of a row that the registers of one program hold
+BLOCK = 4096  # of a longer row
 
 
 def reference(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0, scores=False):
@@ -84,111 +88,147 @@ def _rank(x):
 
 
 @jit
+def _value(rank):
+    """The inverse of `_rank`."""
+    return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
+
+
+@jit
+def _stored(out, at, V):
+    """Ranks of a block; beyond the row the least of all, which no float has."""
+    return tl.where(at < V, _rank(tl.load(out + at, mask=at < V, other=0.0)), -2147483648)
+
+
+@jit
+def _scaled(
+    logits, uncond, at, V, guidance, temperature, GUIDED: tl.constexpr, GREEDY: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    """z of one block of a row."""
+    z = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    if GUIDED:
+        u = tl.load(uncond + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        z = u + guidance * (z - u)
+        z = tl.where(z == z, z, float("-inf"))
+    if not GREEDY:
+        z = tl.div_rn(z, temperature + tl.zeros((BLOCK_V,), tl.float32))
+    return z
+
+
+@jit
 def _guided_warp_kernel(  # noqa: C901
     logits, uncond, out, V, guidance, temperature, top_k, rest,
     GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCORES: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row; `out` holds z until the last pass. `rest` is the mass that top-p may drop."""
+    """One program per row. WHOLE: the ranks of z stay in registers; else z comes in blocks, which `out` holds until the
+    last pass. `rest` is the mass that top-p may drop.
+    """
     row = tl.program_id(0).to(tl.int64) * V
+    logits += row
+    uncond += row
+    out += row
     lanes = tl.arange(0, BLOCK_V)
     peak = tl.full((), float("-inf"), tl.float32)
     mode = tl.full((), 0, tl.int32)
+    rank = tl.full((BLOCK_V,), -2147483648, tl.int32)
     for start in range(0, V, BLOCK_V):
         at = start + lanes
-        z = tl.load(logits + row + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        if GUIDED:
-            u = tl.load(uncond + row + at, mask=at < V, other=float("-inf")).to(tl.float32)
-            z = u + guidance * (z - u)
-            z = tl.where(z == z, z, float("-inf"))
-        if not GREEDY:
-            z = tl.div_rn(z, temperature + tl.zeros((BLOCK_V,), tl.float32))
+        z = _scaled(logits, uncond, at, V, guidance, temperature, GUIDED, GREEDY, BLOCK_V)
         top = tl.max(z, 0)
         where = tl.min(tl.where((z == top) & (at < V), at, V), 0)
         mode = tl.where(top > peak, where, mode)
-        peak = tl.maximum(peak, top)
-        tl.store(out + row + at, z, mask=at < V)
-    if GREEDY:
-        if not SCORES:
-            for start in range(0, V, BLOCK_V):
-                at = start + lanes
-                tl.store(out + row + at, (at == mode).to(tl.float32), mask=at < V)
-    elif TOP_K or TOP_P or not SCORES:
+        peak = tl.maximum(top, peak)
+        if WHOLE:
+            rank = tl.where(at < V, _rank(z), -2147483648)
+        else:
+            tl.store(out + at, z, mask=at < V)
+    if not WHOLE:
         tl.debug_barrier()
-        floor = tl.full((), -2147483648, tl.int64)
-        if TOP_K:
-            # The largest rank that at least top_k tokens reach.
-            high = tl.full((), 2147483647, tl.int64)
-            while floor < high:
-                middle = floor + (high - floor + 1) // 2
-                reached = tl.full((), 0, tl.int32)
-                for start in range(0, V, BLOCK_V):
-                    at = start + lanes
-                    z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
-                    reached += tl.sum(((_rank(z).to(tl.int64) >= middle) & (at < V)).to(tl.int32), 0)
-                enough = reached >= top_k
-                floor = tl.where(enough, middle, floor)
-                high = tl.where(enough, high, middle - 1)
+    floor = tl.full((), -2147483648, tl.int64)
+    if TOP_K and not GREEDY:
+        # The largest rank that at least top_k tokens reach; where exactly so many do, a smaller one will do.
+        high = tl.full((), 2147483647, tl.int64)
+        while floor < high:
+            middle = floor + (high - floor + 1) // 2
+            reached = tl.full((), 0, tl.int32)
+            for start in range(0, V, BLOCK_V):
+                at = start + lanes
+                if not WHOLE:
+                    rank = _stored(out, at, V)
+                reached += tl.sum((rank >= middle.to(tl.int32)).to(tl.int32), 0)
+            floor = tl.where(reached >= top_k, middle, floor)
+            high = tl.where(reached > top_k, high, tl.where(reached == top_k, middle, middle - 1))
+    least = floor.to(tl.int32)
+    total = tl.full((), 0.0, tl.float64)
+    if not GREEDY and (TOP_P or not SCORES):
+        for start in range(0, V, BLOCK_V):
+            at = start + lanes
+            if not WHOLE:
+                rank = _stored(out, at, V)
+            kept = (rank >= least) & (at < V)
+            total += tl.sum(tl.where(kept, tl.exp(_value(rank) - peak), 0.0).to(tl.float64), 0)
+    if TOP_P and not GREEDY:
+        # The smallest rank whose running sum, itself included, exceeds rest; its ties go by index.
+        below = tl.full((), 0.0, tl.float64)
+        whole = total.to(tl.float32) + tl.zeros((BLOCK_V,), tl.float32)
+        low = floor
+        high = _rank(peak).to(tl.int64)
+        while low < high:
+            middle = low + (high - low) // 2
+            summed = tl.full((), 0.0, tl.float64)
+            for start in range(0, V, BLOCK_V):
+                at = start + lanes
+                if not WHOLE:
+                    rank = _stored(out, at, V)
+                taken = (rank >= least) & (rank <= middle.to(tl.int32)) & (at < V)
+                share = tl.div_rn(tl.exp(_value(rank) - peak), whole)
+                summed += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
+            beyond = summed.to(tl.float32) > rest
+            high = tl.where(beyond, middle, high)
+            low = tl.where(beyond, low, middle + 1)
+        edge = low.to(tl.int32)
+        ties = tl.full((), 0, tl.int32)
+        for start in range(0, V, BLOCK_V):
+            at = start + lanes
+            if not WHOLE:
+                rank = _stored(out, at, V)
+            taken = (rank >= least) & (rank < edge) & (at < V)
+            share = tl.div_rn(tl.exp(_value(rank) - peak), whole)
+            below += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
+            ties += tl.sum((rank == edge).to(tl.int32), 0)
         total = tl.full((), 0.0, tl.float64)
+        seen = tl.full((), 0, tl.int32)
         for start in range(0, V, BLOCK_V):
             at = start + lanes
-            z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
-            kept = (_rank(z).to(tl.int64) >= floor) & (at < V)
-            total += tl.sum(tl.where(kept, tl.exp(z - peak), 0.0).to(tl.float64), 0)
-        if TOP_P:
-            # The smallest rank whose running sum, itself included, exceeds rest; its ties go by index.
-            below = tl.full((), 0.0, tl.float64)
-            whole = total.to(tl.float32) + tl.zeros((BLOCK_V,), tl.float32)
-            low = floor
-            high = _rank(peak).to(tl.int64)
-            while low < high:
-                middle = low + (high - low) // 2
-                summed = tl.full((), 0.0, tl.float64)
-                for start in range(0, V, BLOCK_V):
-                    at = start + lanes
-                    z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
-                    rank = _rank(z).to(tl.int64)
-                    taken = (rank >= floor) & (rank <= middle) & (at < V)
-                    share = tl.div_rn(tl.exp(z - peak), whole)
-                    summed += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
-                beyond = summed.to(tl.float32) > rest
-                high = tl.where(beyond, middle, high)
-                low = tl.where(beyond, low, middle + 1)
-            edge = low
-            ties = tl.full((), 0, tl.int32)
-            for start in range(0, V, BLOCK_V):
-                at = start + lanes
-                z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
-                rank = _rank(z).to(tl.int64)
-                taken = (rank >= floor) & (rank < edge) & (at < V)
-                share = tl.div_rn(tl.exp(z - peak), whole)
-                below += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
-                ties += tl.sum(((rank == edge) & (at < V)).to(tl.int32), 0)
-            total = tl.full((), 0.0, tl.float64)
-            seen = tl.full((), 0, tl.int32)
-            for start in range(0, V, BLOCK_V):
-                at = start + lanes
-                z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
-                rank = _rank(z).to(tl.int64)
-                weight = tl.exp(z - peak)
-                tied = (rank == edge) & (at < V)
-                place = seen + tl.cumsum(tied.to(tl.int32), 0)
-                summed = below + place.to(tl.float64) * tl.div_rn(weight, whole).to(tl.float64)
-                dropped = tied & (summed.to(tl.float32) <= rest) & (place < ties)
-                dropped = dropped | (rank < edge)
-                total += tl.sum(tl.where(dropped | (at >= V), 0.0, weight).to(tl.float64), 0)
-                seen += tl.sum(tied.to(tl.int32), 0)
-                tl.store(out + row + at, tl.where(dropped, float("-inf"), z), mask=at < V)
-            tl.debug_barrier()
-        scale = total.to(tl.float32)
-        for start in range(0, V, BLOCK_V):
-            at = start + lanes
-            z = tl.load(out + row + at, mask=at < V, other=float("-inf"))
-            kept = _rank(z).to(tl.int64) >= floor
-            if SCORES:
-                tl.store(out + row + at, tl.where(kept, z, float("-inf")), mask=at < V)
+            if not WHOLE:
+                rank = _stored(out, at, V)
+            weight = tl.exp(_value(rank) - peak)
+            tied = rank == edge
+            place = seen + tl.cumsum(tied.to(tl.int32), 0)
+            summed = below + place.to(tl.float64) * tl.div_rn(weight, whole).to(tl.float64)
+            dropped = tied & (summed.to(tl.float32) <= rest) & (place < ties)
+            dropped = dropped | (rank < edge)
+            total += tl.sum(tl.where(dropped | (at >= V), 0.0, weight).to(tl.float64), 0)
+            seen += tl.sum(tied.to(tl.int32), 0)
+            if WHOLE:
+                rank = tl.where(dropped, -2147483648, rank)
             else:
-                tl.store(out + row + at, tl.where(kept, tl.exp(z - peak), 0.0) / scale, mask=at < V)
+                tl.store(out + at, tl.where(dropped, float("-inf"), _value(rank)), mask=at < V)
+        if not WHOLE:
+            tl.debug_barrier()
+    scale = total.to(tl.float32)
+    for start in range(0, V, BLOCK_V):
+        at = start + lanes
+        if not WHOLE:
+            rank = _stored(out, at, V)
+        kept = (rank >= least) & (rank > -2147483648)
+        if GREEDY:
+            result = _value(rank) if SCORES else (at == mode).to(tl.float32)
+        elif SCORES:
+            result = tl.where(kept, _value(rank), float("-inf"))
+        else:
+            result = tl.where(kept, tl.exp(_value(rank) - peak), 0.0) / scale
+        tl.store(out + at, result, mask=at < V)
 
 
 def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p, scores):
@@ -196,11 +236,12 @@ def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p, scor
     R, V = logits.shape
     logits, uncond = logits.contiguous(), None if uncond is None else uncond.contiguous()
     out = torch.empty(R, V, dtype=torch.float32, device=logits.device)
-    block = min(4096, next_power_of_2(V))
+    whole = V <= (WHOLE_TOP_P if top_p < 1 else WHOLE)
+    block = next_power_of_2(V) if whole else min(BLOCK, next_power_of_2(V))
     _guided_warp_kernel[(R,)](
         logits, logits if uncond is None else uncond, out, V, guidance, temperature, top_k, _tail(top_p),
         GUIDED=uncond is not None, GREEDY=temperature == 0, TOP_K=0 < top_k < V, TOP_P=top_p < 1, SCORES=scores,
-        BLOCK_V=block, num_warps=8 if block > 1024 else 4, enable_fp_fusion=False,
+        WHOLE=whole, BLOCK_V=block, num_warps=max(4, min(32, block // 512)), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

@@ -63,11 +63,13 @@ def spilled(built):
         return int(re.search("STACK:([0-9]+)", subprocess.check_output(command, text=True))[1])
 
 tree = "*i64 *i64 *fp32 *fp32 *fp32 *fp32 *fp32 *i64 *fp32 *i64 *i64 *i64 *fp32 i32 i32 i32 i32 i32 i32 fp32 fp32"
-blocks = dict(TINY=1e-30, BLOCK_N=64, BLOCK_V=1024, BLOCK_K=128)
+blocks = dict(TINY=1e-30, BLOCK_N=64, BLOCK_V=1024, BLOCK_K=1024)
 build(accept._accept_tree_kernel, tree, DRAWN=False, MASS=False, NEAR=True, LAM=True, **blocks)
 build(accept._accept_tree_kernel, tree, DRAWN=True, MASS=True, NEAR=False, LAM=False, **blocks)
-build(warp._guided_warp_kernel, "*bf16 *bf16 *fp32 i32 fp32 fp32 i32 fp32",
-      GUIDED=True, GREEDY=False, TOP_K=True, TOP_P=True, SCORES=True, BLOCK_V=1024)
+for V, top_p in ((4096, True), (16384, False)):
+    built = build(warp._guided_warp_kernel, "*bf16 *bf16 *fp32 i32 fp32 fp32 i32 fp32", "", dict(num_warps=V // 512),
+                  GUIDED=True, GREEDY=False, TOP_K=True, TOP_P=top_p, SCORES=True, WHOLE=not top_p, BLOCK_V=V)
+    assert spilled(built) == 0, (V, spilled(built))
 build(neighbours._neighbour_mass_kernel, "*fp32 *i64 *i32 *i64 *fp32 i32 i32 i32 fp32 fp32",
       ROW=True, LAM=True, BLOCK_K=128)
 build(groups._window_kernel, "*fp32 *fp32 *i64 *fp32 *fp32 *fp32 i32 i32 i32 fp32 fp32",

@@ -228,8 +228,13 @@ def test_the_gradient_of_the_losses_is_written_in_the_dtype_of_the_logits(monkey
 
 
 @pytest.mark.parametrize("scores", [False, True], ids=["law", "scores"])
+@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
 @pytest.mark.parametrize("case", warp.CASES, ids=ids(warp.CASES))
-def test_guided_warp(case, scores):
+def test_guided_warp(case, blocks, scores, monkeypatch):
+    if blocks:
+        monkeypatch.setattr(warp, "WHOLE", 0)
+        monkeypatch.setattr(warp, "WHOLE_TOP_P", 0)
+        monkeypatch.setattr(warp, "BLOCK", 1024 if case.get("vocabulary", 0) > 1000 else 16)
     arguments = warp.random_case(0, **case)
     full = {"guidance": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "scores": scores, **arguments}
     found = warp.guided_warp_triton(**to_device(full)).cpu()
