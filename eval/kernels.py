@@ -104,10 +104,11 @@ def dispatched(case, delta=0.1):
 
 
 def measured(job, clock, repeats, bandwidth, rate):
-    """The figures of one row; `rate` is the matrix rate."""
-    ours, eager = job.build()
-    (mine, how), (theirs, eager_how) = paired(ours, eager, clock, repeats, job.draws)
-    host, eager_host = (clock.host(call, repeats) for call in (ours, eager))
+    """The figures of one row; `rate` is the matrix rate. Under inference mode, as the engine's rounds are."""
+    with torch.inference_mode(not job.trains):
+        ours, eager = job.build()
+        (mine, how), (theirs, eager_how) = paired(ours, eager, clock, repeats, job.draws)
+        host, eager_host = (clock.host(call, repeats) for call in (ours, eager))
     seconds, (ratio, ends) = median(mine), ratio_of(mine, theirs)
     low, high = torch.tensor(mine, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75]).double()).tolist()
     whole = job.whole_round and host is not None

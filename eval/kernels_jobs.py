@@ -55,6 +55,7 @@ class Job:
     flops: int = 0  # of its matrix product, where that is what takes the time
     draws: int = 1  # indices after which the inputs repeat; 1: they do not depend on the index
     whole_round: bool = False
+    trains: bool = False  # needs autograd
 
 
 def _tried_bytes(V):
@@ -324,7 +325,8 @@ def _losses_job(device, R, V):
 
         return ours, eager
 
-    return Job("draft_losses with gradient", f"{R}x{V}", "float32", build, R * V * 4 * 7, "torch formula")
+    shape, against = f"{R}x{V}", "torch formula"
+    return Job("draft_losses with gradient", shape, "float32", build, R * V * 4 * 7, against, trains=True)
 
 
 def jobs(device, quick):

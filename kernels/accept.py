@@ -146,10 +146,12 @@ def _walk(tokens, parent, p, q, coins, mass, near, columns, branch):
         else:
             rest = (law if rest is None else rest) - left * drawn.astype(np.float64)
             left = float(np.maximum(rest, 0.0).sum())
-    if rest is None:
-        rest = law.astype(np.float64)
-        rest[list(tried)] = 0.0
-    return kept, np.maximum(rest, 0.0, out=rest), law, drift
+    if rest is not None:
+        return kept, np.maximum(rest, 0.0, out=rest), law, drift
+    rest = law.astype(np.float64)
+    for x in tried:
+        rest[x] = 0.0
+    return kept, rest, law, drift
 
 
 def _draw_by_blocks(weights, law, draw):

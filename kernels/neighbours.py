@@ -21,15 +21,13 @@ from visspec.kernels.common import (
     check_tensor,
     host,
     jit,
+    known,
     launchable,
     next_power_of_2,
     on_device,
     require,
     tl,
 )
-
-UNSIGNED = {4: np.uint32, 8: np.uint64}
-FIRST = 64  # neighbours looked at before the others, most bounds are reached there
 
 
 def reference(p, token, neighbours, delta=None, lam=None, row=None):
@@ -59,7 +57,7 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     if row is not None:
         check_ids("row", row, p.shape[0])
     near = neighbours.index_select(0, token).long()
-    if not _known(host(near), V):
+    if not known(host(near), V):
         p, near = torch.nn.functional.pad(p, (0, 1)), torch.where((near >= 0) & (near < V), near, V)
     start = (torch.arange(R, device=p.device) if row is None else row).unsqueeze(1) * p.shape[1]
     flat = near.add_(start)
@@ -71,29 +69,19 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     return summed.mul_(kept).amax(1).float()
 
 
-def _known(near, V):
-    """Whether all ids of an array are in the vocabulary, in one pass: read without a sign, a negative one is huge."""
-    return np.maximum.reduce(near.view(UNSIGNED[near.dtype.itemsize]), axis=None, initial=0) < V
-
-
 def prefix_mass(law, near, bound):
-    """One row on the host: the largest prefix sum of law[near] within the bound, left early where the bound is near."""
-    total = 0.0
-    if not _known(near, len(law)):  # the others point to a place without mass
-        law, near = np.append(law, 0.0), np.where((near >= 0) & (near < len(law)), near, len(law))
-    for part in (near[:FIRST], near[FIRST:]):
-        weight = law[part]
-        summed = total + float(np.add.reduce(weight, dtype=np.float64))
-        if summed > bound * (1 - 2**-40):  # pairwise sums may differ in the last bits: those of the definition decide
-            weight = weight.astype(np.float64)
-            weight[:1] += total
-            running = weight.cumsum()
-            inside = int(running.searchsorted(bound, side="right"))
-            if inside < len(running):
-                return float(running[inside - 1]) if inside else total
-            summed = float(running[-1]) if inside else total
-        total = summed
-    return total
+    """One row on the host: the largest prefix sum of law[near] within the bound."""
+    if known(near, len(law)):
+        weight = law[near]
+    else:  # the others have no mass
+        inside = (near >= 0) & (near < len(law))
+        weight = np.where(inside, law[np.where(inside, near, 0)], 0.0)
+    summed = float(np.add.reduce(weight, dtype=np.float64))
+    if summed <= bound * (1 - 2**-40):  # pairwise sums may differ in the last bits: those of the definition decide
+        return summed
+    running = weight.cumsum(dtype=np.float64)
+    inside = running.searchsorted(bound, side="right")
+    return float(running[inside - 1]) if inside else 0.0
 
 
 @jit
