@@ -40,6 +40,8 @@ from visspec.kernels.common import (
 )
 from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_mass
 
+ONES = np.ones(128)
+
 
 def reference(
     tokens, parent, p, q, coins, draw, mass=None, neighbours=None, delta=None, lam=None, depth=None, branch=None
@@ -96,9 +98,9 @@ def accept_tree_host(tokens, parent, p, q, coins, draw, mass, neighbours, delta,
     """
     B, N, V = p.shape
     check_ids("tokens", tokens, V)
-    p, q, tokens = host(p), None if q is None else host(q), host(tokens).tolist()
-    parent, coins, draw = host(parent.expand(B, N)).tolist(), host(coins).tolist(), host(draw).tolist()
-    mass = None if mass is None else host(mass.double()).tolist()
+    p, q, mass = host(p), None if q is None else host(q), None if mass is None else mass.tolist()
+    tokens, coins, draw = tokens.tolist(), coins.tolist(), draw.tolist()
+    parent = parent.tolist() if parent.dim() == 2 else [parent.tolist()] * B
     near = None if neighbours is None else (host(neighbours), delta, lam)
     columns = min(depth + 1, N)
     path = np.full((B, columns), -1)
@@ -156,8 +158,10 @@ def _walk(tokens, parent, p, q, coins, mass, near, columns, branch):
 
 def _draw_by_blocks(weights, law, draw):
     """Inverse CDF in two steps, the block of 128 tokens and the token in it: a fifth of the time of one long cumsum."""
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), 128))
-    ends = sums.cumsum()
+    blocks = len(weights) // 128
+    ends = (weights[: 128 * blocks].reshape(blocks, 128) @ ONES).cumsum()
+    if len(weights) % 128:
+        ends = np.append(ends, (ends[-1] if blocks else 0.0) + np.add.reduce(weights[128 * blocks :]))
     block = int(ends.searchsorted(draw * ends[-1], side="right"))
     if block == len(ends):
         return int(law.argmax())

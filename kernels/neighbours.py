@@ -72,7 +72,7 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
 def prefix_mass(law, near, bound):
     """One row on the host: the largest prefix sum of law[near] within the bound."""
     if known(near, len(law)):
-        weight = law[near]
+        weight = law.take(near)
     else:  # the others have no mass
         inside = (near >= 0) & (near < len(law))
         weight = np.where(inside, law[np.where(inside, near, 0)], 0.0)
