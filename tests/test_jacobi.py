@@ -266,6 +266,97 @@ def test_a_redraw_that_ignores_the_old_law_is_seen(monkeypatch):
     assert total_variation(process_law(drafter, p), plain_law(p, VOCAB, LENGTH)) > 1e-3
 
 
+class Positional:
+    """Gumbel numbers of two tokens, one pair a position: the second is drawn where its u is below its probability."""
+
+    def __init__(self, spans, late):
+        u = torch.tensor(spans, dtype=torch.float64).mean(dim=-1)
+        self.numbers = torch.stack([torch.zeros_like(u), ((1 - u) / u).log()], dim=-1)[None]
+        self.late = late
+
+    def window(self, positions):
+        return self.numbers[:, :positions]
+
+    def advance(self, counts):
+        if not self.late:
+            self.numbers = self.numbers[:, counts[0] :]
+
+
+def split(spans, cuts):
+    """Parts of the spans of u on either side of the cuts that are given, {index: cut}, with their probability."""
+    choices = []
+    for i, (low, high) in enumerate(spans):
+        cut = min(max(cuts.get(i, low), low), high)
+        choices.append([((a, b), (b - a) / (high - low)) for a, b in ((low, cut), (cut, high)) if b > a])
+    for chosen in itertools.product(*choices):
+        yield [span for span, _ in chosen], odds(w for _, w in chosen)
+
+
+def positional_law(drafter, p, size, late=False):
+    """As `process_law`, for numbers that a position keeps over all rounds: a branch also holds where each u may lie.
+
+    late: new drafts read the numbers of the positions that were committed in this round.
+    """
+    law, branches = torch.zeros((2,) * size, dtype=torch.float64), {}
+    halves = {i: 0.5 for i in range(WIDTH)} if drafter.begin == "random" else {}
+    for y in range(2):
+        for spans, share in split([(0.0, 1.0)] * WIDTH, halves):
+            empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, 2).double(), Positional(spans, late))
+            window = drafter._extended(state_of((y,)), empty, torch.zeros(1, dtype=torch.long), 2, WIDTH)
+            branches[y, tuple(spans)] = (float(p(())[y]) * share, (y,), window, spans)
+    while branches:
+        new = {}
+        for weight, committed, window, spans in branches.values():
+            for share, after, *rest in positional_rounds(drafter, p, size, committed, window, spans, late):
+                if len(after) == size:
+                    law[after] += weight * share
+                    continue
+                key = (after, *(tuple(x.flatten().tolist()) for x in (rest[0].tokens, rest[0].q)), tuple(rest[1]))
+                new[key] = (new.get(key, (0.0,))[0] + weight * share, after, *rest)
+        branches = new
+    return law
+
+
+def positional_rounds(drafter, p, size, committed, window, spans, late):
+    """The branches after one round: probability, tokens, window, spans."""
+    state, depth = state_of(committed), min(WIDTH, size - len(committed) - 1)
+    laws = [p((*committed, *window.tokens[0, :n].tolist())) for n in range(depth + 1)]
+    state.memory = window
+    draft = drafter.propose(state, depth)
+    for gained, share in verdicts(p, committed, draft):
+        length, after = len(gained), (*committed, *gained)
+        if len(after) == size:
+            yield share, after
+            continue
+        cuts = {}
+        for j in range(WIDTH):
+            if length + j <= depth:
+                cuts[j if late else length + j] = float(laws[length + j][1])
+            elif length + j >= WIDTH and drafter.begin == "random":
+                cuts[length + j] = 0.5
+        for parts, likely in split([*spans, *[(0.0, 1.0)] * length], cuts):
+            state = state_of(after)
+            state.memory = Window(window.tokens, window.q, Positional(parts, late))
+            verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
+            outcome = Outcome([list(range(length))], [list(gained)])
+            drafter.observe(state, draft, Scores(torch.stack(laws).log()[None]), verdict, outcome)
+            yield share * likely, after, state.memory, parts[length:]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("start", ["left", "above", "random"])
+def test_numbers_of_a_position_keep_the_law_under_a_rule_with_coins(start, seed):
+    p = context_law(VOCAB, seed)
+    law = positional_law(Jacobi(WIDTH, "gumbel", start), p, 6)
+    assert total_variation(law, plain_law(p, VOCAB, 6)) < 1e-12
+
+
+def test_numbers_that_move_to_another_position_are_seen():
+    p = context_law(VOCAB, 0)
+    law = positional_law(Jacobi(WIDTH, "gumbel"), p, 6, late=True)
+    assert abs(float(law.sum()) - 1) < 1e-12
+    assert total_variation(law, plain_law(p, VOCAB, 6)) > 1e-3
+
 @pytest.mark.parametrize("options", [
     {"window": 0}, {"redraw": "other"}, {"start": "below"}, {"branch": 0}, {"branch": 2, "redraw": "gumbel"},
     {"nodes": 0}, {"deep": 0}, {"deep": 17}, {"branch": 9, "deep": 3},

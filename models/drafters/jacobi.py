@@ -121,9 +121,11 @@ class Jacobi:
             window = Window(torch.where(judged_BW, self._coupled(logp_BWV, state), tokens), None, None)
         else:
             p_BWV, q_BWV = logp_BWV.softmax(dim=-1), _take(old.q, at_BW)
+            if self.redraw == "gumbel":  # such numbers belong to a position
+                old.coins.advance([len(t) for t in outcome.tokens])
             drawn = self._drawn(p_BWV, tokens, q_BWV, stands_BW, old.coins)
-            shared = self.redraw == "gumbel"  # such numbers belong to a position; coins are fresh in every round
-            old.coins.advance([len(t) if shared else width for t in outcome.tokens])
+            if self.redraw != "gumbel":  # coins are fresh in every round
+                old.coins.advance([width] * len(outcome.tokens))
             q_BWV = torch.where(judged_BW[..., None], p_BWV, q_BWV)
             window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.coins)
         known_B = (judged_BW | stands_BW).sum(dim=1)
