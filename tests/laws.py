@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from visspec import sampling
 from visspec import tree as trees
 from visspec.accept.exact import follow
 from visspec.types import Draft, Verdict
@@ -99,3 +100,37 @@ def choice_rounds(
     ):
         rounds.append((w, (*[tokens[n] for n in path[1:length]], following)))
     return rounds
+
+
+def odds(shares):
+    return float(torch.tensor(list(shares), dtype=torch.float64).prod())
+
+
+def verdicts(p, committed, draft):
+    """What rejection sampling can do with a tree: (tokens gained, the last one the rule's own, probability)."""
+    parent, tokens = draft.tree.parent[0].tolist(), draft.tokens[0].tolist()
+    found = []
+
+    def judge(node, gained, reached):
+        law = p((*committed, *gained))
+        for child in (n for n in range(len(parent)) if parent[n] == node and tokens[n] >= 0):
+            q, token = draft.q[0, child], tokens[child]
+            keep = min(1.0, float(law[token] / q[token]))
+            judge(child, (*gained, token), reached * keep)
+            reached, law = reached * (1 - keep), sampling.residual(law, q)
+            if reached <= 0:
+                return
+        found.extend(((*gained, y), reached * float(law[y])) for y in range(len(law)))
+
+    judge(0, (), 1.0)
+    return [v for v in found if v[1] > 0]
+
+
+def split(spans, cuts):
+    """Parts of spans of numbers between the cuts that are given, {index: cuts}, with their probability."""
+    choices = []
+    for i, (low, high) in enumerate(spans):
+        ends = [low, *sorted({c for c in cuts.get(i, ()) if low < c < high}), high]
+        choices.append([((a, b), (b - a) / (high - low)) for a, b in itertools.pairwise(ends)])
+    for chosen in itertools.product(*choices):
+        yield [span for span, _ in chosen], odds(w for _, w in chosen)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.laws import context_law, plain_law, total_variation
+from tests.laws import context_law, odds, plain_law, split, total_variation, verdicts
 from visspec import sampling
 from visspec.models.drafters.jacobi import Jacobi, Window, proactive
 from visspec.types import Outcome, Request, Scores, Verdict
@@ -67,10 +67,6 @@ def candidates(drafter, window, deep):
     ]
 
 
-def odds(shares):
-    return float(torch.tensor(list(shares), dtype=torch.float64).prod())
-
-
 def redraws(drafter, laws, window, length):
     """All sets of numbers that matter to the next redraw, (positions, 2) each, with their probability."""
     choices = []
@@ -100,26 +96,6 @@ def starts(drafter, vocab):
         return
     for codes in itertools.product(range(vocab), repeat=WIDTH):
         yield (torch.tensor([[((code + 0.5) / vocab, 0.5) for code in codes]]).double(),), vocab**-WIDTH
-
-
-def verdicts(p, committed, draft):
-    """What rejection sampling can do with a tree: (tokens gained, the last one the rule's own, probability)."""
-    parent, tokens = draft.tree.parent[0].tolist(), draft.tokens[0].tolist()
-    found = []
-
-    def judge(node, gained, reached):
-        law = p((*committed, *gained))
-        for child in (n for n in range(len(parent)) if parent[n] == node and tokens[n] >= 0):
-            q, token = draft.q[0, child], tokens[child]
-            keep = min(1.0, float(law[token] / q[token]))
-            judge(child, (*gained, token), reached * keep)
-            reached, law = reached * (1 - keep), sampling.residual(law, q)
-            if reached <= 0:
-                return
-        found.extend(((*gained, y), reached * float(law[y])) for y in range(len(law)))
-
-    judge(0, (), 1.0)
-    return [v for v in found if v[1] > 0]
 
 
 def first_windows(drafter, committed, vocab):
@@ -282,23 +258,13 @@ class Positional:
             self.numbers = self.numbers[:, counts[0] :]
 
 
-def split(spans, cuts):
-    """Parts of the spans of u on either side of the cuts that are given, {index: cut}, with their probability."""
-    choices = []
-    for i, (low, high) in enumerate(spans):
-        cut = min(max(cuts.get(i, low), low), high)
-        choices.append([((a, b), (b - a) / (high - low)) for a, b in ((low, cut), (cut, high)) if b > a])
-    for chosen in itertools.product(*choices):
-        yield [span for span, _ in chosen], odds(w for _, w in chosen)
-
-
 def positional_law(drafter, p, size, late=False):
     """As `process_law`, for numbers that a position keeps over all rounds: a branch also holds where each u may lie.
 
     late: new drafts read the numbers of the positions that were committed in this round.
     """
     law, branches = torch.zeros((2,) * size, dtype=torch.float64), {}
-    halves = {i: 0.5 for i in range(WIDTH)} if drafter.begin == "random" else {}
+    halves = {i: [0.5] for i in range(WIDTH)} if drafter.begin == "random" else {}
     for y in range(2):
         for spans, share in split([(0.0, 1.0)] * WIDTH, halves):
             empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, 2).double(), Positional(spans, late))
@@ -331,9 +297,9 @@ def positional_rounds(drafter, p, size, committed, window, spans, late):
         cuts = {}
         for j in range(WIDTH):
             if length + j <= depth:
-                cuts[j if late else length + j] = float(laws[length + j][1])
+                cuts[j if late else length + j] = [float(laws[length + j][1])]
             elif length + j >= WIDTH and drafter.begin == "random":
-                cuts[length + j] = 0.5
+                cuts[length + j] = [0.5]
         for parts, likely in split([*spans, *[(0.0, 1.0)] * length], cuts):
             state = state_of(after)
             state.memory = Window(window.tokens, window.q, Positional(parts, late))
@@ -356,6 +322,7 @@ def test_numbers_that_move_to_another_position_are_seen():
     law = positional_law(Jacobi(WIDTH, "gumbel"), p, 6, late=True)
     assert abs(float(law.sum()) - 1) < 1e-12
     assert total_variation(law, plain_law(p, VOCAB, 6)) > 1e-3
+
 
 @pytest.mark.parametrize("options", [
     {"window": 0}, {"redraw": "other"}, {"start": "below"}, {"branch": 0}, {"branch": 2, "redraw": "gumbel"},
