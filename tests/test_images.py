@@ -173,6 +173,7 @@ def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
     ({"acceptance": "lantern:delta=1.5"}, "delta: got 1.5"),
     ({"acceptance": "nothing"}, "acceptance: got 'nothing'"), ({"drafter": "jacobi:redraw=odd"}, "redraw: got 'odd'"),
     ({"drafter": "jacobi:branch=2"}, "drafter: Jacobi samples, expected point masses"),
+    ({"drafter": "jacobi:redraw=independent"}, "drafter: Jacobi samples, expected point masses for the rule Exact"),
     ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear"), ({"drafter": 3}, "drafter: got 3"),
     ({"acceptance": 3}, "acceptance: got 3"), ({"drafter": "jacobi:window=2.5"}, "window: got 2.5"),
     ({"acceptance": "lantern:k=1.5"}, "k: got 1.5"), ({"acceptance": "grouped:max_gap=nan"}, "max_gap: got nan"),

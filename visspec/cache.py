@@ -8,6 +8,8 @@ N nodes, D path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,8 @@ from visspec import kernels
 GROW = 128  # slots added beyond the need when the store must grow: few copies, little memory held for nothing
 
 
-def told(values: list, device: torch.device | str) -> Tensor:
-    """Integers of the host as a small tensor. The host does not wait: a copy from pageable memory would make it wait
+def told(values: Sequence, device: torch.device | str) -> Tensor:
+    """Numbers of the host as a small tensor. The host does not wait: a copy from pageable memory would make it wait
     for all that the device has been given to do, one from pinned memory is queued behind it.
     """
     if torch.device(device).type != "cuda":

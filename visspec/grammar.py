@@ -11,13 +11,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from visspec.cache import told
 from visspec.types import ABSENT, Draft, State
 
 
 def held(state: State, ahead: Tensor) -> Tensor:
     """The fixed id, or ABSENT, at the position `ahead` (1|B, N) places after each live row's newest token: (B, N)."""
     fixed = state.request.fixed
-    newest = torch.tensor([[len(state.tokens[row]) - 1] for row in state.rows], device=fixed.device)
+    newest = told([[len(state.tokens[row]) - 1] for row in state.rows], fixed.device)
     return fixed[(newest + ahead).clamp(max=len(fixed) - 1)]
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from visspec.accept.local import Local, settled
+from visspec.cache import told
 from visspec.sampling import Noise
 from visspec.types import ABSENT, Request, State, Trace
 
@@ -175,7 +176,7 @@ class Canvas:
         if not pairs:
             return
         with self.state.trace.stage("accept"):
-            b_F, u_F = (torch.tensor(x, device=logits_FV.device) for x in zip(*pairs))
+            b_F, u_F = (told(x, logits_FV.device) for x in zip(*pairs))
             noise_FV = 0.0 if self.noise_BTV is None else self.noise_BTV[b_F, u_F]
             self.tokens_BT[b_F, u_F] = (logits_FV + noise_FV).argmax(-1)
             if self.used_BTV is not None:
@@ -193,9 +194,9 @@ class Canvas:
             for t in places:
                 self.cached[b][t] = True
         device = self.tokens_BT.device
-        where_BN = torch.tensor([[*t, *[ABSENT] * (width - len(t))] for t in tables], device=device)
-        source_BN = torch.tensor([[*t.values(), *[0] * (width - len(t))] for t in tables], device=device)
-        seen_BT = torch.tensor(self.cached, device=device)
+        where_BN = told([[*t, *[ABSENT] * (width - len(t))] for t in tables], device)
+        source_BN = told([[*t.values(), *[0] * (width - len(t))] for t in tables], device)
+        seen_BT = told(self.cached, device)
         with self.state.trace.stage("verify"):
             scores = self.target.revise(self.state, self.tokens_BT.gather(1, source_BN), where_BN, seen_BT)
         return scores.logits, [{t: n for n, t in enumerate(table)} for table in tables]
@@ -206,7 +207,7 @@ class Canvas:
             return self.first_BV[:0]
         after_BNV = self.first_BV[:, None] if laws_BNV is None else torch.cat([self.first_BV[:, None], laws_BNV], 1)
         node = [(b, at[b][u - 1] + 1 if u else 0) for b, u in pairs]
-        return after_BNV[tuple(torch.tensor(x, device=after_BNV.device) for x in zip(*node))]
+        return after_BNV[tuple(told(x, after_BNV.device) for x in zip(*node))]
 
     def record(self, gained: list[int], ran: list[bool]) -> None:
         if any(ran):

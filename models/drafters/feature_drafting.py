@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec import tree as trees
+from visspec.cache import told
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.feature_memory import Memory
@@ -171,7 +172,7 @@ class FeatureDrafting:
         if min(counts) == width:
             x_Bd, query = x_Nd.view(rows, width, -1)[:, -1], qkv[:, -1, :heads]
         else:
-            row, last = torch.arange(rows, device=x_Nd.device), torch.tensor(counts, device=x_Nd.device) - 1
+            row, last = torch.arange(rows, device=x_Nd.device), told(counts, x_Nd.device) - 1
             x_Bd, query = x_Nd.view(rows, width, -1)[row, last], qkv[row, last, :heads]
         return self._finish(x_Bd, memory.attend(query, 0))
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from visspec import sampling
 from visspec import tree as trees
+from visspec.cache import told
 from visspec.grammar import held
 from visspec.types import ABSENT, Draft, Outcome, Scores, State, Tree, Verdict
 
@@ -78,7 +79,7 @@ class Jacobi:
         self.levels, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
         self.branch, self.deep = branch, deep
         self.trees = branch > 1
-        self.samples = self.trees  # candidates beside the window are worth nothing to a rule without coins
+        self.samples = self.trees or redraw in REDRAWS[1:]  # which a rule without coins of its own could not judge
 
     def start(self, state: State, scores: Scores) -> None:
         rows, vocab = len(state.rows), scores.logits.shape[-1]
@@ -225,7 +226,7 @@ class Jacobi:
             known = state.tokens[row]
             wanted = range(len(known) - stride, len(known) - stride + width)
             found.append([known[t] if 0 <= t < len(known) else ABSENT for t in wanted])
-        return torch.tensor(found, device=state.pending.device)
+        return told(found, state.pending.device)
 
 
 @lru_cache(maxsize=256)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
+from visspec.cache import told
 from visspec.engine import decode
 from visspec.models.drafters import feature_checkpoint
 from visspec.models.nets.upsampler import Upsampler
@@ -83,7 +84,7 @@ class LowRes:
         for row in state.rows:
             ahead = drawn.codes[row][len(state.tokens[row]) :][:depth]
             tokens.append(ahead + [ABSENT] * (depth - len(ahead)))
-        return trees.chain_draft(state.pending, torch.tensor(tokens, device=state.pending.device))
+        return trees.chain_draft(state.pending, told(tokens, state.pending.device))
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         pass

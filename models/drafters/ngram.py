@@ -6,9 +6,8 @@ on the host over ids the host already has; placeholders of images are never matc
 
 from __future__ import annotations
 
-import torch
-
 from visspec import tree as trees
+from visspec.cache import told
 from visspec.types import ABSENT, Draft, Outcome, Scores, State, Verdict
 
 
@@ -32,7 +31,7 @@ class NGram:
         if width == 0:
             return trees.root(state.pending)
         padded = [f + [ABSENT] * (width - len(f)) for f in found]
-        return trees.chain_draft(state.pending, torch.tensor(padded, device=state.pending.device))
+        return trees.chain_draft(state.pending, told(padded, state.pending.device))
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         self._extend(state)

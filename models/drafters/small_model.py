@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from visspec import tree as trees
+from visspec.cache import told
 from visspec.models.targets.hf_decoder import HFDecoder, describe
 from visspec.sampling import propose
 from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
@@ -105,10 +106,10 @@ class SmallModel:
         behind = memory.unread
         width = max(map(len, behind))
         padded = [tokens + [ABSENT] * (width - len(tokens)) for tokens in behind]
-        tokens = torch.tensor(padded, device=state.pending.device)
+        tokens = told(padded, state.pending.device)
         draft = Draft(tokens, trees.chain(width - 1, str(tokens.device)))
         logits_BMV = self.target.verify(memory.own, draft).logits
-        last = torch.tensor([len(t) - 1 for t in behind], device=tokens.device)
+        last = told([len(t) - 1 for t in behind], tokens.device)
         memory.advance([len(t) for t in behind])
         memory.unread = [[] for _ in behind]
         return logits_BMV[torch.arange(len(behind), device=tokens.device), last]
@@ -135,7 +136,7 @@ class _Following:
     def advance(self, counts: list[int]) -> None:
         slots = self.own.cache.slots
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
-        self.own.position = self.own.position + torch.tensor(counts, device=self.own.position.device)
+        self.own.position = self.own.position + told(counts, self.own.position.device)
 
     def settle(self, outcome: Outcome) -> None:
         """Keep the drafted tokens that were accepted, forget the others, note what is still to be read."""

@@ -19,15 +19,16 @@ ROUNDS = 20  # of Lloyd's iteration; the grouping of codes hardly moves after a 
 _tables: deque[tuple[Tensor, tuple, Tensor]] = deque(maxlen=8)  # codebook, what was asked of it, the table
 
 
-def required(capabilities: Capabilities, rule: str, k: int = 1) -> Tensor:
-    """The target's codebook. Raises ValueError where it has none, or none with k neighbours for each code."""
+def required(capabilities: Capabilities, rule: str, k: int = 1, itself: bool = False) -> Tensor:
+    """The target's codebook. Raises ValueError where it has none, or none with k neighbours for each code, which counts
+    among them where `itself`.
+    """
     codebook = capabilities.codebook
     if codebook is None:
         raise ValueError(f"acceptance: {rule} needs the target's codebook, got a target without one")
-    if k > len(codebook) - 1:
-        raise ValueError(
-            f"k: got {k}, expected at most {len(codebook) - 1} neighbours in a codebook of {len(codebook)}"
-        )
+    most = len(codebook) - (not itself)
+    if k > most:
+        raise ValueError(f"k: got {k}, expected at most {most} neighbours in a codebook of {len(codebook)}")
     return codebook.detach()
 
 

@@ -52,7 +52,7 @@ class Local:
 
     def bind(self, capabilities: Capabilities) -> None:
         """Called once, when the rule is paired with a target."""
-        self.codes = codebook.required(capabilities, "Local", self.k - 1).float()
+        self.codes = codebook.required(capabilities, "Local", self.k, itself=True).float()
         ids_V1 = torch.arange(capabilities.vocab, device=self.codes.device)[:, None]
         near_Vk = codebook.neighbours(self.codes, self.k - 1, capabilities.vocab) if self.k > 1 else ids_V1[:, :0]
         self.near_Vk = torch.cat([ids_V1, near_Vk.long()], dim=1)
