@@ -143,7 +143,8 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.told`
 def test_host_copies_are_where_they_should_be():
     """A copy from pageable memory waits for the device, and no count of reads shows it."""
     found = {}
-    files = [ROOT / "visspec" / f"{n}.py" for n in ("engine", "tree", "cache", "sampling", "guard", "grammar", "wavefront")]
+    core = ("engine", "tree", "cache", "sampling", "guard", "grammar", "wavefront")
+    files = [ROOT / "visspec" / f"{n}.py" for n in core]
     files += sorted((ROOT / "models" / "drafters").glob("*.py"))
     files += [ROOT / "models" / "targets" / f"{n}.py" for n in ("masks", "slot_layers", "tree_attention")]
     for file in (*files, *(ROOT / "visspec" / "accept").glob("*.py")):

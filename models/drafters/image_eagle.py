@@ -65,7 +65,7 @@ class ImageFeatureDrafter(FeatureDrafting):
 
     def __init__(
         self, head: ImageHead, target: nn.Module | Family, *, tree: str = "chain", levels: int | None = None,
-        width: int = 4, nodes: int = 24, shape: str | int = "4-6-6-4-2",
+        width: int = 4, nodes: int = 24, shape: str | int = "8-5-4-4-3",
     ):  # fmt: skip
         if tree not in TREES:
             raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}")
