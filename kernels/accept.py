@@ -405,15 +405,16 @@ def accept_tree(
     if check:
         check_values(tokens, p, q)
         _check_parents(parent)
-    return torch.ops.visspec.accept_tree(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
+    return _accept_tree_op(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
 
 
 def check_draft(shape, tokens, p, q, coins, draw, mass):
     """Types, shapes and devices of what a tree and a chain have in common."""
     check_tensor("p", p, (None, None, None), FLOATS)
     B, N, V = p.shape
-    require(N > 0, "p", f"an empty {shape} (0 nodes)", "at least the pending token as node 0")
-    require(B > 0 and V > 0, "p", f"shape {tuple(p.shape)}", "at least one row and one token")
+    if not (N > 0 and B > 0 and V > 0):
+        require(N > 0, "p", f"an empty {shape} (0 nodes)", "at least the pending token as node 0")
+        require(False, "p", f"shape {tuple(p.shape)}", "at least one row and one token")
     check_tensor("tokens", tokens, (B, N), INTS, p.device)
     if q is not None:
         check_tensor("q", q, (B, N, V), FLOATS, p.device)

@@ -231,7 +231,7 @@ def tree_attention(q, k, v, length, parent=None, ancestors=None, start=None, sca
     elif ancestors.shape[0] == 1:
         ancestors = ancestors.expand(B, -1, -1)
     check_tensor("ancestors", ancestors, (B, N, N), (torch.bool,), q.device)
-    return torch.ops.visspec.tree_attention(q, k, v, length, ancestors, start, scaling)
+    return _tree_attention_op(q, k, v, length, ancestors, start, scaling)
 
 
 def tree_attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):

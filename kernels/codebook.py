@@ -111,7 +111,7 @@ def codebook_neighbours(codebook, k, normalise=False, chunk=256):
     V = codebook.shape[0]
     require(1 <= k < V, "k", k, f"a count in [1, {V})")
     require(chunk >= 1, "chunk", chunk, "a positive number of rows")
-    return torch.ops.visspec.codebook_neighbours(codebook, int(k), bool(normalise), int(chunk))
+    return _codebook_neighbours_op(codebook, int(k), bool(normalise), int(chunk))
 
 
 def random_case(seed, codes=40, features=5, k=7, normalise=False, chunk=16, ties=False, dtype=torch.float32):

@@ -129,7 +129,7 @@ def commit_kv(kv, length, path, count, check=False):
         kept = torch.arange(D, device=device) < count.unsqueeze(1)
         ascending = path >= torch.arange(D, device=device)
         require(bool((ascending | ~kept).all()), "path", "a node before its own column", "ascending nodes")
-    torch.ops.visspec.commit_kv(kv, length, path, count)
+    _commit_kv_op(kv, length, path, count)
 
 
 def random_case(seed, rows=3, heads=2, slots=20, features=6, nodes=8, tensors=2, dtype=torch.float32):

@@ -229,7 +229,7 @@ def grouped_mass(p, q, token, clusters=None, group=None, max_gap=None, embedding
         check_tensor("embedding", embedding, (V, None), FLOATS, p.device)
         check_number("max_distance", max_distance, 0)
         max_distance = float(max_distance)
-    return torch.ops.visspec.grouped_mass(p, q, token, clusters, int(group or 0), max_gap, embedding, max_distance)
+    return _grouped_mass_op(p, q, token, clusters, int(group or 0), max_gap, embedding, max_distance)
 
 
 def random_case(seed, rows=4, vocabulary=29, static=False, drawn=True, near=False, ties=False, **rule):

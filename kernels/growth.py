@@ -135,7 +135,7 @@ def draft_topk(score, logp, width):
     require(W > 0 and V > 0, "logp", f"shape {tuple(logp.shape)}", "at least one node and one token")
     check_tensor("score", score, (B, W), FLOATS, logp.device)
     require(width >= 1, "width", width, "a count of at least 1")
-    return torch.ops.visspec.draft_topk(score, logp, int(width))
+    return _draft_topk_op(score, logp, int(width))
 
 
 def ancestors_host(parent, levels):
@@ -197,7 +197,7 @@ def ancestors(parent, levels=None):
     check_tensor("parent", parent, (None, None), INTS)
     levels = parent.shape[1] - 1 if levels is None else int(levels)
     require(levels >= 0, "levels", levels, "a depth of at least 0")
-    return torch.ops.visspec.ancestors(parent.long(), levels)
+    return _ancestors_op(parent.long(), levels)
 
 
 def random_case(seed, rows=3, frontier=4, vocabulary=19, width=5, ties=False, cut=False, dtype=torch.float32):

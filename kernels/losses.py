@@ -201,7 +201,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad_tv, grad_kl, grad_ce, *unused):
     draft, target, sum_d, sum_t, slope = ctx.saved_tensors
-    grad = torch.ops.visspec.draft_losses_backward(draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce)
+    grad = _draft_losses_backward_op(draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce)
     return grad, None
 
 
@@ -216,7 +216,7 @@ def draft_losses(draft_logits, target_logits):
     check_tensor("draft_logits", draft_logits, (None, None), FLOATS)
     shape = tuple(draft_logits.shape)
     check_tensor("target_logits", target_logits, shape, (draft_logits.dtype,), draft_logits.device)
-    return torch.ops.visspec.draft_losses(draft_logits, target_logits.detach())[:3]
+    return _draft_losses_op(draft_logits, target_logits.detach())[:3]
 
 
 def random_case(seed, rows=3, vocabulary=21, dtype=torch.float32):

@@ -169,7 +169,7 @@ def neighbour_mass(p, token, neighbours, delta=None, lam=None, row=None):
     delta, lam = checked_bound(delta, lam)
     if row is not None:
         check_tensor("row", row, (R,), INTS, p.device)
-    return torch.ops.visspec.neighbour_mass(p, token, neighbours, delta, lam, row)
+    return _neighbour_mass_op(p, token, neighbours, delta, lam, row)
 
 
 def checked_bound(delta, lam):

@@ -283,7 +283,7 @@ def guided_warp(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=None, 
     require(top_k >= 0, "top_k", top_k, "a count of at least 0")
     check_number("top_p", top_p, 0, 1)
     guidance, temperature = as_float32(guidance), as_float32(temperature)
-    return torch.ops.visspec.guided_warp(logits, uncond, guidance, temperature, top_k, top_p, scores)
+    return _guided_warp_op(logits, uncond, guidance, temperature, top_k, top_p, scores)
 
 
 def random_case(seed, rows=3, vocabulary=37, guided=False, ties=False, uniform=False, dtype=torch.float32, **sampling):
