@@ -1,7 +1,6 @@
 """Growth of a draft tree on the device: the children that a frontier proposes, and which nodes stand above which.
 
-With s the cumulative log-probability of a frontier node w and p_w the law after it, child (w, v) scores s_w + log
-p_w(v).
+Child v of a frontier node w scores s_w + log p_w(v), with s_w its cumulative log-probability and p_w the law after it.
 Every frontier node proposes its K likeliest children; the K best of all proposals are the next frontier (the dynamic
 tree of EAGLE-2, Li et al. 2024). Equal scores stand in the order of (frontier position, token).
 B rows, W frontier nodes, K children, V vocabulary, N draft nodes.
@@ -45,11 +44,19 @@ def draft_topk_host(score, logp, width):
     # NaN counts as the largest number, so one anywhere shows in front.
     require(not np.isnan(scores[:, :, 0]).any(), "logp", "NaN, there or in score", "logarithms of probabilities")
     if (scores[:, :, 1:] == scores[:, :, :-1]).any():
-        token = np.argsort(-total.numpy(), axis=2, kind="stable")
+        rows, edges = total.numpy().reshape(B * W, V), scores[:, :, keep - 1].ravel()
+        token = np.stack([_first(row, keep, edge) for row, edge in zip(rows, edges)]).reshape(B, W, keep)
         scores = np.take_along_axis(total.numpy(), token, 2)
     token, scores = (np.ascontiguousarray(x[:, :, :keep]).reshape(B, W * keep) for x in (token, scores))
     best = np.argsort(-scores, axis=1, kind="stable")[:, :width]
     return torch.from_numpy(token), torch.from_numpy(scores), torch.from_numpy(np.ascontiguousarray(best))
+
+
+def _first(row, keep, edge):
+    """Indices of the `keep` largest numbers, of which `edge` is the last: equal ones in their order."""
+    above, level = (row > edge).nonzero()[0], (row == edge).nonzero()[0]
+    at = np.concatenate((above, level[: keep - len(above)]))
+    return at[np.argsort(-row[at], kind="stable")]
 
 
 @jit
