@@ -12,10 +12,10 @@ import torch
 from visspec.kernels.common import (
     FLOATS,
     INTS,
-    check_ids,
     check_tensor,
     host,
     jit,
+    known,
     launchable,
     next_power_of_2,
     on_device,
@@ -150,7 +150,8 @@ def ancestors_host(parent, levels):
     B, N = parent.shape
     above, mask = np.full((B, N + 1), -1), np.zeros((B, N, N + 1), dtype=bool)
     above[:, :N] = host(parent)
-    check_ids("parent", parent + 1, N + 1)
+    if not known(above[:, :N] + 1, N + 1):
+        require(False, "parent", f"nodes from {above.min()} to {above.max()}", f"nodes in [-1, {N})")
     row, node = np.arange(B)[:, None], np.arange(N)
     now = node[None]
     mask[row, node, now] = True
@@ -202,7 +203,7 @@ def ancestors(parent, levels=None):
     levels: a bound of the depth (default N - 1). Raises ValueError or TypeError naming the argument.
     """
     check_tensor("parent", parent, (None, None), INTS)
-    levels = parent.shape[1] - 1 if levels is None else int(levels)
+    levels = max(parent.shape[1] - 1, 0) if levels is None else int(levels)
     require(levels >= 0, "levels", levels, "a depth of at least 0")
     return _ancestors_op(parent.long(), levels)
 

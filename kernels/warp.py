@@ -63,9 +63,11 @@ def _mix(c, u, guidance):
 
 def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, scores):
     """The CPU path: the same steps for all rows at once."""
-    z = logits.to(torch.float32, copy=scores and uncond is None)  # an operator gives back none of its arguments
+    z = logits.contiguous().to(torch.float32)
     if uncond is not None:
-        z = _mix(z, uncond.float(), guidance)
+        z = _mix(z, uncond.contiguous().float(), guidance)
+    elif scores and z.data_ptr() == logits.data_ptr():  # an operator gives back none of its arguments
+        z = z.clone()
     if temperature == 0:
         return z if scores else torch.zeros_like(z).scatter_(1, z.argmax(1, keepdim=True), 1.0)
     if temperature != 1:
@@ -278,7 +280,7 @@ def guided_warp(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=None, 
     if uncond is not None:
         check_tensor("uncond", uncond, tuple(logits.shape), FLOATS, logits.device)
     top_k, top_p = int(top_k or 0), 1.0 if top_p is None else float(top_p)
-    check_number("guidance", guidance)
+    check_number("guidance", guidance, 0)
     check_number("temperature", temperature, 0)
     require(top_k >= 0, "top_k", top_k, "a count of at least 0")
     check_number("top_p", top_p, 0, 1)

@@ -194,3 +194,13 @@ def test_draw_and_residual():
     assert draw(p, u).tolist() == [1, 1, 3, 3, 3], "never an id of probability zero, not even at u = 1"
     assert torch.allclose(residual(p[0], torch.tensor([0.5, 0.5, 0, 0, 0])), torch.tensor([0.0, 0, 0, 1, 0]))
     assert torch.equal(residual(p[0], p[0]), p[0])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"temperature": -1.0}, {"temperature": 1e-46}, {"top_k": -1}, {"top_p": 1.5}, {"guidance": float("inf")}],
+    ids=str,
+)
+def test_a_sampling_that_is_none_names_its_option(option):
+    with pytest.raises(ValueError, match=rf"^{next(iter(option))}: got .*, expected "):
+        Sampling(**option)

@@ -86,6 +86,15 @@ def test_losses_are_their_formulas():
     torch.testing.assert_close(losses.soft_ce(q, p), F.cross_entropy(q, P, reduction="none"))
     torch.testing.assert_close(losses.kl(q, p), F.kl_div(q.log_softmax(-1), P, reduction="none").sum(-1))
     torch.testing.assert_close(losses.kl(p, p), torch.zeros(5))
+    with torch.inference_mode():
+        fixed = P.log()
+    for measure in losses.KINDS.values():  # laws of a pass of the target, one for all rows, in either precision
+        row = q[0].double().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: measure(x, fixed[1].double()), row)  # noqa: B023
+        torch.testing.assert_close(measure(q, fixed[:1]), measure(q, P[:1].log().expand(5, 7)))
+        measure(q.requires_grad_(), fixed).sum().backward()
+        with pytest.raises(RuntimeError, match="expand"):
+            measure(q.view(5, 1, 7), fixed)
     with pytest.raises(ValueError, match="loss: got 'l3', expected one of tv, soft_ce, kl"):
         losses.of("l3")
 

@@ -65,7 +65,7 @@ def derived(parent: torch.Generator) -> torch.Generator:
 def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:
     """Guidance (with `uncond`), temperature, top-k, top-p, as `kernels.guided_warp` says. (..., V) -> (..., V) float32.
 
-    Cut entries become -inf. Greedy sampling mixes alone: of the logits only their argmax counts.
+    Cut entries become -inf. Greedy sampling mixes alone: of the logits only their argmax counts. Not for autograd.
     """
     if uncond is None and (sampling.greedy or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
         logits = logits.float()  # nothing to fuse

@@ -145,12 +145,15 @@ class Growing:
         return token_BM.gather(1, best_BK), best_BK // self.children
 
     def finish(self, nodes: int) -> Draft:
-        """The best `nodes` proposals, the root aside, as a draft. No child outranks its parent, so they form a tree."""
+        """The best `nodes` proposals, the root aside, as a draft. No child outranks its parent, and of equals the
+        parent comes first, so they form a tree.
+        """
         total, tokens = torch.cat(self.total, dim=1), torch.cat(self.tokens, dim=1)
         parent = torch.cat(self.frontiers[:-1], dim=1).repeat_interleave(self.children, dim=1)
         parent = torch.cat([torch.full_like(parent[:, :1], -1), parent], dim=1)
         nodes = min(nodes, total.shape[1] - 1)
-        keep = total[:, 1:].topk(nodes, dim=-1).indices.sort(dim=-1).values + 1
+        ranked = total[:, 1:].sort(dim=-1, descending=True, stable=True).indices
+        keep = ranked[:, :nodes].sort(dim=-1).values + 1
         keep = torch.cat([torch.zeros_like(keep[:, :1]), keep], dim=1)
         renamed = torch.zeros_like(parent).scatter_(
             1, keep, torch.arange(nodes + 1, device=self.device).expand_as(keep)

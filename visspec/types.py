@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+TINY = torch.finfo(torch.float32).tiny
 ABSENT = -1  # id of a node that is not there (short rows of a ragged draft, refused proposals): it can't be accepted
 
 
@@ -33,6 +35,16 @@ class Sampling:
     top_p: float = 1.0
     guidance: float = 1.0  # classifier-free guidance scale, mixed by the target before everything else; 1 is none
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
+
+    def __post_init__(self):
+        for name, fits, expected in (
+            ("temperature", self.temperature == 0 or TINY <= self.temperature < inf, "0 or a positive float32 number"),
+            ("top_k", self.top_k >= 0, "a count of at least 0"),
+            ("top_p", 0 <= self.top_p <= 1, "a probability"),
+            ("guidance", 0 <= self.guidance < inf, "a number of at least 0"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected {expected}")
 
     @property
     def greedy(self) -> bool:

@@ -52,7 +52,8 @@ class Jacobi:
     follow the target's own noise, where tokens do not depend on it. branch, deep: of the proactive tree; for rules that
     toss coins of their own, and not for redraw "gumbel".
 
-    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS, and for a tree that does not fit.
+    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS, and for a tree that does not fit. The
+    redraws maximal and independent are refused beside a rule without coins of its own (`exact`).
     """
 
     needs: frozenset[str] = frozenset()

@@ -212,6 +212,15 @@ def test_a_possible_token_that_the_draft_forbids_costs_infinity():
     assert wanted.isinf().tolist() == [False, True, False]
 
 
+def test_guided_warp_takes_logits_in_any_layout():
+    z = torch.randn(7, 3).t()
+    for scores in (False, True):
+        found = kernels.guided_warp(z, top_k=3, scores=scores)
+        assert found.is_contiguous() and torch.equal(found, kernels.guided_warp(z.contiguous(), top_k=3, scores=scores))
+    with pytest.raises(ValueError, match=r"^guidance: found -1"):
+        kernels.guided_warp(z, z, guidance=-1.0)
+
+
 @cases(warp)
 def test_guided_warp(case):
     for seed in SEEDS:

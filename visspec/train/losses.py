@@ -35,8 +35,11 @@ def soft_ce(q_logits: Tensor, p_logits: Tensor) -> Tensor:
 
 
 def _each(q_logits: Tensor, p_logits: Tensor) -> tuple[Tensor, ...]:
-    q_RV, p_RV = (logits.float().flatten(0, -2) for logits in (q_logits, p_logits))
-    return tuple(loss_R.view(q_logits.shape[:-1]) for loss_R in kernels.draft_losses(q_RV, p_RV))
+    kind = torch.promote_types(q_logits.dtype, torch.float32)
+    q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
+    p = p.clone() if p.is_inference() else p  # which could not be kept for the backward pass
+    each = kernels.draft_losses(*(logits.reshape(-1, logits.shape[-1]) for logits in (q, p)))
+    return tuple(loss_R.view(q_logits.shape[:-1]) for loss_R in each)
 
 
 KINDS = {"tv": tv, "soft_ce": soft_ce, "kl": kl}
