@@ -256,15 +256,15 @@ def _commit_job(device, layers, B=4, H=8, S=1024, F=128, count=5):
 
 def _growth_job(device, B=1, W=10, V=VOCABULARY, width=10):
     def build():
-        law, score = torch.randn(B, W, V, device=device).log_softmax(-1), -torch.rand(B, W, device=device)
+        logp, score = torch.randn(B, W, V, device=device).log_softmax(-1), -torch.rand(B, W, device=device)
 
         def eager(_):
-            each, token = (score.unsqueeze(2) + law).topk(width)
+            each, token = (score.unsqueeze(2) + logp).topk(width)
             best = each.flatten(1).topk(width).indices
             return token.flatten(1), each.flatten(1), best
 
         def ours(_):
-            return kernels.draft_topk(score, law, width)
+            return kernels.draft_topk(score, logp, width)
 
         return ours, eager
 

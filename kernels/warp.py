@@ -63,13 +63,19 @@ def _mix(c, u, guidance):
 
 def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, scores):
     """The CPU path: the same steps for all rows at once."""
-    z = logits.contiguous().to(torch.float32)
+    z = logits.contiguous().float()
     if uncond is not None:
         z = _mix(z, uncond.contiguous().float(), guidance)
-    elif scores and z.data_ptr() == logits.data_ptr():  # an operator gives back none of its arguments
-        z = z.clone()
-    if temperature == 0:
-        return z if scores else torch.zeros_like(z).scatter_(1, z.argmax(1, keepdim=True), 1.0)
+    if temperature > 0:
+        z = _cut(z, temperature, top_k, top_p)
+    elif not scores:
+        return torch.zeros_like(z).scatter_(1, z.argmax(1, keepdim=True), 1.0)
+    if not scores:
+        return z.softmax(1)
+    return z.clone() if z.data_ptr() == logits.data_ptr() else z  # an operator gives back none of its arguments
+
+
+def _cut(z, temperature, top_k, top_p):
     if temperature != 1:
         z = z / temperature
     if 0 < top_k < z.shape[1]:
@@ -79,7 +85,7 @@ def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, score
         dropped = ordered.softmax(1).cumsum(1, dtype=torch.float64).float() <= _tail(top_p)
         dropped[:, -1] = False
         z = z.masked_fill(torch.zeros_like(dropped).scatter_(1, index, dropped), float("-inf"))
-    return z if scores else z.softmax(1)
+    return z
 
 
 @jit

@@ -11,6 +11,7 @@ batch. A drafter that ranks with the same G_t is coupled to the target and agree
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -79,16 +80,16 @@ def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Te
     return z_RV.view_as(logits)
 
 
-def process(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
-    """Run the request's processors at every node, each with its real prefix (prompt, emitted tokens, path), then warp.
+def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor | None = None) -> Tensor:
+    """Mix, run the request's processors at every node, each with its real prefix (prompt, emitted tokens, path), warp.
 
     Processors may look at the history, and nodes of one draft have different ones, so each node is handed over alone;
     this is the slow, general road and costs one more synchronisation.
     """
     sampling = state.request.sampling
     if not sampling.processors:
-        return warp(logits_BNV, sampling)
-    logits_BNV = logits_BNV.float().clone()
+        return warp(logits_BNV, sampling, uncond_BNV)
+    logits_BNV = warp(logits_BNV, replace(sampling, temperature=0.0), uncond_BNV).clone()
     rows, batch = len(state.rows), state.request.prompt.shape[0]
     path = trees.paths(draft.tree).expand(rows, -1, -1).tolist()
     for b, row in enumerate(state.rows):

@@ -80,7 +80,8 @@ class Jacobi:
         self.levels, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
         self.branch, self.deep = branch, deep
         self.trees = branch > 1
-        self.samples = self.trees or redraw in REDRAWS[1:]  # which a rule without coins of its own could not judge
+        # a rule without coins of its own could judge neither candidates beside the window nor such draws
+        self.samples = self.trees or redraw in ("maximal", "independent")
 
     def start(self, state: State, scores: Scores) -> None:
         rows, vocab = len(state.rows), scores.logits.shape[-1]

@@ -10,7 +10,7 @@ A axes of position ids, d hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -302,7 +302,7 @@ class ImageAR:
         index = (start + at_BN.clamp(max=total - 1)).repeat(twice, 1)
         hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)
         logits, uncond, features = self._parts(state, self.family.head(hidden), hidden)
-        return Scores(self._padded(warp(logits, state.request.sampling, uncond)), features)
+        return Scores(warp(logits, state.request.sampling, uncond), features)
 
     def _run(self, embeds: Tensor, mask: Tensor | None, positions: Tensor, cache: SlotLayers) -> Tensor:
         output = self.family.decoder(
@@ -317,29 +317,21 @@ class ImageAR:
 
     def _scores(self, state: State, draft: Draft, logits: Tensor, hidden: Tensor) -> Scores:
         logits, uncond, features = self._parts(state, logits, hidden)
-        sampling = state.request.sampling
-        if sampling.processors:
-            mixed = warp(logits, replace(sampling, temperature=0.0), uncond)
-            law = process(self._padded(mixed), draft, state)
-        else:
-            law = self._padded(warp(logits, sampling, uncond))
-        return Scores(constrain(law, draft, state), features)
+        return Scores(constrain(process(logits, draft, state, uncond), draft, state), features)
 
     def _parts(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits (B, N, codes) of the conditional and, under guidance, the unconditional rows, and what the drafter
-        sees of both.
+        """Logits (B, N, V) of the conditional and, under guidance, the unconditional rows, and what the drafter sees of
+        both.
         """
         rows = len(state.rows)
+        if self.family.grammar:
+            logits = F.pad(logits, (0, self.family.grammar), value=float("-inf"))
         features = hidden if self.features else None
         if logits.shape[0] == rows:
             return logits, None, features
         if features is not None:
             features = torch.cat([features[:rows], features[rows:]], dim=-1)
         return logits[:rows], logits[rows:], features
-
-    def _padded(self, law: Tensor) -> Tensor:
-        """Log-laws of codes (B, N, codes) as those of all ids (B, N, V)."""
-        return F.pad(law, (0, self.family.grammar), value=float("-inf")) if self.family.grammar else law
 
 
 def _twice(state: State) -> int:
