@@ -60,7 +60,7 @@ class Job:
 
 def _tried_bytes(V):
     """Of a relaxed verification, in the mean of these uniforms: eight nodes tried, one law drawn from."""
-    return 8 * NEIGHBOURS * (8 + 4) + V * 4 * 2
+    return 8 * NEIGHBOURS * (4 + 4) + V * 4 * 2
 
 
 def _verify(case, p, i):
@@ -80,9 +80,9 @@ def _verification_jobs(device):
     def build(name, **options):
         case = verification_case(device, V=VOCABULARY, K=NEIGHBOURS)
         if name == "children":
-            loop, shape, table = loop_over_children, case["parent"][0], case["neighbours"]
+            loop, shape, table = loop_over_children, case["parent"][0], case["neighbours"].long()
         else:
-            loop, shape, table = loop_over_paths, case["paths"], case["neighbours"].cpu().numpy()
+            loop, shape, table = loop_over_paths, case["paths"], case["neighbours"].long().cpu().numpy()
         eager = partial(_verify_in_loop, loop, case, shape, case["p"][0], table, **options)
         return partial(_verify, case, case["p"]), eager
 
@@ -104,6 +104,7 @@ def _round_job(device, levels, V):
         uncond = torch.randn(N, V, generator=torch.Generator().manual_seed(1)).to(device)
         cond = uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE  # whose guided law is the case's
         logits = [t.to(torch.bfloat16) for t in (cond, uncond)]
+        table = case["neighbours"].long()
 
         def ours(i):
             law = kernels.guided_warp(*logits, GUIDANCE, TEMPERATURE, TOP_K, scores=True).softmax(-1)  # as the engine
@@ -111,7 +112,7 @@ def _round_job(device, levels, V):
 
         def eager(i):
             laws = _torch_warp(*logits)
-            return _verify_in_loop(loop_over_children, case, case["parent"][0], laws, case["neighbours"], i)
+            return _verify_in_loop(loop_over_children, case, case["parent"][0], laws, table, i)
 
         return ours, eager
 

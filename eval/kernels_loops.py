@@ -93,7 +93,7 @@ def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=Tru
 def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, draws=64):
     """A 59-node tree of likely tokens under image-like laws (top-1 about 7 %, top-1000 kept), and `draws` uniforms.
 
-    `logits` (N, V) are those of the laws p (1, N, V).
+    `logits` (N, V) are those of the laws p (1, N, V). The table of neighbours is int32, as the rules keep it.
     """
     g = torch.Generator().manual_seed(seed)
     parent, last = [-1], [0]
@@ -117,6 +117,6 @@ def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, d
         chains.append(chain)
     width = len(nodes_per_level) + 1
     paths = torch.tensor([chain + [-1] * (width - len(chain)) for chain in sorted(chains)])
-    case = {"tokens": tokens, "parent": torch.tensor([parent]), "neighbours": neighbours, "paths": paths}
+    case = {"tokens": tokens, "parent": torch.tensor([parent]), "neighbours": neighbours.int(), "paths": paths}
     case.update(logits=logits, p=p, coins=torch.rand(draws, 1, N, generator=g), draw=torch.rand(draws, 1, generator=g))
     return {k: v.to(device) for k, v in case.items()}

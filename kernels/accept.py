@@ -34,13 +34,12 @@ from visspec.kernels.common import (
     law_tolerance,
     next_power_of_2,
     on_device,
+    ones,
     require,
     tl,
     widen,
 )
-from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_mass
-
-ONES = np.ones(128)
+from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_mass, table_on_host
 
 
 def reference(
@@ -101,7 +100,7 @@ def accept_tree_host(tokens, parent, p, q, coins, draw, mass, neighbours, delta,
     p, q, mass = host(p), None if q is None else host(q), None if mass is None else mass.tolist()
     tokens, coins, draw = tokens.tolist(), coins.tolist(), draw.tolist()
     parent = parent.tolist() if parent.dim() == 2 else [parent.tolist()] * B
-    near = None if neighbours is None else (host(neighbours), delta, lam)
+    near = None if neighbours is None else (table_on_host(neighbours), delta, lam)
     columns = min(depth + 1, N)
     path = np.full((B, columns), -1)
     length, following, drift = np.empty(B, np.int64), np.empty(B, np.int64), np.empty(B, np.float32)
@@ -159,7 +158,7 @@ def _walk(tokens, parent, p, q, coins, mass, near, columns, branch):
 def _draw_by_blocks(weights, law, draw):
     """Inverse CDF in two steps, the block of 128 tokens and the token in it: a fifth of the time of one long cumsum."""
     blocks = len(weights) // 128
-    ends = (weights[: 128 * blocks].reshape(blocks, 128) @ ONES).cumsum()
+    ends = (weights[: 128 * blocks].reshape(blocks, 128) @ ones(128)).cumsum()
     if len(weights) % 128:
         ends = np.append(ends, (ends[-1] if blocks else 0.0) + np.add.reduce(weights[128 * blocks :]))
     block = int(ends.searchsorted(draw * ends[-1], side="right"))

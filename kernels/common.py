@@ -78,6 +78,12 @@ def widen(stored: np.ndarray) -> np.ndarray:
     return stored.astype(np.float32) if stored.dtype == np.float16 else stored
 
 
+@functools.lru_cache
+def ones(count: int) -> np.ndarray:
+    """So many ones in fp64, to sum by a dot product with them."""
+    return np.ones(count)
+
+
 def require(condition: bool, name: str, found, expected) -> None:
     """Raises one sentence that names the argument, the value found and the value expected."""
     if not condition:

@@ -25,9 +25,12 @@ from visspec.kernels.common import (
     launchable,
     next_power_of_2,
     on_device,
+    ones,
     require,
     tl,
 )
+
+EPSILON = 2.0**-52  # of fp64
 
 
 def reference(p, token, neighbours, delta=None, lam=None, row=None):
@@ -71,17 +74,32 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
 
 def prefix_mass(law, near, bound):
     """One row on the host: the largest prefix sum of law[near] within the bound."""
-    if known(near, len(law)):
-        weight = law.take(near)
-    else:  # the others have no mass
-        inside = (near >= 0) & (near < len(law))
-        weight = np.where(inside, law[np.where(inside, near, 0)], 0.0)
-    summed = float(np.add.reduce(weight, dtype=np.float64))
-    if summed <= bound * (1 - 2**-40):  # pairwise sums may differ in the last bits: those of the definition decide
+    weight = _weights(law, near).astype(np.float64)
+    summed = float(weight.dot(ones(len(weight))))
+    if summed <= bound * (1 - len(weight) * EPSILON):  # the order of a sum turns its last bits: the definition's decide
         return summed
-    running = weight.cumsum(dtype=np.float64)
+    running = weight.cumsum()
     inside = running.searchsorted(bound, side="right")
     return float(running[inside - 1]) if inside else 0.0
+
+
+def _weights(law, near):
+    """law[near], where an id outside the law has no mass."""
+    if near.dtype == np.uint32:
+        try:
+            return law.take(near)
+        except IndexError:
+            pass
+    elif known(near, len(law)):
+        return law.take(near)
+    inside = (near >= 0) & (near < len(law))
+    return np.where(inside, law[np.where(inside, near, 0)], 0.0)
+
+
+def table_on_host(neighbours):
+    """The table for `prefix_mass`. int32 is read as uint32, which makes a negative id huge: `take` then refuses it."""
+    stored = host(neighbours)
+    return stored.view(np.uint32) if stored.dtype == np.int32 else stored
 
 
 @jit
