@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from visspec.accept.captured import cuda_graph
+from visspec.accept.captured import check_waits, cuda_graph
 
 WARM = 2  # calls before the first that counts: kernels are compiled in them
 BEST_OF = 3
@@ -88,13 +88,7 @@ class Device:
         return times
 
     def check_waits(self, call):
-        """Raises RuntimeError where the call waits for the device: found out before a recording would break on it."""
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        check_waits(call)
 
     def record(self, call):
         return cuda_graph(call)[1]

@@ -23,6 +23,9 @@ from visspec.kernels.common import (
     tl,
 )
 
+GROUPS = 256  # at least, that a law is dealt out to on a CPU
+MANY = 32  # times the children that are asked for: candidates that are sorted in one go
+
 
 def reference(score, logp, width):
     """The definition: (tokens (B, W K), scores (B, W K), which of them are best (B, K))."""
@@ -37,23 +40,40 @@ def reference(score, logp, width):
 
 
 def draft_topk_host(score, logp, width):
-    """The CPU path: torch's selection, put right where it had equal scores to choose from."""
-    total = logp.float() + score.float().unsqueeze(2)
+    """The CPU path: the few sums of each law that can be among its best, then their order."""
     (B, W, V), keep = logp.shape, min(width, logp.shape[2])
-    scores, token = (x.numpy() for x in total.topk(min(keep + 1, V), dim=2))
-    # NaN counts as the largest number, so one anywhere shows in front.
-    require(not np.isnan(scores[:, :, 0]).any(), "logp", "NaN, there or in score", "logarithms of probabilities")
-    if (scores[:, :, 1:] == scores[:, :, :-1]).any():
-        rows, edges = total.numpy().reshape(B * W, V), scores[:, :, keep - 1].ravel()
-        token = np.stack([_first(row, keep, edge) for row, edge in zip(rows, edges)]).reshape(B, W, keep)
-        scores = np.take_along_axis(total.numpy(), token, 2)
-    token, scores = (np.ascontiguousarray(x[:, :, :keep]).reshape(B, W * keep) for x in (token, scores))
+    total = (logp.float() + score.float().unsqueeze(2)).contiguous().view(B * W, V)
+    token = _likeliest(total, keep)
+    scores = np.take_along_axis(total.numpy(), token, 1).reshape(B, W * keep)
     best = np.argsort(-scores, axis=1, kind="stable")[:, :width]
-    return torch.from_numpy(token), torch.from_numpy(scores), torch.from_numpy(np.ascontiguousarray(best))
+    found = token.reshape(B, W * keep), scores, np.ascontiguousarray(best)
+    return tuple(map(torch.from_numpy, found))
 
 
-def _first(row, keep, edge):
-    """Indices of the `keep` largest numbers, of which `edge` is the last: equal ones in their order."""
+def _likeliest(total, keep):
+    """Indices (R, keep) of the largest numbers of each row (R, V), equal ones in their order.
+
+    The row is dealt out to groups. The best of `keep` groups are as many numbers, so nothing below the least of them is
+    among the `keep` largest of the row: a few numbers more than `keep` are left to sort, a third of the time of `topk`.
+    """
+    R, V = total.shape
+    groups = min(V, max(GROUPS, 8 * keep))
+    dealt = total[:, : V // groups * groups].view(R, -1, groups)
+    floor = dealt.amax(1).topk(keep).values[:, -1:].numpy()
+    numbers = total.numpy()
+    flat = np.flatnonzero(~(numbers < floor))  # a NaN too
+    among = numbers.ravel()[flat]
+    require(not np.isnan(among).any(), "logp", "NaN, there or in score", "logarithms of probabilities")
+    if len(flat) > MANY * R * keep:  # as where many are minus infinity
+        return np.stack([_first(each, keep) for each in numbers])
+    row, at = np.divmod(flat, V)
+    order, start = np.lexsort((-among, row)), row.searchsorted(np.arange(R))
+    return at[order[start[:, None] + np.arange(keep)]]
+
+
+def _first(row, keep):
+    """The same of one row, with no more equal numbers sorted than are asked for."""
+    edge = np.partition(row, len(row) - keep)[len(row) - keep]
     above, level = (row > edge).nonzero()[0], (row == edge).nonzero()[0]
     at = np.concatenate((above, level[: keep - len(above)]))
     return at[np.argsort(-row[at], kind="stable")]
@@ -227,6 +247,8 @@ CASES = [
     {"ties": True},
     {"cut": True},
     {"frontier": 1, "width": 10, "vocabulary": 2100, "rows": 1},
+    {"frontier": 2, "width": 10, "vocabulary": 2100, "rows": 2, "ties": True},
+    {"frontier": 2, "width": 10, "vocabulary": 2100, "rows": 2, "cut": True},
     {"width": 7, "vocabulary": 3},
     {"dtype": torch.bfloat16},
 ]

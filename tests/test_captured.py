@@ -124,12 +124,17 @@ def on_a_device(draft, p, mass, path, codes):
     return displacement.batched(*given, draft.tree.chain, trees.branch(draft.tree))
 
 
-def test_recordings_share_one_pool_on_the_device_of_the_laws(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr("visspec.accept.captured.cuda_graph", lambda call, pool: seen.append(pool) or rerun(call))
+def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):
+    seen, device = [], [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, device[0]))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: f"stream of {device[0]}")
+    monkeypatch.setattr("visspec.accept.captured.cuda_graph", lambda call, *shared: seen.append(shared) or rerun(call))
     captured = Captured(zoo.acceptance("exact"))
     rerun.count = 0
     captured.record = captured._graph
     draw(captured, {"window": 5})
-    assert seen == [(0, 1)] * len(captured.recordings) and len(seen) > 1
+    assert seen == [((0, 0), "stream of 0")] * len(captured.recordings) and len(seen) > 1
+    device[0] = 1
+    captured._graph(lambda: Verdict(*[torch.zeros(1)] * 3))
+    assert seen[-1] == ((0, 1), "stream of 1")

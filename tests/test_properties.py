@@ -221,9 +221,22 @@ def test_pace_asks_within_limits(data, levels):
     pace = Pace(levels)
     for _ in range(60):
         budget = data.draw(st.integers(1, 9))
-        times = {k: data.draw(st.floats(0, 1)) for k in ("verify", "draft", "observe")}
+        times = {k: data.draw(st.floats(0, 1)) for k in ("verify", "accept", "draft", "observe")}
         state = Bag(budget=budget, trace=Bag(latest=times, gave_up=0, times={}), rows=[0])
         depth = pace.depth(state)
         assert 0 <= depth <= min(levels, budget - 1)
         taken = data.draw(st.integers(0, depth))
         pace.observe(state, Bag(levels=depth), Bag(path=[list(range(taken + 1))]))
+
+
+@pytest.mark.parametrize("where", ["verify", "accept"])
+def test_pace_sees_the_pass_wherever_the_host_waits_for_it(where):
+    """On a device the pass is queued under `verify` and waited for under `accept`; its price is the same."""
+    pace = Pace(8)
+    for n in range(60):
+        levels = n % 5
+        times = {"verify": 0.001, "accept": 0.001, "draft": 0.0001 * levels, "observe": 0.0}
+        times[where] += 0.02 * levels  # a level costs ten plain passes: nothing drafted can pay
+        state = Bag(trace=Bag(latest=times), rows=[0])
+        pace.observe(state, Bag(levels=levels), Bag(path=[list(range(levels + 1))]))
+    assert pace.best(8) == 0

@@ -23,7 +23,7 @@ from tests.tiny import (
     qwen2_5_vl,
 )
 from visspec.models.targets.hf_decoder import HFDecoder, describe
-from visspec.models.targets.masks import nearby
+from visspec.models.targets.masks import aligned, nearby
 from visspec.tree import static
 
 
@@ -152,6 +152,17 @@ def test_features_are_the_hidden_states():
         expected = model(**inputs, output_hidden_states=True).hidden_states
     torch.testing.assert_close(kept[0].features, torch.cat([expected[i] for i in (0, 1, -1)], -1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept[0].aux["embeddings"], expected[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_for_a_device_begins_where_wide_loads_may(dtype):
+    """A view into the shared buffer has any address; SDPA chooses wide loads by the strides alone."""
+    buffer = torch.randn(1, 1, 5, 32).to(dtype)
+    for first in range(1, 16):
+        view = buffer[..., first:]
+        found = aligned(view)
+        assert torch.equal(found, view)
+        assert found.data_ptr() % 16 == 0 and found.stride(2) % 8 == 0
 
 
 def test_windows_count_along_the_path():

@@ -24,7 +24,7 @@ def told(values: Sequence, device: torch.device | str) -> Tensor:
     """
     if torch.device(device).type != "cuda":
         return torch.tensor(values, device=device)
-    return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 class SlotCache:

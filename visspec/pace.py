@@ -91,7 +91,8 @@ class Pace:
         self.rounds += 1
         latest = state.trace.latest
         if self.rounds > WARM_UP:
-            self.verify.add(draft.levels, latest["verify"])
+            # On a device the pass is queued under `verify` and waited for under `accept`.
+            self.verify.add(draft.levels, latest["verify"] + latest["accept"])
             if draft.levels:
                 self.draft.add(draft.levels, latest["draft"] + latest["observe"])
         if not draft.levels:

@@ -128,12 +128,13 @@ def sampling_of(processors: Sequence[Callable], do_sample: bool) -> Sampling:
 
 
 def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
-    """One generator a row. A list is taken as it is; one generator, or torch's global one, seeds a fresh one for each
-    row; an int seed gives row b the seed `seed + b`, a list of ints gives each its own.
+    """One generator a row. A list of them is taken as it is where they are on the device of the ids; others, a single
+    one or torch's global one seed a fresh one for each row; an int gives row b the seed `seed + b`, ints in a list give
+    each its own.
     """
     rows, given = input_ids.shape[0], seed if seed is not None else generator
-    drawn = isinstance(given, (list, tuple)) and all(isinstance(g, torch.Generator) for g in given)
-    if drawn and len(given) == rows:
+    listed = isinstance(given, (list, tuple)) and len(given) == rows
+    if listed and all(isinstance(g, torch.Generator) and g.device.type == input_ids.device.type for g in given):
         return list(given)
     return [torch.Generator(input_ids.device).manual_seed(s) for s in seeds(generator, seed, rows)]
 

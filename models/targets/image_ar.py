@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec import tree as trees
-from visspec.cache import SlotCache
+from visspec.cache import SlotCache, told
 from visspec.grammar import constrain
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
@@ -126,9 +126,10 @@ class Family:
         prompt: Prompt = state.request.inputs
         if prompt.positions is None:
             return index
-        rows = len(prompt.ids)
-        live = [half * rows + row for half in range(len(prompt.embeds) // rows) for row in state.rows]
-        table = prompt.positions[..., live, :]
+        rows, table = len(prompt.ids), prompt.positions
+        if len(state.rows) < rows:
+            live = [half * rows + row for half in range(len(prompt.embeds) // rows) for row in state.rows]
+            table = table.index_select(-2, told(live, table.device))
         index = index.clamp(max=table.shape[-1] - 1)  # a draft may hang over the end
         return table.gather(-1, index.expand(*table.shape[:-1], -1))
 

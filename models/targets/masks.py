@@ -45,7 +45,15 @@ class Masks:
             if len(self._bias) >= MASKS_KEPT:
                 self._bias.clear()
             self._bias[id(tree)] = (tree, buffer)
-        return buffer[..., buffer.shape[-1] - tree.size - length :]
+        view = buffer[..., buffer.shape[-1] - tree.size - length :]
+        return aligned(view) if view.is_cuda else view
+
+
+def aligned(bias: Tensor) -> Tensor:
+    """The same mask where wide loads may begin: SDPA decides on them by strides, whatever the address."""
+    seen = bias.shape[-1]
+    new = bias.new_empty(*bias.shape[:-1], -(-seen // 8) * 8)[..., :seen]
+    return new.copy_(bias)
 
 
 def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tensor:

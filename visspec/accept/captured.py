@@ -24,24 +24,38 @@ from visspec.tree import bounded, branch
 from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
 Call = Callable[[], Verdict]
-WARM = 2  # runs before a recording: kernels are compiled and libraries opened in them
 
 
-def cuda_graph(call: Call, pool: Any = None) -> tuple[Verdict, Callable[[], None]]:
+def cuda_graph(call: Call, pool: Any = None, aside: Any = None) -> tuple[Verdict, Callable[[], None]]:
     """Record a call, in a pool of memory that other recordings may share: none needs what another left there but its
-    verdict, which is copied out before the next replay. Returns the verdict, which every replay overwrites, and the
-    replay.
+    verdict, which is copied out before the next replay. Recordings of one pool are made on one stream, `aside`, of the
+    current device. Returns the verdict, which every replay overwrites, and the replay. Raises as `check_waits` does.
     """
-    aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
+    aside, now = aside or torch.cuda.Stream(), torch.cuda.current_stream()
     aside.wait_stream(now)
     with torch.cuda.stream(aside):
-        for _ in range(WARM):
-            call()
+        call()  # compiles kernels, opens libraries
+        check_waits(call)
     now.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with (
+        torch.cuda.stream(now),
+        torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"),
+    ):
         verdict = call()
     return verdict, graph.replay
+
+
+def check_waits(call: Call) -> None:
+    """Raises RuntimeError where a call waits for the device. Found out before it is recorded: a recording that breaks
+    off can leave the allocator of older versions of torch unusable.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @dataclass
@@ -73,12 +87,14 @@ class Captured:
         self.rule, self.most, self.record = rule, most, record
         self.guarantee, self.needs, self.takes = rule.guarantee, rule.needs, rule.takes
         self.recordings: dict[tuple, Recording] = {}
-        self.pool: Any = None  # of memory, shared by the recordings
+        self.shared: dict[
+            torch.device, tuple
+        ] = {}  # of the recordings: a pool of memory, and the stream they are made on
 
     def bind(self, capabilities) -> None:
         """As the rule's own; recordings for another target are dropped."""
         self.recordings.clear()
-        self.pool = None  # it ends with the last recording in it
+        self.shared.clear()  # a pool ends with the last recording in it
         if hasattr(self.rule, "bind"):
             self.rule.bind(capabilities)
 
@@ -113,8 +129,10 @@ class Captured:
         return Verdict(*(None if part is None else part.clone() for part in vars(held.verdict).values()))
 
     def _graph(self, call: Call) -> tuple[Verdict, Callable[[], None]]:
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        return cuda_graph(call, self.pool)
+        here = torch.device("cuda", torch.cuda.current_device())
+        if here not in self.shared:
+            self.shared[here] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        return cuda_graph(call, *self.shared[here])
 
     def _recorded(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
         _, levels, chain, most, pointed, kind = key
