@@ -23,7 +23,7 @@ from visspec.kernels.common import (
     tl,
 )
 
-GROUPS = 256  # at least, that a law is dealt out to on a CPU
+GROUPS = 128  # at least, that a law is dealt out to on a CPU
 MANY = 32  # times the children that are asked for: candidates that are sorted in one go
 
 
@@ -42,37 +42,36 @@ def reference(score, logp, width):
 def draft_topk_host(score, logp, width):
     """The CPU path: the few sums of each law that can be among its best, then their order."""
     (B, W, V), keep = logp.shape, min(width, logp.shape[2])
-    total = (logp.float() + score.float().unsqueeze(2)).contiguous().view(B * W, V)
-    token = _likeliest(total, keep)
-    scores = np.take_along_axis(total.numpy(), token, 1).reshape(B, W * keep)
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :width]
-    found = token.reshape(B, W * keep), scores, np.ascontiguousarray(best)
-    return tuple(map(torch.from_numpy, found))
+    total = (logp.float() + score.float().unsqueeze(2)).contiguous().view(B * W, V).numpy()
+    token, scores = (found.reshape(B, W * keep) for found in _likeliest(total, keep))
+    best = (-scores).argsort(axis=1, kind="stable")[:, :width]
+    return tuple(map(torch.from_numpy, (token, scores, np.ascontiguousarray(best))))
 
 
 def _likeliest(total, keep):
-    """Indices (R, keep) of the largest numbers of each row (R, V), equal ones in their order.
+    """Indices and values (R, keep) of the largest numbers of each row (R, V), equal ones in their order.
 
     The row is dealt out to groups. The best of `keep` groups are as many numbers, so nothing below the least of them is
     among the `keep` largest of the row: a few numbers more than `keep` are left to sort, a third of the time of `topk`.
     """
     R, V = total.shape
     groups = min(V, max(GROUPS, 8 * keep))
-    dealt = total[:, : V // groups * groups].view(R, -1, groups)
-    floor = dealt.amax(1).topk(keep).values[:, -1:].numpy()
-    numbers = total.numpy()
-    flat = np.flatnonzero(~(numbers < floor))  # a NaN too
-    among = numbers.ravel()[flat]
+    best = total[:, : V // groups * groups].reshape(R, -1, groups).max(1)
+    floor = np.partition(best, groups - keep, axis=1)[:, groups - keep, None]
+    flat = np.flatnonzero(~(total < floor))  # a NaN too
+    among = total.ravel()[flat]
     require(not np.isnan(among).any(), "logp", "NaN, there or in score", "logarithms of probabilities")
     if len(flat) > MANY * R * keep:  # as where many are minus infinity
-        return np.stack([_first(each, keep) for each in numbers])
-    row, at = np.divmod(flat, V)
+        index = np.stack([_first(each, keep) for each in total])
+        return index, np.take_along_axis(total, index, 1)
+    row = flat // V
     order, start = np.lexsort((-among, row)), row.searchsorted(np.arange(R))
-    return at[order[start[:, None] + np.arange(keep)]]
+    chosen = order[start[:, None] + np.arange(keep)]
+    return flat[chosen] % V, among[chosen]
 
 
 def _first(row, keep):
-    """The same of one row, with no more equal numbers sorted than are asked for."""
+    """Indices of one row, with no more equal numbers sorted than are asked for."""
     edge = np.partition(row, len(row) - keep)[len(row) - keep]
     above, level = (row > edge).nonzero()[0], (row == edge).nonzero()[0]
     at = np.concatenate((above, level[: keep - len(above)]))
