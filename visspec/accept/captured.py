@@ -87,9 +87,7 @@ class Captured:
         self.rule, self.most, self.record = rule, most, record
         self.guarantee, self.needs, self.takes = rule.guarantee, rule.needs, rule.takes
         self.recordings: dict[tuple, Recording] = {}
-        self.shared: dict[
-            torch.device, tuple
-        ] = {}  # of the recordings: a pool of memory, and the stream they are made on
+        self.shared: dict[torch.device, tuple] = {}  # a pool of memory and a stream, of all recordings on a device
 
     def bind(self, capabilities) -> None:
         """As the rule's own; recordings for another target are dropped."""
