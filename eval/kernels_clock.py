@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from visspec.accept.captured import check_waits, cuda_graph
+from visspec.accept.captured import cuda_graph
 
 WARM = 2  # calls before the first that counts: kernels are compiled in them
 BEST_OF = 3
@@ -43,7 +43,7 @@ class Processor:
 
 
 class Device:
-    """A GPU. The methods that touch CUDA are the last five, for which tests have stand-ins."""
+    """A GPU. The methods that touch CUDA are the last four, for which tests have stand-ins."""
 
     repeats, fewest = 60, 30
 
@@ -56,7 +56,6 @@ class Device:
         for index in range(max(WARM, draws)):
             call(index)
         try:
-            self.check_waits(partial(call, 0))
             replays = [self.record(partial(call, index)) for index in range(draws)]
         except RuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -86,9 +85,6 @@ class Device:
             times.append(time.perf_counter() - begun)
         self.synchronize()
         return times
-
-    def check_waits(self, call):
-        check_waits(call)
 
     def record(self, call):
         return cuda_graph(call)[1]

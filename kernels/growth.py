@@ -52,7 +52,7 @@ def _likeliest(total, keep):
     """Indices and values (R, keep) of the largest numbers of each row (R, V), equal ones in their order.
 
     The row is dealt out to groups. The best of `keep` groups are as many numbers, so nothing below the least of them is
-    among the `keep` largest of the row: a few numbers more than `keep` are left to sort, a third of the time of `topk`.
+    among the `keep` largest of the row: a few numbers more than `keep` are left to sort.
     """
     R, V = total.shape
     groups = min(V, max(GROUPS, 8 * keep))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from visspec.accept.captured import check_waits
 from visspec.eval import kernels as bench
 from visspec.eval import kernels_clock as clocks
 from visspec.eval.kernels_jobs import Job
@@ -29,15 +30,12 @@ class Simulated(clocks.Device):
     def call(self, name):
         return lambda index: self.spend((name, index), PLAIN)
 
-    def check_waits(self, call):
-        call()
-        if self.log[-1][0] in self.waits:
-            raise RuntimeError("called a synchronizing CUDA operation\nand more")
-
     def record(self, call):
         if self.refuses:
             raise RuntimeError("operation not permitted when stream is capturing")
         call()
+        if self.log[-1][0] in self.waits:
+            raise RuntimeError("called a synchronizing CUDA operation\nand more")
         recorded = ("replay", *self.log[-1])
         return lambda: self.spend(recorded, REPLAY)
 
@@ -174,15 +172,14 @@ def test_what_is_recorded_is_replayed(asked):
 
 
 def test_waits_are_errors_while_it_is_checked_for_them(asked):
-    clock = clocks.Device("cpu")
-    clock.check_waits(lambda: asked.append("call"))
+    check_waits(lambda: asked.append("call"))
     assert asked == [("mode", "error"), "call", ("mode", 1)]
 
     def waiting():
         raise RuntimeError("called a synchronizing CUDA operation")
 
     with pytest.raises(RuntimeError, match="synchronizing"):
-        clock.check_waits(waiting)
+        check_waits(waiting)
     assert asked[-1] == ("mode", 1)
 
 

@@ -77,10 +77,10 @@ def _drawn(x, law_V, q_V, lend):
     onto_Vk = (weight_V * some_V)[:, None].expand_as(near_Vk)
     onto_V = torch.zeros_like(law_V).scatter_add(0, near_Vk.flatten(), onto_Vk.flatten())
     output_V = q_V * f_V + plain_V * weight_V.sum() + shared_V * onto_V
-    at = x[None]  # a number on a device as an index would be waited for
-    near_k = near_Vk[at][0]
-    rest_V = torch.where(some_V[at], plain_V.scatter(0, near_k, law_V[near_k]), plain_V)
-    return f_V[at][0], _normalised(rest_V), 0.5 * (output_V - law_V).abs().sum()
+    # As a plain index x would be waited for.
+    f, near_k, some = (each.index_select(0, x[None])[0] for each in (f_V, near_Vk, some_V))
+    rest_V = torch.where(some, plain_V.scatter(0, near_k, law_V[near_k]), plain_V)
+    return f, _normalised(rest_V), 0.5 * (output_V - law_V).abs().sum()
 
 
 def _lent(table, k, codes, delta, lam, law_RV, x_R):
