@@ -258,7 +258,8 @@ def draw(case: Case, rows: list[int], drafter=None, rule="exact", temperature=0.
     if temperature:
         request.generators = [torch.Generator().manual_seed(seed + r) for r in rows]
     guarded = Guarded(drafter, target.capabilities) if drafter is not None else None
-    state = decode(target, guarded, zoo.acceptance(rule), request, Pace(getattr(drafter, "levels", 8), adaptive=False))
+    rule = zoo.acceptance(rule) if isinstance(rule, str) else rule
+    state = decode(target, guarded, rule, request, Pace(getattr(drafter, "levels", 8), adaptive=False))
     if guarded is not None:
         guarded.finish(state)
     assert state.trace.faults == 0

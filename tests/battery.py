@@ -1,0 +1,174 @@
+"""Outputs for fixed seeds, as one digest a case: what a change of structure must leave as it is.
+
+    python -P tests/battery.py before.json                     # at the commit before
+    python -P tests/battery.py after.json --against before.json
+
+Cases: every stock family of `tiny`, with drafters and rules; every image family and the shipped painter, with every
+preset; the shipped captioner with its drafter. A digest covers the tokens and the number of passes; it holds on one
+machine, since another may round otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# `tests` by its folder: the repository's root on `sys.path` would shadow packages, and another one may be installed
+package = types.ModuleType("tests")
+package.__path__ = [str(Path(__file__).parent)]
+sys.modules.setdefault("tests", package)
+
+from tests import tiny  # noqa: E402
+from tests.doubles import Grower, Hostile, Oracle, TreeOracle, new_tokens, stock  # noqa: E402
+from tests.test_image_targets import CASES, draw, made  # noqa: E402
+from tests.tiny import FAMILIES, model_of, prompt, shapes  # noqa: E402
+
+Case = tuple[str, Any]  # its name, and whatever JSON can hold of its output
+
+TEXT = (  # rule, settings of generate
+    ("exact", {"do_sample": False}),
+    ("exact", {"do_sample": True, "temperature": 0.9, "top_k": 20}),
+    ("rejection", {"do_sample": True, "temperature": 1.0}),
+    ("typical:epsilon=0.3", {"do_sample": True, "temperature": 0.8, "top_p": 0.9}),
+)
+IMAGES = (  # drafter of every image family, rule
+    (None, "exact"),
+    ("jacobi:window=6", "exact"),
+    ("jacobi:window=6,redraw=maximal", "rejection"),
+    ("jacobi:window=6,redraw=maximal,branch=2", "rejection"),
+    ("jacobi:window=6,redraw=independent,start=random", "grouped:group=6"),
+    ("jacobi:window=6,redraw=independent,start=random", "run_product:alpha=0.5"),
+    ("jacobi:window=6,redraw=maximal", "lantern:k=5,delta=0.2"),
+    ("jacobi:window=6,redraw=maximal", "lantern_plus:k=5,lam=2"),
+    ("jacobi:window=6,redraw=maximal", "cool:omega=1.3"),
+    ("jacobi:window=6", "local:tau=0.2,k=3"),
+)
+
+
+def texts() -> Iterator[Case]:
+    """Tiny random decoders: drafters by rules, alone and in a ragged batch, three seeds where tokens are drawn."""
+    for name in FAMILIES:
+        for shape in ("one", "ragged"):
+            inputs, answers = prompt(name, shapes(name)[shape]), stock(name, shape)
+            for rule, options in TEXT:
+                drafters = {
+                    "none": None, "ngram": "ngram", "oracle": Oracle(answers), "tree": TreeOracle(answers, wrong=0.4),
+                    "tree_per_row": TreeOracle(answers, wrong=0.4, per_row=True), "grown": Grower(answers),
+                    "hostile": Hostile(),
+                }  # fmt: skip
+                if name == "llama":
+                    drafters["small_model"] = tiny.llama(seed=1, hidden_size=16, num_attention_heads=2, head_dim=8)
+                for kind, drafter in drafters.items():
+                    import visspec
+
+                    fast = visspec.accelerate(model_of(name), drafter, acceptance=rule, adaptive=False)
+                    found = []
+                    for seed in range(3 if options["do_sample"] else 1):
+                        given = {"seed": seed} if options["do_sample"] else {}
+                        output = fast.generate(**inputs, **options, **given, max_new_tokens=20)
+                        found.append([new_tokens(output, inputs), fast.last_stats.rounds])
+                    yield f"text/{name}/{shape}/{rule}/{'sampled' if options['do_sample'] else 'greedy'}/{kind}", found
+
+
+def images() -> Iterator[Case]:
+    """Tiny random image models: drafters and rules that need no training, greedy and drawn, alone and ragged."""
+    from visspec import zoo
+
+    for name in CASES:
+        for spec, rule in IMAGES:
+            for rows in ([0], [0, 1, 2]):
+                for temperature in (0.0, 1.0):
+                    drafter = None if spec is None else zoo.drafter(spec, None)[0]
+                    coins = rule not in ("exact",) and not rule.startswith("local")
+                    if coins and temperature == 0.0:
+                        continue
+                    case = f"image/{name}/{spec}/{rule}/{len(rows)}/{temperature}"
+                    try:
+                        tokens, state = draw(made(name), rows, drafter, bound(name, rule), temperature)
+                    except ValueError as refusal:  # no codebook, say
+                        yield case, str(refusal)
+                    else:
+                        yield case, [tokens, len(state.trace.rounds)]
+
+
+def bound(name: str, rule: str) -> Any:
+    from visspec import zoo
+    from visspec.models.targets.image_ar import ImageAR
+
+    found = zoo.acceptance(rule)
+    if hasattr(found, "bind"):
+        found.bind(ImageAR(made(name).family).capabilities)
+    return found
+
+
+def shipped() -> Iterator[Case]:
+    """The painter under every preset, and the captioner with its drafter under every rule that takes it."""
+    from visspec import ImagePipeline, accelerate, targets, zoo
+    from visspec.captioning import prepare
+    from visspec.eval.world.render import to_image
+    from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+
+    pipe = ImagePipeline.from_pretrained("painter")
+    pipe.set_progress_bar_config(disable=True)
+    for name in zoo.PRESETS:
+        drafter, rule, *_ = zoo.PRESETS[name]
+        for temperature in (0.7, 0.0) if rule == "exact" else (0.7,):
+            out = pipe(
+                ["a photo of a red cross left of a blue ring", "a photo of three stars"], seed=3, drafter=drafter,
+                acceptance=rule, temperature=temperature, output_type="latent",
+            )  # fmt: skip
+            passes = [int(p.max()) for p in out.passes]
+            yield f"painter/{name}/{temperature}", [[t.tolist() for t in out.tokens], passes]
+    model, processor = targets.load(str(zoo.CHECKPOINTS / "captioner"))
+    pictures = [to_image(scene_from_seed(HELD_OUT_SEED + i)) for i in range(3)]
+    inputs = prepare(processor, pictures, "describe the picture in detail .", model)
+    for drafter in ("none", "ngram", "vispec"):
+        for rule in ("exact", "rejection", "typical"):
+            if drafter == "vispec" and rule == "typical":
+                continue
+            fast = accelerate(model, drafter, acceptance=rule, adaptive=False)
+            for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
+                output = fast.generate(**inputs, **options, max_new_tokens=64)
+                kind = "sampled" if options["do_sample"] else "greedy"
+                yield f"captioner/{drafter}/{rule}/{kind}", [output.tolist(), fast.last_stats.rounds]
+
+
+def digests(parts: tuple = (texts, images, shipped)) -> dict[str, str]:
+    """{case: sha256 of its output}."""
+    found: dict[str, str] = {}
+    for part in parts:
+        torch.manual_seed(0)
+        for name, output in part():
+            found[name] = hashlib.sha256(json.dumps(output).encode()).hexdigest()[:16]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--against", type=Path, help="an earlier result: name the cases that differ")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = digests()
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{len(found)} cases")
+    if arguments.against is None:
+        return 0
+    before = json.loads(arguments.against.read_text())
+    other = sorted(name for name in before.keys() | found.keys() if before.get(name) != found.get(name))
+    print("\n".join(other) if other else "every digest is the same")
+    return 1 if other else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
