@@ -149,8 +149,8 @@ def _merge_kernel(part, high, mass, out, rows, F, SPLITS, BLOCK_F: tl.constexpr)
 def tiles(dtype, block_f):
     """(BLOCK_M, BLOCK_S) for 8 warps and 2 stages: on sm_90 nothing spills in 16 and 32 bits up to 256 features."""
     size = dtype.itemsize * block_f
-    if dtype.itemsize == 2 and size <= 256:
-        return 64, 64
+    if dtype.itemsize == 2 and size <= 512:
+        return (64, 64) if size <= 256 else (64, 16)
     return (32, 32) if size <= 512 else (16, 32) if size <= 1024 else (16, 16)
 
 
