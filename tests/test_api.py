@@ -1,5 +1,6 @@
 """The user's habits: every option of generate does what it does in transformers, or is refused in one sentence."""
 
+import copy
 import threading
 import warnings
 
@@ -19,7 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import visspec
-from tests.doubles import NEW, Oracle, TreeOracle, fast, new_tokens, stock
+from tests.doubles import NEW, Oracle, TreeOracle, fast, forced, new_tokens, stock
 from tests.tiny import PAD, VOCAB, llava, model_of, prompt, shapes
 
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
@@ -247,12 +248,78 @@ def test_dictionary_output(shape):
     assert plain.scores is None and torch.equal(plain.sequences[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
 
 
+@pytest.mark.parametrize("name,shape", [("llama", "one"), ("llava", "ragged"), ("mistral", "ragged")])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_raw_logits(name, shape, sampled):
+    """The model's own at every token, before processors and warp, beside the scores after them."""
+    inputs = prompt(name, shapes(name)[shape])
+    given = {**GREEDY, "do_sample": sampled, "repetition_penalty": 1.3} | ({"top_k": 5, "seed": 3} if sampled else {})
+    keep = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    tokens = new_tokens(fast(name, None).generate(**inputs, **given), inputs)
+    expected = forced(name, shapes(name)[shape], [row[:-1] for row in tokens])
+    for drafter in (None, TreeOracle(tokens, 0.3)):
+        output = fast(name, drafter).generate(**inputs, **given, **keep)
+        assert new_tokens(output, inputs) == tokens
+        torch.testing.assert_close(torch.stack(output.logits, dim=1), expected, atol=2e-4, rtol=1e-4)
+        assert len(output.scores) == len(output.logits) and not torch.equal(output.scores[3], output.logits[3])
+    assert fast(name, None).generate(**inputs, **given, return_dict_in_generate=True).logits is None
+
+
+@pytest.mark.parametrize("name,shape", [
+    ("llama", "one"), ("llama", "ragged"), ("mistral", "ragged"), ("gemma2", "one"), ("llava", "ragged"),
+])  # fmt: skip
+def test_the_cache_goes_on(name, shape):
+    """`past_key_values` is what transformers would hand out: it goes on from there, and a training pass may too."""
+    inputs, model = prompt(name, shapes(name)[shape]), model_of(name)
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    whole, part = (model.generate(**inputs, **options, max_new_tokens=n) for n in (NEW, 9))
+    for drafter in (None, Oracle(stock(name, shape)), TreeOracle(stock(name, shape), 0.4, per_row=True)):
+        cache = fast(name, drafter).generate(**inputs, **options, max_new_tokens=9).past_key_values
+        assert type(cache) is DynamicCache and cache.get_seq_length() == part.past_key_values.get_seq_length()
+        more = {k: v for k, v in inputs.items() if k not in ("pixel_values", "input_ids", "attention_mask")}
+        ids, behind = part.sequences, torch.ones(len(part.sequences), 9, dtype=torch.long)
+        mask = torch.cat([inputs["attention_mask"], behind], dim=1)
+        with torch.enable_grad():
+            loss = model(input_ids=ids[:, -1:], attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits.sum()
+            torch.autograd.grad(loss, model.get_output_embeddings().weight)
+        again = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options, **more,
+                               max_new_tokens=NEW - 9)  # fmt: skip
+        assert torch.equal(again.sequences, whole.sequences)
+    without = fast(name, "ngram").generate(**inputs, **options, max_new_tokens=3, use_cache=False)
+    assert without.past_key_values is None
+
+
+def test_the_cache_of_rows_that_end_apart(ragged):
+    """Rows that left early keep what they held; behind a row's end stand zeros, as masked as padding."""
+    answers = stock("llava", "ragged")
+    ends = [answers[0][4], answers[1][11]]
+    options = {**GREEDY, "return_dict_in_generate": True, "eos_token_id": ends}
+    expected = model_of("llava").generate(**ragged, **options)
+    for drafter in (None, Oracle(answers)):
+        output = fast("llava", drafter).generate(**ragged, **options)
+        assert torch.equal(output.sequences, expected.sequences)
+        start = ragged["input_ids"].shape[1]
+        for ours, theirs in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            for b, row in enumerate(answers):
+                stop = next((i for i, t in enumerate(row) if t in ends), NEW - 1)
+                real = [*ragged["attention_mask"][b].nonzero()[:, 0].tolist(), *range(start, start + stop)]
+                for a, c in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                    assert a.shape == c.shape
+                    torch.testing.assert_close(a[b][:, real], c[b][:, real], atol=1e-4, rtol=1e-4)
+                    assert not a[b][:, start + stop :].any()
+
+
 def test_positional_prompt_and_no_mask():
     """generate infers the mask of a left-padded batch from the padding ids, and so do we."""
     inputs = prompt("llama", ["19", "12", "3"])
     expected = model_of("llama").generate(inputs["input_ids"], **GREEDY)
     assert torch.equal(fast("llama", "ngram").generate(inputs["input_ids"], **GREEDY), expected)
     assert torch.equal(fast("llama", "ngram").generate(inputs=inputs["input_ids"], **GREEDY), expected)
+    assert torch.equal(fast("llama", "ngram").generate(inputs["input_ids"], GenerationConfig(**GREEDY)), expected)
+    with pytest.raises(ValueError, match="num_beams: got 2"):
+        fast("llama", "ngram").generate(inputs["input_ids"], GenerationConfig(num_beams=2))
+    with pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
+        fast("llama", "ngram").generate(inputs["input_ids"], inputs=inputs["input_ids"])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "llava"])
@@ -352,7 +419,13 @@ REFUSED = {
     "guidance": ({"guidance_scale": 3.0}, "guidance_scale: got 3.0"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions: got True"),
     "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states: got True"),
-    "raw logits": ({"output_logits": True, "return_dict_in_generate": True}, "output_logits: got True"),
+    "custom": ({"custom_generate": print}, "custom_generate: got builtin_function_or_method, expected None"),
+    "seed": ({"seed": 2**64}, "seed: got 18446744073709551616, expected whole numbers from 0 to"),
+    "negative seed": ({"seed": -1}, "seed: got -1, expected whole"),
+    "true": ({"seed": True, "do_sample": True}, "seed: got True, expected whole"),
+    "half": ({"seed": 0.5}, "seed: got 0.5, expected whole"),
+    "seeds": ({"seed": [2**64]}, "seed: got 18446744073709551616"),
+    "generator": ({"generator": "cpu"}, "generator: got 'cpu', expected"),
     "cold": ({"do_sample": True, "temperature": 0.0}, "temperature: got 0"),
     "colder": ({"do_sample": True, "temperature": -1.0}, "temperature: got -1.0"),
     "top-p": ({"do_sample": True, "top_p": 1.5}, "top_p"),

@@ -108,6 +108,22 @@ def test_nothing_loads_code_from_data():
     assert not found, "\n".join(found)
 
 
+LAST = {"last_state", "last_stats", "last_output"}
+
+
+def latest_read(tree):
+    """Where an attribute that holds the newest call's result is read: it may be another caller's by then."""
+    return [
+        n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in LAST and isinstance(n.ctx, ast.Load)
+    ]
+
+
+def test_results_travel_as_values():
+    found = [f"{f.relative_to(ROOT)}:{n.lineno}" for f, _ in sources() for n in latest_read(ast.parse(f.read_text()))]
+    assert not found, found
+    assert latest_read(ast.parse("x = fast.last_stats")) and not latest_read(ast.parse("fast.last_stats = x"))
+
+
 HOST_READS = {  # the one synchronisation of a round, and the slow general road for processors
     "engine.py": ["settle"],
     "sampling.py": ["process"],

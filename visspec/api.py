@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from visspec import requests, zoo
+from visspec.copies import Copied
 from visspec.engine import decode
 from visspec.guard import Guarded
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.pace import Pace
 from visspec.stats import Stats
-from visspec.types import Acceptance, Capabilities, Drafter
+from visspec.types import Acceptance, Capabilities, Drafter, State
+
+OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_asked", "_made"})  # attributes of an Accelerated
+BUILDING = threading.RLock()  # two threads that find a model moved build one pairing
 
 
 def accelerate(
@@ -27,8 +37,8 @@ def accelerate(
     """Make a loaded transformers model generate several tokens a pass. The model itself is not changed.
 
     drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None.
-    acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule. levels: how deep to draft at most.
-    adaptive: draft less, or not at all, where that is measured to be faster.
+    acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
+    levels: how deep to draft at most. adaptive: draft less, or not at all, where that is measured to be faster.
     tokenizer: for `last_stats`, so that it can show text.
     Raises ValueError in one sentence when the model can't be verified or the drafter was made for another target.
     """
@@ -40,47 +50,155 @@ def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculati
     return Speculative(drafter, options)
 
 
-class Accelerated:
-    """A model with a faster `generate`. Anything else is the model's own: attributes are passed through."""
+@dataclass(frozen=True)
+class Result:
+    """What one call of `generate` gave: what it returns, the finished state, and the figures."""
+
+    output: Any
+    state: State
+    stats: Stats
+
+
+class Pairing(NamedTuple):
+    """A target, what drafts for it and what judges; checked and built once for a dtype and a device."""
+
+    target: Any
+    drafter: Any  # a `Guarded` one, an order of decoding, or None
+    name: str  # of the drafter
+    rule: Acceptance
+    pace: Pace | None  # None where images are not decoded in raster order
+
+
+class Accelerated(Copied):
+    """A model with a faster `generate`. Anything else is the model's own: attributes are passed through, and a method
+    that returns the model returns this instead (`fast.to("cuda").eval()` stays accelerated).
+
+    What is made of the model's weights (masks, tables, a drafter by name) is made again when dtype or device changed.
+    Threads may share one: `last_stats` and `last_state` are then those of whichever call ended last, and `run` returns
+    a call's own. Copying and pickling keep the model and what was asked of `accelerate`; figures and pace start anew.
+    """
 
     def __init__(self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None):
         self.model, self.tokenizer = model, tokenizer
-        self.rule: Acceptance = zoo.acceptance(acceptance) if isinstance(acceptance, str) else acceptance
-        inner, self.name = zoo.drafter(drafter, model)
-        needs = inner.needs if inner is not None else frozenset()
-        layers = getattr(inner, "feature_layers", ()) if "features" in needs else ()
-        self.target = HFDecoder(model, tuple(layers), embeddings="embeddings" in needs)
-        check_pairing(inner, self.rule, self.target.capabilities)
-        self.drafter = None if inner is None else Guarded(inner, self.target.capabilities, model.device)
-        self.pace = Pace(levels or getattr(inner, "levels", 8), adaptive)
+        self._asked = (drafter, acceptance, levels, adaptive)
+        self._made = (self._fits(), self._pair())
         self.last_stats: Any = None  # a Stats after the first call
         self.last_state: Any = None  # its finished State
 
+    @property
+    def pairing(self) -> Pairing:
+        """The present one. A call takes it once, whatever other threads do to the model meanwhile."""
+        fits, pairing = self._made
+        if fits == (now := self._fits()):
+            return pairing
+        with BUILDING:
+            if self._made[0] != now:
+                self._made = (now, self._pair())
+            return self._made[1]
+
+    @property
+    def target(self) -> HFDecoder:
+        return self.pairing.target
+
+    @property
+    def drafter(self) -> Guarded | None:
+        return self.pairing.drafter
+
+    @property
+    def name(self) -> str:
+        return self.pairing.name
+
+    @property
+    def rule(self) -> Acceptance:
+        return self.pairing.rule
+
+    @property
+    def pace(self) -> Pace:
+        return self.pairing.pace
+
+    def _fits(self) -> tuple:
+        """What a pairing was built for: dtype, device and attention of the model, and of a smaller one that drafts."""
+        models = (m for m in (self.model, self._asked[0]) if hasattr(m, "dtype") and hasattr(m, "device"))
+        attention = "_attn_implementation"
+        return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
+
+    def _pair(self) -> Pairing:
+        drafter, acceptance, levels, adaptive = self._asked
+        with torch.inference_mode(False), torch.no_grad():  # whoever asks first must not forbid later training
+            inner, name = zoo.drafter(drafter, self.model)
+            if hasattr(inner, "attach"):
+                inner.attach(self.model)
+            needs = inner.needs if inner is not None else frozenset()
+            layers = getattr(inner, "feature_layers", ()) if "features" in needs else ()
+            target = HFDecoder(self.model, tuple(layers), embeddings="embeddings" in needs)
+            rule = own_rule(acceptance)
+            check_pairing(inner, rule, target.capabilities)
+            guarded = None if inner is None else Guarded(inner, target.capabilities, self.model.device)
+        return Pairing(target, guarded, name, rule, Pace(levels or getattr(inner, "levels", 8), adaptive))
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["model"], name)
+        if name.startswith("__") or "model" not in self.__dict__:  # copying and pickling ask an object without contents
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(self.model, name)
+        return self._returned(found) if getattr(found, "__self__", None) is self.model else found
+
+    def _returned(self, method: Callable) -> Callable:
+        @wraps(method)
+        def call(*args, **kwargs):
+            result = method(*args, **kwargs)
+            return self if result is self.model else result
+
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OWN or hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "asked": self._asked, "tokenizer": self.tokenizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["model"], *state["asked"], state["tokenizer"])
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`
         makes sampling repeatable without touching the global state; without them torch's global seed decides.
         """
+        return self.run(*args, streamer=streamer, generator=generator, seed=seed, **kwargs).output
+
+    def run(self, *args, streamer=None, generator=None, seed=None, **kwargs) -> Result:
+        """`generate`, its return value together with the finished state and the figures of this very call."""
+        kwargs = requests.named(self.model.generate, args, kwargs)
+        streamer = kwargs.pop("streamer", streamer)
         requests.check(kwargs)
+        kwargs.pop("custom_generate", None)
+        requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(kwargs)
         media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
-        return self.model.generate(*args, custom_generate=_Run(self, streamer, generator, seed, media), **kwargs)
+        call = _Run(self.pairing, self.tokenizer, streamer, generator, seed, media)
+        output = self.model.generate(**kwargs, custom_generate=call)
+        self.last_state, self.last_stats = call.state, call.stats
+        return Result(output, call.state, call.stats)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
 
 
 class _Run:
-    """One call of generate: transformers prepares everything, then calls this instead of its own loop."""
+    """One call of generate: transformers prepares everything, then calls this instead of its own loop. The finished
+    state and its figures stay here.
+    """
 
-    def __init__(self, fast: Accelerated, streamer=None, generator=None, seed=None, media=None):
-        self.fast, self.streamer, self.generator, self.seed = fast, streamer, generator, seed
-        self.media = media or {}
+    def __init__(self, pairing: Pairing, tokenizer=None, streamer=None, generator=None, seed=None, media=None):
+        self.pairing, self.tokenizer, self.streamer = pairing, tokenizer, streamer
+        self.generator, self.seed, self.media = generator, seed, media or {}
+        self.state: Any = None
+        self.stats: Any = None
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        fast = self.fast
+        target, drafter, name, rule, pace = self.pairing
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         request.media, request.copies = self.media, generation_config.num_return_sequences or 1
         if not request.sampling.greedy:
@@ -88,13 +206,13 @@ class _Run:
         if self.streamer is not None:
             request.on_tokens = requests.streaming(self.streamer, input_ids)
             self.streamer.put(input_ids.cpu())  # generate shows the prompt to a streamer it knows; not to this one
-        state = decode(fast.target, fast.drafter, fast.rule, request, fast.pace)
-        if fast.drafter is not None:
-            fast.drafter.finish(state)
+        self.state = decode(target, drafter, rule, request, pace)
+        if drafter is not None:
+            drafter.finish(self.state)
         if self.streamer is not None:
             self.streamer.end()
-        fast.last_state, fast.last_stats = state, Stats.of(state, fast.name, fast.rule, fast.tokenizer)
-        return requests.package(state, input_ids, generation_config)
+        self.stats = Stats.of(self.state, name, rule, self.tokenizer)
+        return requests.package(self.state, input_ids, generation_config)
 
 
 class Speculative:
@@ -105,20 +223,26 @@ class Speculative:
 
     def __init__(self, drafter, options: dict[str, Any]):
         self.drafter, self.options = drafter, options
-        self.fast: Accelerated | None = None
+        self.fast: Accelerated | None = None  # of the model that asked last
+        self.last_stats: Stats | None = None
 
     def __call__(
         self, model, input_ids, logits_processor, stopping_criteria, generation_config,
         tok_streamer=None, generator=None, seed=None, **model_kwargs,
     ):  # fmt: skip
-        if self.fast is None or self.fast.model is not model:
-            self.fast = accelerate(model, self.drafter, **self.options)
-        run = _Run(self.fast, tok_streamer, generator, seed)
-        return run(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        requests.check_seeds(generator, seed)
+        fast = self.fast
+        if fast is None or fast.model is not model:
+            fast = self.fast = accelerate(model, self.drafter, **self.options)
+        call = _Run(fast.pairing, fast.tokenizer, tok_streamer, generator, seed)
+        output = call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        self.last_stats = call.stats
+        return output
 
-    @property
-    def last_stats(self) -> Stats | None:
-        return None if self.fast is None else self.fast.last_stats
+
+def own_rule(acceptance: str | Acceptance) -> Any:
+    """A rule by name, or a copy of one: it will be bound to one target, and its owner may pair it with others."""
+    return zoo.acceptance(acceptance) if isinstance(acceptance, str) else copy.copy(acceptance)
 
 
 def check_pairing(drafter: Drafter | None, rule: Acceptance, capabilities: Capabilities) -> None:

@@ -95,12 +95,12 @@ class OurArm:
         index, inputs = prompt
         row_seeds = [1000 * (self.seed + index) + row for row in range(inputs["input_ids"].shape[0])]
         start = time.perf_counter()
-        self.fast.generate(**inputs, **self.options, seed=row_seeds)
+        result = self.fast.run(**inputs, **self.options, seed=row_seeds)
         seconds = time.perf_counter() - start
-        state, trace = self.fast.last_state, self.fast.last_state.trace
+        state, trace = result.state, result.state.trace
         first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
         stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
-        drift, origin = self.fast.last_stats.drift_per_token, [list(o) for o in trace.origin]
+        drift, origin = result.stats.drift_per_token, [list(o) for o in trace.origin]
         return Run(seconds, [list(t) for t in state.tokens], first, stages, list(trace.rounds), drift, origin)
 
 

@@ -118,7 +118,7 @@ class OurArm:
         )  # fmt: skip
         seconds = time.perf_counter() - start
         self.outputs.append(out)
-        stats, trace = out.stats[0], self.pipe.last_state.trace
+        stats, trace = out.stats[0], out.traces[0]
         if stats.displacement_per_token is not None:
             self.displacement.append(stats.displacement_per_token)
         stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}

@@ -72,18 +72,17 @@ def caption_files(
         done: dict[str, Caption] = {}
         stats = None
         if opened:
-            if seed is not None:
-                generate["seed"] = [seed] * len(opened)
-            done, stats = _caption_batch(fast, processor, opened, request, generate)
+            seeds = {} if seed is None else {"seed": [seed] * len(opened)}
+            done, stats = _caption_batch(fast, processor, opened, request, generate | seeds)
         for path in group:
             yield (done[path], stats) if path in done else (Caption(path, None, error=failed[path]), None)
 
 
 def _caption_batch(fast: Accelerated, processor, opened, request: str, generate: dict[str, Any]):
     inputs = prepare(processor, [image for _, image in opened], request, fast.model)
-    fast.generate(**inputs, **generate)
+    result = fast.run(**inputs, **generate)
     done = {}
-    for (path, _), tokens, pieces in zip(opened, fast.last_state.tokens, fast.last_stats.pieces):
+    for (path, _), tokens, pieces in zip(opened, result.state.tokens, result.stats.pieces):
         text = processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
         done[path] = Caption(path, text, len(tokens), pieces=tuple(pieces))
-    return done, fast.last_stats
+    return done, result.stats

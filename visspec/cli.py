@@ -258,15 +258,17 @@ def run_caption(arguments) -> int:
         batch_size=arguments.batch_size, max_pixels=arguments.max_pixels, **options,
     )  # fmt: skip
     hidden = len(arguments.image) < 2 or not sys.stderr.isatty()
-    for found, _ in tqdm(stream, total=len(arguments.image), disable=hidden, leave=False):
+    stats = None
+    for found, latest in tqdm(stream, total=len(arguments.image), disable=hidden, leave=False):
         if found.error:
             failed += 1
             print(f"visspec: {found.error}", file=sys.stderr)
         else:
             print(f"{found.path}: {found.text}" if len(arguments.image) > 1 else found.text)
         results.append({"path": found.path, "caption": found.text, "tokens": found.tokens, "error": found.error})
-    if arguments.stats and fast.last_stats:
-        print(fast.last_stats)
+        stats = latest or stats
+    if arguments.stats and stats:
+        print(stats)
     record = {"drafter": drafter, "guarantee": fast.rule.guarantee, "provenance": provenance(fast.model)}
     write_json(arguments.json, {"results": results, **record})
     return 0 if not failed else 1 if failed < len(results) else 2

@@ -46,12 +46,12 @@ def run(count: int, out: Path) -> int:
         start = time.perf_counter()
         stock = model.generate(**prompt, **options)
         middle = time.perf_counter()
-        ours = fast.generate(**prompt, **options)
+        ours = fast.run(**prompt, **options)
         end = time.perf_counter()
-        same = torch.equal(stock, ours)
+        same = torch.equal(stock, ours.output)
         equal += same
         ratios.append((middle - start) / (end - middle))
-        stats, pieces = fast.last_stats, fast.last_stats.pieces[0]
+        stats, pieces = ours.stats, ours.stats.pieces[0]
         taus.append(stats.tau)
         console.print(f"[bold]scene {i + 1}[/bold] ", _rich(pieces), "\n")
         view.add_row(

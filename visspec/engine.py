@@ -9,6 +9,7 @@ rows) is queued from pinned memory and makes nobody wait. A request's processors
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from visspec import tree as trees
 from visspec.cache import told
@@ -57,7 +58,7 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
         state, scores = target.prefill(request)
         rows = len(state.rows)
         state.trace, trace.origin = trace, [[] for _ in range(rows)]
-        state.tokens, state.laws = [[] for _ in range(rows)], [[] for _ in range(rows)]
+        state.tokens, state.laws, state.raw = ([[] for _ in range(rows)] for _ in range(3))
         if request.generators is not None and not request.sampling.greedy:
             state.noise = accept.make_noise(request.generators, scores.logits.shape[-1])
         draft = trees.root(state.pending)
@@ -78,8 +79,9 @@ def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outc
         outcome.tokens.append([*rest[width + 1 : width + length], following])
         emit(state, b, outcome.tokens[b], draft.levels)
         if state.request.keep_logits:
-            laws, tokens = state.laws[state.rows[b]], state.tokens[state.rows[b]]
-            laws.extend(scores.logits[b, outcome.path[b][: len(tokens) - len(laws)]])
+            add_laws(state.laws, state, b, scores.logits, outcome.path[b])
+        if state.request.keep_raw:
+            add_laws(state.raw, state, b, scores.aux["raw"], outcome.path[b])
     for name in ("drift", "displacement"):
         if (gained := getattr(verdict, name)) is not None:
             meter = state.meters.setdefault(name, gained.new_zeros(len(state.tokens)))
@@ -109,6 +111,12 @@ def emit(state: State, b: int, gained: list[int], levels: int) -> None:
             break
     if request.on_tokens is not None:
         request.on_tokens(tokens[before:])
+
+
+def add_laws(kept: list[list[Tensor]], state: State, b: int, laws_BNV: Tensor, path: list[int]) -> None:
+    """Add to a live row's laws those that gave its new tokens."""
+    row = state.rows[b]
+    kept[row].extend(laws_BNV[b, path[: len(state.tokens[row]) - len(kept[row])]])
 
 
 def retire(state: State, target: Target, drafter: Drafter | None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,49 +13,30 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from visspec import requests, zoo
 from visspec.accept.exact import Exact
 from visspec.accept.local import Local
-from visspec.api import check_pairing
+from visspec.api import Pairing, check_pairing, own_rule
+from visspec.copies import Copied
 from visspec.engine import decode
 from visspec.guard import Guarded
+from visspec.image_call import ORIGINS as ORIGINS
+from visspec.image_call import Calls, ImageOutput, Interrupted, Job, Watch, origin_map, pass_numbers
 from visspec.models.targets.families import family_of
-from visspec.models.targets.image_ar import Family, ImageAR, Layout
+from visspec.models.targets.image_ar import Family, ImageAR
 from visspec.pace import Pace
-from visspec.stats import COLOURS, Stats
+from visspec.stats import Stats
 from visspec.types import Acceptance, Drafter, Request, Sampling, State
-from visspec.wavefront import Islands, ZipAR, decode_wavefront
+from visspec.wavefront import Islands, decode_wavefront
 
+KEPT = ("model", "processor", "drafter", "acceptance", "levels", "parts", "_progress", "_home")  # by copies
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
-ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
 
 
-@dataclass
-class ImageOutput:
-    """What a call returns. `images` holds what `output_type` says; the lists run over images. Of a call "np" is one
-    array (B, H, W, 3) and "pt" one tensor (B, 3, H, W), as in diffusers; `stream` yields lists.
-
-    maps: (rows, columns) uint8 arrays, indices into ORIGINS; passes: (rows, columns) int32, the target pass that gave
-    each token (0 is the prefill).
-    """
-
-    images: list[Any] = field(default_factory=list)
-    tokens: list[Tensor] = field(default_factory=list)  # (rows * columns,) codes
-    maps: list[np.ndarray] = field(default_factory=list)
-    passes: list[np.ndarray] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    stats: list[Stats] = field(default_factory=list)  # one a batch
-
-    def extend(self, other: ImageOutput) -> None:
-        for name in self.__dataclass_fields__:
-            getattr(self, name).extend(getattr(other, name))
-
-
-class ImagePipeline:
+class ImagePipeline(Copied):
     """A loaded image model and how it is accelerated. The model is not changed.
 
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; a call may
@@ -73,15 +55,20 @@ class ImagePipeline:
         parts: dict[str, Any] | None = None,
     ):
         self.model, self.processor, self.parts = model, processor, parts or {}
-        self.family: Family = family_of(model, processor, **self.parts)
-        self._family_on: torch.device = model.device
         self.drafter, self.acceptance, self.levels = drafter, acceptance, levels
-        self.interrupt = False  # a callback may set it: the call ends and returns what is finished
         self.last_output = ImageOutput()  # finished images of the newest call, also when it was interrupted
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
         self._home: torch.device | None = None
-        self._built: dict[Any, tuple] = {}
+        self._lock, self._inside, self._calls = threading.RLock(), 0, Calls()
+        self._renew()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in KEPT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*(state[name] for name in KEPT[:6]))
+        self._progress, self._home = state["_progress"], state["_home"]
 
     @classmethod
     def from_pretrained(cls, where: str = "painter", *, device: str = "cpu", dtype: Any = "auto", **options):
@@ -98,6 +85,24 @@ class ImagePipeline:
     def device(self) -> torch.device:
         return self._home or self.model.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def interrupt(self) -> bool:
+        """Set by a callback: its own call ends and returns what is finished. Set in a thread that runs no call of this
+        pipeline, it ends all that are under way. A call begins with False.
+        """
+        return any(job.interrupt for job in self._calls.meant())
+
+    @interrupt.setter
+    def interrupt(self, value: bool) -> None:
+        for job in self._calls.meant():
+            job.interrupt = bool(value)
+
+    _interrupt = interrupt  # as callbacks written for diffusers spell it
+
     def save_pretrained(self, folder: str | Path, **options) -> None:
         """Write model and processor, for `from_pretrained`."""
         self.model.save_pretrained(folder, **options)
@@ -105,15 +110,40 @@ class ImagePipeline:
 
     def to(self, *args, **kwargs) -> ImagePipeline:
         """Move or cast the model and what belongs to it; drafters and rules are built anew when they are next asked."""
-        self._move(*args, **kwargs)
-        self.family, self._family_on = family_of(self.model, self.processor, **self.parts), self.model.device
-        self._built.clear()
+        with self._lock:
+            self._move(*args, **kwargs)
+            self._renew()
         return self
 
     def _move(self, *args, **kwargs) -> None:
-        for part in (self.model, *self.parts.values()):
-            if hasattr(part, "to"):
-                part.to(*args, **kwargs)
+        with torch.inference_mode(False):  # weights that are moved in it could not be trained
+            for part in (self.model, *self.parts.values()):
+                if hasattr(part, "to"):
+                    part.to(*args, **kwargs)
+
+    def _renew(self) -> None:
+        """Make again what is made of the weights: the family now, pairings when they are asked for."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.family: Family = family_of(self.model, self.processor, **self.parts)
+        self._made_of = (self.model.device, self.model.dtype)
+        self._built: dict[Any, tuple] = {}
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """While any call runs, the weights are on their device, and what is made of them fits it and their dtype."""
+        with self._lock:
+            if self._home is not None and not self._inside:
+                self._move(self._home)
+            if self._made_of != (self.model.device, self.model.dtype):
+                self._renew()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._home is not None and not self._inside:
+                    self._move("cpu")
 
     def set_progress_bar_config(self, **options) -> None:
         """Arguments for tqdm, `disable=True` among them."""
@@ -121,8 +151,10 @@ class ImagePipeline:
 
     def enable_model_cpu_offload(self, device: str | torch.device = "cuda") -> None:
         """Keep the weights in main memory between calls, on `device` during them."""
-        self._home = torch.device(device)
-        self._move("cpu")
+        with self._lock:
+            self._home = torch.device(device)
+            if not self._inside:
+                self._move("cpu")
 
     def __call__(
         self,
@@ -148,44 +180,41 @@ class ImagePipeline:
         Defaults of guidance_scale, temperature, top_k and top_p are the model's own generation settings; temperature 0
         is greedy. seed: image i of the call gets seed + i, or its entry of a list; an image does not depend on the
         batch it is drawn in. callback_on_step_end(pipeline, round, tokens, {"state": ...}) runs after every pass of the
-        target; setting `pipeline.interrupt` in it ends the call. KeyboardInterrupt leaves finished images in
+        target; setting `pipeline.interrupt` in it ends this call. KeyboardInterrupt leaves finished images in
         `last_output`, also those of the batch that it ends. output_type: pil; np (B, H, W, 3) and pt (B, 3, H, W) in
         [0, 1]; latent for codes alone.
         """
-        self.last_output = ImageOutput()
+        out = self.last_output = ImageOutput()
         for part in self.stream(
             prompt, num_images_per_prompt=num_images_per_prompt, guidance_scale=guidance_scale,
             temperature=temperature, top_k=top_k, top_p=top_p, height=height, width=width, generator=generator,
             seed=seed, batch_size=batch_size, drafter=drafter, acceptance=acceptance, output_type=output_type,
             callback_on_step_end=callback_on_step_end,
         ):  # fmt: skip
-            self.last_output.extend(part)
+            out.extend(part)
         join = {"np": np.stack, "pt": torch.stack}.get(output_type)
-        if join and self.last_output.images:
-            self.last_output.images = join(self.last_output.images)
-        return self.last_output
+        if join and out.images:
+            out.images = join(out.images)
+        return out
 
     @torch.inference_mode()
     def stream(self, prompt, *, batch_size: int = 8, output_type: str = "pil", **options) -> Iterator[ImageOutput]:
         """The same, batch by batch, each as it is finished."""
-        if self._home is not None:
-            self._move(self._home)
-            if self._family_on != self.model.device:
-                self.to(self._home)  # once: what is made of the weights stays there
-        try:
+        with self._in_place():
             job = self._job(prompt, batch_size=batch_size, output_type=output_type, **options)
-            self.interrupt = False
-            with self.progress_bar(len(job.texts) * job.layout.positions) as bar:
-                for start in range(0, len(job.texts), batch_size):
-                    part, stop = self._batch(job, slice(start, start + batch_size), bar)
-                    yield part
-                    if isinstance(stop, KeyboardInterrupt):
-                        raise stop
-                    if self.interrupt:
-                        return
-        finally:
-            if self._home is not None:
-                self._move("cpu")
+            self._calls.jobs.append(job)
+            try:
+                with self.progress_bar(len(job.texts) * job.layout.positions) as bar:
+                    for start in range(0, len(job.texts), batch_size):
+                        job.thread = threading.get_ident()
+                        part, stop = self._batch(job, slice(start, start + batch_size), bar)
+                        yield part
+                        if isinstance(stop, KeyboardInterrupt):
+                            raise stop
+                        if job.interrupt:
+                            return
+            finally:
+                self._calls.jobs.remove(job)
 
     def progress_bar(self, total: int) -> tqdm:
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
@@ -194,7 +223,7 @@ class ImagePipeline:
         self, prompt, *, num_images_per_prompt=1, guidance_scale=None, temperature=None, top_k=None, top_p=None,
         height=None, width=None, generator=None, seed=None, batch_size, drafter=..., acceptance=None, output_type,
         callback_on_step_end=None,
-    ) -> _Job:  # fmt: skip
+    ) -> Job:  # fmt: skip
         """Everything that can be wrong is found here, before any pass."""
         texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
         if not texts or not all(isinstance(t, str) for t in texts):
@@ -210,17 +239,18 @@ class ImagePipeline:
         for name, side in (("height", height), ("width", width)):
             if side is not None and (not isinstance(side, int) or side < 1):
                 raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels")
-        layout = self.family.layout(height, width)
-        if self.family.no_pixels and output_type != "latent":
-            raise ValueError(f"output_type: got {output_type!r}, expected 'latent': {self.family.no_pixels}")
-        longest = self.family.prompt(texts, sampling.guidance != 1.0, layout)
-        self.family.check(longest, layout, sampling.guidance)
+        family = self.family
+        layout = family.layout(height, width)
+        if family.no_pixels and output_type != "latent":
+            raise ValueError(f"output_type: got {output_type!r}, expected 'latent': {family.no_pixels}")
+        longest = family.prompt(texts, sampling.guidance != 1.0, layout)
+        family.check(longest, layout, sampling.guidance)
         texts = [t for t in texts for _ in range(num_images_per_prompt)]
         seeds = image_seeds(generator, seed, len(texts))
-        target, inner, name, rule, pace = self.pairing(
+        pairing = self.pairing(
             self.drafter if drafter is ... else drafter, acceptance if acceptance is not None else self.acceptance
         )
-        return _Job(texts, seeds, sampling, layout, target, inner, name, rule, pace, output_type, callback_on_step_end)
+        return Job(texts, seeds, sampling, layout, family, pairing, output_type, callback_on_step_end)
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
         """The call's settings, the model's own where it says nothing. Raises ValueError that names what is off."""
@@ -243,16 +273,19 @@ class ImagePipeline:
             values[name] = value
         return Sampling(guidance=float(values.pop("guidance_scale")), **values)
 
-    def pairing(self, drafter, acceptance) -> tuple:
-        """Target, guarded drafter, its name, rule and pace of a pairing; kept, so that a pace goes on learning."""
-        key = (drafter if isinstance(drafter, str | None) else id(drafter), str(acceptance))
-        if key not in self._built:
-            self._built[key] = self._pairing(drafter, acceptance)
-        return self._built[key]
+    def pairing(self, drafter, acceptance) -> Pairing:
+        """A drafter and a rule, by name or as they are, with the target; kept, so that a pace goes on learning."""
+        key = tuple(x if isinstance(x, str | None) else id(x) for x in (drafter, acceptance))
+        with self._lock:
+            if key not in self._built:
+                with torch.inference_mode(False), torch.no_grad():  # what a call builds outlives it
+                    # kept with what was given: as long as that lives, its id is no other's
+                    self._built[key] = (self._pairing(drafter, acceptance), drafter, acceptance)
+            return self._built[key][0]
 
-    def _pairing(self, drafter, acceptance) -> tuple:
+    def _pairing(self, drafter, acceptance) -> Pairing:
         """A fresh pairing. What decodes out of raster order comes back as a plan in the drafter's place."""
-        rule = zoo.acceptance(acceptance) if isinstance(acceptance, str) else acceptance
+        rule = own_rule(acceptance)
         if not hasattr(rule, "make_noise"):
             raise ValueError(f"acceptance: got {rule!r}, expected a rule or the name of one")
         inner, name = self._drafter(drafter)
@@ -270,14 +303,14 @@ class ImagePipeline:
                     " another order"
                 )
             inner.bind(target.capabilities)
-            return target, inner, name, rule if isinstance(inner, Islands) else inner, None
+            return Pairing(target, inner, name, rule if isinstance(inner, Islands) else inner, None)
         check_pairing(inner, rule, target.capabilities)
         guarded = None if inner is None else Guarded(inner, target.capabilities, self.device)
         # a pace that reads clocks would make the draws of a rule with coins depend on them; a window that ripens over
         # several passes is worth more than what one pass shows
         adaptive = "q" not in rule.takes and not getattr(inner, "ripens", False)
         pace = Pace(self.levels or getattr(inner, "levels", 8), adaptive)
-        return target, guarded, name, rule, pace
+        return Pairing(target, guarded, name, rule, pace)
 
     def _drafter(self, spec) -> tuple[Any, str]:
         """A drafter or an order of decoding, by name or as it is, and its name."""
@@ -298,10 +331,10 @@ class ImagePipeline:
             options["upsample"] = str(zoo.located(str(options["upsample"])))
         return zoo.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
-    def _batch(self, job: _Job, rows: slice, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
+    def _batch(self, job: Job, rows: slice, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
         """The finished images of a batch, and what ended it before all were."""
-        texts, seeds = job.texts[rows], job.seeds[rows]
-        prompt = self.family.prompt(texts, job.sampling.guidance != 1.0, job.layout)
+        texts, seeds, pairing = job.texts[rows], job.seeds[rows], job.pairing
+        prompt = job.family.prompt(texts, job.sampling.guidance != 1.0, job.layout)
         request = Request(
             inputs=prompt, prompt=prompt.ids, max_new_tokens=job.layout.positions, sampling=job.sampling,
             media={"texts": texts}, grid=job.layout.grid,
@@ -310,104 +343,48 @@ class ImagePipeline:
             request.fixed = job.layout.fixed.to(self.device)
         if not job.sampling.greedy:
             request.generators = [torch.Generator(self.device).manual_seed(s) for s in seeds]
-        request.on_round = watch = Watch(self, job.callback, bar)
+        request.on_round = watch = Watch(self, job, bar)
         stop: BaseException | None = None
         try:
-            if job.pace is None:
-                state = decode_wavefront(job.target, job.drafter, request)
+            if pairing.pace is None:
+                state = decode_wavefront(pairing.target, pairing.drafter, request)
                 bar.update(sum(map(len, state.tokens)))
             else:
-                state = decode(job.target, job.drafter, job.rule, request, job.pace)
+                state = decode(pairing.target, pairing.drafter, pairing.rule, request, pairing.pace)
         except (Interrupted, KeyboardInterrupt) as ended:
             if watch.state is None:
                 raise
             state, stop = watch.state, ended
-        if isinstance(job.drafter, Guarded):
-            job.drafter.finish(state)
+        if isinstance(pairing.drafter, Guarded):
+            pairing.drafter.finish(state)
         self.last_state = state
         return self._output(job, state, texts, seeds), stop
 
-    def _output(self, job: _Job, state: State, texts: list[str], seeds: list[int]) -> ImageOutput:
+    def _output(self, job: Job, state: State, texts: list[str], seeds: list[int]) -> ImageOutput:
         """Finished rows only: an interrupted batch keeps those that were complete."""
         whole = [job.layout.positions] * 2  # a KeyboardInterrupt may come between tokens and where they are from
         told = zip(state.tokens, state.trace.origin)
         done = [b for b, row in enumerate(told) if [len(part) for part in row] == whole]
         out = ImageOutput(prompts=[texts[b] for b in done], seeds=[seeds[b] for b in done])
-        out.stats = [Stats.of(state, job.name, job.rule)]
+        out.stats, out.traces = [Stats.of(state, job.pairing.name, job.pairing.rule)], [state.trace]
         if not done:
             return out
         free = job.layout.free
         codes = torch.tensor([state.tokens[b] for b in done])[:, free]
         out.tokens = list(codes)
         out.maps = [origin_map(state.trace.origin[b], job.layout) for b in done]
-        passes = state.memory if job.pace is None else [pass_numbers(o) for o in state.trace.origin]
+        passes = state.memory if job.pairing.pace is None else [pass_numbers(o) for o in state.trace.origin]
         out.passes = [np.array(passes[b], np.int32)[free.numpy()].reshape(job.layout.grid) for b in done]
         if job.output_type == "latent":
             out.images = list(codes.view(len(done), *job.layout.grid))
             return out
-        pixels = self.family.pixels(codes.to(self.model.device), job.layout).cpu()
+        pixels = job.family.pixels(codes.to(self.model.device), job.layout).cpu()
         out.images = list(pixels) if job.output_type == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]
         if job.output_type == "pil":
             out.images = [Image.fromarray((255 * image).round().astype(np.uint8)) for image in out.images]
         return out
 
 
-class Interrupted(Exception):
-    """Raised between rounds when a callback asked for the end."""
-
-
-@dataclass
-class Watch:
-    """Called after every round: progress, the callback, and the state for whoever ends the batch early."""
-
-    pipeline: ImagePipeline
-    callback: Callable | None
-    bar: tqdm
-    state: State | None = None
-    tokens: int = 0
-
-    def __call__(self, state: State) -> None:
-        self.state, before = state, self.tokens
-        self.tokens = sum(map(len, state.tokens))
-        self.bar.update(self.tokens - before)
-        if self.callback is not None:
-            self.callback(self.pipeline, len(state.trace.rounds), self.tokens, {"state": state})
-        if self.pipeline.interrupt:
-            raise Interrupted
-
-
-@dataclass
-class _Job:
-    """A checked call."""
-
-    texts: list[str]
-    seeds: list[int]
-    sampling: Sampling
-    layout: Layout
-    target: ImageAR
-    drafter: Guarded | Islands | ZipAR | None
-    name: str
-    rule: Acceptance
-    pace: Pace | None  # None: not in raster order
-    output_type: str
-    callback: Callable | None
-
-
 def image_seeds(generator, seed, count: int) -> list[int]:
     """One seed an image, as `requests.seeds`."""
     return requests.seeds(generator, seed, count, "an image")
-
-
-def origin_map(origin: list[str], layout: Layout) -> np.ndarray:
-    """Where each code came from, (rows, columns) uint8 indices into ORIGINS."""
-    kinds = np.array([ORIGINS.index(o) for o in origin], np.uint8)
-    return kinds[layout.free.numpy()].reshape(layout.grid)
-
-
-def pass_numbers(origin: list[str]) -> list[int]:
-    """The target pass that gave each token in raster order: a pass ends with a token that was not drafted."""
-    passes, now = [], 0
-    for kind in origin:
-        passes.append(now)
-        now += kind != "drafted"
-    return passes

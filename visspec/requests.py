@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from inspect import signature
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -21,19 +23,19 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from visspec.types import Request, Sampling, State
 
 PROMPT = ("input_ids", "inputs", "inputs_embeds")  # tensor arguments of generate that are not media
-OTHER_DECODING = {  # options of generate that choose another way of decoding, with the value that doesn't
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "prompt_lookup_num_tokens": None,
-    "assistant_early_exit": None,
-    "assistant_model": None,
-    "guidance_scale": None,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "output_logits": False,
+GREEDY_OR_SAMPLED = "accelerated decoding is greedy or sampling"
+REFUSED: dict[str, tuple[Any, str]] = {  # options of generate, the value that asks for nothing, why others are refused
+    **dict.fromkeys(("num_beams", "num_beam_groups"), (1, GREEDY_OR_SAMPLED)),
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "guidance_scale"), (None, GREEDY_OR_SAMPLED)),
+    **dict.fromkeys(
+        ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model"),
+        (None, "what drafts is named in accelerate(model, drafter=...)"),
+    ),
+    "custom_generate": (None, "accelerated generate is one itself (model.generate takes others)"),
+    "output_attentions": (False, "a pass attends from a whole draft to our cache, not from one position at a time"),
+    "output_hidden_states": (False, "passes over drafts hold rejected candidates among the others and none are kept"),
 }
+SEEDS = 2**64  # torch's generators take seeds below
 
 
 def of_generate(model, inputs: dict[str, Any], **options: Any) -> Request:
@@ -48,14 +50,23 @@ def of_generate(model, inputs: dict[str, Any], **options: Any) -> Request:
     return caught[0]
 
 
+def named(generate: Callable, given: Sequence, options: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of `generate` by name, without those that are None by position."""
+    names = list(signature(generate).parameters)[: len(given)] if given else []
+    twice = sorted(set(names) & set(options))
+    if twice:
+        raise TypeError(f"generate() got multiple values for argument {twice[0]!r}")
+    return {name: value for name, value in zip(names, given) if value is not None} | options
+
+
 def check(options: dict[str, Any]) -> None:
     """Refuse, before work starts, what this loop does not do. Raises ValueError that names the option."""
     config = options.get("generation_config")
-    for name, neutral in OTHER_DECODING.items():
+    for name, (neutral, why) in REFUSED.items():
         value = options.get(name, getattr(config, name, neutral))
         if value not in (None, neutral):
             shown = value if isinstance(value, (int, float, str)) else type(value).__name__
-            raise ValueError(f"{name}: got {shown}, expected {neutral}: accelerated decoding is greedy or sampling")
+            raise ValueError(f"{name}: got {shown}, expected {neutral}: {why}")
     limit = options.get("max_new_tokens", getattr(config, "max_new_tokens", None))
     if limit is not None and limit < 1:
         raise ValueError(f"max_new_tokens: got {limit}, expected at least 1")
@@ -103,6 +114,8 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
         eos=frozenset(eos),
         stop=(lambda ids: any(bool(c(ids, None).any()) for c in others)) if others else None,
         keep_logits=bool(config.return_dict_in_generate and config.output_scores),
+        keep_raw=bool(config.return_dict_in_generate and config.output_logits),
+        keep_cache=bool(config.return_dict_in_generate and config.use_cache is not False),
     )
 
 
@@ -146,17 +159,25 @@ def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
     what, given = ("generator", generator) if seed is None else ("seed", seed)
     if given is None:
         return torch.randint(2**62, (count,), device="cpu").tolist()
+    check_seeds(generator, seed)
     listed = isinstance(given, (list, tuple))
     if listed and len(given) != count:
         raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one {each})")
-    for one in given if listed else [given]:
-        if not isinstance(one, (Integral, torch.Generator)):
-            raise ValueError(f"{what}: got {one!r}, expected whole numbers or torch generators")
     if listed:
         return [_next(g) if isinstance(g, torch.Generator) else int(g) for g in given]
     if isinstance(given, Integral):
+        check_seeds(None, int(given) + count - 1)
         return [int(given) + i for i in range(count)]
     return torch.randint(2**62, (count,), generator=given, device=given.device).tolist()
+
+
+def check_seeds(generator, seed) -> None:
+    """Raises ValueError for what is no generator and no seed."""
+    what, given = ("generator", generator) if seed is None else ("seed", seed)
+    for one in given if isinstance(given, (list, tuple)) else [given]:
+        whole = isinstance(one, Integral) and not isinstance(one, bool) and 0 <= one < SEEDS
+        if not (whole or one is None or isinstance(one, torch.Generator)):
+            raise ValueError(f"{what}: got {one!r}, expected whole numbers from 0 to 2**64 - 1 or torch generators")
 
 
 def _next(generator: torch.Generator) -> int:
@@ -184,9 +205,22 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
     sequences = torch.cat([input_ids, torch.tensor(gained, device=input_ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    scores = None
-    if config.output_scores:
-        filler = torch.zeros_like(state.laws[0][0])
-        at = [[laws[t] if t < len(laws) else filler for laws in state.laws] for t in range(longest)]
-        scores = tuple(torch.stack(step) for step in at)
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores)
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=_steps(state.laws, longest) if state.request.keep_logits else None,
+        logits=_steps(state.raw, longest) if state.request.keep_raw else None,
+        past_key_values=_cache(state) if state.request.keep_cache else None,
+    )
+
+
+def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
+    """(B, V) float32 of every step from (V,) of every token of each row; zeros behind a row's end."""
+    filler = torch.zeros_like(kept[0][0])
+    at = [[row[t] if t < len(row) else filler for row in kept] for t in range(longest)]
+    return tuple(torch.stack(step).float() for step in at)
+
+
+def _cache(state: State) -> DynamicCache:
+    """Keys and values of prompt and answers, without the last token, as transformers goes on from."""
+    prompt = state.request.prompt.shape[1] or state.request.inputs["inputs_embeds"].shape[1]
+    return state.cache.dynamic([prompt + len(tokens) - 1 for tokens in state.tokens])

@@ -91,7 +91,7 @@ class Scores:
         Tensor  # (B, N, V) float32 log-law after each node, up to a constant, warped (temperature, cuts, processors)
     )
     features: Tensor | None = None  # (B, N, F) hidden states of the declared layers, concatenated
-    aux: Mapping[str, Any] = field(default_factory=dict)
+    aux: Mapping[str, Any] = field(default_factory=dict)  # with keep_raw: "raw", (B, N, V) unwarped
 
     @property
     def p(self) -> Tensor:
@@ -132,6 +132,8 @@ class Request:
     on_tokens: Callable[[list[int]], None] | None = None  # batch 1 only: called with each round's new tokens
     on_round: Callable[[State], None] | None = None  # called after each round, between passes
     keep_logits: bool = False  # keep the warped law at every emitted token
+    keep_raw: bool = False  # keep the target's logits at every emitted token, before processors and warp
+    keep_cache: bool = False  # keep keys and values of rows that leave, for whoever goes on from the answer
     media: Mapping[str, Any] = field(default_factory=dict)  # raw images and such, for drafters with eyes of their own
     copies: int = 1  # rows made of each prompt (num_return_sequences)
     fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the token a position must hold, ABSENT where it is free
@@ -177,6 +179,7 @@ class State:
     noise: Any = None
     tokens: list[list[int]] = field(default_factory=list)  # emitted tokens of every original row
     laws: list[list[Tensor]] = field(default_factory=list)  # with keep_logits: (V,) for every emitted token
+    raw: list[list[Tensor]] = field(default_factory=list)  # with keep_raw: the same, as the target gave it
     finished: set[int] = field(default_factory=set)  # original rows that met a stop
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
@@ -229,7 +232,10 @@ class Drafter(Protocol):
 
     Optional members: levels (8), the greatest depth; feature_layers, the hidden states it reads; samples, True where
     its drafts are always real draws from q; trees, True where they branch; ripens, True where the depth must stay as it
-    is; for images attach(family), called once, sketch(state) for whole images, paint for an order of its own.
+    is; attach(target), called with the model (for images its family) when the two are paired, and again when that has
+    changed device or dtype; for images sketch(state) for whole images, paint for an order of its own.
+
+    One drafter may serve many requests at once, in many threads: what belongs to a request is kept in `state.memory`.
     """
 
     needs: frozenset[str]  # of {"features", "embeddings"}: what the target must hand over
@@ -242,8 +248,8 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Acceptance(Protocol):
-    """What of a draft is kept. Optional: bind(capabilities), called once with those of the target; chains, True for a
-    rule that judges no trees.
+    """What of a draft is kept. Optional: bind(capabilities), called with those of the target when the two are paired,
+    on a copy of the rule that was given; chains, True for a rule that judges no trees.
     """
 
     guarantee: str  # "exact", "exact for the declared target" or "approximate"

@@ -37,7 +37,7 @@ class FeatureDrafter(FeatureDrafting):
         self.needs = frozenset({"features", "embeddings"} if self.images else {"features"})
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.borrowed = (embed, lm_head)
-        super().__init__(head, embed, lm_head, torch.empty(0, dtype=model.dtype, device=model.device), width, nodes)
+        super().__init__(head, embed, lm_head, self._like(model), width, nodes)
 
     @classmethod
     def for_model(cls, model: nn.Module, *, seed: int = 0, **options: Any) -> FeatureDrafter:

@@ -9,6 +9,7 @@ Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from visspec.models.nets.feature_head import FeatureHead, Folded, rotate, rotati
 from visspec.sampling import propose, warp
 from visspec.types import Draft, Outcome, Scores, State, Verdict
 
+GROWING = threading.Lock()  # a thread that needs fewer rotations must not put fewer in another's place
 FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
 
 
@@ -60,10 +62,29 @@ class FeatureDrafting:
             table = self.embed(torch.arange(vocab, device=self.embed.weight.device))
         self.fold = Folded.of(self.head, table, self.dtype)
 
+    def attach(self, target: Any) -> None:
+        """Follow a target, a model or a family, whose device or dtype has changed."""
+        like = self._like(target)
+        if (like.device, like.dtype) == (self._turns.device, self.dtype):
+            return
+        self.head, self._turns, self.dtype = self.head.to(like.device), self._turns.to(like.device), like.dtype
+        self._embed_again(target)
+        self.refresh()
+
+    def _like(self, target: Any) -> Tensor:
+        """A tensor of the target's device and dtype."""
+        return torch.empty(0, dtype=target.dtype, device=target.device)
+
+    def _embed_again(self, target: Any) -> None:
+        """Where the embedding of drafted ids is no module of the target: make it from the target's present weights."""
+
     def _turns_to(self, length: int) -> None:
-        if self._turns.shape[0] < length:
-            size, theta = self.config.head_size, self.config.rope_theta
-            self._turns = rotations(2 * length, size, theta, self._turns.device)
+        if self._turns.shape[0] >= length:
+            return
+        with GROWING, torch.inference_mode(False):  # whoever grows them must not forbid later training
+            if self._turns.shape[0] < length:
+                size, theta = self.config.head_size, self.config.rope_theta
+                self._turns = rotations(2 * length, size, theta, self._turns.device)
 
     def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor) -> tuple[Tensor, Tensor]:
         """Latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""

@@ -73,14 +73,12 @@ class ImageFeatureDrafter(FeatureDrafting):
             raise ValueError(f"levels: got {levels}, expected at least 1")
         family = target if isinstance(target, Family) else family_of(target, None)
         check_target(head.config, family)
-        like = next(family.decoder.parameters())
-        with torch.no_grad():
-            table = family.embed(torch.arange(head.config.vocab, device=like.device))
         self.trees = tree != "chain"
         self.counts = feature_tree.parse(shape) if tree == "static" else None
         if tree != "dynamic":
             width = max(self.counts or [1])
-        super().__init__(head, nn.Embedding.from_pretrained(table.detach()), head.codes, like, width, nodes)
+        table = embedding(family, head.config.vocab)
+        super().__init__(head, table, head.codes, self._like(family), width, nodes)
         self.levels = len(self.counts) if self.counts else levels or self.levels
         self.warned = False
 
@@ -113,6 +111,12 @@ class ImageFeatureDrafter(FeatureDrafting):
         if self.counts and state.noise is not None and state.noise.kind == "uniform":
             memory.coins = Noise([derived(g) for g in state.noise.generators], self.config.vocab)
         self._read_prompt(state, memory, layout.lengths, x, turn, features[:, -1:])
+
+    def _like(self, target: Family) -> Tensor:
+        return next(target.decoder.parameters())
+
+    def _embed_again(self, target: Family) -> None:
+        self.embed = embedding(target, self.config.vocab)
 
     def _check(self, request: Request) -> None:
         config, grid = self.config, request.grid
@@ -194,6 +198,13 @@ class Teaching(ImageAR):
             "embeddings": request.inputs.embeds[:rows],
         }
         return state, dataclasses.replace(scores, aux=aux)
+
+
+@torch.no_grad()
+def embedding(family: Family, vocab: int) -> nn.Embedding:
+    """What a family makes of each id, as a table."""
+    ids = torch.arange(vocab, device=next(family.decoder.parameters()).device)
+    return nn.Embedding.from_pretrained(family.embed(ids).detach())
 
 
 def check_target(config: ImageHeadConfig, family: Family) -> None:

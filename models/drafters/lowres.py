@@ -63,7 +63,9 @@ class LowRes:
             self.attach(target)
 
     def attach(self, target: Family) -> None:
-        """Called once, when the drafter is paired with a target."""
+        """Called when the drafter is paired with a target, and again when that has moved."""
+        if self.target is not None and self.target.decoder is not target.decoder:
+            raise ValueError("drafter: got a LowRes that drafts for another model, expected one of this model's own")
         check_siblings(self.family, target)
         self.target = target
 

@@ -87,6 +87,8 @@ class HFDecoder:
         aux = {"positions": positions, "attention": cache.slots.padding}
         if self.embeddings:
             aux["embeddings"] = seen["inputs_embeds"]
+        if request.keep_raw:
+            aux["raw"] = output.logits[:, -1:]
         logits = process(output.logits[:, -1:], trees.root(state.pending), state)
         return state, Scores(logits, self._features(output, seen), aux)
 
@@ -110,13 +112,14 @@ class HFDecoder:
                 **attention,
                 **self._outputs,
             )
-        return Scores(process(output.logits, draft, state), self._features(output, seen))
+        aux = {"raw": output.logits} if state.request.keep_raw else {}
+        return Scores(process(output.logits, draft, state), self._features(output, seen), aux)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.slots.commit(outcome.path)
 
     def select(self, state: State, keep: list[int]) -> None:
-        state.cache.slots.select(keep)
+        state.cache.select(keep, aside=state.request.keep_cache)
 
     def _features(self, output, seen: dict[str, Any]) -> Tensor | None:
         layers = self.capabilities.feature_layers
@@ -141,6 +144,9 @@ def _last_position(positions: Tensor) -> Tensor:
     return time
 
 
+HOOKING = threading.Lock()  # torch numbers hooks without one: two that are put up at once can be one
+
+
 class _Watch:
     """What goes into a text decoder and comes out of it while the context is open, of any family: merged embeddings and
     positions, the last hidden state after the final norm. Other threads' calls of the same model are not seen.
@@ -150,17 +156,19 @@ class _Watch:
         self.decoder, self.caller, self.seen = decoder, threading.get_ident(), {}
 
     def __enter__(self) -> dict[str, Any]:
-        self.hooks = [
-            self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
-            self.decoder.register_forward_hook(self._leaving),
-        ]
+        with HOOKING:
+            self.hooks = [
+                self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
+                self.decoder.register_forward_hook(self._leaving),
+            ]
         return self.seen
 
     def __exit__(self, *error) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        with HOOKING:
+            for hook in self.hooks:
+                hook.remove()
 
-    def _entering(self, module, args, kwargs) -> None:
+    def _entering(self, module, args, kwargs=None) -> None:  # without, where another thread's hook is being removed
         if threading.get_ident() == self.caller:
             self.seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from visspec.cache import SlotCache
 
@@ -37,10 +37,42 @@ class SlotLayers(Cache):
     """What a model is given as `past_key_values`; `slots` is what the loop works with."""
 
     def __init__(self, rows: int):
-        self.slots = SlotCache(rows)
+        self.slots, self.rows = SlotCache(rows), list(range(rows))
+        self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
         super().__init__(layers=[SlotLayer(self.slots, 0)])
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self.slots, len(self.layers)))
         return self.slots.write(layer_idx, key_states, value_states)
+
+    def select(self, keep: list[int], aside: bool = False) -> None:
+        """Drop all rows but these; `aside`: set what they hold aside, for `dynamic`."""
+        if aside:
+            for b, row in enumerate(self.rows):
+                if b not in keep:
+                    length, stores = self.slots.lengths[b], (*self.slots.keys, *self.slots.values)
+                    self.left[row] = [store[b, :, :length].clone() for store in stores]
+            self.rows = [self.rows[b] for b in keep]
+        self.slots.select(keep)
+
+    def dynamic(self, lengths: list[int]) -> DynamicCache:
+        """The first lengths[b] slots of every original row, zeros behind, as transformers' own growing cache.
+
+        Nothing is copied where all rows are here and of one length.
+        """
+        longest, stores = max(lengths), [*self.slots.keys, *self.slots.values]
+        if self.left or min(lengths) < longest:
+            made = [store.new_zeros(len(lengths), store.shape[1], longest, store.shape[3]) for store in stores]
+            here = {row: [store[b] for store in stores] for b, row in enumerate(self.rows)}
+            for row, length in enumerate(lengths):
+                for new, old in zip(made, self.left.get(row) or here[row]):
+                    new[row, :, :length] = old[:, :length]
+            stores = made
+        cache = DynamicCache()
+        for keys, values in zip(stores[: len(stores) // 2], stores[len(stores) // 2 :]):
+            layer = DynamicLayer()
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys[:, :, :longest], values[:, :, :longest]
+            cache.layers.append(layer)
+        return cache

@@ -12,6 +12,8 @@ device that refuses to record is warned of once, and the rule runs as it is.
 
 from __future__ import annotations
 
+import copy
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from visspec.tree import bounded, branch
 from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
 Call = Callable[[], Verdict]
+REPLAYING = threading.Lock()  # buffers are filled, replayed and copied out by one thread at a time
 
 
 def cuda_graph(call: Call, pool: Any = None, aside: Any = None) -> tuple[Verdict, Callable[[], None]]:
@@ -87,13 +90,13 @@ class Captured:
         self.rule, self.most, self.record = rule, most, record
         self.guarantee, self.needs, self.takes = rule.guarantee, rule.needs, rule.takes
         self.recordings: dict[tuple, Recording] = {}
-        self.shared: dict[torch.device, tuple] = {}  # a pool of memory and a stream, of all recordings on a device
+        self.shared: dict[Any, tuple] = {}  # a pool of memory and a stream, of all recordings for one stream
 
     def bind(self, capabilities) -> None:
         """As the rule's own; recordings for another target are dropped."""
-        self.recordings.clear()
-        self.shared.clear()  # a pool ends with the last recording in it
+        self.recordings, self.shared = {}, {}  # a pool ends with the last recording in it
         if hasattr(self.rule, "bind"):
+            self.rule = copy.copy(self.rule)  # its owner may bind it to another target
             self.rule.bind(capabilities)
 
     def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> Any:
@@ -108,32 +111,38 @@ class Captured:
         given += [x for x in (draft.q, None if noise is None else noise.window(tree.levels + 1)) if x is not None]
         shapes = tuple((tuple(x.shape), x.dtype, x.device) for x in given)
         kind = None if noise is None else noise.kind
-        key = (shapes, tree.levels, tree.chain, branch(tree), draft.q is None, kind)  # all that the host tells the rule
-        if key not in self.recordings:
-            if len(self.recordings) >= self.most:
-                return self.rule(draft, scores, noise)
+        # what threads queue on different streams is not in order, so each stream has its own
+        queue = _stream(scores.logits.device) if scores.logits.is_cuda else 0
+        key = (shapes, tree.levels, tree.chain, branch(tree), draft.q is None, kind, queue)  # all the host tells it
+        with REPLAYING:
+            held = self._held(record, given, key)
+            if held is not None:
+                for buffer, value in zip(held.inputs, given):
+                    buffer.copy_(value)
+                held.replay()
+                return Verdict(*(None if part is None else part.clone() for part in vars(held.verdict).values()))
+        return self.rule(draft, scores, noise)
+
+    def _held(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording | None:
+        """The recording of these shapes, made where there is none yet; None where there will be none."""
+        if key not in self.recordings and len(self.recordings) < self.most:
             try:
                 self.recordings[key] = self._recorded(record, given, key)
             except RuntimeError as error:
                 warnings.warn(
-                    f"acceptance: not captured, the rule runs as it is: {error}", RuntimeWarning, stacklevel=2
+                    f"acceptance: not captured, the rule runs as it is: {error}", RuntimeWarning, stacklevel=3
                 )
                 self.most = 0
-                return self.rule(draft, scores, noise)
-        held = self.recordings[key]
-        for buffer, value in zip(held.inputs, given):
-            buffer.copy_(value)
-        held.replay()
-        return Verdict(*(None if part is None else part.clone() for part in vars(held.verdict).values()))
+        return self.recordings.get(key)
 
     def _graph(self, call: Call) -> tuple[Verdict, Callable[[], None]]:
-        here = torch.device("cuda", torch.cuda.current_device())
+        here = torch.cuda.current_device(), _stream()
         if here not in self.shared:
             self.shared[here] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         return cuda_graph(call, *self.shared[here])
 
     def _recorded(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
-        _, levels, chain, most, pointed, kind = key
+        _, levels, chain, most, pointed, kind, _ = key
         inputs = [x.clone() for x in given]
         tokens, parent, depth, ancestor, logits, *rest = inputs
         q = None if pointed else rest.pop(0)
@@ -142,3 +151,8 @@ class Captured:
         with torch.cuda.device_of(logits):
             verdict, replay = record(lambda: self.rule(draft, Scores(logits), noise))
         return Recording(inputs, verdict, replay)
+
+
+def _stream(device: torch.device | None = None) -> int:
+    """The stream that work for a device, or the current one, is queued on; 0 before there is any."""
+    return torch.cuda.current_stream(device).cuda_stream if torch.cuda.is_initialized() else 0

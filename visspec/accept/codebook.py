@@ -69,7 +69,7 @@ def _grammar(codebook_KE: Tensor, vocab: int) -> Tensor:
 
 
 def _kept(codebook_KE: Tensor, what: tuple, build: Callable[[], Tensor]) -> Tensor:
-    for known_KE, kind, table in _tables:
+    for known_KE, kind, table in tuple(_tables):  # other threads may add theirs meanwhile
         if kind == what and known_KE.device == codebook_KE.device and torch.equal(known_KE, codebook_KE):
             return table
     _tables.append((codebook_KE.clone(), what, build()))

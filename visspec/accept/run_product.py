@@ -14,6 +14,8 @@ are those of the base.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ class RunProduct(Rejection):
 
     def bind(self, capabilities: Capabilities) -> None:
         super().bind(capabilities)
+        self.base = copy.copy(self.base)  # its owner may bind it to another target
         self.base.bind(capabilities)
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:

@@ -1,0 +1,294 @@
+"""Many threads on one pipeline and one accelerated model: every call gives what it gives alone."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import visspec
+from tests import tiny_images
+from tests.doubles import Grower, stock
+from tests.tiny import llava, model_of, prompt, shapes
+from visspec import tree as trees
+from visspec.accept import codebook
+from visspec.accept.captured import Captured
+from visspec.accept.lantern import Lantern, LanternPlus
+from visspec.accept.rejection import Rejection
+from visspec.accept.run_product import RunProduct
+from visspec.images import ImagePipeline
+from visspec.models.drafters import feature_drafting
+from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.drafters.image_eagle import ImageFeatureDrafter
+from visspec.types import Draft, Scores
+
+THREADS = 8
+TEXTS = ["a", "b c", "d e f"]
+
+
+class Words:
+    """As much of a `JanusProcessor` as prompts need: letters are ids."""
+
+    def __call__(self, text, **_):
+        lines = [[tiny_images.BOS, *(7 + ord(c) % 20 for c in t if c != " "), tiny_images.BOI] for t in text]
+        longest = max(map(len, lines))
+        ids = torch.tensor([[tiny_images.PAD] * (longest - len(line)) + line for line in lines])
+        return {"input_ids": ids, "attention_mask": (ids != tiny_images.PAD).long()}
+
+
+def pipeline(**options) -> ImagePipeline:
+    pipe = ImagePipeline(tiny_images.janus(), Words(), **options)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture
+def hurried():
+    """Threads change places as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(jobs: list[Callable[[], None]]) -> None:
+    """Run the jobs on eight threads at once and raise what the first failing one raised."""
+    left, failures = list(enumerate(jobs)), []
+
+    def work():
+        while left and not failures:
+            try:
+                _, job = left.pop()
+            except IndexError:
+                return
+            try:
+                job()
+            except BaseException as error:  # shown by the test's own thread
+                failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def methods() -> list[tuple]:
+    """Drafters and rules for one pipeline, among them objects that all calls share."""
+    learned = ImageFeatureDrafter.for_model(tiny_images.janus(), seed=3)
+    grown = ImageFeatureDrafter.for_model(tiny_images.janus(), seed=4)
+    grown = ImageFeatureDrafter(grown.head, tiny_images.janus(), tree="dynamic", width=2, nodes=6)
+    return [
+        (None, "exact"), ("jacobi:window=4", "exact"), ("zipar:window=2", "exact"), (learned, "exact"),
+        ("jacobi:redraw=maximal,window=4", "lantern:k=4,delta=0.2"), (grown, "lantern_plus:k=3,lam=2.0"),
+        ("jacobi:redraw=independent,start=random,window=4", "grouped:group=4"),
+        ("jacobi:redraw=maximal,window=4,branch=2", "rejection"),
+    ]  # fmt: skip
+
+
+def test_eight_threads_on_one_pipeline(hurried):
+    alone, shared = pipeline(), pipeline()
+    options = [
+        {"prompt": TEXTS[: 1 + i % 3], "seed": i, "drafter": drafter, "acceptance": rule, "batch_size": 2,
+         "temperature": (1.0, 0.7)[i % 2], "output_type": "latent"}
+        for i, (drafter, rule) in enumerate(methods() * 3)
+    ]  # fmt: skip
+    expected = [alone(**o) for o in options]
+
+    def job(o, want):
+        def call():
+            out = shared(**o)
+            assert out.prompts == want.prompts and out.seeds == want.seeds
+            assert all(torch.equal(a, b) for a, b in zip(out.tokens, want.tokens, strict=True)), o
+            assert [s.guarantee for s in out.stats] == [s.guarantee for s in want.stats]
+            assert sum(s.faults for s in out.stats) == 0
+
+        return call
+
+    together([job(o, want) for o, want in zip(options, expected)] * 4)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "features", "tree", "small"])
+def test_eight_threads_on_one_accelerated_model(kind, hurried):
+    model = llava()
+    drafter = {
+        "ngram": lambda: "ngram", "features": lambda: FeatureDrafter.for_model(model, image_latents=1),
+        "tree": lambda: Grower(stock("llava", "ragged"), 0.3), "small": lambda: model_of("llava"),
+    }[kind]()  # fmt: skip
+    fast, asked, expected = visspec.accelerate(model, drafter), [], []
+    for i in range(8):
+        name = ("one", "ragged")[i % 2] if kind != "tree" else "ragged"
+        inputs = prompt("llava", shapes("llava")[name])
+        more = {"do_sample": True, "seed": i, "temperature": 0.8} if i % 4 > 1 else {"do_sample": False}
+        asked.append({**inputs, **more, "max_new_tokens": 10})
+        expected.append(visspec.accelerate(model, None).run(**asked[-1]))
+
+    def job(options, want):
+        def call():
+            found = fast.run(**options)
+            assert torch.equal(found.output, want.output)
+            assert found.state.tokens == want.state.tokens and found.stats.tokens == want.stats.tokens
+            assert found.stats.faults == 0
+
+        return call
+
+    together([job(o, want) for o, want in zip(asked, expected)] * 4)
+
+
+@pytest.mark.parametrize("spelled", ["interrupt", "_interrupt"])
+def test_a_callback_ends_its_own_call(spelled, hurried):
+    """Of eight calls under way at once, those whose callbacks ask for it."""
+    pipe, starting = pipeline(), threading.Barrier(THREADS)
+    found: list[int] = [-1] * THREADS
+
+    def job(i):
+        def callback(pipeline, step, done, extra):
+            if step == 1:
+                starting.wait(60)
+            if step == 3:
+                setattr(pipeline, spelled, i % 2 == 1)
+                assert getattr(pipeline, spelled) == (i % 2 == 1)
+
+        def call():
+            out = pipe(TEXTS[0], seed=i, callback_on_step_end=callback, output_type="latent", drafter=None)
+            found[i] = len(out.images)
+
+        return call
+
+    together([job(i) for i in range(THREADS)])
+    assert found == [1, 0] * (THREADS // 2) and not pipe.interrupt
+
+
+def test_another_thread_ends_all_calls():
+    """Also those of streams; the next call begins anew."""
+    pipe, under_way, told = pipeline(drafter=None), threading.Semaphore(0), threading.Event()
+    found = []
+
+    def callback(pipeline, step, done, extra):
+        if step == 1:
+            under_way.release()
+            assert told.wait(60)
+
+    def call():
+        found.append(len(pipe(TEXTS[0], seed=0, callback_on_step_end=callback, output_type="latent").images))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert under_way.acquire(timeout=60)
+    pipe.interrupt = True
+    told.set()
+    for thread in threads:
+        thread.join()
+    assert found == [0, 0, 0]
+    parts = []
+    for part in pipe.stream(TEXTS, seed=0, batch_size=1, output_type="latent"):
+        parts.append(part)
+        pipe.interrupt = len(parts) == 2  # by whom a stream's batches are taken
+    assert [len(part.images) for part in parts] == [1, 1]
+    assert len(pipe(TEXTS[0], seed=0, output_type="latent").images) == 1
+
+
+def test_weights_stay_in_place_until_the_last_call_ends(monkeypatch):
+    """Offloading: one call's end must not take the weights away from another."""
+    pipe, moves = pipeline(drafter=None), []
+    monkeypatch.setattr(pipe, "_move", lambda where: moves.append(str(where)))
+    pipe.enable_model_cpu_offload("cpu")
+    streams = [pipe.stream(TEXTS[:2], seed=0, batch_size=1, output_type="latent") for _ in range(2)]
+    for stream in streams:
+        next(stream)
+    streams[0].close()
+    assert moves == ["cpu", "cpu"] and len(next(streams[1]).images) == 1
+    streams[1].close()
+    assert moves == ["cpu"] * 3
+    assert pipe(TEXTS[0], seed=0, output_type="latent").images and moves == ["cpu"] * 5
+
+
+@pytest.mark.parametrize("rule", [
+    Lantern(k=3, delta=0.3), RunProduct(alpha=0.2, base=LanternPlus(k=3, lam=3.0)), Captured(Lantern(k=3, delta=0.3)),
+], ids=lambda rule: type(rule).__name__)  # fmt: skip
+def test_a_rule_serves_two_targets(rule):
+    """Tables of one target's codebook do not reach another's calls."""
+    other = copy.deepcopy(tiny_images.janus())
+    with torch.no_grad():
+        weight = other.model.vqmodel.quantize.embedding.weight
+        weight.copy_(weight.flip(0) ** 3)
+    first, second = pipeline(), ImagePipeline(other, Words())
+    asked = {"prompt": TEXTS, "seed": 1, "drafter": "jacobi:redraw=maximal,window=4", "output_type": "latent"}
+    expected = [p(**asked, acceptance=copy.deepcopy(rule)).stats[0].displacement_per_token for p in (first, second)]
+    assert expected[0] != expected[1]
+    again = [p(**asked, acceptance=rule).stats[0].displacement_per_token for p in (first, second, first)]
+    assert again == [*expected, expected[0]]
+
+
+def test_recordings_are_replayed_by_one_thread_at_a_time(hurried):
+    def record(call):
+        verdict = call()
+
+        def replay():
+            new = call()
+            for name, value in vars(new).items():
+                if value is not None:
+                    getattr(verdict, name).copy_(value)
+
+        return verdict, replay
+
+    rule, g = Captured(Rejection(), record=record), torch.Generator().manual_seed(0)
+    tree = trees.static((-1, 0, 0, 1, 1, 3))
+    cases = []
+    for seed in range(8):
+        draft = Draft(torch.randint(6, (2, 6), generator=g), tree)
+        scores = Scores(2.0 * torch.randn(2, 6, 6, generator=g))
+        noise = rule.make_noise([torch.Generator().manual_seed(seed + 10 * b) for b in range(2)], 6)
+        cases.append((draft, scores, noise, Rejection()(draft, scores, noise)))
+
+    def job(draft, scores, noise, want):
+        def call():
+            for _ in range(10):
+                found = rule(draft, scores, noise)
+                assert torch.equal(found.path, want.path) and torch.equal(found.next, want.next)
+
+        return call
+
+    together([job(*case) for case in cases])
+    assert len(rule.recordings) == 1
+
+
+def test_rotations_never_shrink(monkeypatch):
+    """A thread that needs fewer must not take away what another has just made."""
+    drafter = FeatureDrafter.for_model(model_of("llama"))
+    make, asked = feature_drafting.rotations, []
+
+    def slow(length, *rest):
+        asked.append(length)
+        if len(asked) == 1:
+            others.start()
+            others.join(0.2)
+        return make(length, *rest)
+
+    monkeypatch.setattr(feature_drafting, "rotations", slow)
+    others = threading.Thread(target=drafter._turns_to, args=(2000,))
+    drafter._turns_to(300)
+    others.join()
+    assert drafter._turns.shape[0] == 4000 and not drafter._turns.is_inference()
+
+
+def test_tables_of_codebooks_may_grow_while_one_is_looked_up(monkeypatch):
+    codes = [torch.randn(9, 3, generator=torch.Generator().manual_seed(s)) for s in range(3)]
+    expected = [codebook.neighbours(c, 2, 9) for c in codes[:2]]
+    compare = torch.equal
+
+    def interrupted(a, b):
+        monkeypatch.setattr(torch, "equal", compare)
+        codebook.neighbours(codes[2], 2, 9)
+        return compare(a, b)
+
+    monkeypatch.setattr(torch, "equal", interrupted)
+    assert codebook.neighbours(codes[1], 2, 9) is expected[1]

@@ -1,0 +1,36 @@
+"""Copying and pickling of objects around a model: what they were made from is kept, the rest is made anew."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+
+class Copied:
+    """Subclasses say in `__getstate__` what they were made from, and make themselves from it in `__setstate__`."""
+
+    model: nn.Module
+
+    def __copy__(self) -> Any:
+        return self._from(self.__getstate__())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._from(copy.deepcopy(self.__getstate__(), memo))
+
+    def _from(self, state: Any) -> Any:
+        other = type(self).__new__(type(self))
+        other.__setstate__(state)
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle. Raises ValueError for a model that can't be pickled because of its hooks."""
+        for module in self.model.modules():
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                if "<locals>" in getattr(hook, "__qualname__", ""):
+                    raise ValueError(
+                        "pickle: got a model with hooks that are local functions (transformers puts them up when hidden"
+                        " states are first collected), expected one without; save_pretrained keeps its weights"
+                    )
+        return super().__reduce_ex__(protocol)
