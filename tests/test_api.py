@@ -289,10 +289,11 @@ def test_the_cache_goes_on(name, shape):
     assert without.past_key_values is None
 
 
-def test_the_cache_of_rows_that_end_apart(ragged):
+@pytest.mark.parametrize("at", [(2, 11), (4, 7), (3, 3)])
+def test_the_cache_of_rows_that_end_apart(ragged, at):
     """Rows that left early keep what they held; behind a row's end stand zeros, as masked as padding."""
     answers = stock("llava", "ragged")
-    ends = [answers[0][4], answers[1][11]]
+    ends = [answers[0][at[0]], answers[1][at[1]]]
     options = {**GREEDY, "return_dict_in_generate": True, "eos_token_id": ends}
     expected = model_of("llava").generate(**ragged, **options)
     for drafter in (None, Oracle(answers)):

@@ -65,12 +65,21 @@ def test_a_cast_model_drafts_as_one_that_was_born_so(kind, ragged):
             warnings.simplefilter("error", RuntimeWarning)
             result = fast.run(**given, **GREEDY)
         assert result.stats.faults == 0 and result.stats.tau >= 1 and fast.dtype == torch.bfloat16
+        assert fast.target.masks.dtype == torch.bfloat16
+        if kind == "features":
+            assert fast.drafter.inner.dtype == fast.drafter.inner.fold.qkv.dtype == torch.bfloat16
         if kind == "none":
             assert torch.equal(result.output, model.generate(**given, **GREEDY))
         move.float()
         result = fast.run(**ragged, **GREEDY)
         assert torch.equal(result.output, model.generate(**ragged, **GREEDY)) and result.stats.faults == 0
     assert fast.pairing is fast.pairing, "built once"
+
+
+def test_tables_move_with_the_model():
+    fast = visspec.accelerate(llama(), "ngram")
+    assert fast.drafter.allowed.device.type == "cpu" and fast.to("meta") is fast
+    assert fast.drafter.allowed.device.type == fast.device.type == "meta"
 
 
 def test_another_attention_is_looked_at_again():
@@ -164,6 +173,9 @@ def test_a_cast_pipeline(by):
     move = pipe if by == "pipeline" else pipe.model
     move.to(torch.bfloat16)
     drawn = [tokens(pipe, **m) for m in methods]
+    assert (
+        pipe.pairing(learned, "exact").target.masks.dtype == learned.dtype == learned.embed.weight.dtype == pipe.dtype
+    )
     assert pipe.dtype == torch.bfloat16 and torch.equal(drawn[0], drawn[1]), "still what plain drawing gives"
     move.to(torch.float32)
     pipe.model.load_state_dict(weights)
