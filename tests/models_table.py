@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 import types
@@ -30,6 +31,8 @@ def main() -> None:
             print(f"{row.name:50} {row.inputs:12} {row.outcome:12} {taken:5.1f} s  {row.reason}", flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if arguments.out:
+        arguments.out.write_text(sweep.page(rows, datetime.date.today().isoformat()))
 
 
 main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import resource
 import time
 import traceback
@@ -22,8 +23,9 @@ import transformers as tf
 from torch import Tensor, nn
 
 import visspec
-from tests import tiny_class_inputs, tiny_classes
+from tests import tiny_class_inputs
 from tests.doubles import Oracle, TreeOracle, new_tokens
+from tests.tiny_sizes import SPECIAL, WINDOW
 from visspec import tree as trees
 from visspec.types import Draft, State
 
@@ -54,7 +56,7 @@ class Row:
         return next((o for o in ORDER if o in found), "identical")
 
 
-ORDER = ("WRONG", "traceback", "not built", "stock fails", "refused", "identical")
+ORDER = ("WRONG", "traceback", "not built", "stock fails", "refused", "identical")  # the worst first
 
 
 class ErringOracle(Oracle):
@@ -66,7 +68,7 @@ class ErringOracle(Oracle):
 
     def propose(self, state: State, depth: int) -> Draft:
         right = torch.tensor(self.ahead(state, depth))
-        other = torch.randint(tiny_classes.SPECIAL[0], right.shape, generator=self.random)
+        other = torch.randint(SPECIAL[0], right.shape, generator=self.random)
         miss = torch.rand(right.shape, generator=self.random) < self.wrong
         return trees.chain_draft(state.pending, torch.where(miss, other, right))
 
@@ -96,7 +98,8 @@ def sentence_of(error: Exception) -> str | None:
 
 def trace_of(error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} ({Path(last.filename).name}:{last.lineno})"
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"
 
 
 def stock(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[list[list[int]], Tensor]:
@@ -114,7 +117,7 @@ def compared(row: Row, model: nn.Module, batches: dict[str, dict[str, Tensor]]) 
     for batch, inputs in batches.items():
         try:
             known[batch] = stock(model, inputs)
-            row.variety = min(row.variety or NEW, *(len(set(answer)) for answer in known[batch][0]), NEW)
+            row.variety = min(row.variety or NEW, *(len(set(map(str, answer))) for answer in known[batch][0]), NEW)
         except Exception as error:
             known[batch] = trace_of(error)
     for kind in DRAFTERS:
@@ -148,7 +151,7 @@ def case(row: Row, model: nn.Module, kind: str, batch: str, inputs: dict[str, Te
             behind = float(margin[b, at]) if at < NEW else 0
             row.details.append(
                 f"{kind} {batch} row {b}: first at {at} of {NEW}, {wrong} differ, margin {behind:.3g},"
-                f" {len(set(e))} distinct tokens"
+                f" {len(set(map(str, e)))} distinct tokens"
             )
     row.reason = row.reason or next(d for d in row.details if d.startswith(f"{kind} {batch}"))
     return "WRONG"
@@ -174,6 +177,7 @@ def verdicts(name: str) -> list[Row]:
 def _child(name: str, pipe: Any) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY,) * 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some models print
     pipe.send([asdict(row) for row in verdicts(name)])
 
 
@@ -217,3 +221,63 @@ def sweep(names: list[str], workers: int = 1) -> Iterator[tuple[float, list[Row]
 
 def _all(what: str) -> dict[str, dict[str, str]]:
     return {d: {"1": what, "3": what} for d in DRAFTERS}
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+INTRODUCTION = """# Models of transformers
+
+What becomes of every public class of transformers {version} that generates, as a tiny random model made from its
+configuration: `visspec.accelerate(model, drafter).generate` against the stock `generate`, greedy, float32, {new} new
+tokens, windows of {window} tokens where the configuration has a field for one. Batch 1 is a single prompt, batch 3
+three prompts padded on the left; "pictures" are prompts with a picture in each row. Drafters: none; n-grams; chains and
+trees that play the known answer with {wrong:.0%} of the drafts wrong, so that acceptance and rejection both happen.
+
+*Identical* means every token of every row. *Refused* means a `ValueError` of one sentence, given below. A random model
+shows that the mechanism is right for a class; it says nothing of speed. Made by `make models` on {day}; `make test`
+runs a sample.
+"""
+SECTIONS = {
+    "WRONG": ("Wrong tokens", "Defects of ours."),
+    "traceback": ("An error that is not a refusal", "Defects of ours."),
+    "identical": ("Identical", "With every drafter and batch."),
+    "refused": ("Refused in a sentence", "Stock `generate` is what remains for these."),
+    "stock fails": ("Nothing to compare", "The class is accepted, but its own `generate` fails on these inputs."),
+    "not built": ("Not built", "No tiny model could be made from the configuration."),
+}
+
+
+def line(row: Row) -> str:
+    """A row as the page has it."""
+    start = f"| `{row.name}` | {row.kind} | {row.inputs} |"
+    if row.outcome == "identical":
+        return start
+    cells = {"/".join(dict.fromkeys(by_batch.values())) for by_batch in row.cells.values()}
+    if len(cells) == 1 and "/" not in (only := cells.pop()) and only == row.outcome:
+        return f"{start} all | {_escaped(row.reason)} |"
+    which = "; ".join(f"{d} {b}" for d, by in row.cells.items() for b, cell in by.items() if cell == row.outcome)
+    return f"{start} {which} | {_escaped(row.reason)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def page(rows: list[Row], day: str) -> str:
+    """`docs/models.md`: counts, then a table for each outcome."""
+    by_outcome = {o: sorted((r for r in rows if r.outcome == o), key=lambda r: (r.name, r.inputs)) for o in SECTIONS}
+    parts = [
+        INTRODUCTION.format(version=tf.__version__, new=NEW, window=WINDOW, wrong=WRONG, day=day),
+        "| outcome | classes, with text | with pictures |\n|---|---|---|",
+    ]
+    for outcome, found in by_outcome.items():
+        pictures = sum(r.inputs == "pictures" for r in found)
+        parts[-1] += f"\n| {outcome} | {len(found) - pictures} | {pictures} |"
+    for outcome, (title, words) in SECTIONS.items():
+        if not by_outcome[outcome]:
+            continue
+        header = "| class | family | inputs |\n|---|---|---|"
+        if outcome != "identical":
+            header = "| class | family | inputs | drafter and batch | why |\n|---|---|---|---|---|"
+        parts.append(f"## {title}\n\n{words}\n\n" + "\n".join([header, *map(line, by_outcome[outcome])]))
+    return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from tests import tiny
 from tests.tiny import BOS, PAD, noise
-from tests.tiny_classes import PATCH, SIDE, SPECIAL, tiny_model
+from tests.tiny_classes import tiny_model
+from tests.tiny_sizes import PATCH, SIDE, SPECIAL
 
 TEXT = {"1": [20], "3": [40, 20, 6]}  # lengths: prompts and answers end before and behind the windows and limits
 PICTURED = {"1": [8], "3": [24, 12, 5]}  # tokens of text, a part of them before the picture
@@ -53,15 +54,23 @@ def padded(rows: list[list[int]]) -> dict[str, Tensor]:
     }
 
 
-def text() -> Batches:
-    return {batch: padded(text_ids(lengths)) for batch, lengths in TEXT.items()}
+def text(model: nn.Module) -> Batches:
+    """Prompts of text; where the answer is a picture, with the grids it shall have, and the id that begins it."""
+    batches = {batch: padded(text_ids(lengths)) for batch, lengths in TEXT.items()}
+    if "images_per_sample" in inspect.signature(model.forward).parameters:
+        for inputs in batches.values():
+            rows = len(inputs["input_ids"])
+            inputs["input_ids"][:, -1] = model.config.image_start_token_id
+            inputs["image_grid_thw"] = torch.tensor([[1, 8, 4], [1, 2, 2]] * rows)
+            inputs["images_per_sample"] = torch.tensor([2] * rows)
+    return batches
 
 
-def lively(model: nn.Module) -> bool:
-    """Whether stock generate says more than a few different tokens, or nothing can be said about it."""
+def lively(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
+    """Whether stock generate says more than a few different tokens in every row, or nothing can be said about it."""
     try:
-        answers = model.generate(**text()["3"], max_new_tokens=20, do_sample=False)
-        return all(len(set(row[TEXT["3"][0] :])) >= LIVELY for row in answers.tolist())
+        answers = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+        return all(len(set(row)) >= LIVELY for row in answers[:, inputs["input_ids"].shape[1] :].tolist())
     except Exception:
         return True
 
@@ -72,16 +81,15 @@ def cases(name: str) -> list[tuple[str, nn.Module, Batches]]:
     """
     for seed in range(SEEDS):
         model = tiny_model(name, seed)
-        if lively(model):
+        pictures = None if name in FAMILIES else pictured(model)
+        if lively(model, text(model)["3"]) and (pictures is None or lively(model, pictures["3"])):
             break
-    found = [("text", model, text())]
+    found = [("text", model, text(model))]
     if name in FAMILIES:  # with prompts of several pictures, and none in some rows
         family = FAMILIES[name]
         shapes = {"1": tiny.SHAPES["one"], "3": tiny.SHAPES["ragged"]}
-        batches = {batch: tiny.prompt(family, rows) for batch, rows in shapes.items()}
-        return [*found, ("pictures", tiny.model_of(family), batches)]
-    batches = pictured(model)
-    return [*found, ("pictures", model, batches)] if batches else found
+        return [*found, ("pictures", tiny.model_of(family), {b: tiny.prompt(family, r) for b, r in shapes.items()})]
+    return [*found, ("pictures", model, pictures)] if pictures else found
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------
@@ -90,7 +98,7 @@ def cases(name: str) -> list[tuple[str, nn.Module, Batches]]:
 def pictured(model: nn.Module) -> Batches | None:
     """Prompts with one picture a row, in the first form that the model takes and that changes what it says."""
     accepted = set(inspect.signature(model.forward).parameters)
-    if not accepted & {"pixel_values", "flattened_patches", "image_pixel_values"}:
+    if not accepted & {"pixel_values", "flattened_patches"}:
         return None
     for form in forms(model, accepted):
         for count in counts(model, form(1)):
