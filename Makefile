@@ -7,7 +7,7 @@ WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint types bench docs
+.PHONY: demo test lint types bench models docs
 
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ types: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/visspec bench caption --json out/bench-caption.json
+
+# every class of transformers that generates, some 25 minutes
+models: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/models_table.py --workers $(WORKERS) --out docs/models.md
 
 DOCUMENTED := $(addprefix visspec.,api images stats types zoo accept engine sampling tree cache)
 docs: $(VENV)/.ready
