@@ -1,4 +1,4 @@
-"""Whole outputs, end to end: the real loop, noise, guard, rules and drafters on thousands of rows, their law by statistics.
+"""Whole outputs end to end: the real loop, noise, guard, rules and drafters on thousands of rows; laws by statistics.
 
 Drafts are of a random depth in every round, so that windows are judged wholly, in part, or not at all.
 """
