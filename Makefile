@@ -7,7 +7,7 @@ WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint types bench docs
+.PHONY: demo test lint types bench docs mutants
 
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ types: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/visspec bench caption --json out/bench-caption.json
+
+# small errors in the core, and how many of them a test sees: an hour or two, goes on where it was cut off
+mutants: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/mutants --jobs $(WORKERS)
 
 DOCUMENTED := $(addprefix visspec.,api images stats types zoo accept engine sampling tree cache)
 docs: $(VENV)/.ready

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import hashlib
 import re
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ AXES = {  # their plain integers are dimensions: another one ends in an error at
     "gather", "scatter", "scatter_", "scatter_add_", "scatter_reduce", "index_add_", "index_fill", "transpose", "sum",
     "flatten", "prod", "any", "all", "cumsum", "cumprod", "view", "expand", "unsqueeze", "unbind", "max", "min", "size",
 }  # fmt: skip
-GPU_ONLY = {"cuda_graph"}
+GPU_ONLY = {"cuda_graph", "check_waits"}
 
 
 NAMED = [  # name, file, what it replaces, by what
@@ -49,12 +50,24 @@ NAMED = [  # name, file, what it replaces, by what
      "told(list(range(len(state.rows))), gained.device)"),
     ("bonus and corrected exchanged", "visspec/engine.py",
      '"bonus" if len(gained) == levels + 1 else "corrected"', '"corrected" if len(gained) == levels + 1 else "bonus"'),
+    ("drift a round, not a token", "visspec/stats.py",
+     "drift_per_token=drift / max(tokens, 1)", "drift_per_token=drift / max(len(trace.rounds), 1)"),
+    ("displacement under the node's own law", "visspec/accept/lantern.py",
+     "node_BD[:, 1:]), node_BD[:, :-1])", "node_BD[:, 1:]), node_BD[:, 1:])"),
+    ("a noise floor twice too large", "eval/fid.py", "floor * half / 2 * (", "floor * half * ("),
     ("reached counts as accepted", "visspec/pace.py", "sum(a > d for a in accepted)", "sum(a >= d for a in accepted)"),
     ("drafting is free", "visspec/pace.py", 'latest["draft"] + latest["observe"]', "0.0"),
+    ("a tree by the noise of another position", "models/drafters/feature_drafting.py",
+     "window[:, level, None,", "window[:, 0, None,"),
     ("a token too many is kept", "models/drafters/small_model.py",
      "self.drafted) for path", "self.drafted + 1) for path"),
     ("positions one early", "models/drafters/small_model.py", "self.own.position + 1", "self.own.position"),
 ]  # fmt: skip
+
+
+@functools.cache
+def text_of(path: str) -> str:
+    return (ROOT / path).read_text()
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,7 @@ class Mutant:
     after: str
 
     def text(self) -> str:
-        return (ROOT / self.path).read_text()
+        return text_of(self.path)
 
     def source(self) -> str:
         text = self.text()
@@ -92,7 +105,7 @@ class Mutant:
 
 def candidates(path: str) -> list[Mutant]:
     """All mutants of a file that the operators make."""
-    text, starts = (ROOT / path).read_text(), [0]
+    text, starts = text_of(path), [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = {}
@@ -225,7 +238,7 @@ def named() -> list[Mutant]:
     """NAMED as mutants. Raises ValueError where the source does not hold what is to be replaced, once."""
     found = []
     for name, path, before, after in NAMED:
-        text = (ROOT / path).read_text()
+        text = text_of(path)
         if text.count(before) != 1:
             raise ValueError(f"{name}: got {text.count(before)} places in {path}, expected 1 of {before!r}")
         start = text.index(before)
