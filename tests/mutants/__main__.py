@@ -24,9 +24,20 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from candidates import ROOT, Mutant, chosen, core
+from candidates import NAMED, ROOT, Mutant, chosen, core
 
-ELSEWHERE = {"notebooks", "package", "provenance", "layers", "world", "cli", "painter", "train"}  # far from the core
+TESTS = ("tests/test_*.py", "tests/eval/test_fid.py")
+ELSEWHERE = {
+    "notebooks",
+    "package",
+    "provenance",
+    "layers",
+    "world",
+    "cli",
+    "painter",
+    "train",
+    "mutants",
+}  # far from the core
 PYTEST = ["-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-p", "no:xdist", "-m", "not slow and not gpu"]
 OWN = ("visspec", "tests", "conftest", "__main__", "candidates")
 
@@ -35,7 +46,7 @@ class Watch:
     """A pytest plugin: seconds of each passed test, and which functions of the core it called."""
 
     def __init__(self):
-        self.files = {str(ROOT / path): path for path in core()}
+        self.files = {str(ROOT / path): path for path in {*core(), *(path for _, path, *_ in NAMED)}}
         self.tests: dict[str, dict] = {}
 
     def _called(self, frame, event, argument):
@@ -140,7 +151,8 @@ def record(folder: Path, jobs: int) -> dict[str, dict]:
     """What every test calls, of files that changed since it was last noted."""
     kept = folder / "tests.json"
     known = json.loads(kept.read_text()) if kept.exists() else {}
-    files = [p for p in sorted(ROOT.glob("tests/test_*.py")) if p.stem.removeprefix("test_") not in ELSEWHERE]
+    files = [p for pattern in TESTS for p in sorted(ROOT.glob(pattern))]
+    files = [p for p in files if p.stem.removeprefix("test_") not in ELSEWHERE]
     digest = {path: hashlib.sha1(path.read_bytes()).hexdigest() for path in files}
     stale = [p for p in files if known.get(str(p), {}).get("digest") != digest[p]]
     for path, found in forked(stale, watched, jobs, 1800):

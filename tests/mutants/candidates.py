@@ -242,9 +242,8 @@ def named() -> list[Mutant]:
         if text.count(before) != 1:
             raise ValueError(f"{name}: got {text.count(before)} places in {path}, expected 1 of {before!r}")
         start = text.index(before)
-        inside = [
-            n for n in ast.walk(ast.parse(text))
-            if isinstance(n, ast.FunctionDef) and n.lineno <= text[:start].count("\n") + 1 <= n.end_lineno
-        ]  # fmt: skip
-        found.append(Mutant(path, inside[-1].name if inside else "", name, start, start + len(before), after))
+        line, scopes = text[:start].count("\n") + 1, (ast.FunctionDef, ast.ClassDef)
+        inside = [n for n in ast.walk(ast.parse(text)) if isinstance(n, scopes) and n.lineno <= line <= n.end_lineno]
+        function = ".".join(n.name for n in inside)  # walked from the outside in
+        found.append(Mutant(path, function, name, start, start + len(before), after))
     return found
