@@ -7,7 +7,7 @@ WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint types bench models docs
+.PHONY: demo test lint types bench models mutants docs
 
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ bench: $(VENV)/.ready
 # every class of transformers that generates, some 25 minutes
 models: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/models_table.py --workers $(WORKERS) --out docs/models.md
+
+# small errors in the core, and how many of them a test sees: an hour or two, goes on where it was cut off
+mutants: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/mutants --jobs $(WORKERS)
 
 DOCUMENTED := $(addprefix visspec.,api images stats types zoo accept engine sampling tree cache)
 docs: $(VENV)/.ready

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.doubles import Double, fast, new_tokens, stock
 from tests.tiny import prompt, shapes
 from visspec import tree as trees
-from visspec.cache import SlotCache, visibility
+from visspec.cache import GROW, SlotCache, visibility
 from visspec.pace import Pace
 from visspec.types import ABSENT, Draft
 
@@ -197,6 +197,21 @@ def test_slot_cache_equals_lists(data, rows, layers):
             keep = sorted(data.draw(st.sets(st.integers(0, len(model) - 1), min_size=1)))
             cache.select(keep)
             model = [model[b] for b in keep]
+
+
+@pytest.mark.parametrize("lengths", [(GROW + 4, GROW + 4), (GROW + 4, GROW)], ids=["even", "ragged"])
+def test_a_store_that_is_full_to_the_last_slot_keeps_all_when_it_grows(lengths):
+    cache, written = SlotCache(2), torch.arange(1.0, 2 * (GROW + 4) + 1).view(2, 1, -1, 1)
+    for part in written.split([4, GROW], dim=2):
+        cache.open(part.shape[2], "cpu")
+        cache.write(0, part, -part)
+        cache.commit([list(range(min(part.shape[2], n - at))) for n, at in zip(lengths, cache.lengths)])
+    assert cache.keys[0].shape[2] == cache.length == GROW + 4
+    cache.open(1, "cpu")
+    keys, values = cache.write(0, torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1))
+    for b, length in enumerate(lengths):
+        assert torch.equal(keys[b, :, :length], written[b, :, :length]) and torch.equal(values[b], -keys[b])
+        assert keys[b, 0, length] == 0
 
 
 @given(parents(), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(0, 3))

@@ -1,0 +1,146 @@
+"""A target and drafters whose laws are tables: the real loop, rules and drafters at tens of thousands of rows a second.
+
+The law of the next token depends on the three newest ones. Shapes: B rows, N nodes, V vocabulary, C contexts.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from tests.doubles import Double
+from tests.laws import Law, context_law
+from visspec import sampling
+from visspec import tree as trees
+from visspec.engine import decode
+from visspec.guard import Guarded
+from visspec.models.drafters.feature_tree import Planned
+from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State
+
+ORDER = 3  # tokens that a law depends on
+
+
+class Table:
+    """Log-laws (C, V) by the newest tokens, those before the first one taken for 0."""
+
+    def __init__(self, vocab: int, seed: int, sharpness: float = 1.5):
+        self.vocab, self.contexts = vocab, vocab**ORDER
+        law, base = context_law(vocab, seed, sharpness), torch.tensor([vocab**i for i in reversed(range(ORDER))])
+        every = torch.arange(self.contexts)[:, None] // base % vocab
+        self.logp_CV = torch.stack([law(tuple(context)).log() for context in every.tolist()]).float()
+
+    def after(self, code: Tensor, tokens: Tensor) -> Tensor:
+        """The contexts that follow contexts."""
+        return (code * self.vocab + tokens.clamp(min=0)) % self.contexts
+
+    def law(self) -> Law:
+        """The same laws by whole contexts, float64."""
+        p_CV = self.logp_CV.double().softmax(-1)
+
+        def of(context: tuple[int, ...]) -> Tensor:
+            code = 0
+            for token in context:
+                code = (code * self.vocab + token) % self.contexts
+            return p_CV[code]
+
+        return of
+
+
+class TableTarget:
+    """Its cache is each row's context without the pending token."""
+
+    def __init__(self, table: Table):
+        self.table, self.capabilities = table, Capabilities(vocab=table.vocab)
+
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        rows = request.prompt.shape[0]
+        before = torch.zeros(rows, dtype=torch.long)
+        state = State(request, request.prompt[:, -1], torch.zeros(rows, dtype=torch.long), before, list(range(rows)))
+        return state, Scores(self.table.logp_CV[before][:, None])
+
+    def contexts(self, state: State, draft: Draft) -> Tensor:
+        """The context of each node, itself included: (B, N)."""
+        found = [self.table.after(state.cache, draft.tokens[:, 0])]
+        parent = draft.tree.parent.expand_as(draft.tokens)
+        for n in range(1, draft.tree.size):
+            above = torch.stack(found, dim=1).gather(1, parent[:, n : n + 1])[:, 0]
+            found.append(self.table.after(above, draft.tokens[:, n]))
+        return torch.stack(found, dim=1)
+
+    def verify(self, state: State, draft: Draft) -> Scores:
+        logits = self.table.logp_CV[self.contexts(state, draft)]
+        return Scores(sampling.warp(logits, state.request.sampling))
+
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        last = torch.tensor([path[-1:] for path in outcome.path])
+        state.cache = self.contexts(state, draft).gather(1, last)[:, 0]
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.cache = state.cache[keep]
+
+
+class TableDrafter(Double):
+    """A chain of draws by `sampling.propose` from another table."""
+
+    levels = 3
+
+    def __init__(self, table: Table):
+        self.table = table
+
+    def propose(self, state: State, depth: int) -> Draft:
+        code, tokens, laws = self.table.after(state.cache, state.pending), [], []
+        for level in range(depth):
+            token, q = sampling.propose(self.table.logp_CV[code], state, level)
+            code = self.table.after(code, token)
+            tokens.append(token)
+            laws.append(q)
+        q = None if laws[0] is None else torch.stack([laws[0], *laws], dim=1)
+        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
+
+
+class TableTree(TableDrafter):
+    """A static tree of draws without replacement, by numbers of its own."""
+
+    def __init__(self, table: Table, counts: tuple[int, ...]):
+        super().__init__(table)
+        self.counts, self.levels = counts, len(counts)
+
+    def start(self, state: State, scores: Scores) -> None:
+        generators = [sampling.derived(generator) for generator in state.noise.generators]
+        state.memory = sampling.Noise(generators, self.table.vocab)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        growing = Planned(state.pending, self.counts[:depth], state.memory.window(depth))
+        code = self.table.after(state.cache, state.pending)[:, None]
+        for _ in range(depth):
+            tokens, above = growing.grow(self.table.logp_CV[code])
+            code = self.table.after(code.gather(1, above), tokens)
+        return growing.finish(0)
+
+    def observe(self, state: State, draft, scores, verdict, outcome: Outcome) -> None:
+        state.memory.advance([len(tokens) for tokens in outcome.tokens])
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.memory.select(keep)
+
+
+class Wandering:
+    """A pace that asks for a random depth in every round, 0 among them."""
+
+    def __init__(self, levels: int, seed: int = 0):
+        self.levels, self.random = levels, random.Random(seed)
+
+    def depth(self, state: State) -> int:
+        return self.random.randint(0, min(self.levels, state.budget - 1))
+
+    def observe(self, state: State, draft: Draft, outcome: Outcome) -> None: ...
+
+
+def decoded(target: TableTarget, drafter, rule, rows: int, length: int, seed: int = 0, **options) -> State:
+    """A finished batch of `rows` samples, `length` tokens each, in rounds of random depth."""
+    request = Request(None, torch.zeros(rows, 1, dtype=torch.long), length, Sampling(temperature=1.0), **options)
+    request.generators = [torch.Generator().manual_seed(seed * rows + b) for b in range(rows)]
+    guarded = None if drafter is None else Guarded(drafter, target.capabilities)
+    return decode(target, guarded, rule, request, Wandering(getattr(drafter, "levels", 1), seed))

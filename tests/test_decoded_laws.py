@@ -1,0 +1,164 @@
+"""Whole outputs end to end: the real loop, noise, guard, rules and drafters on thousands of rows; laws by statistics.
+
+Drafts are of a random depth in every round, so that windows are judged wholly, in part, or not at all.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.laws import plain_law
+from tests.tables import Table, TableDrafter, TableTarget, TableTree, decoded
+from tests.test_law import chi_square
+from visspec import sampling
+from visspec.accept.exact import Exact
+from visspec.accept.rejection import Rejection
+from visspec.models.drafters.jacobi import Jacobi, Window
+
+V, SHORT, LONG = 3, 6, 24
+SHARP, FLAT, OTHER = Table(V, 0), Table(V, 0, 0.3), Table(V, 7, 1.0)
+DRAFTERS = {
+    "propose": lambda: TableDrafter(OTHER),
+    "static tree": lambda: TableTree(OTHER, (2, 3)),
+    "wide tree": lambda: TableTree(OTHER, (3, 1, 1)),
+    "maximal": lambda: Jacobi(4, "maximal"),
+    "maximal, random start": lambda: Jacobi(4, "maximal", "random"),
+    "independent": lambda: Jacobi(4, "independent"),
+    "independent, random start": lambda: Jacobi(4, "independent", "random"),
+    "gumbel": lambda: Jacobi(4, "gumbel"),
+    "gumbel, random start": lambda: Jacobi(4, "gumbel", "random"),
+    "proactive": lambda: Jacobi(3, "maximal", branch=2),
+}
+each_drafter = pytest.mark.parametrize("name", DRAFTERS)
+
+
+def samples(table, drafter, rule, rows, length):
+    """(rows, length) tokens."""
+    state = decoded(TableTarget(table), drafter, rule, rows, length)
+    assert state.trace.faults == 0 and state.drafting
+    return torch.tensor(state.tokens)
+
+
+def joint(drafter, rule, rows=6000):
+    """The p-value of the joint law of the first tokens: the target's, by enumeration."""
+    index = samples(SHARP, drafter, rule, rows, SHORT) @ torch.tensor([V**i for i in reversed(range(SHORT))])
+    return chi_square(torch.bincount(index, minlength=V**SHORT), plain_law(SHARP.law(), V, SHORT))
+
+
+def balance(drafter, rule, rows=1500):
+    """How many standard errors off the sums over long outputs are: of "token is v, less its probability", and of the
+    square of that sum, less its variance. Under the target's law both have mean 0, however tokens hang together.
+    """
+    tokens = samples(FLAT, drafter, rule, rows, LONG)
+    code, total, variance = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, V), torch.zeros(rows, V)
+    for token in tokens.T:
+        p = FLAT.logp_CV[code].exp()
+        total += F.one_hot(token, V) - p
+        variance += p * (1 - p)
+        code = FLAT.after(code, token)
+    found = torch.cat([total, total**2 - variance], dim=1)
+    return float((found.mean(0) / found.std(0)).abs().max()) * rows**0.5
+
+
+@each_drafter
+def test_first_tokens_have_the_law_of_the_target(name):
+    assert joint(DRAFTERS[name](), Rejection()) > 1e-3
+
+
+@each_drafter
+def test_rounds_do_not_lean_on_each_other(name):
+    assert balance(DRAFTERS[name](), Rejection()) < 3.5
+
+
+@pytest.mark.parametrize("rule", [Exact, Rejection])
+def test_plain_sampling_has_the_law_of_the_target(rule):
+    assert joint(None, rule()) > 1e-3
+    assert balance(None, rule()) < 3.5
+
+
+@pytest.mark.parametrize("make", [lambda: TableDrafter(OTHER), lambda: Jacobi(4), lambda: Jacobi(4, start="random")])
+def test_coupled_drafts_leave_every_token_as_it_is(make):
+    assert torch.equal(samples(SHARP, make(), Exact(), 300, LONG), samples(SHARP, None, Exact(), 300, LONG))
+
+
+@pytest.mark.parametrize("rule", [Exact, Rejection])
+def test_a_drafter_that_knows_the_law_is_never_corrected(rule):
+    state = decoded(TableTarget(SHARP), TableDrafter(SHARP), rule(), 300, LONG)
+    assert {word for row in state.trace.origin for word in row} == {"plain", "drafted", "bonus"}
+
+
+# Controls: errors of the past and near them. Each must be seen.
+
+
+class Coined(TableDrafter):
+    """Draws with the coin that accepts the draw."""
+
+    def propose(self, state, depth):
+        window = state.noise.window(depth)
+
+        class Same:
+            kind = "uniform"
+
+            def window(self, positions):
+                return window[:, :positions, :1]
+
+        noise, state.noise = state.noise, Same()
+        try:
+            return super().propose(state, depth)
+        finally:
+            state.noise = noise
+
+
+class Stuck(Jacobi):
+    """Tosses the same coins in every round."""
+
+    def start(self, state, scores):
+        super().start(state, scores)
+        state.memory.coins.advance = lambda counts: None
+
+
+class Forgetful(Jacobi):
+    """Reports the newest law of a draft, judged or not, in place of the one it was drawn from."""
+
+    def observe(self, state, draft, scores, verdict, outcome):
+        super().observe(state, draft, scores, verdict, outcome)
+        window, last = state.memory, scores.p[:, -1:]
+        unjudged = verdict.length[:, None] + torch.arange(window.tokens.shape[1]) > draft.levels
+        state.memory = Window(window.tokens, torch.where(unjudged[..., None], last, window.q), window.coins)
+
+
+def careless(p, q):
+    """No residual: after a rejection, the whole law again."""
+    return p
+
+
+def test_errors_in_the_law_are_seen(monkeypatch):
+    assert joint(Coined(OTHER), Rejection()) < 1e-5
+    assert joint(Forgetful(4, "maximal"), Rejection()) < 1e-5
+    monkeypatch.setattr(sampling, "residual", careless)
+    assert joint(Jacobi(4, "maximal"), Rejection()) < 1e-5
+
+
+@pytest.mark.parametrize("options", [("maximal",), ("independent",), ("maximal", "random"), ("gumbel", "random")])
+def test_coins_that_never_advance_are_seen(options):
+    assert balance(Stuck(4, *options), Rejection()) > 6
+
+
+# What the loop keeps of a block that a stop cuts.
+
+
+@pytest.mark.parametrize("rule", [Exact, Rejection])
+def test_kept_laws_are_those_of_the_tokens_up_to_the_stop(rule):
+    """One law a token, however far behind the stop the accepted block goes on."""
+    state = decoded(TableTarget(SHARP), TableDrafter(SHARP), rule(), 60, LONG, eos=frozenset({2}), keep_logits=True)
+    ends = {len(tokens) for tokens in state.tokens}
+    assert len(ends) > 4 and all(2 not in tokens[:-1] for tokens in state.tokens)
+    assert any(word == "drafted" and tokens[-1] == 2 for tokens, (*_, word) in zip(state.tokens, state.trace.origin))
+    for tokens, kept in zip(state.tokens, state.laws):
+        code, expected = torch.zeros((), dtype=torch.long), []
+        for token in tokens:
+            expected.append(SHARP.logp_CV[code])
+            code = SHARP.after(code, torch.tensor(token))
+        assert torch.equal(torch.stack(kept), torch.stack(expected))
