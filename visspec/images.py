@@ -99,7 +99,10 @@ class ImagePipeline:
         return self._home or self.model.device
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
-        """Write model and processor, for `from_pretrained`."""
+        """Write model and processor, for `from_pretrained`. Raises ValueError for parts that can't be written so."""
+        for name, part in (("model", self.model), ("processor", self.processor)):
+            if not hasattr(part, "save_pretrained"):
+                raise ValueError(f"{name}: got {type(part).__name__}, expected a {name} of transformers to save")
         self.model.save_pretrained(folder, **options)
         self.processor.save_pretrained(folder)
 
