@@ -51,7 +51,11 @@ class Accelerated:
         layers = getattr(inner, "feature_layers", ()) if "features" in needs else ()
         self.target = HFDecoder(model, tuple(layers), embeddings="embeddings" in needs)
         check_pairing(inner, self.rule, self.target.capabilities)
-        self.drafter = None if inner is None else Guarded(inner, self.target.capabilities, model.device)
+        self.drafter = (
+            None
+            if inner is None
+            else Guarded(inner, self.target.capabilities, model.device, bool(getattr(self.rule, "chains", False)))
+        )
         self.pace = Pace(levels or getattr(inner, "levels", 8), adaptive)
         self.last_stats: Any = None  # a Stats after the first call
         self.last_state: Any = None  # its finished State

@@ -87,7 +87,7 @@ class HFDecoder:
         aux = {"positions": positions, "attention": cache.slots.padding}
         if self.embeddings:
             aux["embeddings"] = seen["inputs_embeds"]
-        logits = process(output.logits[:, -1:], trees.root(state.pending), state)
+        logits = process(output.logits[:, -1:], trees.undrafted(state.pending), state)
         return state, Scores(logits, self._features(output, seen), aux)
 
     def verify(self, state: State, draft: Draft) -> Scores:
