@@ -14,14 +14,17 @@ from tests.doubles import Double, fast, new_tokens
 from tests.tiny import VOCAB, prompt, shapes
 from visspec import tree as trees
 from visspec.accept.exact import Exact
+from visspec.accept.local import Local
 from visspec.accept.rejection import Rejection
 from visspec.engine import decode
 from visspec.guard import Guarded
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import ImageAR
 from visspec.pace import Pace
+from visspec.sampling import Noise
 from visspec.types import ABSENT, Draft, Request, Sampling, Tree
-from visspec.view import View
+from visspec.view import Peek, View
+from visspec.wavefront import Islands, decode_wavefront
 
 NEW = 12
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
@@ -381,6 +384,44 @@ def test_unguarded_writes_would_show(plain, monkeypatch):
         except Exception:
             shown += 1
     assert shown == 8
+
+
+def test_copies_of_generators_yield_no_number_of_the_rule():
+    """What is derived from a copy is known to the drafter; coins of the rule come from what follows it, every time."""
+    own = torch.Generator().manual_seed(3)
+    first = torch.randint(2**62, (), generator=own.clone_state())
+    noise = Noise([own], 4, "uniform")
+    following = own.clone_state()
+    skipped = torch.randint(2**62, (), generator=following)
+    peek = Peek(noise)
+    for _ in range(3):
+        copied = peek.generators[0]
+        assert torch.randint(2**62, (), generator=copied) == skipped != first
+        assert torch.equal(own.get_state(), following.get_state())
+    assert peek.kind == "uniform" and peek.width == 4 and torch.equal(peek.window(2), noise.window(2))
+
+
+def test_sketches_of_whole_images_write_nothing_either():
+    """An order of islands judges a whole drafted image: its drafter sees the same view."""
+    family = janus()
+    ids, attention = tiny_images.prompts(2)
+    target, rule = ImageAR(family), Local(tau=0.4, k=3)
+
+    def run(sketch):
+        made = family.from_ids(ids, attention, True)
+        layout = family.layout()
+        request = Request(made, made.ids, layout.positions, Sampling(temperature=1.0, guidance=3.0), grid=layout.grid)
+        request.generators = [torch.Generator().manual_seed(r) for r in range(2)]
+        plan = Islands(rule, type("Sketcher", (), {"sketch": staticmethod(sketch)})())
+        return decode_wavefront(target, plan, request).tokens
+
+    def spoiling(state):
+        for wish in IN_STATE.values():
+            with contextlib.suppress(Exception):
+                wish(state)
+        return torch.zeros(2, 16, dtype=torch.long)
+
+    assert run(spoiling) == run(lambda state: torch.zeros(2, 16, dtype=torch.long))
 
 
 def test_a_view_reads_as_the_state():
