@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from visspec.types import Round
+
 
 @dataclass
 class Run:
@@ -22,7 +24,7 @@ class Run:
     tokens: list[list[int]]  # per row
     first: float = 0.0  # seconds until the first token was there (prefill, vision tower, preparation)
     stages: dict[str, float] = field(default_factory=dict)
-    rounds: list[tuple[int, list[int]]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     drift: float = 0.0  # per token
     origin: list[list[str]] = field(default_factory=list)  # per row: where each token came from (`types.Trace`)
     prompt: int = -1  # its place among the prompts; set by `interleave`
@@ -122,8 +124,8 @@ def compare(slow: Sequence[Run], fast: Sequence[Run], per_token: bool = False) -
 
 def tau(runs: Sequence[Run]) -> dict[str, Any]:
     """Block efficiency, bonus included: tokens per target pass, over all rounds (micro) and mean by prompt (macro)."""
-    passes = [sum(len(g) for _, g in r.rounds) for r in runs]
-    gained = [sum(sum(g) for _, g in r.rounds) for r in runs]
+    passes = [sum(len(g) for _, g, *_ in r.rounds) for r in runs]
+    gained = [sum(sum(g) for _, g, *_ in r.rounds) for r in runs]
     micro = sum(gained) / max(sum(passes), 1)
     macro = [g / p for g, p in zip(gained, passes) if p]
     return {

@@ -20,7 +20,7 @@ ROOT = Path(visspec.__file__).parent.parent
 TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
     {"types", "kernels"},
-    {"tree", "cache", "checkpoint", "pace", "stats", "files", "provenance"},
+    {"tree", "cache", "checkpoint", "pace", "stats", "view", "files", "provenance"},
     {"sampling", "grammar"},
     {"accept", "engine", "guard"},
     {"wavefront"},
@@ -145,7 +145,7 @@ def test_host_reads_are_where_they_should_be():
 HOST_COPIES = {  # what a round tells the device goes through `cache.told`
     "cache.py": ["told", "told"],
     "displacement.py": ["walked", "walked"],  # the body for a CPU
-    "tree.py": ["static", "static"],  # of each shape once, as the next two
+    "tree.py": ["_static", "_static"],  # of each shape once, as the next two
     "feature_tree.py": ["plan", "plan"],
     "jacobi.py": ["proactive"],
     "feature_layout.py": ["plan", "plan", "extend", "extend", "compress"],  # of prompts and lessons, as the others

@@ -12,7 +12,7 @@ from tests.tiny import prompt, shapes
 from visspec import tree as trees
 from visspec.cache import GROW, SlotCache, visibility
 from visspec.pace import Pace
-from visspec.types import ABSENT, Draft
+from visspec.types import ABSENT, Draft, Round
 
 NEW = 12
 
@@ -31,7 +31,7 @@ class Drawn(Double):
     """Drafts whatever hypothesis draws: shapes shared or per row, right tokens mixed with wrong and absent ones."""
 
     def __init__(self, data, answers, per_row):
-        self.data, self.answers, self.per_row, self.slots = data, answers, per_row, []
+        self.data, self.answers, self.per_row = data, answers, per_row
 
     def propose(self, state, depth):
         shape = self.data.draw(parents(deepest=max(depth, 1)))
@@ -50,9 +50,18 @@ class Drawn(Double):
             tree = trees.from_parents(torch.tensor([shape] * rows), max(tree.levels, 1))
         return Draft(torch.tensor(tokens), tree)
 
-    def observe(self, state, draft, scores, verdict, outcome):
+
+def watched(target):
+    """For every commit of the target: slots that the cache holds, tokens of each row, and which rows are finished."""
+    found, commit = [], target.commit
+
+    def watch(state, draft, outcome):
+        commit(state, draft, outcome)
         lengths = [state.request.prompt.shape[1] + len(state.tokens[row]) - 1 for row in state.rows]
-        self.slots.append((state.cache.slots.lengths, lengths, [row in state.finished for row in state.rows]))
+        found.append((state.cache.slots.lengths, lengths, [row in state.finished for row in state.rows]))
+
+    target.commit = watch
+    return found
 
 
 @settings(max_examples=60)
@@ -78,10 +87,11 @@ def test_greedy_equals_plain_decoding(data, name, shape, limit, end, per_row):
     longest = max(map(len, expected))
     drafter = Drawn(data, answers, per_row)
     model = fast(name, drafter)
+    slots_of_rounds = watched(model.target)
     output = new_tokens(model.generate(**inputs, **options), inputs)
     assert output == [row + [0] * (longest - len(row)) for row in expected]
     assert model.last_stats.faults == 0
-    for held, emitted, finished in drafter.slots:
+    for held, emitted, finished in slots_of_rounds:
         for slots, tokens, over in zip(held, emitted, finished):
             assert slots == tokens or (over and slots >= tokens), (
                 "cached: the prompt and all tokens but the pending one"
@@ -237,11 +247,13 @@ def test_pace_asks_within_limits(data, levels):
     for _ in range(60):
         budget = data.draw(st.integers(1, 9))
         times = {k: data.draw(st.floats(0, 1)) for k in ("verify", "accept", "draft", "observe")}
-        state = Bag(budget=budget, trace=Bag(latest=times, gave_up=0, times={}), rows=[0])
+        trace = Bag(latest=times, gave_up=0, rounds=[])
+        state = Bag(budget=budget, trace=trace)
         depth = pace.depth(state)
         assert 0 <= depth <= min(levels, budget - 1)
         taken = data.draw(st.integers(0, depth))
-        pace.observe(state, Bag(levels=depth), Bag(path=[list(range(taken + 1))]))
+        trace.rounds.append(Round(depth, [taken + 1], [taken < depth]))
+        pace.observe(trace)
 
 
 @pytest.mark.parametrize("where", ["verify", "accept"])
@@ -252,6 +264,5 @@ def test_pace_sees_the_pass_wherever_the_host_waits_for_it(where):
         levels = n % 5
         times = {"verify": 0.001, "accept": 0.001, "draft": 0.0001 * levels, "observe": 0.0}
         times[where] += 0.02 * levels  # a level costs ten plain passes: nothing drafted can pay
-        state = Bag(trace=Bag(latest=times), rows=[0])
-        pace.observe(state, Bag(levels=levels), Bag(path=[list(range(levels + 1))]))
+        pace.observe(Bag(latest=times, rounds=[Round(levels, [levels + 1], [False])]))
     assert pace.best(8) == 0

@@ -9,6 +9,7 @@ import scipy.stats
 from visspec import bench
 from visspec.eval import speed
 from visspec.eval.speed import Run
+from visspec.types import Round
 
 
 def run(seconds, count=4, first=0.0, stages=None, rounds=(), tokens=None):
@@ -232,7 +233,11 @@ def test_nothing_measured_is_nan_not_a_crash():
 
 def test_reached_is_the_n_of_acceptance_by_depth():
     """Three levels drafted, 2 tokens gained: depth 1 kept, depth 2 tried, depth 3 not reached. Then all, then none."""
-    runs = [run(1, rounds=[(3, [2])]), run(1, rounds=[(3, [4]), (3, [1]), (0, [1])])]
+    first = [Round(3, [2], [True])]
+    runs = [
+        run(1, rounds=first),
+        run(1, rounds=[Round(3, [4], [False]), Round(3, [1], [True]), Round(0, [1], [False])]),
+    ]
     assert bench.reached(runs) == [3, 2, 1]
     assert bench.acceptance(runs) == pytest.approx([2 / 3, 1 / 2, 1.0])
 

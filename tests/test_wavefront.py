@@ -267,7 +267,7 @@ def test_a_row_does_not_know_its_batch(name, kind):
         assert alone.tokens[0] == together.tokens[row]
         assert alone.trace.origin[0] == together.trace.origin[row]
         torch.testing.assert_close(alone.meters["drift"][0], together.meters["drift"][row], rtol=1e-3, atol=1e-3)
-        gained = sum(sum(g) for _, g in alone.trace.rounds)
+        gained = sum(sum(r.gained) for r in alone.trace.rounds)
         assert gained == PLACES - (alone.memory[0].count(0) - (len(alone.tokens[0]) - PLACES))
     assert together.trace.times.keys() >= {"prefill", "verify", "accept", "audit"}
 
@@ -365,7 +365,7 @@ def test_islands_go_on_together(kind):
     # row 0: two islands of two and four codes; row 1: two of one code, the second waits for the first; row 2: none
     again = [[0, 1, 10, 11, 14, 15], [3, 4], []]
     state = run(Islands(Chosen(again), Draft()), kind=kind)
-    assert [g for _, g in state.trace.rounds] == [[11, 15, 16], [2, 1], [1], [1], [1]]
+    assert [r.gained for r in state.trace.rounds] == [[11, 15, 16], [2, 1], [1], [1], [1]]
     kept = torch.tensor(pad_free(state.tokens)) == Draft().sketch(type("S", (), {"request": request()}))
     for b in range(3):
         assert all(kept[b, u] for u in range(PLACES) if u not in again[b])
@@ -486,7 +486,7 @@ def test_a_right_draft_is_taken_whole(monkeypatch):
     expected, low, target = plain().tokens, drafter(window=5), ImageAR(family())
     monkeypatch.setattr(low, "sketch", lambda state: torch.tensor(expected)[state.rows])
     state = decode(target, Guarded(low, target.capabilities), Exact(), request(), Pace(5, False))
-    assert state.tokens == expected and [levels for levels, _ in state.trace.rounds] == [5, 5, 2]
+    assert state.tokens == expected and [r.levels for r in state.trace.rounds] == [5, 5, 2]
 
 
 def test_the_small_image_is_the_siblings_own():

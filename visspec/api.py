@@ -133,7 +133,10 @@ class Accelerated(Copied):
             target = HFDecoder(self.model, tuple(layers), embeddings="embeddings" in needs)
             rule = own_rule(acceptance)
             check_pairing(inner, rule, target.capabilities)
-            guarded = None if inner is None else Guarded(inner, target.capabilities, self.model.device)
+            guarded = None
+            if inner is not None:
+                chains = bool(getattr(rule, "chains", False))
+                guarded = Guarded(inner, target.capabilities, self.model.device, chains)
         return Pairing(target, guarded, name, rule, Pace(levels or getattr(inner, "levels", 8), adaptive))
 
     def __getattr__(self, name: str) -> Any:

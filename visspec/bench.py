@@ -113,7 +113,7 @@ def equality_tiers(fast: Accelerated, prompts: Sequence, runs: dict[str, list[Ru
     prompts: (index, inputs). The passes compared have the two commonest depths of this bench's drafts.
     """
     tiers = equality.Tiers(dtype, greedy=not options["do_sample"])
-    depths = Counter(levels for run in runs["ours"] for levels, _ in run.rounds if levels)
+    depths = Counter(levels for run in runs["ours"] for levels, *_ in run.rounds if levels)
     shapes = [trees.chain(levels, str(fast.model.device)) for levels, _ in depths.most_common(2)]
     for plain, ours in zip(runs["plain"], runs["ours"]):
         differ = tiers.add(plain.tokens, ours.tokens)

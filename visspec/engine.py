@@ -14,7 +14,20 @@ from torch import Tensor
 from visspec import tree as trees
 from visspec.cache import told
 from visspec.pace import Pace
-from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, Trace, Verdict
+from visspec.types import (
+    ABSENT,
+    Acceptance,
+    Draft,
+    Drafter,
+    Outcome,
+    Request,
+    Round,
+    Scores,
+    State,
+    Target,
+    Trace,
+    Verdict,
+)
 
 
 @torch.inference_mode()
@@ -33,7 +46,7 @@ def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request:
     while state.live:
         depth = pace.depth(state) if drafter is not None and state.drafting else 0
         with trace.stage("draft"):
-            draft = drafter.propose(state, depth) if depth else trees.root(state.pending)
+            draft = drafter.propose(state, depth) if depth else trees.undrafted(state.pending)
         with trace.stage("verify"):
             scores = target.verify(state, draft)
         with trace.stage("accept"):
@@ -44,7 +57,7 @@ def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request:
         if drafter is not None:
             with trace.stage("observe"):
                 drafter.observe(state, draft, scores, verdict, outcome)
-            pace.observe(state, draft, outcome)
+            pace.observe(trace)
         retire(state, target, drafter)
         if request.on_round is not None:
             request.on_round(state)
@@ -61,7 +74,7 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
         state.tokens, state.laws, state.raw = ([[] for _ in range(rows)] for _ in range(3))
         if request.generators is not None and not request.sampling.greedy:
             state.noise = accept.make_noise(request.generators, scores.logits.shape[-1])
-        draft = trees.root(state.pending)
+        draft = trees.undrafted(state.pending)
         settle(state, draft, scores, accept(draft, scores, state.noise))
     trace.rounds.clear()  # the prefill is not a round: tau counts passes over drafts
     retire(state, target, None)
@@ -70,37 +83,42 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
 
 def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outcome:
     """Bring the verdict to the host (the round's one synchronisation), trim at stops, and hand the tokens out."""
-    gained_BD = draft.tokens.gather(1, verdict.path.clamp(min=0))
-    packed = torch.cat([verdict.length[:, None], verdict.next[:, None], verdict.path, gained_BD], dim=1).tolist()
-    width = verdict.path.shape[1]
-    outcome = Outcome(path=[], tokens=[])
-    for b, (length, following, *rest) in enumerate(packed):
-        outcome.path.append(rest[:length])
-        outcome.tokens.append([*rest[width + 1 : width + length], following])
-        emit(state, b, outcome.tokens[b], draft.levels)
+    width, tree = verdict.path.shape[1], draft.tree
+    parts = [verdict.length[:, None], verdict.next[:, None], verdict.path, draft.tokens]
+    if not tree.chain:
+        parts.append(tree.parent.expand_as(draft.tokens))
+    outcome, tried = Outcome(path=[], tokens=[]), []
+    for b, (length, following, *rest) in enumerate(torch.cat(parts, dim=1).tolist()):
+        path, nodes, parents = rest[:length], rest[width : width + tree.size], rest[width + tree.size :]
+        end = path[-1]
+        below = nodes[end + 1 : end + 2] if tree.chain else [t for t, p in zip(nodes, parents) if p == end]
+        tried.append(any(t != ABSENT for t in below))
+        outcome.path.append(path)
+        outcome.tokens.append([*(nodes[n] for n in path[1:]), following])
+        emit(state, b, outcome.tokens[b], tried[b])
         if state.request.keep_logits:
-            add_laws(state.laws, state, b, scores.logits, outcome.path[b])
+            add_laws(state.laws, state, b, scores.logits, path)
         if state.request.keep_raw:
-            add_laws(state.raw, state, b, scores.aux["raw"], outcome.path[b])
+            add_laws(state.raw, state, b, scores.aux["raw"], path)
     for name in ("drift", "displacement"):
         if (gained := getattr(verdict, name)) is not None:
             meter = state.meters.setdefault(name, gained.new_zeros(len(state.tokens)))
             meter.index_add_(0, told(state.rows, gained.device), gained)
-    state.trace.rounds.append((draft.levels, [len(t) for t in outcome.tokens]))
+    state.trace.rounds.append(Round(draft.levels, [len(t) for t in outcome.tokens], tried))
     state.pending, state.position = verdict.next, state.position + verdict.length
     if state.noise is not None:
         state.noise.advance([len(t) for t in outcome.tokens])
     return outcome
 
 
-def emit(state: State, b: int, gained: list[int], levels: int) -> None:
-    """Append a live row's new tokens up to its first stop.
+def emit(state: State, b: int, gained: list[int], tried: bool) -> None:
+    """Append a live row's new tokens up to its first stop. tried: a drafted token stood where the last one stands.
 
     Tokens behind a stop inside an accepted block are dropped, so the output is what plain decoding gives.
     """
     request, row = state.request, state.rows[b]
     tokens, origin = state.tokens[row], state.trace.origin[row]
-    last = "plain" if levels == 0 else "bonus" if len(gained) == levels + 1 else "corrected"
+    last = "corrected" if tried else "bonus" if len(gained) > 1 else "plain"
     before = len(tokens)
     for i, token in enumerate(gained):
         tokens.append(token)

@@ -308,7 +308,11 @@ class ImagePipeline(Copied):
             inner.bind(target.capabilities)
             return Pairing(target, inner, name, rule if isinstance(inner, Islands) else inner, None)
         check_pairing(inner, rule, target.capabilities)
-        guarded = None if inner is None else Guarded(inner, target.capabilities, self.device)
+        guarded = (
+            None
+            if inner is None
+            else Guarded(inner, target.capabilities, self.device, bool(getattr(rule, "chains", False)))
+        )
         # a pace that reads clocks would make the draws of a rule with coins depend on them; a window that ripens over
         # several passes is worth more than what one pass shows
         adaptive = "q" not in rule.takes and not getattr(inner, "ripens", False)

@@ -3,14 +3,17 @@
 Drafting d levels is expected to commit 1 + sum_i prod_{j<=i} a_j tokens (a_j: acceptance rate at depth j) and to cost
 draft(d) + verify(d) seconds, both lines fitted to the measured rounds. The best d wins; d = 0 is plain decoding. While
 0 wins, drafting rests for a while that doubles with every vain probe. One `Pace` lives as long as its accelerated
-model, so what one request learned serves the next. Output never depends on it (see `sampling`).
+model, so what one request learned serves the next, also beside it: threads may share one, and a rest is counted in
+rounds of them all. Output never depends on it (see `sampling`).
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
+from typing import Any
 
-from visspec.types import Draft, Outcome, State
+from visspec.types import MAX_NODES, Round, State, Trace
 
 WARM_UP = 2  # rounds whose times are not believed: lazy initialisation
 FORGET = 0.97
@@ -42,36 +45,54 @@ class Pace:
     """Chooses the depth of every round. With adaptive=False it always asks for `levels`."""
 
     def __init__(self, levels: int = 8, adaptive: bool = True):
-        if levels < 1:
-            raise ValueError(f"levels: got {levels}, expected at least 1")
+        if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
+            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
         self.levels, self.adaptive = levels, adaptive
         self.verify, self.draft = Line(), Line()
-        self.tried = [0.0] * levels
-        self.kept = [0.0] * levels
+        self.open = [0.0] * levels  # rows whose path got as far as the depth above
+        self.tried = [0.0] * levels  # those of them that had a node here
+        self.kept = [0.0] * levels  # those that kept one
         self.rounds = self.resting = 0
         self.rest = FIRST_REST
+        self._lock = threading.Lock()  # held for a few microseconds a round
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def rate(self, depth: int) -> float:
         """Acceptance rate at a depth (1 is the first): accepted / reached, with a prior."""
         d = depth - 1
         return (self.kept[d] + PRIOR_RATE * PRIOR_WEIGHT) / (self.tried[d] + PRIOR_WEIGHT)
 
+    def offered(self, depth: int) -> float:
+        """How often a draft has a node at a depth where its path gets there: rows of a batch find less than the others,
+        trees have leaves. With a prior that it always does.
+        """
+        d = depth - 1
+        return (self.tried[d] + PRIOR_WEIGHT) / (self.open[d] + PRIOR_WEIGHT)
+
     def depth(self, state: State) -> int:
         """Levels to draft in this round; 0 for none."""
         limit = min(self.levels, state.budget - 1)
         if not self.adaptive or limit < 1:
             return max(limit, 0)
+        with self._lock:
+            best = self._chosen(limit)
+        state.trace.gave_up += best == 0
+        return best
+
+    def _chosen(self, limit: int) -> int:
         if self.resting > 0:
             self.resting -= 1
-            state.trace.gave_up += 1
             return 0
         best = self.best(limit)
         if best == 0:
             self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
-            state.trace.gave_up += 1
             # the probe after the rest starts from the prior again, at its mercy for a round or two
-            self.tried = [0.2 * t for t in self.tried]
-            self.kept = [0.2 * k for k in self.kept]
+            self.open, self.tried, self.kept = ([0.2 * n for n in x] for x in (self.open, self.tried, self.kept))
         return best
 
     def best(self, limit: int) -> int:
@@ -79,28 +100,34 @@ class Pace:
             return limit
         expected, reach, winner, speed = 1.0, 1.0, 0, 1.0 / max(self.verify.at(0), 1e-9)
         for d in range(1, limit + 1):
-            reach *= self.rate(d)
+            reach *= self.offered(d) * self.rate(d)
             expected += reach
             rate = expected / max(self.verify.at(d) + self.draft.at(d), 1e-9)
             if rate > speed * (1.02 if winner == 0 else 1.0):
                 winner, speed = d, rate
         return winner
 
-    def observe(self, state: State, draft: Draft, outcome: Outcome) -> None:
-        """Learn from a round: times of its stages, and how deep each row was followed."""
+    def observe(self, trace: Trace) -> None:
+        """Learn from the newest round: times of its stages, and how deep each row was followed."""
+        with self._lock:
+            self._learn(trace.rounds[-1], trace.latest)
+
+    def _learn(self, newest: Round, latest: dict[str, float]) -> None:
+        levels, gained, tried = newest
         self.rounds += 1
-        latest = state.trace.latest
         if self.rounds > WARM_UP:
             # On a device the pass is queued under `verify` and waited for under `accept`.
-            self.verify.add(draft.levels, latest["verify"] + latest["accept"])
-            if draft.levels:
-                self.draft.add(draft.levels, latest["draft"] + latest["observe"])
-        if not draft.levels:
+            self.verify.add(levels, latest["verify"] + latest["accept"])
+            if levels:
+                self.draft.add(levels, latest["draft"] + latest["observe"])
+        if not levels:
             return
-        accepted = [len(path) - 1 for path in outcome.path]
-        for d in range(min(draft.levels, self.levels)):
-            tried = sum(a >= d for a in accepted) / len(accepted)
-            self.tried[d] = FORGET * self.tried[d] + tried
-            self.kept[d] = FORGET * self.kept[d] + sum(a > d for a in accepted) / len(accepted)
-        if max(accepted) > 0:
+        rows = len(gained)
+        for d in range(min(levels, self.levels)):
+            kept = sum(g > d + 1 for g in gained)
+            at_end = [t for g, t in zip(gained, tried) if g == d + 1]
+            self.open[d] = FORGET * self.open[d] + (kept + len(at_end)) / rows
+            self.tried[d] = FORGET * self.tried[d] + (kept + sum(at_end)) / rows
+            self.kept[d] = FORGET * self.kept[d] + kept / rows
+        if max(gained) > 1:
             self.rest = FIRST_REST

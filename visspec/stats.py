@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from visspec.types import State
+from visspec.types import Round, State
 
 COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700"}
 MEANING = {
@@ -40,8 +40,8 @@ class Stats:
     def of(cls, state: State, drafter: str, rule, tokenizer=None) -> Stats:
         """From a finished state. With a tokenizer the pieces are text, else ids."""
         trace = state.trace
-        passes = sum(len(gained) for _, gained in trace.rounds)
-        gained = sum(sum(g) for _, g in trace.rounds)
+        passes = sum(len(r.gained) for r in trace.rounds)
+        gained = sum(sum(r.gained) for r in trace.rounds)
         tokens = sum(map(len, state.tokens))
         drift = float(state.meters["drift"].sum()) if "drift" in state.meters else 0.0
         far = state.meters.get("displacement")
@@ -103,22 +103,22 @@ def coloured(pieces: list[tuple[str, str]]) -> str:
     return "".join(f'<span style="color:{COLOURS[origin]}">{html.escape(text)}</span>' for text, origin in pieces)
 
 
-def by_depth(rounds: Iterable[tuple[int, Sequence[int]]]) -> tuple[list[int], list[int]]:
+def by_depth(rounds: Iterable[Round]) -> tuple[list[int], list[int]]:
     """How many drafted nodes of each depth had all above them accepted, and how many of these were accepted.
 
-    rounds: (levels drafted, tokens gained by each row) of each, as a trace has them.
+    Counted by rows: depth i is reached where a row's draft had a node there below its accepted path.
     """
     rounds = list(rounds)
-    deepest = max((levels for levels, _ in rounds), default=0)
+    deepest = max((r.levels for r in rounds), default=0)
     reached, accepted = [0] * deepest, [0] * deepest
-    for levels, gained in rounds:
-        for g in gained:
-            for d in range(min(g, levels)):
+    for levels, gained, tried in rounds:
+        for g, t in zip(gained, tried):
+            for d in range(min(g - 1 + t, levels)):  # a pass out of raster order gains tokens without a draft
                 reached[d] += 1
                 accepted[d] += g - 1 > d
     return reached, accepted
 
 
-def acceptance_by_depth(rounds: Iterable[tuple[int, Sequence[int]]]) -> list[float]:
+def acceptance_by_depth(rounds: Iterable[Round]) -> list[float]:
     """accepted at depth i / reached depth i, over all rounds and rows."""
     return [a / r for r, a in zip(*by_depth(rounds)) if r]

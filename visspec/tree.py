@@ -18,6 +18,7 @@ from visspec.types import Draft, Tree
 
 _branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # most children of a node, where the host knows it
 _derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # of trees from `static`
+_origin: WeakKeyDictionary[Tree, tuple[tuple[int, ...], str]] = WeakKeyDictionary()  # of those: parents and device
 
 
 @lru_cache(maxsize=256)
@@ -26,6 +27,25 @@ def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
 
     Raises ValueError when a parent does not come before its child.
     """
+    return _static(parent, device)
+
+
+@lru_cache(maxsize=256)
+def _sealed(parent: tuple[int, ...], device: str) -> Tree:
+    return _static(parent, device)
+
+
+def sealed(tree: Tree) -> Tree:
+    """The loop's own copy of a tree from `static`: what a drafter writes into the tree that it holds is not read."""
+    return _sealed(*_origin[tree])
+
+
+def shown(tree: Tree) -> Tree:
+    """The tree as drafters know it: of a sealed one that from `static`, any other as it is."""
+    return static(*_origin[tree]) if tree in _origin else tree
+
+
+def _static(parent: tuple[int, ...], device: str) -> Tree:
     if not parent or parent[0] != -1:
         raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1")
     depth, ancestor = [0], torch.eye(len(parent), dtype=torch.bool)
@@ -41,7 +61,7 @@ def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
         levels=max(depth),
         chain=all(p == n - 1 for n, p in enumerate(parent)),
     )
-    _derived[tree] = {}
+    _derived[tree], _origin[tree] = {}, (parent, device)
     return bounded(tree, max(map(parent.count, parent)))
 
 
@@ -92,6 +112,11 @@ def chain(levels: int, device: str = "cpu") -> Tree:
 def root(pending_B: Tensor) -> Draft:
     """A draft of the pending token alone: plain decoding."""
     return Draft(pending_B[:, None], chain(0, str(pending_B.device)))
+
+
+def undrafted(pending_B: Tensor) -> Draft:
+    """The same for the loop itself, on a tree that no drafter holds."""
+    return Draft(pending_B[:, None], _sealed((-1,), str(pending_B.device)))
 
 
 def chain_draft(pending_B: Tensor, proposed_BT: Tensor, q_BNV: Tensor | None = None) -> Draft:

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny
 ABSENT = -1  # id of a node that is not there (short rows of a ragged draft, refused proposals): it can't be accepted
+MAX_NODES = 1024  # of a draft, its root included
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Sampling:
         return self.temperature == 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tree:
     """Shape of a draft. The leading dimension is 1 when all rows share the shape, else B."""
 
@@ -148,12 +149,20 @@ class Request:
         return self.grid[1] + (ends >= self.grid[0])  # one more where every row ends in grammar
 
 
+class Round(NamedTuple):
+    """One pass over a draft, for every row that was live."""
+
+    levels: int  # of the draft: its deepest row's
+    gained: list[int]  # tokens, the last of them not drafted
+    tried: list[bool]  # whether a node was drafted below the accepted path's end, and so turned down
+
+
 @dataclass
 class Trace:
     """What happened, round by round. Times are host seconds; a stage's time ends when its call returns."""
 
     times: dict[str, float] = field(default_factory=dict)
-    rounds: list[tuple[int, list[int]]] = field(default_factory=list)  # levels drafted, tokens gained by each live row
+    rounds: list[Round] = field(default_factory=list)
     origin: list[list[str]] = field(default_factory=list)  # per row and token: plain, drafted, bonus, corrected
     latest: dict[str, float] = field(default_factory=dict)  # seconds of each stage's newest run
     faults: int = 0  # drafts refused or drafters that raised
@@ -183,6 +192,7 @@ class State:
     finished: set[int] = field(default_factory=set)  # original rows that met a stop
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
+    shown: Any = None  # what its drafter is told of the request (`view.RequestView`)
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () count of drafted nodes that could not be, on the device
     trace: Trace = field(default_factory=Trace)
@@ -229,6 +239,8 @@ class Target(Protocol):
 @runtime_checkable
 class Drafter(Protocol):
     """A cheap proposer. `propose` may draft fewer levels than asked, never more.
+
+    Behind the guard `state` is a `view.View`: everything can be read, `state.memory` alone can be set.
 
     Optional members: levels (8), the greatest depth; feature_layers, the hidden states it reads; samples, True where
     its drafts are always real draws from q; trees, True where they branch; ripens, True where the depth must stay as it

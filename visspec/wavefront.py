@@ -24,7 +24,8 @@ from torch import Tensor
 from visspec.accept.local import Local, settled
 from visspec.cache import told
 from visspec.sampling import Noise
-from visspec.types import ABSENT, Request, State, Trace
+from visspec.types import ABSENT, Request, Round, State, Trace
+from visspec.view import View
 
 Places = list[int]
 
@@ -211,7 +212,8 @@ class Canvas:
 
     def record(self, gained: list[int], ran: list[bool]) -> None:
         if any(ran):
-            self.state.trace.rounds.append((0, [g for g, r in zip(gained, ran) if r]))
+            gained = [g for g, r in zip(gained, ran) if r]
+            self.state.trace.rounds.append(Round(0, gained, [False] * len(gained)))
             if self.state.request.on_round is not None:
                 self.state.request.on_round(self.state)
 
@@ -292,7 +294,7 @@ class Islands:
         """The draft, all ABSENT where the drafter failed: that costs speed, never output."""
         state, shape = canvas.state, (canvas.rows, len(canvas.free))
         try:
-            drafted_BN = self.drafter.sketch(state)
+            drafted_BN = self.drafter.sketch(View(state))
             if drafted_BN.shape != shape or drafted_BN.dtype != torch.long:
                 raise ValueError(
                     f"codes: got shape {tuple(drafted_BN.shape)} of {drafted_BN.dtype}, expected {shape} of torch.int64"

@@ -89,7 +89,7 @@ class HFDecoder:
             aux["embeddings"] = seen["inputs_embeds"]
         if request.keep_raw:
             aux["raw"] = output.logits[:, -1:]
-        logits = process(output.logits[:, -1:], trees.root(state.pending), state)
+        logits = process(output.logits[:, -1:], trees.undrafted(state.pending), state)
         return state, Scores(logits, self._features(output, seen), aux)
 
     def verify(self, state: State, draft: Draft) -> Scores:

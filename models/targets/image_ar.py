@@ -264,7 +264,7 @@ class ImageAR:
         cache.slots.commit([list(range(length))] * prompt.embeds.shape[0])
         if padded:
             cache.slots.padding = prompt.attention
-        scores = self._scores(state, trees.root(state.pending), self.family.head(hidden[:, -1:]), hidden)
+        scores = self._scores(state, trees.undrafted(state.pending), self.family.head(hidden[:, -1:]), hidden)
         return state, scores
 
     def verify(self, state: State, draft: Draft) -> Scores:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from visspec.engine import decode
 from visspec.pace import Pace
 from visspec.stats import acceptance_by_depth
-from visspec.types import Acceptance, Drafter, Request, Target
+from visspec.types import Acceptance, Drafter, Request, Round, Target
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Tau:
 def measure(target: Target, drafter: Drafter, rule: Acceptance, requests: Iterable[Request], levels: int) -> Tau:
     """Decode requests with a fixed draft depth. Tokens are counted after stop trimming, without the prefill's own."""
     passes = gained = tokens = 0
-    rounds: list[tuple[int, list[int]]] = []
+    rounds: list[Round] = []
     for request in requests:
         state = decode(target, drafter, rule, request, Pace(levels, adaptive=False))
         tokens += sum(map(len, state.tokens))
         gained += sum(len(t) - 1 for t in state.tokens)
-        passes += sum(len(counts) for _, counts in state.trace.rounds)
+        passes += sum(len(r.gained) for r in state.trace.rounds)
         rounds += state.trace.rounds
     by_depth = [round(share, 4) for share in acceptance_by_depth(rounds)]
     return Tau(gained / max(passes, 1), tokens, by_depth)

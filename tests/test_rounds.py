@@ -1,0 +1,272 @@
+"""What a round is said to have done, row by row: where tokens came from, tau by depth, and what the pace learns of it;
+and that drafters draft for the place where the loop stands.
+"""
+
+import copy
+import pickle
+import sys
+import threading
+from types import SimpleNamespace as Bag
+
+import pytest
+import torch
+
+import visspec
+from tests.doubles import Oracle, fast, new_tokens, stock
+from tests.test_eagle import make, opened
+from tests.tiny import VOCAB, llama, model_of, prompt, shapes, single_row
+from visspec import pace as paces
+from visspec import tree as trees
+from visspec.models.drafters.small_model import SmallModel
+from visspec.pace import Pace
+from visspec.recipes.train_drafter import request_of
+from visspec.stats import acceptance_by_depth, by_depth
+from visspec.types import ABSENT, Draft, Round
+
+GREEDY = {"do_sample": False, "max_new_tokens": 9}
+
+
+class Scripted(Oracle):
+    """Drafts once, in the first round: tokens by a function of (answers ahead, state)."""
+
+    def __init__(self, answers, write):
+        super().__init__(answers)
+        self.write, self.done = write, False
+
+    def propose(self, state, depth):
+        if self.done:
+            return trees.root(state.pending)
+        self.done = True
+        return self.write(torch.tensor(self.ahead(state, depth)), state)
+
+
+def decoded(shape, write):
+    """The first round and the origins of a text batch whose first draft is written by `write`."""
+    inputs, answers = prompt("llama", shapes("llama")[shape]), stock("llama", shape, 9)
+    model = fast("llama", Scripted(answers, write))
+    assert new_tokens(model.generate(**inputs, **GREEDY), inputs) == answers and model.last_stats.faults == 0
+    trace = model.last_state.trace
+    return trace.rounds[0], [row[1:] for row in trace.origin], trace.rounds  # the first token is the prefill's
+
+
+# --- where tokens came from -------------------------------------------------------------------------------------------
+
+
+def test_a_row_that_drafted_one_of_one_got_a_bonus_beside_one_that_drafted_five():
+    def write(right, state):
+        tokens = right.clone()
+        tokens[0, 1:] = ABSENT  # all of one
+        tokens[1, 2] = (tokens[1, 2] + 1) % VOCAB  # two of five
+        tokens[2] = ABSENT  # nothing
+        return trees.chain_draft(state.pending, tokens)
+
+    first, origin, rounds = decoded("ragged", write)
+    assert first == Round(5, [2, 3, 1], [False, True, False])
+    assert [row[:3] for row in origin] == [
+        ["drafted", "bonus", "plain"], ["drafted", "drafted", "corrected"], ["plain"] * 3
+    ]  # fmt: skip
+    assert by_depth(rounds) == ([2, 1, 1, 0, 0], [2, 1, 0, 0, 0])
+    assert acceptance_by_depth(rounds) == [1.0, 1.0, 0.0]
+
+
+def test_all_and_nothing_of_a_chain():
+    def write(right, state):
+        right[0, 0] = (right[0, 0] + 1) % VOCAB
+        return trees.chain_draft(state.pending, right)
+
+    first, origin, _ = decoded("even", write)
+    assert first == Round(5, [1, 6], [True, False])
+    assert origin[0][0] == "corrected" and origin[1][:6] == ["drafted"] * 5 + ["bonus"]
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_a_shallow_leaf_of_a_tree_ends_in_a_bonus(per_row):
+    """Below the root: a leaf, and a node with two below it. The leaf is right in row 0, the node in row 1."""
+    parent = (-1, 0, 0, 2, 3)
+
+    def write(right, state):
+        wrong = (right + 1) % VOCAB
+        rows = [
+            [0, right[0, 0], wrong[0, 0], right[0, 1], right[0, 2]],
+            [0, wrong[1, 0], right[1, 0], wrong[1, 1], right[1, 2]],
+        ]
+        tree = trees.from_parents(torch.tensor([parent] * 2), 3) if per_row else trees.static(parent)
+        return Draft(torch.tensor(rows), tree)
+
+    first, origin, rounds = decoded("even", write)
+    assert first == Round(3, [2, 2], [False, True])
+    assert origin[0][:2] == ["drafted", "bonus"] and origin[1][:2] == ["drafted", "corrected"]
+    assert by_depth(rounds) == ([2, 1, 0], [2, 0, 0])
+
+
+def test_an_absent_child_was_not_tried():
+    def write(right, state):
+        tokens = torch.stack([torch.zeros(2, dtype=torch.long), right[:, 0], torch.tensor([ABSENT, 5])], dim=1)
+        return Draft(tokens, trees.from_parents(torch.tensor([[-1, 0, 1]]), 2))
+
+    first, origin, _ = decoded("even", write)
+    assert first.tried == [False, True] and [row[1] for row in origin] == ["bonus", "corrected"]
+
+
+def test_rows_draft_no_further_than_they_would_alone():
+    """A row with n tokens to go drafts n - 1 of them: the last is the target's."""
+    inputs, answers = prompt("llama", shapes("llama")["even"]), stock("llama", "even", 9)
+    late = [answers[0], [(t + 1) % VOCAB for t in answers[1]]]  # row 0 runs ahead of row 1
+    model, seen = fast("llama", Oracle(late)), []
+    verify = model.target.verify
+
+    def watch(state, draft):
+        for row, tokens in zip(state.rows, draft.tokens.tolist()):
+            there = sum(t != ABSENT for t in tokens[1:])
+            seen.append((there, min(draft.levels, 9 - len(state.tokens[row]) - 1)))
+        return verify(state, draft)
+
+    model.target.verify = watch
+    assert new_tokens(model.generate(**inputs, **GREEDY), inputs) == answers
+    assert all(there == room for there, room in seen) and len({there for there, _ in seen}) > 3
+
+
+# --- pace -------------------------------------------------------------------------------------------------------------
+
+
+def told(pace, rounds, verify=1e-3, draft=1e-4):
+    """A pace that has seen rounds; times: seconds as functions of the levels."""
+    verify, draft = (f if callable(f) else lambda levels, f=f: f for f in (verify, draft))
+    for each in rounds:
+        latest = {"verify": verify(each.levels), "accept": 0.0, "draft": draft(each.levels), "observe": 0.0}
+        pace.observe(Bag(rounds=[each], latest=latest))
+    return pace
+
+
+def test_rates_are_accepted_over_reached():
+    """Half of what is drafted at each depth is kept: 100 rounds by hand, every second of them kept to the end."""
+    pace = told(Pace(3), [Round(3, [4], [False]), Round(3, [1], [True])] * 300)
+    assert pace.rate(1) == pytest.approx(0.5, abs=0.03)
+    assert pace.rate(2) == pytest.approx(1.0, abs=0.03) and pace.rate(3) == pytest.approx(1.0, abs=0.03)
+    pace = told(Pace(3), [Round(3, [2], [True])] * 300)
+    assert [pace.rate(d) for d in (1, 2)] == pytest.approx([1.0, 0.0], abs=0.03)
+    assert pace.rate(3) == pytest.approx(paces.PRIOR_RATE), "never reached"
+
+
+def test_a_short_row_is_no_rejection_but_offers_less():
+    """Beside a row that keeps five of five, one with a node and no more: rate 1 at depth 2, offered half."""
+    pace = told(Pace(5), [Round(5, [6, 2], [False, False])] * 300)
+    assert [pace.rate(d) for d in (1, 2, 5)] == pytest.approx([1.0] * 3, abs=0.03)
+    assert [pace.offered(d) for d in (1, 2, 3, 5)] == pytest.approx([1.0, 0.5, 1.0, 1.0], abs=0.03)
+
+
+def test_drafting_that_costs_more_than_it_brings_is_left_out():
+    """Every draft is kept. A level costs nothing to verify, and to draft little, or as much as two plain passes."""
+    rounds = [Round(levels, [levels + 1], [False]) for levels in (1, 2, 3, 4)] * 20 + [Round(0, [1], [False])] * 20
+    assert told(Pace(4), rounds, draft=lambda levels: 1e-5 * levels).best(4) == 4
+    assert told(Pace(4), rounds, draft=lambda levels: 2e-3 * levels).best(4) == 0
+    assert told(Pace(4), rounds, verify=lambda levels: 1e-3 + 2e-3 * levels).best(4) == 0
+
+
+def test_a_drafter_that_rarely_offers_a_node_does_not_pay():
+    """What it offers is always kept, at half the cost of a plain pass: worth it for every row, not for one in ten."""
+    seen = [Round(1, [2] * 10, [False] * 10)] * 20 + [Round(0, [1] * 10, [False] * 10)] * 20
+    assert told(Pace(1), seen, draft=5e-4).best(1) == 1
+    seen = [Round(1, [2] + [1] * 9, [False] * 10)] * 60 + [Round(0, [1] * 10, [False] * 10)] * 20
+    assert told(Pace(1), seen, draft=5e-4).best(1) == 0
+
+
+def test_a_rest_doubles_and_ends_with_success():
+    pace = told(Pace(2), [Round(2, [1], [True])] * 50, draft=1.0)
+    state = Bag(budget=9, trace=Bag(gave_up=0))
+    assert pace.depth(state) == 0 and pace.resting == paces.FIRST_REST and pace.rest == 2 * paces.FIRST_REST
+    assert [pace.depth(state) for _ in range(paces.FIRST_REST)] == [0] * paces.FIRST_REST
+    assert state.trace.gave_up == 1 + paces.FIRST_REST and pace.resting == 0
+    told(pace, [Round(2, [2], [True])])
+    assert pace.rest == paces.FIRST_REST
+
+
+@pytest.mark.parametrize("levels", [0, -1, 1024, 300_000_000, 2.0, "3", None])
+def test_impossible_depths_are_refused(levels):
+    with pytest.raises(ValueError, match=r"levels: got .* expected a whole number from 1 to 1023"):
+        Pace(levels)
+
+
+def test_threads_share_a_pace():
+    """Nothing that eight threads tell it at once is lost, and a rest is taken once."""
+    pace, each = Pace(4), 250
+
+    def work():
+        for n in range(each):
+            state = Bag(budget=9, trace=Bag(gave_up=0))
+            assert 0 <= pace.depth(state) <= 4
+            told(pace, [Round(4, [5], [False]) if n % 3 else Round(4, [1], [True])])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert pace.rounds == 8 * each and pace.resting >= 0
+    assert all(k <= t <= o for k, t, o in zip(pace.kept, pace.tried, pace.open))
+
+
+def test_a_pace_is_copied_with_what_it_learned():
+    pace = told(Pace(3), [Round(3, [2], [True])] * 9)
+    for other in (copy.deepcopy(pace), pickle.loads(pickle.dumps(pace))):
+        assert other.kept == pace.kept and other.rounds == 9
+        told(other, [Round(3, [4], [False])])
+        assert other.rounds == 10 and pace.rounds == 9
+
+
+# --- drafters draft for the place where the loop stands ---------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_grown_trees_are_coupled_to_the_noise_of_their_own_positions():
+    """Where all ids are as likely, the noise of a position alone says which of them are drafted there."""
+    model, inputs, depth = model_of("llama"), prompt("llama", ["9"]), 3
+    drafter = make("llama", 0)
+    drafter.width, drafter.nodes = 2, 30
+    _, _, state, _ = opened(drafter, request_of(model, inputs, temperature=1.0, max_new_tokens=30, seed=3))
+    drafter._logits = lambda feature: torch.zeros(*feature.shape[:-1], VOCAB)
+    draft = drafter.propose(state, depth)
+    for level in range(depth):
+        drafted = set(draft.tokens[0, draft.tree.depth[0] == level + 1].tolist())
+        assert drafted == set(state.noise.window(depth)[0, level].topk(2).indices.tolist())
+
+
+def near(seed=0):
+    """A model that agrees with the tiny llama now and then."""
+    small = copy.deepcopy(llama())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in small.parameters():
+            weight.add_(0.08 * weight.std() * torch.randn(weight.shape, generator=generator))
+    return small
+
+
+@pytest.mark.parametrize("shape", ["one", "ragged"])
+def test_a_small_model_drafts_what_it_would_say_after_all_that_was_emitted(shape):
+    """In every round, whatever was accepted before: its own generate on the prompt and the answer so far."""
+    small, rows, seen = near(), shapes("llama")[shape], []
+    inputs = prompt("llama", rows)
+    alone = [single_row("llama", rows, inputs, b)["input_ids"] for b in range(len(rows))]
+
+    class Watched(SmallModel):
+        def propose(self, state, depth):
+            draft = super().propose(state, depth)
+            for b, row in enumerate(state.rows):
+                ids = torch.cat([alone[row], torch.tensor([list(state.tokens[row])])], dim=1)
+                said = small.generate(input_ids=ids, max_new_tokens=depth, do_sample=False)[0, ids.shape[1] :]
+                assert draft.tokens[b, 1:].tolist() == said.tolist()
+            return draft
+
+        def observe(self, state, draft, scores, verdict, outcome):
+            seen.extend(min(len(path) - 1, 4) for path in outcome.path)
+            super().observe(state, draft, scores, verdict, outcome)
+
+    model = visspec.accelerate(llama(), Watched(small, llama()), adaptive=False, levels=4)
+    output = new_tokens(model.generate(**inputs, do_sample=False, max_new_tokens=24), inputs)
+    assert output == stock("llama", shape, 24) and model.last_stats.faults == 0
+    assert {0, 1, 4} <= set(seen), "none, some and all of a draft were accepted"

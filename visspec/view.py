@@ -1,0 +1,224 @@
+"""A request as its drafter sees it: all that a drafter may know can be read, and only its own memory can be written.
+
+Whatever a drafter does to what it was handed must not show in the output. So a `View` stands in for the `State`:
+tensors and generators come as copies, lists as sequences that can't be changed, and the target's cache not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.types import Request, Sampling, State
+
+
+def copied(value: Any) -> Any:
+    """Tensors of a value as copies, also those in lists, tuples, mappings and dataclasses; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return Copies(value)
+    if type(value) in (list, tuple, set):
+        return type(value)(map(copied, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init})
+    return value
+
+
+class Copies(Mapping):
+    """A mapping whose values are `copied` as they are asked for: pixels cost nothing where nobody looks at them."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return copied(self._values[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class Fixed(Sequence):
+    """A list that can't be changed, without a copy of it. Slices and sums are new lists."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: list[Any]):
+        self._items = items
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return self._items == (other._items if isinstance(other, Fixed) else other)
+
+    def __add__(self, other: Sequence[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Any]) -> list[Any]:
+        return [*other, *self]
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+class FixedRows(Fixed):
+    """The same of a list of lists."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._items[index]
+        return list(map(Fixed, found)) if isinstance(index, slice) else Fixed(found)
+
+    def __iter__(self) -> Iterator[Fixed]:
+        return map(Fixed, self._items)
+
+
+class Peek:
+    """The noise of a request: looking at numbers consumes none."""
+
+    def __init__(self, noise: Any):
+        self._noise = noise
+        self._copies: dict[torch.Generator, torch.Generator] = {}
+
+    @property
+    def kind(self) -> str:
+        return self._noise.kind
+
+    @property
+    def width(self) -> int:
+        return self._noise.width
+
+    def window(self, positions: int) -> Tensor:
+        """(B, positions, width): the numbers of each row's next positions."""
+        return self._noise.window(positions)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Copies of the rows' generators, to derive numbers from (`sampling.derived`).
+
+        A rule with coins of its own must not toss what a drafter knows: its generator skips the number that the copy
+        yields first, once a request. Noise that belongs to positions is left as it is.
+        """
+        for own in self._noise.generators:
+            if own not in self._copies:
+                self._copies[own] = own.clone_state()
+                if self.kind != "gumbel":
+                    torch.randint(2**62, (), generator=own, device=own.device)
+        return [self._copies[own].clone_state() for own in self._noise.generators]
+
+
+class RequestView:
+    """What a request asks for: the fields of `Request` that are data, and the noise. Made once a request."""
+
+    def __init__(self, request: Request, noise: Any):
+        self._request = request
+        self.peek = None if noise is None else Peek(noise)
+        self.max_new_tokens, self.eos, self.keep_logits = request.max_new_tokens, request.eos, request.keep_logits
+        self.copies, self.grid = request.copies, request.grid
+
+    @cached_property
+    def prompt(self) -> Tensor:
+        return self._request.prompt.clone()
+
+    @cached_property
+    def inputs(self) -> Any:
+        return copied(self._request.inputs)
+
+    @cached_property
+    def media(self) -> Mapping[str, Any]:
+        return Copies(self._request.media)
+
+    @cached_property
+    def fixed(self) -> Tensor | None:
+        return copied(self._request.fixed)
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        """Its processors can be called and no more."""
+        own = self._request.sampling
+        return replace(own, processors=tuple(map(_callable, own.processors))) if own.processors else own
+
+    @property
+    def stride(self) -> int:
+        return self._request.stride
+
+
+def _callable(processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda ids, scores: processor(ids, scores)
+
+
+class View:
+    """The `State` of a request for its drafter. `memory` is the drafter's own; nothing else can be set."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: State):
+        self._state = state
+        if state.shown is None:
+            state.shown = RequestView(state.request, state.noise)
+
+    @property
+    def memory(self) -> Any:
+        return self._state.memory
+
+    @memory.setter
+    def memory(self, value: Any) -> None:
+        self._state.memory = value
+
+    @property
+    def request(self) -> RequestView:
+        return self._state.shown
+
+    @property
+    def noise(self) -> Peek | None:
+        return self._state.shown.peek
+
+    @property
+    def pending(self) -> Tensor:
+        return self._state.pending.clone()
+
+    @property
+    def position(self) -> Tensor:
+        return self._state.position.clone()
+
+    @property
+    def rows(self) -> list[int]:
+        return list(self._state.rows)
+
+    @property
+    def tokens(self) -> FixedRows:
+        """Emitted tokens of every original row."""
+        return FixedRows(self._state.tokens)
+
+    @property
+    def finished(self) -> frozenset[int]:
+        return frozenset(self._state.finished)
+
+    @property
+    def live(self) -> bool:
+        return self._state.live
+
+    @property
+    def budget(self) -> int:
+        return self._state.budget
+
+    def ids(self, live_row: int) -> Tensor:
+        """Prompt and emitted tokens of a live row, (1, length)."""
+        return self._state.ids(live_row)
