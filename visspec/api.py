@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from visspec import requests, zoo
 from visspec.engine import decode
 from visspec.guard import Guarded
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.targets.hf_decoder import HFDecoder, driven
 from visspec.pace import Pace
 from visspec.stats import Stats
 from visspec.types import Acceptance, Capabilities, Drafter
@@ -23,6 +23,7 @@ def accelerate(
     levels: int | None = None,
     adaptive: bool = True,
     tokenizer: Any = None,
+    probe: bool = True,
 ) -> Accelerated:
     """Make a loaded transformers model generate several tokens a pass. The model itself is not changed.
 
@@ -30,9 +31,10 @@ def accelerate(
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule. levels: how deep to draft at most.
     adaptive: draft less, or not at all, where that is measured to be faster.
     tokenizer: for `last_stats`, so that it can show text.
+    probe: run the model on a few tokens, once for its class and configuration, to see that drafts can be verified in it.
     Raises ValueError in one sentence when the model can't be verified or the drafter was made for another target.
     """
-    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer)
+    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe)
 
 
 def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculative:
@@ -43,15 +45,18 @@ def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculati
 class Accelerated:
     """A model with a faster `generate`. Anything else is the model's own: attributes are passed through."""
 
-    def __init__(self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None):
+    def __init__(
+        self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True
+    ):
         self.model, self.tokenizer = model, tokenizer
         self.rule: Acceptance = zoo.acceptance(acceptance) if isinstance(acceptance, str) else acceptance
-        inner, self.name = zoo.drafter(drafter, model)
+        decodes = driven(model)
+        inner, self.name = zoo.drafter(drafter, decodes)
         needs = inner.needs if inner is not None else frozenset()
         layers = getattr(inner, "feature_layers", ()) if "features" in needs else ()
-        self.target = HFDecoder(model, tuple(layers), embeddings="embeddings" in needs)
+        self.target = HFDecoder(decodes, tuple(layers), embeddings="embeddings" in needs, check=probe)
         check_pairing(inner, self.rule, self.target.capabilities)
-        self.drafter = None if inner is None else Guarded(inner, self.target.capabilities, model.device)
+        self.drafter = None if inner is None else Guarded(inner, self.target.capabilities, self.target.device)
         self.pace = Pace(levels or getattr(inner, "levels", 8), adaptive)
         self.last_stats: Any = None  # a Stats after the first call
         self.last_state: Any = None  # its finished State
@@ -81,6 +86,8 @@ class _Run:
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         fast = self.fast
+        if model is not fast.target.model:
+            raise ValueError(f"model: got a call of {type(model).__name__}, expected {type(fast.target.model).__name__}")
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         request.media, request.copies = self.media, generation_config.num_return_sequences or 1
         if not request.sampling.greedy:
@@ -111,7 +118,7 @@ class Speculative:
         self, model, input_ids, logits_processor, stopping_criteria, generation_config,
         tok_streamer=None, generator=None, seed=None, **model_kwargs,
     ):  # fmt: skip
-        if self.fast is None or self.fast.model is not model:
+        if self.fast is None or self.fast.target.model is not model:
             self.fast = accelerate(model, self.drafter, **self.options)
         run = _Run(self.fast, tok_streamer, generator, seed)
         return run(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)

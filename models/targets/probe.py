@@ -1,0 +1,205 @@
+"""Asks a model, when it is wrapped, whether trees and ragged rows can be verified in it: structure, not names.
+
+A small branching draft below two rows of very different length goes through `HFDecoder.verify`; the same path goes
+through the model alone, as a plain continuation of left-padded rows under transformers' own masks. What comes before the
+draft is made up, keys and values that no pass computed, so that thousands of slots cost nothing: a window in some
+buffer of the model then sees other slots in the one pass than in the other. Two passes over a few tokens; nothing of the
+model changes. What lies beyond the slots tried (`LONG`, or any window the configuration names) is not seen.
+
+Shapes: R rows, N nodes, P nodes on the path, S slots, V vocabulary, H heads, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.cache import SlotCache
+from visspec.models.targets import rotary
+from visspec.models.targets.slot_layers import SlotLayers
+from visspec.types import Draft, Request, State
+
+if TYPE_CHECKING:
+    from visspec.models.targets.hf_decoder import HFDecoder
+
+PARENT, PATH = (-1, 0, 0, 2, 2, 4), (0, 2, 4, 5)  # the path's slots are not its depths
+SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of one row, of the other, and at most
+BESIDE_WINDOW = 16
+EXPECTED = "a decoder of ids that attends by the mask and the positions it is given"
+SPECIAL = ("pad", "bos", "eos")
+EXACT, COARSE, WRONG = 1e-3, 10.0, 0.5  # relative error that is rounding; times that of the root; that never is
+ROUGH = 1e-4  # an error of the root above it says that the arithmetic is coarse
+
+
+class Answer(NamedTuple):
+    fault: str | None = None  # what is wrong with the model
+    padding: bool = True  # whether rows padded at the left are continued as they would be without padding
+
+
+_answers: dict[tuple, Answer] = {}
+
+
+def check(target: HFDecoder) -> Answer:
+    """What the model answers. Raises ValueError in one sentence where it can't be verified. Answers are kept by class
+    and configuration.
+    """
+    model = target.model
+    key = type(model), target.relational, model.dtype, target.device.type, repr(model.config.to_dict())
+    if key not in _answers:
+        with untouched(model):
+            _answers[key] = _asked(target)
+    answer = _answers[key]
+    if answer.fault is not None:
+        raise ValueError(answer.fault)
+    return answer
+
+
+def _asked(target: HFDecoder) -> Answer:
+    name = type(target.model).__name__
+    try:
+        tree_RPV = _in_a_tree(target)
+        error, limit = _difference(tree_RPV, _padded(target))
+        if error <= limit:
+            return Answer()
+        alone_RPV = torch.cat([_alone(target, row) for row in range(2)])
+        error, limit = _difference(tree_RPV, alone_RPV)
+        if error <= limit:
+            return Answer(padding=False)
+    except Exception as raised:
+        said = str(raised).split("\n")[0].replace(". ", ", ").rstrip(".")
+        if said.startswith("model: "):
+            return Answer(said)  # our own cache has found the fault
+        return Answer(f"model: {name} can't run a draft ({type(raised).__name__}: {said}), expected {EXPECTED}")
+    return Answer(
+        f"model: {name} gives a draft's nodes other laws than the same tokens one by one (by {error:.2g} of their spread), expected"
+        f" {EXPECTED}"
+    )
+
+
+def _difference(tree_RPV: Tensor, path_RPV: Tensor) -> tuple[float, float]:
+    """The greatest difference of laws relative to their spread, and the greatest that rounding explains."""
+    if not bool(path_RPV.isfinite().all()):
+        return 0.0, 0.0  # weights that give no numbers say nothing of the structure
+    spread_RP = (path_RPV - path_RPV.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    error_RP = (tree_RPV - path_RPV).norm(dim=-1) / spread_RP.clamp(min=torch.finfo(torch.float32).tiny)
+    root = float(error_RP[0, 0])
+    # in coarse arithmetic single nodes may go far astray (an expert chosen by a hair), whole rows may not
+    error = error_RP.median(dim=-1).values.max() if root > ROUGH else error_RP.max()
+    return float(error), min(max(COARSE * root, EXACT), WRONG)
+
+
+class _MadeUp(SlotCache):
+    """Slots whose committed keys are zero and values random, made for one layer at a time: no memory to speak of."""
+
+    def __init__(self, values_RSE: Tensor):
+        super().__init__(len(values_RSE))
+        self.made_up = values_RSE
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        rows, heads, _, size = value.shape
+        self.keys = [key.new_zeros(*key.shape[:2], self._extent, key.shape[-1])]
+        self.values = [value.new_zeros(rows, heads, self._extent, size)]
+        known = self.made_up[:, None, : self._extent].to(value)
+        for first in range(0, size, known.shape[-1]):
+            width = min(size - first, known.shape[-1])
+            self.values[0][:, :, : known.shape[2], first : first + width] = known[..., :width]
+        return super().write(0, key, value)
+
+
+def _values(target: HFDecoder) -> Tensor:
+    """Made-up values of a long and a short row, each from its first slot on: (2, S, 64)."""
+    text = target.model.config.get_text_config()
+    named = [v + BESIDE_WINDOW for k, v in text.to_dict().items() if "window" in k and type(v) is int]
+    room = getattr(text, "max_position_embeddings", None) or LONGEST
+    long = max(min(max([LONG, *named]), LONGEST, room - len(PARENT)), SHORT + 1)
+    values_RSE = torch.randn(2, long, 64, generator=torch.Generator().manual_seed(0))
+    values_RSE[0] *= long**0.5  # the mean over many of them is then as large as that over few
+    return values_RSE
+
+
+def _before(values_RSE: Tensor, lengths: list[int]) -> SlotLayers:
+    """A cache of that many made-up slots."""
+    cache = SlotLayers(len(lengths))
+    cache.slots = cache.layers[0].slots = _MadeUp(values_RSE)
+    cache.slots.lengths = lengths
+    return cache
+
+
+def _tokens(target: HFDecoder) -> Tensor:
+    """Ordinary ids for the draft's nodes, (1, N)."""
+    text = target.model.config.get_text_config()
+    special = target.capabilities.never_drafted | {getattr(text, f"{name}_token_id", None) for name in SPECIAL}
+    ordinary = [i for i in range(target.capabilities.vocab) if i not in special]
+    return torch.tensor([[ordinary[n % len(ordinary)] for n in range(len(PARENT))]], device=target.device)
+
+
+def _in_a_tree(target: HFDecoder) -> Tensor:
+    """Logits of the path's nodes, from a pass over the tree: (R, P, V)."""
+    tokens_RN = _tokens(target).repeat(2, 1)
+    tree = trees.static(PARENT, str(target.device))
+    request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
+    values_RSE = _values(target)
+    cache = _before(values_RSE, [values_RSE.shape[1], SHORT])
+    position = torch.full((2,), SHORT, device=target.device)
+    state = State(request, tokens_RN[:, 0], position, cache, rows=[0, 1])
+    logits_RNV = target.verify(state, Draft(tokens_RN, tree)).logits
+    cache.check_written(target.model)
+    return logits_RNV[:, PATH]
+
+
+def _padded(target: HFDecoder) -> Tensor:
+    """The same of the path without its siblings, the short row padded at the left: (R, P, V)."""
+    values_RSE = _values(target)
+    long = values_RSE.shape[1]
+    values_RSE[1] = values_RSE[1].roll(-SHORT, 0)
+    real_RS = torch.ones(2, long + len(PATH), dtype=torch.long, device=target.device)
+    real_RS[1, : long - SHORT] = 0
+    return _continued(target, _before(values_RSE, [long, long]), real_RS)
+
+
+def _alone(target: HFDecoder, row: int) -> Tensor:
+    """The same of one row by itself: (1, P, V)."""
+    values_RSE = _values(target)[row : row + 1]
+    return _continued(target, _before(values_RSE, [SHORT if row else values_RSE.shape[1]]), None)
+
+
+def _continued(target: HFDecoder, cache: SlotLayers, attention: Tensor | None) -> Tensor:
+    """Logits of the path as a plain continuation, under transformers' own mask."""
+    rows, size = len(cache.slots.lengths), len(PATH)
+    cache.slots.open(size, target.device)
+    output = target.model(
+        input_ids=_tokens(target)[:, PATH].repeat(rows, 1),
+        attention_mask=attention,
+        position_ids=(SHORT + torch.arange(size, device=target.device)).repeat(rows, 1),
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
+    return output.logits.float()
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Runs the model as for inference and leaves everything as it was: modes, buffers, attributes, random numbers."""
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    inner = [(buffer, buffer.clone()) for module in rotary.modules(model) for buffer in module.buffers()]
+    devices = [] if model.device.type != "cuda" else [model.device]
+    try:
+        with torch.inference_mode(), torch.random.fork_rng(devices):
+            if any(module.training for module, *_ in kept):
+                model.eval()
+            yield
+    finally:
+        for module, attributes, buffers in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, before in inner:  # some are written in place
+                buffer.copy_(before)
