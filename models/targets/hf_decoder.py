@@ -60,8 +60,8 @@ class HFDecoder:
     @property
     def device(self) -> torch.device:
         """Where ids and laws live: weights that are loaded for each pass stand on no device between them."""
-        device = self.model.device
-        return getattr(getattr(self.model, "_hf_hook", None), "execution_device", None) or device
+        device, hook = self.model.device, getattr(self.model, "_hf_hook", None)
+        return device if device.type != "meta" else torch.device(getattr(hook, "execution_device", device))
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """Run the prompt as transformers' own generate would. `request.inputs` are its prepared model arguments.
@@ -116,7 +116,7 @@ class HFDecoder:
             raise ValueError(f"attention_mask: got padding, expected rows of one length for {type(self.model).__name__}")
         if not self.restarts:
             return
-        longest = length + request.max_new_tokens
+        longest = request.prompt.shape[1] + request.max_new_tokens - 1
         if restarts(self.model, length, min(longest, MOST_POSITIONS)):
             raise ValueError(
                 f"max_new_tokens: got {request.max_new_tokens} behind a prompt of {length}, expected an answer that ends"
@@ -247,13 +247,11 @@ def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
     for index in features:
         if not -depth - 1 <= index <= depth:
             raise ValueError(f"features: got layer {index}, expected one of {-depth - 1}..{depth} ({name})")
-    parts = [config, text, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))]
-    never = {getattr(part, key, None) for part in parts for key in CONTENT_IDS}
     return Capabilities(
         vocab=vocabulary(model),
         hidden=text.hidden_size,
         family=config.model_type,
-        never_drafted=frozenset(i for i in never if isinstance(i, int)),
+        never_drafted=content_ids(config),
         feature_layers=tuple(features),
     )
 
@@ -264,6 +262,13 @@ def _sliding_window(text) -> int:
     if not slides and not getattr(text, "layer_types", None):
         slides = bool(getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None))
     return int(text.sliding_window) if slides and text.sliding_window else 0
+
+
+def content_ids(config: PreTrainedConfig) -> frozenset[int]:
+    """Ids that stand for image, video or audio content, wherever in a configuration they are named."""
+    parts = [config, config.get_text_config(), *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))]
+    named = (getattr(part, key, None) for part in parts for key in CONTENT_IDS)
+    return frozenset(i for i in named if isinstance(i, int))
 
 
 def vocabulary(model: Any) -> int:

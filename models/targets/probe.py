@@ -11,9 +11,10 @@ Shapes: R rows, N nodes, P nodes on the path, S slots, V vocabulary, H heads, E 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,15 @@ SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of one row, of th
 BESIDE_WINDOW = 16
 EXPECTED = "a decoder of ids that attends by the mask and the positions it is given"
 SPECIAL = ("pad", "bos", "eos")
-EXACT, COARSE, WRONG = 1e-3, 10.0, 0.5  # relative error that is rounding; times that of the root; that never is
+# relative errors that are rounding: in float32, in coarser arithmetic, in terms of the root's; one that never is
+EXACT, COARSE, TIMES_ROOT, WRONG = 1e-3, 0.1, 10.0, 0.5
 ROUGH = 1e-4  # an error of the root above it says that the arithmetic is coarse
 
 
 class Answer(NamedTuple):
     fault: str | None = None  # what is wrong with the model
     padding: bool = True  # whether rows padded at the left are continued as they would be without padding
+    error: float = 0.0  # by how much a node's law differs from that of the same tokens one by one, of its spread
 
 
 _answers: dict[tuple, Answer] = {}
@@ -56,6 +59,13 @@ def check(target: HFDecoder) -> Answer:
     answer = _answers[key]
     if answer.fault is not None:
         raise ValueError(answer.fault)
+    if answer.error > EXACT and _exact(model):
+        warnings.warn(
+            f"model: {type(model).__name__} computes a token's law differently beside others (by {answer.error:.2g} of"
+            " its spread), as quantised arithmetic may: tokens near a tie can fall otherwise than one by one",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return answer
 
 
@@ -63,13 +73,14 @@ def _asked(target: HFDecoder) -> Answer:
     name = type(target.model).__name__
     try:
         tree_RPV = _in_a_tree(target)
-        error, limit = _difference(tree_RPV, _padded(target))
+        exact = _exact(target.model)
+        error, limit = _difference(tree_RPV, _padded(target), exact)
         if error <= limit:
-            return Answer()
+            return Answer(error=error)
         alone_RPV = torch.cat([_alone(target, row) for row in range(2)])
-        error, limit = _difference(tree_RPV, alone_RPV)
+        error, limit = _difference(tree_RPV, alone_RPV, exact)
         if error <= limit:
-            return Answer(padding=False)
+            return Answer(padding=False, error=error)
     except Exception as raised:
         said = str(raised).split("\n")[0].replace(". ", ", ").rstrip(".")
         if said.startswith("model: "):
@@ -81,7 +92,12 @@ def _asked(target: HFDecoder) -> Answer:
     )
 
 
-def _difference(tree_RPV: Tensor, path_RPV: Tensor) -> tuple[float, float]:
+def _exact(model: Any) -> bool:
+    """Whether it claims to compute in float32 or better."""
+    return model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False)
+
+
+def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float, float]:
     """The greatest difference of laws relative to their spread, and the greatest that rounding explains."""
     if not bool(path_RPV.isfinite().all()):
         return 0.0, 0.0  # weights that give no numbers say nothing of the structure
@@ -89,8 +105,9 @@ def _difference(tree_RPV: Tensor, path_RPV: Tensor) -> tuple[float, float]:
     error_RP = (tree_RPV - path_RPV).norm(dim=-1) / spread_RP.clamp(min=torch.finfo(torch.float32).tiny)
     root = float(error_RP[0, 0])
     # in coarse arithmetic single nodes may go far astray (an expert chosen by a hair), whole rows may not
-    error = error_RP.median(dim=-1).values.max() if root > ROUGH else error_RP.max()
-    return float(error), min(max(COARSE * root, EXACT), WRONG)
+    coarse = root > ROUGH or not exact
+    error = error_RP.median(dim=-1).values.max() if coarse else error_RP.max()
+    return float(error), min(max(TIMES_ROOT * root, EXACT if exact else COARSE), WRONG)
 
 
 class _MadeUp(SlotCache):
@@ -185,8 +202,8 @@ def _continued(target: HFDecoder, cache: SlotLayers, attention: Tensor | None) -
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Runs the model as for inference and leaves everything as it was: modes, buffers, attributes, random numbers."""
-    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    """Runs the model as for inference and leaves everything as it was: modes, buffers, hooks, random numbers."""
+    kept = [(module, dict(vars(module)), _dictionaries(module)) for module in model.modules()]
     inner = [(buffer, buffer.clone()) for module in rotary.modules(model) for buffer in module.buffers()]
     devices = [] if model.device.type != "cuda" else [model.device]
     try:
@@ -195,11 +212,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 model.eval()
             yield
     finally:
-        for module, attributes, buffers in kept:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for module, attributes, dictionaries in kept:
+            for here, before in [(vars(module), attributes), *dictionaries]:
+                here.clear()
+                here.update(before)
         with torch.no_grad():
             for buffer, before in inner:  # some are written in place
                 buffer.copy_(before)
+
+
+def _dictionaries(module: nn.Module) -> list[tuple[dict, dict]]:
+    """Its buffers and hooks, with what is in them: models install hooks of their own at their first pass."""
+    inside = [value for name, value in vars(module).items() if name == "_buffers" or name.startswith("_forward_")]
+    return [(value, dict(value)) for value in inside]
