@@ -221,6 +221,14 @@ class _Watch:
 
 def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
     """What a loaded model can do, from its configuration. Raises ValueError for what can't be verified correctly."""
+    try:
+        return _described(model, features)
+    except AttributeError as error:
+        said = str(error).replace(". ", ", ").rstrip(".")
+        raise ValueError(f"model: {type(model).__name__} is no decoder of one token stream ({said})") from error
+
+
+def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
     config = model.config
     text = config.get_text_config()
     name = type(model).__name__
@@ -274,10 +282,12 @@ def content_ids(config: PreTrainedConfig) -> frozenset[int]:
 def vocabulary(model: Any) -> int:
     """Number of logits, whatever the head's weights are packed into. Raises ValueError without a head."""
     head = model.get_output_embeddings()
-    if head is None:
-        raise ValueError(f"model: {type(model).__name__} names no output embeddings, expected a head over a vocabulary")
     size = getattr(head, "out_features", None)
-    return head.weight.shape[0] if size is None else size
+    if size is None:
+        size = next(iter(getattr(getattr(head, "weight", None), "shape", ())), None)
+    if size is None:
+        raise ValueError(f"model: {type(model).__name__} names no output embeddings, expected a head over a vocabulary")
+    return size
 
 
 def driven(model: nn.Module) -> nn.Module:
