@@ -49,11 +49,15 @@ class HFDecoder:
         self.embeddings = embeddings
         text = model.config.get_text_config()
         mixed = bool(getattr(text, "layer_types", None))  # such models take a mask per kind of layer
-        self.masks = Masks(_dtype(model.get_decoder()), _sliding_window(text), mixed)
+        self.decoder = model.get_decoder()
+        self.masks = Masks(_dtype(self.decoder), _sliding_window(text), mixed)
         self.relational = text._attn_implementation == tree_attention.NAME and not self.masks.window
-        inner = features and tuple(features) != LAST  # the last layer's output is seen as it leaves the decoder
+        # the last layer's output is seen as it leaves the decoder, unless that has a head of its own
+        headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
+        self.watched = tuple(features) == LAST and not headed
+        inner = features and not self.watched
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
-        self.rotary = rotary.modules(model.get_decoder())
+        self.rotary = rotary.modules(self.decoder)
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
         self.padding = probe.check(self).padding if check else True
 
@@ -79,11 +83,15 @@ class HFDecoder:
         inputs["past_key_values"] = cache
         attention = inputs.get("attention_mask")
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
+        if inputs.get("position_ids") is not None and arguments.get("position_ids") is None:
+            raise ValueError(
+                f"model: {type(self.model).__name__} counts positions itself, expected one that takes position_ids"
+            )
         # where preparation takes the empty cache away, the model would fill one of its own and go on with that
         arguments["past_key_values"] = cache
         arguments.update(self._outputs)
         turning = rotary.Prompt(self.rotary, request.max_new_tokens)
-        with _Watch(self.model.get_decoder()) as seen, turning:
+        with _Watch(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
         cache.check_written(self.model)
         cache.slots.commit([list(range(cache.slots.nodes))] * rows)
@@ -142,9 +150,8 @@ class HFDecoder:
             attention = tree_attention.draft_arguments(slots, tree)
         else:
             attention = {"attention_mask": self.masks(slots, tree, extent)}
-        watched = self.capabilities.feature_layers == LAST
         turning = nullcontext() if state.cache.reach is None else self._steps(state.cache, tree)
-        with _Watch(self.model.get_decoder()) if watched else nullcontext({}) as seen, turning:
+        with _Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
             output = self.model(
                 input_ids=draft.tokens.clamp(min=0),
                 position_ids=state.position[:, None] + tree.depth,
@@ -172,7 +179,7 @@ class HFDecoder:
         layers = self.capabilities.feature_layers
         if not layers:
             return None
-        if layers == LAST:
+        if self.watched:
             return seen["last_hidden_state"]
         states = output.hidden_states
         return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
@@ -216,7 +223,7 @@ class _Watch:
 
     def _leaving(self, module, args, output) -> None:
         if threading.get_ident() == self.caller:
-            self.seen["last_hidden_state"] = output.last_hidden_state
+            self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)
 
 
 def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:

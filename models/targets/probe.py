@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.cache import SlotCache
 from visspec.models.targets import rotary
-from visspec.models.targets.slot_layers import SlotLayers
+from visspec.models.targets.slot_layers import SlotLayer, SlotLayers, cached_layers
 from visspec.types import Draft, Request, State
 
 if TYPE_CHECKING:
@@ -112,9 +112,9 @@ def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float,
 class _MadeUp(SlotCache):
     """Slots whose committed keys are zero and values random, made for one layer at a time: no memory to speak of."""
 
-    def __init__(self, values_RSE: Tensor):
+    def __init__(self, values_RSE: Tensor, lengths: list[int]):
         super().__init__(len(values_RSE))
-        self.made_up = values_RSE
+        self.made_up, self.lengths = values_RSE, lengths
         self.steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # what earlier passes wrote behind them, by layer
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,12 +142,36 @@ def _values(target: HFDecoder) -> Tensor:
     return values_RSE
 
 
-def _before(values_RSE: Tensor, lengths: list[int]) -> SlotLayers:
-    """A cache of that many made-up slots."""
-    cache = SlotLayers(len(lengths))
-    cache.slots = cache.layers[0].slots = _MadeUp(values_RSE)
-    cache.slots.lengths = lengths
-    return cache
+class _Sliding(SlotLayer):
+    """A layer that hands out no more than a window, as those of transformers' own cache."""
+
+    is_sliding = True
+
+    def __init__(self, slots: SlotCache, index: int, window: int):
+        super().__init__(slots, index)
+        self.window = window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = min(self.slots.length, self.window - 1)
+        return held + query_length, self.slots.length - held
+
+
+class _Generating(SlotLayers):
+    """Made-up slots as transformers' own cache keeps them."""
+
+    def __init__(self, config: Any, slots: _MadeUp):
+        super().__init__(len(slots.lengths))
+        self.slots, windows = slots, cached_layers(config)
+        self.layers = [_layer(slots, index, windows.get(index, 0)) for index in range(max(windows) + 1)]
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        pair = super().update(key_states, value_states, layer_idx)
+        held = self.layers[layer_idx].get_mask_sizes(key_states.shape[2])[0]
+        return tuple(states[:, :, -held:] for states in pair)
+
+
+def _layer(slots: SlotCache, index: int, window: int) -> SlotLayer:
+    return _Sliding(slots, index, window) if window else SlotLayer(slots, index)
 
 
 def _tokens(target: HFDecoder) -> Tensor:
@@ -164,7 +188,8 @@ def _in_a_tree(target: HFDecoder) -> Tensor:
     tree = trees.static(PARENT, str(target.device))
     request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
     values_RSE = _values(target)
-    cache = _before(values_RSE, [values_RSE.shape[1], SHORT])
+    cache = SlotLayers(2)
+    cache.slots = cache.layers[0].slots = _MadeUp(values_RSE, [values_RSE.shape[1], SHORT])
     position = torch.full((2,), SHORT, device=target.device)
     state = State(request, tokens_RN[:, 0], position, cache, rows=[0, 1])
     logits_RNV = target.verify(state, Draft(tokens_RN, tree)).logits
@@ -179,24 +204,25 @@ def _padded(target: HFDecoder, step: int) -> Tensor:
     values_RSE[1] = values_RSE[1].roll(-SHORT, 0)
     real_RS = torch.ones(2, long + len(PATH), dtype=torch.long, device=target.device)
     real_RS[1, : long - SHORT] = 0
-    return _continued(target, _before(values_RSE, [long, long]), step, real_RS)
+    return _continued(target, _MadeUp(values_RSE, [long, long]), step, real_RS)
 
 
 def _alone(target: HFDecoder, row: int, step: int) -> Tensor:
     """The same of one row by itself: (1, P, V)."""
     length = [None, SHORT][row]
     values_RSE = _values(target)[row : row + 1, :length]
-    return _continued(target, _before(values_RSE, [values_RSE.shape[1]]), step)
+    return _continued(target, _MadeUp(values_RSE, [values_RSE.shape[1]]), step)
 
 
-def _continued(target: HFDecoder, cache: SlotLayers, step: int, real_RS: Tensor | None = None) -> Tensor:
+def _continued(target: HFDecoder, slots: _MadeUp, step: int, real_RS: Tensor | None = None) -> Tensor:
     """Logits of the path as a plain continuation, under transformers' own mask."""
-    rows, size, before = len(cache.slots.lengths), len(PATH), cache.slots.length
+    rows, size, before = len(slots.lengths), len(PATH), slots.length
+    cache = _Generating(target.model.config, slots)
     ids_RP = _tokens(target)[:, PATH].repeat(rows, 1)
     position_RP = (SHORT + torch.arange(size, device=target.device)).repeat(rows, 1)
     logits = []
     for first in range(0, size, step):
-        cache.slots.open(step, target.device)
+        slots.open(step, target.device)
         output = target.model(
             input_ids=ids_RP[:, first : first + step],
             attention_mask=None if real_RS is None else real_RS[:, : before + first + step],
@@ -205,7 +231,7 @@ def _continued(target: HFDecoder, cache: SlotLayers, step: int, real_RS: Tensor 
             use_cache=True,
             return_dict=True,
         )
-        cache.slots.lengths = [n + step for n in cache.slots.lengths]
+        slots.lengths = [n + step for n in slots.lengths]
         logits.append(output.logits.float())
     return torch.cat(logits, dim=1)
 

@@ -81,7 +81,7 @@ class SlotLayers(Cache):
             )
 
 
-def cached_layers(config: Any) -> list[int]:
-    """Layers in which transformers' own cache keeps keys and values for a configuration."""
-    layers = DynamicCache(config=config).layers
-    return [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+def cached_layers(config: Any) -> dict[int, int]:
+    """Layers in which transformers' own cache keeps keys and values for a configuration, each with its window or 0."""
+    layers = enumerate(DynamicCache(config=config).layers)
+    return {i: getattr(layer, "sliding_window", 0) for i, layer in layers if isinstance(layer, CacheLayerMixin)}
