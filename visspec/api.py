@@ -16,7 +16,7 @@ from visspec import requests, zoo
 from visspec.copies import Copied
 from visspec.engine import decode
 from visspec.guard import Guarded
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.targets.hf_decoder import HFDecoder, driven
 from visspec.pace import Pace
 from visspec.stats import Stats
 from visspec.types import Acceptance, Capabilities, Drafter, State
@@ -33,6 +33,7 @@ def accelerate(
     levels: int | None = None,
     adaptive: bool = True,
     tokenizer: Any = None,
+    probe: bool = True,
 ) -> Accelerated:
     """Make a loaded transformers model generate several tokens a pass. The model itself is not changed.
 
@@ -40,9 +41,10 @@ def accelerate(
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: how deep to draft at most. adaptive: draft less, or not at all, where that is measured to be faster.
     tokenizer: for `last_stats`, so that it can show text.
+    probe: run the model on a few tokens, once for its class and configuration, to see that drafts can be verified in it.
     Raises ValueError in one sentence when the model can't be verified or the drafter was made for another target.
     """
-    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer)
+    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe)
 
 
 def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculative:
@@ -78,9 +80,11 @@ class Accelerated(Copied):
     a call's own. Copying and pickling keep the model and what was asked of `accelerate`; figures and pace start anew.
     """
 
-    def __init__(self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None):
+    def __init__(
+        self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True
+    ):
         self.model, self.tokenizer = model, tokenizer
-        self._asked = (drafter, acceptance, levels, adaptive)
+        self._asked = (drafter, acceptance, levels, adaptive, probe)
         self._made = (self._fits(), self._pair())
         self.last_stats: Any = None  # a Stats after the first call
         self.last_state: Any = None  # its finished State
@@ -123,20 +127,21 @@ class Accelerated(Copied):
         return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
 
     def _pair(self) -> Pairing:
-        drafter, acceptance, levels, adaptive = self._asked
+        drafter, acceptance, levels, adaptive, probe = self._asked
+        model = driven(self.model)
         with torch.inference_mode(False), torch.no_grad():  # whoever asks first must not forbid later training
-            inner, name = zoo.drafter(drafter, self.model)
+            inner, name = zoo.drafter(drafter, model)
             if hasattr(inner, "attach"):
-                inner.attach(self.model)
+                inner.attach(model)
             needs = inner.needs if inner is not None else frozenset()
             layers = getattr(inner, "feature_layers", ()) if "features" in needs else ()
-            target = HFDecoder(self.model, tuple(layers), embeddings="embeddings" in needs)
+            target = HFDecoder(model, tuple(layers), embeddings="embeddings" in needs, check=probe)
             rule = own_rule(acceptance)
             check_pairing(inner, rule, target.capabilities)
             guarded = None
             if inner is not None:
                 chains = bool(getattr(rule, "chains", False))
-                guarded = Guarded(inner, target.capabilities, self.model.device, chains)
+                guarded = Guarded(inner, target.capabilities, target.device, chains)
         return Pairing(target, guarded, name, rule, Pace(levels or getattr(inner, "levels", 8), adaptive))
 
     def __getattr__(self, name: str) -> Any:
@@ -163,7 +168,8 @@ class Accelerated(Copied):
         return {"model": self.model, "asked": self._asked, "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["model"], *state["asked"], state["tokenizer"])
+        *asked, probe = state["asked"]
+        self.__init__(state["model"], *asked, state["tokenizer"], probe)
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`
@@ -202,6 +208,8 @@ class _Run:
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         target, drafter, name, rule, pace = self.pairing
+        if model is not target.model:
+            raise ValueError(f"model: got a call of {type(model).__name__}, expected {type(target.model).__name__}")
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         request.media, request.copies = self.media, generation_config.num_return_sequences or 1
         if not request.sampling.greedy:
@@ -235,7 +243,7 @@ class Speculative:
     ):  # fmt: skip
         requests.check_seeds(generator, seed)
         fast = self.fast
-        if fast is None or fast.model is not model:
+        if fast is None or fast.target.model is not model:
             fast = self.fast = accelerate(model, self.drafter, **self.options)
         call = _Run(fast.pairing, fast.tokenizer, tok_streamer, generator, seed)
         output = call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)

@@ -35,6 +35,7 @@ class SlotCache:
         self.values: list[Tensor] = []
         self.lengths = [0] * rows  # committed slots of each row, on the host
         self.padding: Tensor | None = None  # (B, L) bool: which prompt slots are real; None when all are
+        self.nodes = 0  # slots a row that this pass writes
         self._slots: Tensor | None = None  # (B, N) where this pass writes, when rows differ
         self._start = self._extent = 0
 
@@ -49,7 +50,7 @@ class SlotCache:
 
     def open(self, nodes: int, device: torch.device | str) -> int:
         """Announce a pass that writes `nodes` slots a row. Returns the extent: slots that the pass will see."""
-        self._start, self._extent = self.length, self.length + nodes
+        self.nodes, self._start, self._extent = nodes, self.length, self.length + nodes
         self._slots = None
         if not self.uniform:
             self._slots = told(self.lengths, device)[:, None] + torch.arange(nodes, device=device)
@@ -59,7 +60,7 @@ class SlotCache:
         """Announce a pass that writes at the given slots (B, N), overwriting them, and sees `extent` of them. It
         advances no row: nothing is committed afterwards.
         """
-        self._slots, self._extent = slots, extent
+        self.nodes, self._slots, self._extent = slots.shape[1], slots, extent
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's new (B, H, N, E) pair; return views of that layer's slots [0, extent)."""

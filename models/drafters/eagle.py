@@ -18,7 +18,7 @@ from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.feature_drafting import FeatureDrafting
 from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.feature_head import FeatureHead, HeadConfig
-from visspec.models.targets.hf_decoder import CONTENT_IDS
+from visspec.models.targets.hf_decoder import content_ids, vocabulary
 from visspec.types import Scores, State
 
 
@@ -88,9 +88,9 @@ class FeatureDrafter(FeatureDrafting):
 def check_target(config: HeadConfig, model: nn.Module) -> None:
     """Refuse a model that the drafter was not made for."""
     text = model.config.get_text_config()
-    vocab = model.get_output_embeddings().weight.shape[0]
     family, layers = model.config.model_type, text.num_hidden_layers
-    checkpoint.check_target(config, family=family, hidden=text.hidden_size, vocab=vocab, target_layers=layers)
+    found = {"family": family, "hidden": text.hidden_size, "vocab": vocabulary(model), "target_layers": layers}
+    checkpoint.check_target(config, **found)
 
 
 def config_for(model: nn.Module, **options: Any) -> HeadConfig:
@@ -104,16 +104,15 @@ def config_for(model: nn.Module, **options: Any) -> HeadConfig:
         total = sum(section)
         shares = [half * n // total for n in section]
         section = (half - sum(shares[1:]), *shares[1:])
-    ids = {getattr(c, key, None) for c in (model.config, text) for key in CONTENT_IDS}
     return HeadConfig(
         **{
             "family": model.config.model_type,
-            "vocab": model.get_output_embeddings().weight.shape[0],
+            "vocab": vocabulary(model),
             "hidden": text.hidden_size,
             "target_layers": text.num_hidden_layers,
             "heads": heads,
             "intermediate": text.intermediate_size,
-            "image_ids": tuple(sorted(i for i in ids if isinstance(i, int))),
+            "image_ids": tuple(sorted(content_ids(model.config))),
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
             "mrope_section": section,
             **options,

@@ -163,6 +163,8 @@ class FeatureDrafting:
 
     def _logits(self, feature: Tensor) -> Tensor:
         weight = self.lm_head.weight
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():  # packed: only the head can read it
+            return self.lm_head(feature.to(self.dtype))
         return F.linear(feature.to(weight.dtype), weight, self.lm_head.bias)
 
     def _join(self, token: Tensor, feature: Tensor, added: Tensor | None) -> Tensor:

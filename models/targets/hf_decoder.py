@@ -14,20 +14,23 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig
 
 from visspec import tree as trees
-from visspec.cache import SlotCache
-from visspec.models.targets import tree_attention
+from visspec.cache import SlotCache, told
+from visspec.models.targets import probe, rotary, tree_attention
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process
-from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State
+from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
 
 # before, a list of layers gave a tuple of those alone, without the embeddings; so all are asked for (5.17 was tried)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
 LAST = (-1,)
 ATTENTION_WITH_TREES = {"sdpa", "eager", tree_attention.NAME}
+CROSS_ATTENDED = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
+MOST_POSITIONS = 1 << 20  # a longer prompt is prepared like one of this length
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
 
@@ -36,23 +39,33 @@ class HFDecoder:
 
     `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), handed to the drafter
     concatenated; `embeddings` asks for the prompt's input embeddings as well. Raises ValueError for a model that can't
-    be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask).
+    be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask), or
+    whose answers to `probe` show that it can't; `check` False asks it nothing.
     """
 
-    def __init__(self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False):
+    def __init__(self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False, check: bool = True):
         self.model = model
         self.capabilities = describe(model, features)
         self.embeddings = embeddings
         text = model.config.get_text_config()
         mixed = bool(getattr(text, "layer_types", None))  # such models take a mask per kind of layer
-        self.masks = Masks(next(model.get_decoder().parameters()).dtype, _sliding_window(text), mixed)
+        self.decoder = model.get_decoder()
+        self.masks = Masks(_dtype(self.decoder), _sliding_window(text), mixed)
         self.relational = text._attn_implementation == tree_attention.NAME and not self.masks.window
-        inner = features and tuple(features) != LAST  # the last layer's output is seen as it leaves the decoder
+        # the last layer's output is seen as it leaves the decoder, unless that has a head of its own
+        headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
+        self.watched = tuple(features) == LAST and not headed
+        inner = features and not self.watched
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
+        self.rotary = rotary.modules(self.decoder)
+        self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
+        self.padding = probe.check(self).padding if check else True
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        """Where ids and laws live: weights that are loaded for each pass stand on no device between them."""
+        device, hook = self.model.device, getattr(self.model, "_hf_hook", None)
+        return device if device.type != "meta" else torch.device(getattr(hook, "execution_device", device))
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """Run the prompt as transformers' own generate would. `request.inputs` are its prepared model arguments.
@@ -64,23 +77,32 @@ class HFDecoder:
         rows, length = request.prompt.shape
         if length == 0:
             length = inputs["inputs_embeds"].shape[1]
+        self._check_request(request, length)
         cache = SlotLayers(rows)
         cache.slots.open(length, self.device)
         inputs["past_key_values"] = cache
         attention = inputs.get("attention_mask")
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
+        if inputs.get("position_ids") is not None and arguments.get("position_ids") is None:
+            raise ValueError(
+                f"model: {type(self.model).__name__} counts positions itself, expected one that takes position_ids"
+            )
+        # where preparation takes the empty cache away, the model would fill one of its own and go on with that
+        arguments["past_key_values"] = cache
         arguments.update(self._outputs)
-        with _Watch(self.model.get_decoder()) as seen:
+        turning = rotary.Prompt(self.rotary, request.max_new_tokens)
+        with _Watch(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
-        cache.slots.commit([list(range(length))] * rows)
+        cache.check_written(self.model)
+        cache.slots.commit([list(range(cache.slots.nodes))] * rows)
         if attention is not None and not bool(attention.all()):
-            cache.slots.padding = attention.bool()
-            if self.relational:
-                tree_attention.check_padding(cache.slots.padding)
+            self._note_padding(cache.slots, attention.bool())
         positions = seen.get("position_ids")
         if positions is None:
-            positions = torch.arange(length, device=self.device).expand(rows, length)
+            positions = torch.arange(length, device=request.prompt.device).expand(rows, length)
         newest = _last_position(positions).expand(rows)
+        if turning.moves:
+            cache.reach = int(newest.max()) + 2 - cache.slots.length
         ids = request.prompt if request.prompt.shape[1] else request.prompt.new_zeros(rows, 1)
         state = State(request, pending=ids[:, -1], position=newest, cache=cache, rows=list(range(rows)))
         state.tokens = [[] for _ in range(rows)]
@@ -92,6 +114,35 @@ class HFDecoder:
         logits = process(output.logits[:, -1:], trees.undrafted(state.pending), state)
         return state, Scores(logits, self._features(output, seen), aux)
 
+    def _check_request(self, request: Request, length: int) -> None:
+        """Refuse, before any pass, what this request asks of each pass beyond ids. Raises ValueError."""
+        for name in CROSS_ATTENDED:
+            if request.inputs.get(name) is not None:
+                raise ValueError(
+                    f"{name}: got states that every pass attends to, expected a model that reads its image in the prompt"
+                )
+        attention = request.inputs.get("attention_mask")
+        if not self.padding and attention is not None and not bool(attention.all()):
+            raise ValueError(f"attention_mask: got padding, expected rows of one length for {type(self.model).__name__}")
+        if not self.restarts:
+            return
+        longest = request.prompt.shape[1] + request.max_new_tokens - 1
+        if restarts(self.model, length, min(longest, MOST_POSITIONS)):
+            raise ValueError(
+                f"max_new_tokens: got {request.max_new_tokens} behind a prompt of {length}, expected an answer that ends"
+                f" before, or a prompt beyond, the length at which {type(self.model).__name__} computes its cache anew"
+            )
+
+    def _note_padding(self, slots: SlotCache, real_BL: Tensor) -> None:
+        if slots.length != real_BL.shape[1]:
+            raise ValueError(
+                f"attention_mask: got padding of a prompt of {real_BL.shape[1]} ids that takes {slots.length} places,"
+                " expected rows of one length"
+            )
+        slots.padding = real_BL
+        if self.relational:
+            tree_attention.check_padding(real_BL)
+
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows. Scores for (B, N)."""
         slots: SlotCache = state.cache.slots
@@ -101,8 +152,8 @@ class HFDecoder:
             attention = tree_attention.draft_arguments(slots, tree)
         else:
             attention = {"attention_mask": self.masks(slots, tree, extent)}
-        watched = self.capabilities.feature_layers == LAST
-        with _Watch(self.model.get_decoder()) if watched else nullcontext({}) as seen:
+        turning = nullcontext() if state.cache.reach is None else self._steps(state.cache, tree)
+        with _Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
             output = self.model(
                 input_ids=draft.tokens.clamp(min=0),
                 position_ids=state.position[:, None] + tree.depth,
@@ -115,6 +166,12 @@ class HFDecoder:
         aux = {"raw": output.logits} if state.request.keep_raw else {}
         return Scores(process(output.logits, draft, state), self._features(output, seen), aux)
 
+    def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.Steps:
+        """Each node's own reach, for models whose frequencies depend on it."""
+        first = [cache.reach + n for n in cache.slots.lengths]
+        reach_BN = told(first, tree.depth.device)[:, None] + tree.depth
+        return rotary.Steps(self.rotary, reach_BN, min(first), max(first) + tree.levels)
+
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.slots.commit(outcome.path)
 
@@ -125,7 +182,7 @@ class HFDecoder:
         layers = self.capabilities.feature_layers
         if not layers:
             return None
-        if layers == LAST:
+        if self.watched:
             return seen["last_hidden_state"]
         states = output.hidden_states
         return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
@@ -174,11 +231,19 @@ class _Watch:
 
     def _leaving(self, module, args, output) -> None:
         if threading.get_ident() == self.caller:
-            self.seen["last_hidden_state"] = output.last_hidden_state
+            self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)
 
 
 def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
     """What a loaded model can do, from its configuration. Raises ValueError for what can't be verified correctly."""
+    try:
+        return _described(model, features)
+    except AttributeError as error:
+        said = str(error).replace(". ", ", ").rstrip(".")
+        raise ValueError(f"model: {type(model).__name__} is no decoder of one token stream ({said})") from error
+
+
+def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
     config = model.config
     text = config.get_text_config()
     name = type(model).__name__
@@ -190,24 +255,26 @@ def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
         raise ValueError(
             f"model: {name} has {strange}, expected full or sliding attention (rejected tokens could not be undone)"
         )
+    decoder = inspect.signature(model.get_decoder().forward).parameters
+    if "past_key_values" not in decoder:
+        raise ValueError(f"model: {name} keeps no cache of keys and values, expected one that does")
     attention = text._attn_implementation
     if attention not in ATTENTION_WITH_TREES:
         raise ValueError(
             f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' or {tree_attention.NAME!r} (a draft"
             " needs its own mask)"
         )
-    if "position_ids" not in inspect.signature(model.get_decoder().forward).parameters or getattr(text, "alibi", False):
+    if "position_ids" not in decoder or getattr(text, "alibi", False):
         raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")
     depth = text.num_hidden_layers
     for index in features:
         if not -depth - 1 <= index <= depth:
             raise ValueError(f"features: got layer {index}, expected one of {-depth - 1}..{depth} ({name})")
-    never = {getattr(c, key, None) for c in (config, text) for key in CONTENT_IDS}
     return Capabilities(
-        vocab=model.get_output_embeddings().weight.shape[0],
+        vocab=vocabulary(model),
         hidden=text.hidden_size,
         family=config.model_type,
-        never_drafted=frozenset(i for i in never if isinstance(i, int)),
+        never_drafted=content_ids(config),
         feature_layers=tuple(features),
     )
 
@@ -218,3 +285,48 @@ def _sliding_window(text) -> int:
     if not slides and not getattr(text, "layer_types", None):
         slides = bool(getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None))
     return int(text.sliding_window) if slides and text.sliding_window else 0
+
+
+def content_ids(config: PreTrainedConfig) -> frozenset[int]:
+    """Ids that stand for image, video or audio content, wherever in a configuration they are named."""
+    parts = [config, config.get_text_config(), *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))]
+    named = (getattr(part, key, None) for part in parts for key in CONTENT_IDS)
+    return frozenset(i for i in named if isinstance(i, int))
+
+
+def vocabulary(model: Any) -> int:
+    """Number of logits, whatever the head's weights are packed into. Raises ValueError without a head."""
+    head = model.get_output_embeddings()
+    size = getattr(head, "out_features", None)
+    if size is None:
+        size = next(iter(getattr(getattr(head, "weight", None), "shape", ())), None)
+    if size is None:
+        raise ValueError(f"model: {type(model).__name__} names no output embeddings, expected a head over a vocabulary")
+    return size
+
+
+def driven(model: nn.Module) -> nn.Module:
+    """The model whose loop decodes: itself, or the inner one that a `generate` of its own hands prepared inputs to."""
+    names = inspect.unwrap(type(model).generate).__code__.co_names if hasattr(model, "generate") else ()
+    if "super" in names:
+        return model
+    inner = [child for name, child in model.named_children() if name in names and isinstance(child, GenerationMixin)]
+    return inner[0] if inner else model
+
+
+def restarts(model: Any, cached: int, length: int) -> bool:
+    """Whether preparation throws a cache of `cached` tokens away when the ids have become `length` long."""
+    cache = SlotLayers(1)
+    cache.slots.lengths = [cached]
+    ids = torch.zeros(1, 1, dtype=torch.long).expand(1, length)
+    try:
+        arguments = model.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
+    except Exception:  # it asks for what a call of generate brings along
+        return False
+    return arguments.get("past_key_values") is not cache
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    """Of its weights that are floating-point numbers: packed ones may be integers."""
+    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(floating, torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
@@ -34,17 +36,50 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotLayers(Cache):
-    """What a model is given as `past_key_values`; `slots` is what the loop works with."""
+    """What a model is given as `past_key_values`; `slots` is what the loop works with.
+
+    `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
+    own. `reach` belongs to `rotary`.
+    """
+
+    reach: int | None = None
 
     def __init__(self, rows: int):
         self.slots, self.rows = SlotCache(rows), list(range(rows))
         self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
+        self.written: dict[int, int] = {}
         super().__init__(layers=[SlotLayer(self.slots, 0)])
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        place = self.written.get(layer_idx)
+        if place is None:
+            place = self._first(layer_idx, key_states.shape[2])
+        return self.slots.write(place, key_states, value_states)
+
+    def _first(self, layer_idx: int, width: int) -> int:
+        """Gives a layer its place, as it is first written. Raises ValueError where it writes another number of slots
+        than the layers before it.
+        """
+        if not self.written and self.slots.length == 0:
+            self.slots.open(width, "cpu")  # a prompt may take more slots than it has ids: images in front of it
+        if width != self.slots.nodes:
+            raise ValueError(
+                f"model: got {width} keys from its layer {layer_idx} and {self.slots.nodes} from those before, expected"
+                " layers that attend to the same tokens (cross-attention can't be verified)"
+            )
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self.slots, len(self.layers)))
-        return self.slots.write(layer_idx, key_states, value_states)
+        self.written[layer_idx] = len(self.written)
+        return self.written[layer_idx]
+
+    def check_written(self, model: Any) -> None:
+        """Raises ValueError unless every layer in which the model's own cache keeps keys has been written."""
+        expected = cached_layers(model.config)
+        if missing := [index for index in expected if index not in self.written]:
+            raise ValueError(
+                f"model: {type(model).__name__} wrote keys and values in {len(self.written)} of {len(expected)} layers"
+                f" (not in layer {missing[0]}), expected all of them in the cache it was given"
+            )
 
     def select(self, keep: list[int], aside: bool = False) -> None:
         """Drop all rows but these; `aside`: set what they hold aside, for `dynamic`."""
@@ -76,3 +111,9 @@ class SlotLayers(Cache):
             layer.keys, layer.values = keys[:, :, :longest], values[:, :, :longest]
             cache.layers.append(layer)
         return cache
+
+
+def cached_layers(config: Any) -> dict[int, int]:
+    """Layers in which transformers' own cache keeps keys and values for a configuration, each with its window or 0."""
+    layers = enumerate(DynamicCache(config=config).layers)
+    return {i: getattr(layer, "sliding_window", 0) for i, layer in layers if isinstance(layer, CacheLayerMixin)}

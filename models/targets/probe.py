@@ -1,0 +1,263 @@
+"""Asks a model, when it is wrapped, whether trees and ragged rows can be verified in it: structure, not names.
+
+A small branching draft below two rows of very different length goes through `HFDecoder.verify`; the same path goes
+through the model alone, as a plain continuation of left-padded rows under transformers' own masks. What comes before the
+draft is made up, keys and values that no pass computed, so that thousands of slots cost nothing: a window in some
+buffer of the model then sees other slots in the one pass than in the other. Two passes over a few tokens; nothing of the
+model changes. What lies beyond the slots tried (`LONG`, or any window the configuration names) is not seen.
+
+Shapes: R rows, N nodes, P nodes on the path, S slots, V vocabulary, H heads, E head size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.cache import SlotCache
+from visspec.models.targets import rotary
+from visspec.models.targets.slot_layers import SlotLayer, SlotLayers, cached_layers
+from visspec.types import Draft, Request, State
+
+if TYPE_CHECKING:
+    from visspec.models.targets.hf_decoder import HFDecoder
+
+PARENT, PATH = (-1, 0, 0, 2, 2, 4), (0, 2, 4, 5)  # the path's slots are not its depths
+SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of one row, of the other, and at most
+BESIDE_WINDOW = 16
+EXPECTED = "a decoder of ids that attends by the mask and the positions it is given"
+SPECIAL = ("pad", "bos", "eos")
+# relative errors that are rounding: in float32, in coarser arithmetic, in terms of the root's; one that never is
+EXACT, COARSE, TIMES_ROOT, WRONG = 1e-3, 0.1, 10.0, 0.5
+ROUGH = 1e-4  # an error of the root above it says that the arithmetic is coarse
+
+
+class Answer(NamedTuple):
+    fault: str | None = None  # what is wrong with the model
+    padding: bool = True  # whether rows padded at the left are continued as they would be without padding
+    error: float = 0.0  # by how much a node's law differs from that of the same tokens one by one, of its spread
+
+
+_answers: dict[tuple, Answer] = {}
+
+
+def check(target: HFDecoder) -> Answer:
+    """What the model answers. Raises ValueError in one sentence where it can't be verified. Answers are kept by class
+    and configuration.
+    """
+    model = target.model
+    key = type(model), target.relational, model.dtype, target.device.type, repr(model.config.to_dict())
+    if key not in _answers:
+        with untouched(model):
+            _answers[key] = _asked(target)
+    answer = _answers[key]
+    if answer.fault is not None:
+        raise ValueError(answer.fault)
+    if answer.error > EXACT and _exact(model):
+        warnings.warn(
+            f"model: {type(model).__name__} computes a token's law differently beside others (by {answer.error:.2g} of"
+            " its spread), as quantised arithmetic may: tokens near a tie can fall otherwise than one by one",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return answer
+
+
+def _asked(target: HFDecoder) -> Answer:
+    name = type(target.model).__name__
+    exact = _exact(target.model)
+    try:
+        tree_RPV = _in_a_tree(target)
+        # the second only where the first differs: models that let a prompt see its own end are causal step by step alone
+        for step, padding in ((len(PATH), True), (1, True), (1, False)):
+            path_RPV = _padded(target, step) if padding else torch.cat([_alone(target, row, step) for row in range(2)])
+            error, limit = _difference(tree_RPV, path_RPV, exact)
+            if error <= limit:
+                return Answer(padding=padding, error=error)
+    except Exception as raised:
+        said = str(raised).split("\n")[0].replace(". ", ", ").rstrip(".")
+        if said.startswith("model: "):
+            return Answer(said)  # our own cache has found the fault
+        return Answer(f"model: {name} can't run a draft ({type(raised).__name__}: {said}), expected {EXPECTED}")
+    return Answer(
+        f"model: {name} gives a draft's nodes other laws than the same tokens one by one (by {error:.2g} of their spread), expected"
+        f" {EXPECTED}"
+    )
+
+
+def _exact(model: Any) -> bool:
+    """Whether it claims to compute in float32 or better."""
+    return model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False)
+
+
+def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float, float]:
+    """The greatest difference of laws relative to their spread, and the greatest that rounding explains."""
+    if not bool(path_RPV.isfinite().all()):
+        return 0.0, 0.0  # weights that give no numbers say nothing of the structure
+    spread_RP = (path_RPV - path_RPV.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    error_RP = (tree_RPV - path_RPV).norm(dim=-1) / spread_RP.clamp(min=torch.finfo(torch.float32).tiny)
+    root = float(error_RP[0, 0])
+    # in coarse arithmetic single nodes may go far astray (an expert chosen by a hair), whole rows may not
+    coarse = root > ROUGH or not exact
+    error = error_RP.median(dim=-1).values.max() if coarse else error_RP.max()
+    return float(error), min(max(TIMES_ROOT * root, EXACT if exact else COARSE), WRONG)
+
+
+class _MadeUp(SlotCache):
+    """Slots whose committed keys are zero and values random, made for one layer at a time: no memory to speak of."""
+
+    def __init__(self, values_RSE: Tensor, lengths: list[int]):
+        super().__init__(len(values_RSE))
+        self.made_up, self.lengths = values_RSE, lengths
+        self.steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # what earlier passes wrote behind them, by layer
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        rows, heads, _, size = value.shape
+        self.keys = [key.new_zeros(*key.shape[:2], self._extent, key.shape[-1])]
+        self.values = [value.new_zeros(rows, heads, self._extent, size)]
+        known = self.made_up[:, None, : self._extent].to(value)
+        for first in range(0, size, known.shape[-1]):
+            width = min(size - first, known.shape[-1])
+            self.values[0][:, :, : known.shape[2], first : first + width] = known[..., :width]
+        for n, (earlier_key, earlier_value) in enumerate(steps := self.steps.setdefault(layer, []), known.shape[2]):
+            self.keys[0][:, :, n], self.values[0][:, :, n] = earlier_key[:, :, 0], earlier_value[:, :, 0]
+        steps.append((key, value))
+        return super().write(0, key, value)
+
+
+def _values(target: HFDecoder) -> Tensor:
+    """Made-up values of a long and a short row, each from its first slot on: (2, S, 64)."""
+    text = target.model.config.get_text_config()
+    named = [v + BESIDE_WINDOW for k, v in text.to_dict().items() if "window" in k and type(v) is int]
+    room = getattr(text, "max_position_embeddings", None) or LONGEST
+    long = max(min(max([LONG, *named]), LONGEST, room - len(PARENT)), SHORT + 1)
+    values_RSE = torch.randn(2, long, 64, generator=torch.Generator().manual_seed(0))
+    values_RSE[0] *= long**0.5  # the mean over many of them is then as large as that over few
+    return values_RSE
+
+
+class _Sliding(SlotLayer):
+    """A layer that hands out no more than a window, as those of transformers' own cache."""
+
+    is_sliding = True
+
+    def __init__(self, slots: SlotCache, index: int, window: int):
+        super().__init__(slots, index)
+        self.window = window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = min(self.slots.length, self.window - 1)
+        return held + query_length, self.slots.length - held
+
+
+class _Generating(SlotLayers):
+    """Made-up slots as transformers' own cache keeps them."""
+
+    def __init__(self, config: Any, slots: _MadeUp):
+        super().__init__(len(slots.lengths))
+        self.slots, windows = slots, cached_layers(config)
+        self.layers = [_layer(slots, index, windows.get(index, 0)) for index in range(max(windows) + 1)]
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        pair = super().update(key_states, value_states, layer_idx)
+        held = self.layers[layer_idx].get_mask_sizes(key_states.shape[2])[0]
+        return tuple(states[:, :, -held:] for states in pair)
+
+
+def _layer(slots: SlotCache, index: int, window: int) -> SlotLayer:
+    return _Sliding(slots, index, window) if window else SlotLayer(slots, index)
+
+
+def _tokens(target: HFDecoder) -> Tensor:
+    """Ordinary ids for the draft's nodes, (1, N)."""
+    text = target.model.config.get_text_config()
+    special = target.capabilities.never_drafted | {getattr(text, f"{name}_token_id", None) for name in SPECIAL}
+    ordinary = [i for i in range(target.capabilities.vocab) if i not in special]
+    return torch.tensor([[ordinary[n % len(ordinary)] for n in range(len(PARENT))]], device=target.device)
+
+
+def _in_a_tree(target: HFDecoder) -> Tensor:
+    """Logits of the path's nodes, from a pass over the tree: (R, P, V)."""
+    tokens_RN = _tokens(target).repeat(2, 1)
+    tree = trees.static(PARENT, str(target.device))
+    request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
+    values_RSE = _values(target)
+    cache = SlotLayers(2)
+    cache.slots = cache.layers[0].slots = _MadeUp(values_RSE, [values_RSE.shape[1], SHORT])
+    position = torch.full((2,), SHORT, device=target.device)
+    state = State(request, tokens_RN[:, 0], position, cache, rows=[0, 1])
+    logits_RNV = target.verify(state, Draft(tokens_RN, tree)).logits
+    cache.check_written(target.model)
+    return logits_RNV[:, PATH]
+
+
+def _padded(target: HFDecoder, step: int) -> Tensor:
+    """The same of the path without its siblings, `step` tokens a pass, the short row padded at the left: (R, P, V)."""
+    values_RSE = _values(target)
+    long = values_RSE.shape[1]
+    values_RSE[1] = values_RSE[1].roll(-SHORT, 0)
+    real_RS = torch.ones(2, long + len(PATH), dtype=torch.long, device=target.device)
+    real_RS[1, : long - SHORT] = 0
+    return _continued(target, _MadeUp(values_RSE, [long, long]), step, real_RS)
+
+
+def _alone(target: HFDecoder, row: int, step: int) -> Tensor:
+    """The same of one row by itself: (1, P, V)."""
+    length = [None, SHORT][row]
+    values_RSE = _values(target)[row : row + 1, :length]
+    return _continued(target, _MadeUp(values_RSE, [values_RSE.shape[1]]), step)
+
+
+def _continued(target: HFDecoder, slots: _MadeUp, step: int, real_RS: Tensor | None = None) -> Tensor:
+    """Logits of the path as a plain continuation, under transformers' own mask."""
+    rows, size, before = len(slots.lengths), len(PATH), slots.length
+    cache = _Generating(target.model.config, slots)
+    ids_RP = _tokens(target)[:, PATH].repeat(rows, 1)
+    position_RP = (SHORT + torch.arange(size, device=target.device)).repeat(rows, 1)
+    logits = []
+    for first in range(0, size, step):
+        slots.open(step, target.device)
+        output = target.model(
+            input_ids=ids_RP[:, first : first + step],
+            attention_mask=None if real_RS is None else real_RS[:, : before + first + step],
+            position_ids=position_RP[:, first : first + step],
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        slots.lengths = [n + step for n in slots.lengths]
+        logits.append(output.logits.float())
+    return torch.cat(logits, dim=1)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Runs the model as for inference and leaves everything as it was: modes, buffers, hooks, random numbers."""
+    kept = [(module, dict(vars(module)), _dictionaries(module)) for module in model.modules()]
+    inner = [(buffer, buffer.clone()) for module in rotary.modules(model) for buffer in module.buffers()]
+    devices = [] if model.device.type != "cuda" else [model.device]
+    try:
+        with torch.inference_mode(), torch.random.fork_rng(devices):
+            if any(module.training for module, *_ in kept):
+                model.eval()
+            yield
+    finally:
+        for module, attributes, dictionaries in kept:
+            for here, before in [(vars(module), attributes), *dictionaries]:
+                here.clear()
+                here.update(before)
+        with torch.no_grad():
+            for buffer, before in inner:  # some are written in place
+                buffer.copy_(before)
+
+
+def _dictionaries(module: nn.Module) -> list[tuple[dict, dict]]:
+    """Its buffers and hooks, with what is in them: models install hooks of their own at their first pass."""
+    inside = [value for name, value in vars(module).items() if name == "_buffers" or name.startswith("_forward_")]
+    return [(value, dict(value)) for value in inside]
