@@ -8,7 +8,8 @@ At a node with target law p the siblings are tried in index order with a residua
 and after the last one `next` is drawn from r by inverse CDF (the bonus token where a node has no children). This keeps
 the law of the target (Leviathan et al. 2023, Chen et al. 2023; trees: SpecInfer, EAGLE). A relaxed rule adds a mass to
 r(x): f = min(1, (r(x) + mass)/q(x)), never below the exact f, with the residual unchanged, and `drift` sums
-f - min(1, r(x)/q(x)) over the tried nodes (LANTERN's neighbourhood mass is computed here when `neighbours` is given).
+f - min(1, r(x)/q(x)) over the tried nodes. Given `neighbours`, the mass is LANTERN's (`neighbour_mass`) under r: later
+siblings borrow from what is left, and a code within the bound of an earlier sibling lends them nothing.
 
 Closed forms, so that a sibling needs no pass over V. Point mass: r(x_j) = p(x_j) / (1 - sum of the earlier siblings'
 p). Drawn: with M_0 = 1, u_j = u_{j-1} - M_{j-1} q_j and M_j = sum [u_j]+, the residual is [u_j]+ / M_j.
@@ -25,11 +26,13 @@ from visspec.kernels.common import (
     FLOATS,
     INTS,
     TINY,
+    as_float32,
     check_ids,
     check_laws,
     check_tensor,
     host,
     jit,
+    known,
     launchable,
     law_tolerance,
     next_power_of_2,
@@ -39,7 +42,8 @@ from visspec.kernels.common import (
     tl,
     widen,
 )
-from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_mass, table_on_host
+from visspec.kernels.displacement import batched, mean_distance
+from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_prefix, table_on_host
 
 
 def reference(
@@ -47,12 +51,13 @@ def reference(
 ):
     """The definition, one row at a time in Python floats: tokens (N), parent (N), p and q (N, V), coins (N), draw.
 
-    Returns the accepted path (list of nodes), the next token and the drift.
+    Returns the accepted path (list of nodes), the next token, the drift, and of each node of the path the chance that
+    the exact rule would have rejected it, see `displacement`.
     """
     tokens, parent, coins, draw = tokens.tolist(), parent.tolist(), coins.double().tolist(), float(draw)
     p, q = p.double().tolist(), None if q is None else q.double().tolist()
-    current, path, drift, siblings = 0, [0], 0.0, 0
-    residual, left, zeroed = list(p[0]), 1.0, set()
+    current, path, gain, drift, siblings = 0, [0], [0.0], 0.0, 0
+    residual, left, zeroed, lent = list(p[0]), 1.0, set(), set()
     for n in range(1, len(tokens)):
         if parent[n] != current or len(path) - 1 == depth or siblings == branch:
             continue
@@ -61,15 +66,20 @@ def reference(
         exact = max(residual[x], 0.0) / max(left * (1.0 if q is None else q[n][x]), TINY)
         exact = min(1.0, exact)
         extra = 0.0 if mass is None else float(mass[n])
-        if neighbours is not None:
-            extra = reference_mass(p[current], x, neighbours[x].tolist(), delta, lam)
+        if neighbours is not None and x not in zeroed:
+            bound = as_float32(delta) * left if lam is None else (as_float32(lam) - 1.0) * max(residual[x], 0.0)
+            weights = [0.0 if y in lent else max(r, 0.0) for y, r in enumerate(residual)]
+            borrowed, count = reference_prefix(weights, neighbours[x].tolist(), bound)
+            extra = borrowed / max(left, TINY)
+            lent.update(neighbours[x, :count].tolist())
         if q is None and x in zeroed:
             extra = 0.0
         f = max(exact, min(1.0, exact + extra / (1.0 if q is None else max(q[n][x], TINY))))
         drift += f - exact
         if coins[n] < f:
-            current, residual, left, zeroed, siblings = n, list(p[n]), 1.0, set(), 0
+            current, residual, left, zeroed, lent, siblings = n, list(p[n]), 1.0, set(), set(), 0
             path.append(n)
+            gain.append((f - exact) / f)
         elif q is None:
             left -= 0.0 if x in zeroed else p[current][x]
             residual[x] = 0.0
@@ -77,7 +87,7 @@ def reference(
         else:
             residual = [r - left * s for r, s in zip(residual, q[n])]
             left = sum(max(r, 0.0) for r in residual)
-    return path, _draw(residual, p[current], draw), drift
+    return path, _draw(residual, p[current], draw), drift, gain
 
 
 def _draw(residual, law, draw):
@@ -90,32 +100,47 @@ def _draw(residual, law, draw):
     return max(range(len(law)), key=law.__getitem__)
 
 
-def accept_tree_host(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
+def accept_tree_host(
+    tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
+):
     """The CPU path: a walk over the nodes that can be reached, on numpy views of the tensors.
 
     A CPU has no device to wait for, and a walk reads the laws, drafts and neighbours of the tried nodes only.
     """
     B, N, V = p.shape
     check_ids("tokens", tokens, V)
-    p, q, mass = host(p), None if q is None else host(q), None if mass is None else mass.tolist()
+    laws = _softmax_of(p) if scores else _rows_of(host(p))
+    q, mass = None if q is None else host(q), None if mass is None else mass.tolist()
     tokens, coins, draw = tokens.tolist(), coins.tolist(), draw.tolist()
     parent = parent.tolist() if parent.dim() == 2 else [parent.tolist()] * B
     near = None if neighbours is None else (table_on_host(neighbours), delta, lam)
-    columns = min(depth + 1, N)
+    space, columns = None if space is None else host(space), min(depth + 1, N)
     path = np.full((B, columns), -1)
-    length, following, drift = np.empty(B, np.int64), np.empty(B, np.int64), np.empty(B, np.float32)
+    length, following = np.empty(B, np.int64), np.empty(B, np.int64)
+    drift, moved = np.empty(B, np.float32), np.empty(B, np.float32)
     for b, ids in enumerate(tokens):
-        drafts, extra = None if q is None else q[b], None if mass is None else mass[b]
-        kept, left, law, drift[b] = _walk(ids, parent[b], p[b], drafts, coins[b], extra, near, columns, branch)
+        drafts, extra, law_at = None if q is None else q[b], None if mass is None else mass[b], laws(b)
+        kept, left, law, drift[b], moved[b] = _walk(
+            ids, parent[b], law_at, drafts, coins[b], extra, near, columns, branch, space
+        )
         following[b], length[b] = _draw_by_blocks(left, law, draw[b]), len(kept)
         path[b, : len(kept)] = kept
-    return tuple(map(torch.from_numpy, (path, length, following, drift)))
+    return tuple(map(torch.from_numpy, (path, length, following, drift, moved)))
 
 
-def _walk(tokens, parent, p, q, coins, mass, near, columns, branch):
-    """One row: the accepted nodes, what is left of the law after them (fp64), that law, and the drift."""
-    kept, current, drift, tried, rest, left, siblings = [0], 0, 0.0, set(), None, 1.0, 0
-    law = widen(p[0])
+def _rows_of(p):
+    return lambda b: lambda n: widen(p[b, n])
+
+
+def _softmax_of(scores):
+    """As `_rows_of`, from log-laws: those of nodes that nobody reaches are never worked out."""
+    return lambda b: lambda n: widen(host(torch.softmax(scores[b, n], -1)))
+
+
+def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
+    """One row: the accepted nodes, what is left of the law after them (fp64), that law, the drift, the displacement."""
+    kept, current, drift, moved = [0], 0, 0.0, 0.0
+    tried, rest, left, free, siblings, law = set(), None, 1.0, None, 0, law_at(0)
     for n in range(1, len(tokens)):
         if parent[n] != current or siblings == branch or len(kept) == columns:
             continue
@@ -129,30 +154,57 @@ def _walk(tokens, parent, p, q, coins, mass, near, columns, branch):
         else:
             drawn = widen(q[n])
             qx, room = float(drawn[x]), px if rest is None else float(rest[x])
-        exact = min(1.0, max(room, 0.0) / max(left * qx, TINY))
-        f = exact
+        f = exact = min(1.0, max(room, 0.0) / max(left * qx, TINY))
+        lenders = ()
         if near is not None and exact < 1.0:
             table, delta, lam = near
-            added = prefix_mass(law, table[x], (lam - 1.0) * px if delta is None else delta)
-            f = max(exact, min(1.0, exact + added / max(qx, TINY)))
+            bound = left * delta if lam is None else (lam - 1.0) * max(room, 0.0)
+            added, count = prefix_mass(law if rest is None else rest, table[x], bound, free)
+            f, lenders = max(exact, min(1.0, exact + added / max(left * qx, TINY))), table[x, :count]
         elif mass is not None:
             f = max(exact, min(1.0, exact + mass[n] / max(qx, TINY)))
         drift += f - exact
         if coins[n] < f:
+            if space is not None and f > exact:  # y is drawn from what is left after a rejection of x
+                over = law if rest is None else rest
+                over = _zeroed(law.copy(), (*tried, x)) if q is None else _less(over, drawn, left)
+                moved += (f - exact) / f * mean_distance(x, over, space)
             kept.append(n)
-            current, law, tried, rest, left, siblings = n, widen(p[n]), set(), None, 1.0, 0
-        elif q is None:
+            tried, rest, left, free, siblings, current, law = set(), None, 1.0, None, 0, n, law_at(n)
+            continue
+        if near is not None and siblings < branch:
+            free = _without(lenders, x if q is None else None, free, len(law))
+        if q is None:
             tried.add(x)
             left -= px
         else:
-            rest = (law if rest is None else rest) - left * drawn.astype(np.float64)
-            left = float(np.maximum(rest, 0.0).sum())
-    if rest is not None:
-        return kept, np.maximum(rest, 0.0, out=rest), law, drift
-    rest = law.astype(np.float64)
-    for x in tried:
-        rest[x] = 0.0
-    return kept, rest, law, drift
+            rest = _less(law if rest is None else rest, drawn, left)
+            left = float(rest.astype(np.float64).dot(ones(len(rest))))
+    return kept, _zeroed((law if rest is None else rest).astype(np.float64), tried), law, drift, moved
+
+
+def _less(law, drawn, left):
+    """[law - left * drawn]+, in the type of the law."""
+    rest = np.multiply(drawn, left, dtype=law.dtype)
+    return np.maximum(np.subtract(law, rest, out=rest), 0.0, out=rest)
+
+
+def _zeroed(weights, ids):
+    for x in ids:
+        weights[x] = 0.0
+    return weights
+
+
+def _without(lenders, x, free, count):
+    """Which codes may lend to the next sibling: none that has lent before, and no rejected point mass x."""
+    free = np.ones(count, bool) if free is None else free
+    if len(lenders) and not known(lenders, count):
+        lenders = lenders[(lenders >= 0) & (lenders < count)]
+    if len(lenders):
+        free[lenders] = False
+    if x is not None:
+        free[x] = False
+    return free
 
 
 def _draw_by_blocks(weights, law, draw):
@@ -175,10 +227,10 @@ def _draw_by_blocks(weights, law, draw):
 
 @jit
 def _accept_tree_kernel(  # noqa: C901
-    tokens, parent, p, q, coins, draw, mass, neighbours, scratch, path, length, next_token, drift,
+    tokens, parent, p, q, coins, draw, mass, neighbours, scratch, marks, path, length, next_token, drift, gain,
     parent_stride, N, V, K, D, branch, delta, lam,
-    DRAWN: tl.constexpr, MASS: tl.constexpr, NEAR: tl.constexpr, LAM: tl.constexpr, TINY: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    DRAWN: tl.constexpr, MASS: tl.constexpr, NEAR: tl.constexpr, LAM: tl.constexpr, ONCE: tl.constexpr,
+    TINY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per row: walk the nodes, try the children of the current one, draw the next token."""
     row = tl.program_id(0).to(tl.int64)
@@ -201,6 +253,12 @@ def _accept_tree_kernel(  # noqa: C901
         for start in range(0, V, BLOCK_V):
             at = start + tl.arange(0, BLOCK_V)
             tl.store(rest + at, tl.load(laws + at, mask=at < V, other=0.0).to(kind), mask=at < V)
+    spoken = marks + row * V  # 1 + the node at which a code has lent, or was rejected as a point mass
+    if ONCE:
+        for start in range(0, V, BLOCK_V):
+            at = start + tl.arange(0, BLOCK_V)
+            tl.store(spoken + at, tl.zeros((BLOCK_V,), tl.int32), mask=at < V)
+    if DRAWN or ONCE:
         tl.debug_barrier()
     for n in range(1, N):
         above = tl.load(parent + row * parent_stride + n).to(tl.int32)
@@ -216,6 +274,8 @@ def _accept_tree_kernel(  # noqa: C901
             earlier = (parents == above) & (nodes < n)
             valid = known
             qx = tl.full((), 1.0, tl.float64)
+            room = px
+            over = left
             if DRAWN:
                 qx = tl.load(draft + safe).to(tl.float64)
                 past = tl.load(drafts + nodes.to(tl.int64) * V + safe, mask=earlier, other=0.0).to(tl.float64)
@@ -225,14 +285,17 @@ def _accept_tree_kernel(  # noqa: C901
             else:
                 twins = tl.sum((earlier & (drafted == x)).to(tl.int32))
                 valid = known & (twins == 0)
-                exact = tl.minimum(px / tl.maximum(1.0 - spent, TINY), 1.0)
+                over = 1.0 - spent
+                exact = tl.minimum(px / tl.maximum(over, TINY), 1.0)
+            share = qx
             extra = tl.full((), 0.0, tl.float64)
             if MASS:
                 extra = tl.load(mass + row * N + n).to(tl.float64)
             if NEAR:
-                bound = tl.full((), 0.0, tl.float64) + delta
+                share = tl.maximum(over * qx, TINY)
+                bound = over * delta
                 if LAM:
-                    bound = px * (lam - 1.0)
+                    bound = room * (lam - 1.0)
                 total = tl.full((), 0.0, tl.float64)
                 k = tl.full((), 0, tl.int32)
                 limit = tl.full((), 0, tl.int32) + K
@@ -240,20 +303,28 @@ def _accept_tree_kernel(  # noqa: C901
                     at = k + tl.arange(0, BLOCK_K)
                     near = tl.load(neighbours + safe * K + at, mask=at < K, other=0).to(tl.int64)
                     near_ok = (at < K) & (near >= 0) & (near < V)
-                    weight = tl.load(law + near, mask=near_ok, other=0.0).to(tl.float64)
+                    if DRAWN:
+                        weight = tl.maximum(tl.load(rest + near, mask=near_ok, other=0.0), 0.0).to(tl.float64)
+                    else:
+                        weight = tl.load(law + near, mask=near_ok, other=0.0).to(tl.float64)
+                    if ONCE:
+                        weight = tl.where(tl.load(spoken + near, mask=near_ok, other=0) == cur + 1, 0.0, weight)
                     summed = total + tl.cumsum(weight, 0)
                     kept = summed <= bound
                     extra = tl.maximum(extra, tl.max(tl.where(kept, summed, 0.0), 0))
                     total += tl.sum(weight, 0)
+                    if ONCE:  # what an accepted node has borrowed is never asked for again
+                        tl.store(spoken + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=near_ok & kept & valid)
                     k += BLOCK_K
                     limit = tl.where(total <= bound, limit, 0)
             exact = tl.where(valid, exact, 0.0)
-            relaxed = tl.maximum(tl.minimum(exact + extra / qx, tl.where(valid, 1.0, 0.0)), exact)
+            relaxed = tl.maximum(tl.minimum(exact + extra / share, tl.where(valid, 1.0, 0.0)), exact)
             moved += relaxed - exact
             coin = tl.load(coins + row * N + n).to(tl.float64)
             if coin < relaxed:
                 cur = tl.full((), 0, tl.int32) + n
                 tl.store(path + row * D + count, cur.to(tl.int64))
+                tl.store(gain + row * D + count, ((relaxed - exact) / relaxed).to(tl.float32))
                 count += 1
                 siblings = tl.full((), 0, tl.int32)
                 left = tl.full((), 1.0, tl.float64)
@@ -267,6 +338,10 @@ def _accept_tree_kernel(  # noqa: C901
                     tl.debug_barrier()
             else:
                 spent += tl.where(valid, px, 0.0)
+                if ONCE:
+                    if not DRAWN:
+                        tl.store(spoken + safe, cur + 1, mask=valid)
+                    tl.debug_barrier()
                 if DRAWN:
                     before = tl.where(nodes == n, left, before)
                     weight = left.to(kind)
@@ -316,7 +391,7 @@ def _accept_tree_kernel(  # noqa: C901
 
 
 def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
-    """Launches one program per row."""
+    """Launches one program per row. Returns also the gain of each node of the path, see `displacement`."""
     launchable(p)
     B, N = tokens.shape
     V, D = p.shape[-1], min(depth + 1, N)
@@ -326,52 +401,59 @@ def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delt
     path = torch.full((B, D), -1, dtype=torch.int64, device=p.device)
     length, next_token = (torch.empty(B, dtype=torch.int64, device=p.device) for _ in range(2))
     drift = torch.empty(B, dtype=torch.float32, device=p.device)
+    gain = torch.zeros(B, D, dtype=torch.float32, device=p.device)
     scratch = torch.empty(B, V, dtype=kind, device=p.device)
+    once = neighbours is not None and branch > 1
+    marks = torch.empty(B, V, dtype=torch.int32, device=p.device) if once else length
     _accept_tree_kernel[(B,)](
         tokens, parent, p, p if q is None else q, coins, draw, coins if mass is None else mass,
-        tokens if neighbours is None else neighbours, scratch, path, length, next_token, drift,
+        tokens if neighbours is None else neighbours, scratch, marks, path, length, next_token, drift, gain,
         N if parent.dim() == 2 else 0, N, V, 0 if neighbours is None else neighbours.shape[1], D, branch,
         0.0 if delta is None else delta, 1.0 if lam is None else lam,
-        DRAWN=q is not None, MASS=mass is not None, NEAR=neighbours is not None, LAM=delta is None, TINY=TINY,
-        BLOCK_N=next_power_of_2(N), BLOCK_V=min(2048, next_power_of_2(V)),
+        DRAWN=q is not None, MASS=mass is not None, NEAR=neighbours is not None, LAM=delta is None, ONCE=once,
+        TINY=TINY, BLOCK_N=next_power_of_2(N), BLOCK_V=min(2048, next_power_of_2(V)),
         BLOCK_K=128 if neighbours is None else min(1024, next_power_of_2(neighbours.shape[1])),
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    return path, length, next_token, drift
+    return path, length, next_token, drift, gain
 
 
-@torch.library.custom_op("visspec::accept_tree", mutates_args=())
-def _accept_tree_op(
-    tokens: torch.Tensor,
-    parent: torch.Tensor,
-    p: torch.Tensor,
-    q: torch.Tensor | None,
-    coins: torch.Tensor,
-    draw: torch.Tensor,
-    mass: torch.Tensor | None,
-    neighbours: torch.Tensor | None,
-    delta: float | None,
-    lam: float | None,
-    depth: int,
-    branch: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return accept_tree_host(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
+@on_device
+def accept_tree_device(
+    tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
+):
+    """The path of a device: the launch, and what the displacement takes."""
+    if scores:
+        p = torch.softmax(p, -1)
+    rule = (mass, neighbours, delta, lam, depth, branch)
+    *verdict, gain = accept_tree_triton(tokens, parent, p, q, coins, draw, *rule)
+    if space is None:
+        return *verdict, torch.zeros_like(verdict[-1])
+    return *verdict, batched(tokens, parent, p, q, verdict[0], gain, space, branch)
 
 
-_accept_tree_op.register_kernel("cuda")(on_device(accept_tree_triton))
-
-
-@_accept_tree_op.register_fake
-def _accept_tree_fake(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
+def _fake(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False):
     B, N = tokens.shape
     ids = tokens.new_empty(B, dtype=torch.int64)
     path = tokens.new_empty((B, min(depth + 1, N)), dtype=torch.int64)
-    return path, ids, torch.empty_like(ids), tokens.new_empty(B, dtype=torch.float32)
+    return path, ids, torch.empty_like(ids), *(tokens.new_empty(B, dtype=torch.float32) for _ in range(2))
+
+
+# Not `custom_op`: its wrapper alone takes 40 us a call, a tenth of a verification as the engine makes it.
+torch.library.define(
+    "visspec::accept_tree",
+    "(Tensor tokens, Tensor parent, Tensor p, Tensor? q, Tensor coins, Tensor draw, Tensor? mass, Tensor? neighbours,"
+    " float? delta, float? lam, int depth, int branch, Tensor? space=None, bool scores=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.impl("visspec::accept_tree", "CPU", accept_tree_host)
+torch.library.impl("visspec::accept_tree", "CUDA", accept_tree_device)
+torch.library.register_fake("visspec::accept_tree", _fake)
 
 
 def accept_tree(
     tokens, parent, p, q=None, coins=None, draw=None, *, mass=None, neighbours=None, delta=None, lam=None,
-    depth=None, branch=None, check=False,
+    depth=None, branch=None, space=None, scores=False, check=False,
 ):  # fmt: skip
     """Accepts a path of the draft tree and draws the token after it.
 
@@ -379,13 +461,15 @@ def accept_tree(
     pending token, and at padding nodes; others after their parent. p (B, N, V): law after each node. q (B, N, V): law
     from which each node was drawn given its earlier siblings; None: nodes are point masses. coins (B, N) and draw (B,):
     uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN) or lam (LANTERN++), see
-    `neighbour_mass`. depth: longest path without the root (default N - 1); branch: most children of a node that are
-    tried (default N - 1). Deeper nodes and later siblings are left out, as if they were padding.
+    `neighbour_mass`, here of the residual. depth: longest path without the root (default N - 1); branch: most children
+    of a node that are tried (default N - 1). Deeper nodes and later siblings are left out, as if they were padding.
+    space (E + 2, K): what `displacement.coordinates` gives of a codebook. scores: p holds log-laws, whose softmax is
+    taken where it is needed.
 
     Returns path (B, depth + 1) int64 padded with -1 and starting with node 0, length (B,) int64 (node 0 counted),
-    next (B,) int64, drift (B,) fp32. Raises ValueError or TypeError naming the argument; with check=True also for laws
-    that do not sum to one, a parent that is not an earlier node, and a token outside the vocabulary (on a CPU always;
-    CUDA never accepts one).
+    next (B,) int64, drift (B,) fp32, and with `space` the displacement (B,) fp32. Raises ValueError or TypeError naming
+    the argument; with check=True also for laws that do not sum to one, a parent that is not an earlier node, and a
+    token outside the vocabulary (on a CPU always; CUDA never accepts one).
     """
     if isinstance(parent, torch.Tensor) and parent.dim() == 2 and parent.shape[0] == 1:
         parent = parent[0]
@@ -401,10 +485,15 @@ def accept_tree(
     depth, branch = (N - 1 if value is None else int(value) for value in (depth, branch))
     require(depth >= 0, "depth", depth, "a number of nodes of at least 0")
     require(branch >= 0, "branch", branch, "a number of children of at least 0")
+    if space is not None:
+        check_tensor("space", space, (None, None), (torch.float32,), p.device)
     if check:
-        check_values(tokens, p, q)
+        check_values(tokens, torch.softmax(p, -1) if scores else p, q)
         _check_parents(parent)
-    return _accept_tree_op(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch)
+    outputs = torch.ops.visspec.accept_tree(
+        tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space, scores
+    )
+    return outputs[:4] if space is None else outputs
 
 
 def check_draft(shape, tokens, p, q, coins, draw, mass):

@@ -31,6 +31,7 @@ from visspec.kernels.common import (
 )
 
 EPSILON = 2.0**-52  # of fp64
+FEW = 64  # neighbours looked at first where the bound is small
 
 
 def reference(p, token, neighbours, delta=None, lam=None, row=None):
@@ -44,13 +45,19 @@ def reference(p, token, neighbours, delta=None, lam=None, row=None):
 
 def reference_mass(law, x, near, delta, lam):
     """The definition for one token, on lists. The bounds are fp32 numbers; an id outside the law has no mass."""
-    bound, mass = law[x] * (as_float32(lam) - 1.0) if delta is None else as_float32(delta), 0.0
-    for y in near:
+    bound = law[x] * (as_float32(lam) - 1.0) if delta is None else as_float32(delta)
+    return reference_prefix(law, near, bound)[0]
+
+
+def reference_prefix(law, near, bound):
+    """The largest prefix sum of the neighbours' weights within the bound, and of how many neighbours it is."""
+    mass = 0.0
+    for count, y in enumerate(near):
         weight = law[y] if 0 <= y < len(law) else 0.0
         if mass + weight > bound:
-            break
+            return mass, count
         mass += weight
-    return mass
+    return mass, len(near)
 
 
 def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
@@ -72,15 +79,28 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     return summed.mul_(kept).amax(1).float()
 
 
-def prefix_mass(law, near, bound):
-    """One row on the host: the largest prefix sum of law[near] within the bound."""
+def prefix_mass(law, near, bound, free=None):
+    """One row on the host: the largest prefix sum of law[near] within the bound, and of how many neighbours it is.
+
+    free (V,) bool: the codes that count.
+    """
+    if len(near) > FEW > bound * len(law):  # of equally likely codes fewer would pass the bound
+        found = _prefix(law, near[:FEW], bound, free)
+        if found[1] < FEW:
+            return found
+    return _prefix(law, near, bound, free)
+
+
+def _prefix(law, near, bound, free):
     weight = _weights(law, near).astype(np.float64)
+    if free is not None:
+        weight *= _weights(free, near)
     summed = float(weight.dot(ones(len(weight))))
     if summed <= bound * (1 - len(weight) * EPSILON):  # the order of a sum turns its last bits: the definition's decide
-        return summed
+        return summed, len(weight)
     running = weight.cumsum()
-    inside = running.searchsorted(bound, side="right")
-    return float(running[inside - 1]) if inside else 0.0
+    inside = int(running.searchsorted(bound, side="right"))
+    return float(running[inside - 1]) if inside else 0.0, inside
 
 
 def _weights(law, near):

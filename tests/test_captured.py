@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from tests.test_image_targets import made
+from visspec import kernels, zoo
 from visspec import tree as trees
-from visspec import zoo
-from visspec.accept import displacement
 from visspec.accept.captured import Captured
 from visspec.accept.cool import Cool
 from visspec.api import check_pairing
 from visspec.engine import decode
 from visspec.guard import Guarded
+from visspec.kernels import accept_tree, displacement
+from visspec.kernels.accept import reference
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.targets.image_ar import ImageAR
 from visspec.pace import Pace
@@ -98,7 +99,7 @@ def test_further_shapes_and_devices_that_refuse_run_the_rule_itself():
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
 def test_trees_of_one_shape_and_other_content(drawn, monkeypatch):
     """What the host knows of a tree goes into the recording's key; all else is read from its buffers."""
-    monkeypatch.setattr(displacement, "expected", on_a_device)
+    monkeypatch.setattr(kernels, "accept_tree", on_a_device, raising=False)
     vocab, g = 6, torch.Generator().manual_seed(0)
     codes = torch.randn(vocab, 2, generator=g)
     rule = Cool(omega=3.0)
@@ -119,9 +120,16 @@ def test_trees_of_one_shape_and_other_content(drawn, monkeypatch):
     assert moved > 1.0 and rerun.count == len(captured.recordings) == 2  # the first and the last tree share one
 
 
-def on_a_device(draft, p, mass, path, codes):
-    given = (draft.tokens, draft.tree.parent, p, draft.q, mass, path, codes)
-    return displacement.batched(*given, draft.tree.chain, trees.branch(draft.tree))
+def on_a_device(*given, space, scores, **told):
+    """The verification, with a displacement by the steps of a device."""
+    tokens, parent, p, q, coins, draw = given
+    assert not scores
+    *verdict, _ = accept_tree(*given, space=space, **told)
+    law, mass = None if q is None else q[0], told["mass"][0]
+    gain = torch.zeros(verdict[0].shape)
+    exact = reference(tokens[0], parent[0], p[0], law, coins[0], draw[0], mass, depth=told["depth"])[3]
+    gain[0, : len(exact)] = torch.tensor(exact)
+    return *verdict, displacement.batched(tokens, parent, p, q, verdict[0], gain, space, told["branch"])
 
 
 def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):

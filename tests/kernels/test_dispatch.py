@@ -9,14 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from visspec import kernels, sampling
 from visspec import tree as trees
+from visspec.accept import published
 from visspec.accept.cool import Cool
-from visspec.accept.displacement import batched, walked
 from visspec.accept.exact import Exact
 from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
-from visspec.kernels import accept, attention, chain, codebook, commit, groups, growth, losses, warp
+from visspec.kernels import accept, attention, chain, codebook, commit, displacement, groups, growth, losses, warp
 from visspec.kernels import neighbours as nearest
 from visspec.types import Capabilities, Draft, Sampling, Scores
 
@@ -125,37 +125,57 @@ def test_a_rule_dispatches_at_most_sixty_operations(name, kind):
     assert moved > 0 or rule.guarantee == "exact"
 
 
+@pytest.mark.parametrize("body", [published.walk, published.batched], ids=["cpu", "device"])
 @pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
-def test_the_published_residuals_do_not_wait_either(drawn):
+def test_the_published_residuals_do_not_wait_either(drawn, body, monkeypatch):
     rule = Lantern(k=20, delta=0.3, compat="repository")
     rule.bind(Capabilities(vocab=V, codebook=torch.randn(V, 4, generator=torch.Generator().manual_seed(0))))
     _, _, p, draft = round_of(0, drawn, shared=True)
     noise = rule.make_noise([torch.Generator().manual_seed(0)], V)
+    monkeypatch.setattr(published, "walk", lambda *given, logs, **limits: body(*given, **told(body, logs), **limits))
+
+    def told(body, logs):
+        return {"logs": logs} if body is not published.batched else {"lam": None}
+
     with Count() as count:
         rule(draft, Scores(p.log()), noise)
     assert not count.waits
 
 
-def displaced(seed=0, drawn=True, shared=True):
-    """Arguments of the displacement: three rows, some codes of the vocabulary without a vector."""
-    rule, g = Cool(omega=2.0), torch.Generator().manual_seed(seed)
+def displaced(seed=0, drawn=True, shared=True, features=4):
+    """A relaxed verification with its displacement: three rows, some codes of the vocabulary without a vector."""
+    g = torch.Generator().manual_seed(seed)
     _, _, p, draft = round_of(seed, drawn, shared, rows=3)
-    told, parent = rule.relaxation(draft, p), draft.tree.parent
+    mass = 0.6 * p[torch.arange(3)[:, None], draft.tree.parent.clamp(min=0), draft.tokens]
     coins, draw = torch.rand(3, 59, generator=g), torch.rand(3, generator=g)
-    path = accept.accept_tree(draft.tokens, parent, p, draft.q, coins, draw, depth=draft.levels, **told)[0]
-    codes = torch.randn(V - 3, 4, generator=g)
-    return draft.tokens, parent, p, draft.q, rule.lent(draft, p, told, path), path, codes
+    space = displacement.coordinates(torch.randn(V - 3, features, generator=g))
+    given = (draft.tokens, draft.tree.parent.expand(3, -1), p, draft.q, coins, draw, mass)
+    return (*given, None, None, None, draft.levels, 10 if shared else 58, space)
 
 
+def gains(case):
+    """Of the accepted nodes, by the definition, as the kernel of a device tells them."""
+    tokens, parent, p, q, coins, draw, mass, *_, levels, _, _ = case
+    found = torch.zeros(len(tokens), levels + 1)
+    for b in range(len(tokens)):
+        law = None if q is None else q[b]
+        gain = accept.reference(tokens[b], parent[b], p[b], law, coins[b], draw[b], mass[b], depth=levels)[3]
+        found[b, : len(gain)] = torch.tensor(gain)
+    return found
+
+
+@pytest.mark.parametrize("features", [4, 40])
 @pytest.mark.parametrize("shared", [True, False], ids=["static", "grown"])
 @pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
-def test_the_displacement_of_a_device_is_that_of_the_walk(drawn, shared):
+def test_the_displacement_of_a_device_is_that_of_the_walk(drawn, shared, features):
     """And neither waits. A bound of the siblings that is too large costs time only."""
     found = []
     for seed in range(8):
-        given = displaced(seed, drawn, shared)
+        case = displaced(seed, drawn, shared, features)
+        gain, (tokens, parent, p, q), (branch, space) = gains(case), case[:4], case[-2:]
         with Count() as count:
-            found.append((walked(*given, False, 58), batched(*given, False, 10 if shared else 58)))
+            path, *_, walked = accept.accept_tree_host(*case)
+            found.append((walked, displacement.batched(tokens, parent, p, q, path, gain, space, branch)))
         assert not count.waits
     walks, batches = map(torch.stack, zip(*found))
     assert torch.allclose(walks, batches, atol=1e-5) and int((walks > 1e-3).sum()) >= 4
@@ -207,7 +227,9 @@ def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch):
                 with pytest.raises(Entered, match="meta"):
                     op._backend_fns["cuda"]([away] if op is commit._commit_kv_op else away)
                 launched += 1
-    assert launched == 11
+    with pytest.raises(Entered, match="meta"):
+        accept.accept_tree_device(away)
+    assert launched == 10
 
 
 def test_opcheck_of_the_other_operators():
@@ -229,7 +251,7 @@ def test_opcheck_of_the_other_operators():
         (ops.ancestors, (tree["parent"], 4)),
         (ops.tree_attention, (tree["q"], tree["k"], tree["v"], tree["length"], ancestors, None, None)),
         (ops.draft_losses, (draft.requires_grad_(), target)),
-        (ops.displacement, (*displaced(), False, 10)),
+        (ops.accept_tree, displaced()),
     ]
     assert groups.CASES
     for op, arguments in calls:

@@ -62,10 +62,12 @@ def spilled(built):
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         return int(re.search("STACK:([0-9]+)", subprocess.check_output(command, text=True))[1])
 
-tree = "*i64 *i64 *fp32 *fp32 *fp32 *fp32 *fp32 *i64 *fp32 *i64 *i64 *i64 *fp32 i32 i32 i32 i32 i32 i32 fp32 fp32"
+tree = ("*i64 *i64 *fp32 *fp32 *fp32 *fp32 *fp32 *i64 *fp32 *i32 *i64 *i64 *i64 *fp32 *fp32 "
+        "i32 i32 i32 i32 i32 i32 fp32 fp32")
 blocks = dict(TINY=1e-30, BLOCK_N=64, BLOCK_V=1024, BLOCK_K=1024)
-build(accept._accept_tree_kernel, tree, DRAWN=False, MASS=False, NEAR=True, LAM=True, **blocks)
-build(accept._accept_tree_kernel, tree, DRAWN=True, MASS=True, NEAR=False, LAM=False, **blocks)
+build(accept._accept_tree_kernel, tree, DRAWN=False, MASS=False, NEAR=True, LAM=True, ONCE=True, **blocks)
+build(accept._accept_tree_kernel, tree, DRAWN=True, MASS=False, NEAR=True, LAM=False, ONCE=True, **blocks)
+build(accept._accept_tree_kernel, tree, DRAWN=True, MASS=True, NEAR=False, LAM=False, ONCE=False, **blocks)
 for V, top_p in ((4096, True), (16384, False)):
     built = build(warp._guided_warp_kernel, "*bf16 *bf16 *fp32 i32 fp32 fp32 i32 fp32", "", dict(num_warps=V // 512),
                   GUIDED=True, GREEDY=False, TOP_K=True, TOP_P=top_p, SCORES=True, WHOLE=not top_p, BLOCK_V=V)

@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from visspec.kernels import accept, attention, chain, codebook, commit, groups, growth, losses, neighbours, warp
+from visspec.kernels import (
+    accept,
+    attention,
+    chain,
+    codebook,
+    commit,
+    displacement,
+    groups,
+    growth,
+    losses,
+    neighbours,
+    warp,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = range(2)
@@ -62,6 +74,24 @@ def test_accept_tree_random_cases(seeds):
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
+@pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
+@pytest.mark.parametrize("kind", [{"relaxed": True}, {"near": "delta"}, {"near": "lam"}], ids=str)
+def test_accept_tree_with_its_displacement(kind, drawn):
+    """From log-laws to both meters: the launch tells the gain of each accepted node, torch steps do the rest."""
+    g, moved = torch.Generator().manual_seed(0), 0
+    space = displacement.coordinates(torch.randn(20, 3, generator=g))  # three ids are grammar
+    for seed in SEEDS:
+        case = accept.random_case(seed, rows=6, nodes=8, vocabulary=23, drawn=drawn, **kind)
+        case["coins"] *= 0.5  # long paths
+        case["p"] = torch.randn(case["p"].shape, generator=g) * 2.0
+        found = accept.accept_tree_device(*tree_arguments(to_device(case)), space.to(DEVICE), True)
+        wanted = accept.accept_tree_host(*tree_arguments(case), space, True)
+        assert_same_decisions(found, wanted)
+        assert torch.allclose(found[4].cpu(), wanted[4], atol=1e-4)
+        moved += int((wanted[4] > 1e-2).sum())
+    assert moved > 3
+
+
 @pytest.mark.parametrize("kind", [{}, {"drawn": True}, {"near": "delta"}], ids=str)
 def test_deeper_nodes_and_later_siblings_are_left_out(kind):
     for seed, limits in enumerate([(0, 9), (1, 9), (2, 2), (9, 1)]):
@@ -110,7 +140,7 @@ def test_out_of_range_token_is_never_accepted():
     arguments["tokens"][:, 1:] = torch.tensor([7, -3], device=DEVICE)
     arguments["parent"] = torch.tensor([-1, 0, 0], device=DEVICE)
     arguments["coins"].zero_()
-    path, length, following, _ = accept.accept_tree_triton(*tree_arguments(arguments))
+    path, length, following, *_ = accept.accept_tree_triton(*tree_arguments(arguments))
     assert length.tolist() == [1, 1] and path[:, 1:].eq(-1).all() and ((following >= 0) & (following < 5)).all()
 
 

@@ -4,6 +4,8 @@ With n_1, n_2, ... the codes nearest to x and c_j = p(n_1) + ... + p(n_j), x is 
 min(1, (p(x) + c_m)/q(x)), m <= k the largest with c_m <= delta (LANTERN, Jang et al., ICLR 2025) or
 c_m <= (lam - 1) p(x) (LANTERN++, Park et al., ICLR-W 2025). The residual is the shared one, [p - q]+, which costs the
 least total variation of all; `compat="repository"` has the published code's instead (`published.py`), for comparisons.
+Of siblings in a tree the later ones borrow from what is left: p is then the residual after the earlier ones, and a code
+that was within the bound of one of them lends no more.
 
 At temperature 0 a code is kept when p(x) + c_m exceeds every probability of the target's (unwarped) law; each kept code
 that is not the arg-max adds 1 to the drift. A grammar id is its own neighbour: its probability is 0 or 1, so that lends
@@ -18,9 +20,10 @@ import torch
 from torch import Tensor
 
 from visspec import kernels
-from visspec.accept import codebook, displacement, published
+from visspec.accept import codebook, published
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection, drafted
+from visspec.kernels import displacement
 from visspec.tree import above
 from visspec.types import ABSENT, Capabilities, Draft, Scores, Verdict
 
@@ -33,6 +36,7 @@ class Lantern(Rejection):
     guarantee = "approximate"
     needs: frozenset[str] = frozenset({"neighbours"})
     bound = "delta"
+    lazy = True
 
     def __init__(self, k: int = 100, delta: float = 0.1, compat: str | None = None):
         if not 0 <= delta < 1:
@@ -67,10 +71,6 @@ class Lantern(Rejection):
         """The kernel sums the neighbours' mass itself, for the tried nodes only."""
         return {"neighbours": self.table(), self.bound: self.value}
 
-    def lent(self, draft: Draft, p_BNV: Tensor, told: dict[str, Any], path_BD: Tensor) -> Tensor:
-        node_BD = path_BD.clamp(min=0)
-        return self.borrowed(p_BNV, draft.tokens.gather(1, node_BD[:, 1:]), node_BD[:, :-1])
-
     def borrowed(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
         """(B, D) mass that codes x are lent under the laws of the nodes above."""
         rows, size, _ = p_BNV.shape
@@ -95,12 +95,12 @@ class Lantern(Rejection):
         far_B = (displacement.between(x_BD, y_BD, self.codes) * moved_BD).sum(1)
         return Verdict(verdict.path, verdict.length, verdict.next, moved_BD.sum(1).float(), far_B)
 
-    def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
+    def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, logs: bool = False) -> Verdict:
         if self.compat is None:
-            return super().judge(draft, p_BNV, coins_BN, draw_B)
+            return super().judge(draft, p_BNV, coins_BN, draw_B, logs)
         self.table()
-        limits = {self.bound: self.value}
-        return published.walk(draft, p_BNV, coins_BN, draw_B, self.wide_Vk, self.k, len(self.codes), **limits)
+        rule = {self.bound: self.value, "logs": logs}
+        return published.walk(draft, p_BNV, coins_BN, draw_B, self.wide_Vk, self.k, len(self.codes), **rule)
 
 
 class LanternPlus(Lantern):

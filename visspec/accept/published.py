@@ -1,4 +1,4 @@
-"""The residuals of LANTERN's published code, reproduced for comparisons: a slow walk in float64, node by node.
+"""The residuals of LANTERN's published code, reproduced for comparisons: a walk in float64, node by node.
 
 After a rejection of x, with B the k + 1 codes nearest to x where at least one neighbour had been within the bound, and
 empty where none had (facts read in the code of both papers; the set that lent its mass is smaller than B):
@@ -10,26 +10,148 @@ renormalised, and uniform where nothing is left; later siblings and the correcte
 is then not known from f alone, so the drift of a tried node is the true total variation between the law it was tried
 under and the law of trying it once, computed from the vectors (for draws: averaged over x ~ q). Their sum bounds that
 of the round and is equal to it where no node has siblings. The displacement is not measured here.
+
+For draws that average takes nearly all of the time: on a CPU it goes through the codes that can be rejected only.
+B rows, N nodes, D path nodes, V vocabulary, R codes, k neighbours.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from visspec import sampling
+from visspec.kernels.common import host
 from visspec.types import Draft, Verdict
 
 TINY = 1e-30
+FEW = 32  # neighbours that settle the mass of most codes
+ROWS = 512  # codes whose neighbours are looked up at a time
 
 
 def walk(
     draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, table: Tensor, k: int, codes: int,
-    delta: float | None = None, lam: float | None = None,
+    delta: float | None = None, lam: float | None = None, logs: bool = False,
 ) -> Verdict:  # fmt: skip
-    """The verdict of the published rule. table (V, k + 1): neighbours, the last of them beyond the rule's own k."""
+    """The verdict of the published rule. table (V, k + 1): neighbours, the last of them beyond the rule's own k.
+
+    logs: p holds log-laws.
+    """
+    if p_BNV.device.type == "cpu":
+        return walked(draft, p_BNV, coins_BN, draw_B, table, k, codes, delta, lam, logs)
+    p_BNV = p_BNV.softmax(-1) if logs else p_BNV
+    return batched(draft, p_BNV, coins_BN, draw_B, table, k, codes, delta, lam)
+
+
+def walked(
+    draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, table: Tensor, k: int, codes: int,
+    delta: float | None, lam: float | None, logs: bool,
+) -> Verdict:  # fmt: skip
+    """The CPU path: only the nodes that are tried, on numpy views of the tensors."""
+    x_BN, over_BN = host(draft.tokens), host(draft.tree.parent.expand_as(draft.tokens))
+    q_BNV, near, coins_BN = None if draft.q is None else host(draft.q), host(table), host(coins_BN)
+    lend = partial(_lent_on_host, k=k, codes=codes, delta=delta, lam=lam)
+    path_BD = np.full((len(x_BN), draft.levels + 1), -1)
+    length_B, drift_B, last = np.ones(len(x_BN), np.int64), np.zeros(len(x_BN), np.float32), []
+    for b in range(len(x_BN)):
+        current, law_V, moved = 0, _law(p_BNV[b, 0], logs), 0.0
+        path_BD[b, 0] = 0
+        for n in range(1, x_BN.shape[1]):
+            x = int(x_BN[b, n])
+            if over_BN[b, n] != current or x < 0:
+                continue
+            if q_BNV is None:
+                f, rest_V, apart = _point_on_host(x, law_V, near, lend)
+            else:
+                f, rest_V, apart = _drawn_on_host(x, law_V, q_BNV[b, n].astype(np.float64), near, lend)
+            moved += apart
+            if coins_BN[b, n] < f:
+                current, law_V = n, _law(p_BNV[b, n], logs)
+                path_BD[b, length_B[b]] = n
+                length_B[b] += 1
+            else:
+                law_V = rest_V
+        drift_B[b] = moved
+        last.append(torch.from_numpy(law_V))
+    following_B = sampling.draw(torch.stack(last), draw_B.double())
+    path_BD, length_B, drift_B = map(torch.from_numpy, (path_BD, length_B, drift_B))
+    return Verdict(path_BD, length_B, following_B, drift_B)
+
+
+def _law(p_V: Tensor, logs: bool) -> np.ndarray:
+    return host((p_V.softmax(-1) if logs else p_V).double())
+
+
+def _point_on_host(x, law_V, near, lend):
+    """As `_point`, for one row."""
+    lent, some, _ = (part[0] for part in lend(law_V, np.array([x]), near[x : x + 1]))
+    f, rest_V = min(1.0, law_V[x] + lent), law_V.copy()
+    rest_V[x] = 0.0
+    if some:
+        rest_V[near[x]] = 0.0
+    left = rest_V.sum()
+    if not left > 0:
+        rest_V = np.full_like(law_V, 1.0 / len(law_V))
+        output_V = (1 - f) * rest_V
+        output_V[x] += f
+        return f, rest_V, 0.5 * np.abs(output_V - law_V).sum()
+    rest_V /= left  # what is off: at x, at the codes made zero, and at all others in one proportion
+    return f, rest_V, 0.5 * (abs(f - law_V[x]) + abs(1.0 - f - left) + abs(1.0 - law_V[x] - left))
+
+
+def _drawn_on_host(x, law_V, q_V, near, lend):
+    """As `_drawn`, by the codes R that can be rejected: q gives them more than p and their neighbours do."""
+    plain_V, shared_V = np.maximum(law_V - q_V, 0.0), np.minimum(law_V, q_V)
+    over_R = np.flatnonzero(q_V > law_V)
+    short_V, some_V = np.zeros_like(q_V), np.zeros(len(q_V), bool)
+    for ids in np.split(over_R, range(ROWS, len(over_R), ROWS)):
+        short_V[ids], some_V[ids] = _short(ids, law_V, q_V, near, lend)
+    rejected_R = np.flatnonzero(short_V > 0)
+    onto_V, weight_V = np.zeros_like(q_V), short_V / max(plain_V.sum(), TINY)
+    lenders_R = rejected_R[some_V[rejected_R]]
+    for ids in np.split(lenders_R, range(ROWS, len(lenders_R), ROWS)):
+        near_Rk = near[ids]
+        pair = np.flatnonzero((shared_V > 0)[near_Rk])  # of a rejected code and one that gets mass back
+        row, code = pair // near.shape[1], near_Rk.ravel()[pair]
+        back = np.bincount(row, shared_V[code], len(ids))
+        weight_V[ids] = short_V[ids] / np.maximum(plain_V.sum() + back, TINY)
+        onto_V += np.bincount(code, weight_V[ids][row], len(q_V))
+    output_V = q_V - short_V + plain_V * weight_V.sum() + shared_V * onto_V
+    lent, some, _ = (part[0] for part in lend(law_V, np.array([x]), near[x : x + 1]))
+    rest_V = plain_V.copy()
+    if some:
+        rest_V[near[x]] = law_V[near[x]]
+    left = rest_V.sum()
+    rest_V = rest_V / left if left > 0 else np.full_like(law_V, 1.0 / len(law_V))
+    return min(1.0, (law_V[x] + lent) / max(q_V[x], TINY)), rest_V, 0.5 * np.abs(output_V - law_V).sum()
+
+
+def _short(ids, law_V, q_V, near, lend):
+    """(q (1 - f) of codes, whether any of their neighbours was within the bound)."""
+    lent, some, more = lend(law_V, ids, near[ids, :FEW])
+    short = q_V[ids] - law_V[ids] - lent
+    if near.shape[1] > FEW and (more := np.flatnonzero(more & (short > 0))).size:
+        lent, some[more], _ = lend(law_V, ids[more], near[ids[more]])
+        short[more] = q_V[ids[more]] - law_V[ids[more]] - lent
+    return np.maximum(short, 0.0), some
+
+
+def _lent_on_host(law_V, ids, near_Rk, k, codes, delta, lam):
+    """Of codes: the mass they are lent, whether any neighbour was within the bound, whether all that were seen were."""
+    summed_Rk = law_V[near_Rk[:, :k]].cumsum(1)
+    bound = delta if lam is None else (lam - 1.0) * law_V[ids][:, None]
+    within_Rk = (summed_Rk <= bound) & (ids < codes)[:, None]
+    return (summed_Rk * within_Rk).max(1), within_Rk[:, 0], within_Rk[:, -1]
+
+
+def batched(
+    draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, table: Tensor, k: int, codes: int,
+    delta: float | None, lam: float | None,
+) -> Verdict:  # fmt: skip
+    """The path of a device: all rows at once, node by node, and nothing is read on the host."""
     parent_BN, size = draft.tree.parent.expand_as(draft.tokens), draft.tree.size
     lend = partial(_lent, table.long(), k, codes, delta, lam)
     law_BV, current_B = p_BNV[:, 0].double(), torch.zeros_like(parent_BN[:, 0])

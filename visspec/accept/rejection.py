@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from visspec import kernels, sampling
-from visspec.accept import displacement
 from visspec.accept.exact import Exact
-from visspec.tree import above, kept
+from visspec.kernels import displacement
+from visspec.tree import above, branch, kept
 from visspec.types import ABSENT, Capabilities, Draft, Scores, Tree, Verdict
 
 SIBLINGS = 32  # coins kept for each position; a node has at most this many children
@@ -35,11 +35,18 @@ class Rejection:
     needs: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset({"q"})
     codes: Tensor | None = None  # (K, E): where a relaxed rule knows the codebook, it measures the displacement
+    space: Tensor | None = None  # that codebook as `kernels.displacement` reads it
 
     def bind(self, capabilities: Capabilities) -> None:
         """Called once, when the rule is paired with a target."""
         if self.guarantee != "exact" and capabilities.codebook is not None:
             self.codes = capabilities.codebook.detach().float()
+            self.space = displacement.coordinates(self.codes)
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the rule has no need of the laws after nodes that nobody reaches."""
+        return type(self) is Rejection
 
     def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> sampling.Noise:
         return sampling.Noise(generators, COLUMNS, "uniform")
@@ -52,10 +59,6 @@ class Rejection:
         """What `kernels.accept_tree` is told of the rule."""
         return {"mass": self.mass(draft, p_BNV)}
 
-    def lent(self, draft: Draft, p_BNV: Tensor, told: dict[str, Any], path_BD: Tensor) -> Tensor:
-        """(B, D - 1) mass added to the nodes of a path below its root."""
-        return told["mass"].gather(1, path_BD[:, 1:].clamp(min=0))
-
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
         return Exact()(draft, scores, None)
 
@@ -63,12 +66,16 @@ class Rejection:
         if noise is None:
             return self.greedy(draft, scores)
         window_BTU = noise.window(draft.levels + 1)
-        return self.judge(draft, scores.p, toss(draft.tree, window_BTU), window_BTU[:, 0, SIBLINGS].contiguous())
+        law_BNV = scores.logits if self.lazy else scores.p
+        coins_BN, draw_B = toss(draft.tree, window_BTU), window_BTU[:, 0, SIBLINGS].contiguous()
+        return self.judge(draft, law_BNV, coins_BN, draw_B, logs=self.lazy)
 
-    def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
+    def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, logs: bool = False) -> Verdict:
+        """The verdict under laws p, or with `logs` (a lazy rule) under the softmax of p."""
         tree = draft.tree
         told = self.relaxation(draft, p_BNV) if tree.size > 1 else {}
-        path, length, following, drift = kernels.accept_tree(
+        metered = self.guarantee != "exact" and self.space is not None and tree.size > 1
+        path, length, following, drift, *displaced = kernels.accept_tree(
             draft.tokens.clamp(min=0),
             torch.where(draft.tokens == ABSENT, -1, tree.parent),
             p_BNV,
@@ -76,15 +83,12 @@ class Rejection:
             coins_BN,
             draw_B,
             depth=draft.levels,
-            branch=1 if tree.chain else None,
+            branch=branch(tree),
+            space=self.space if metered else None,
+            scores=logs,
             **told,
         )
-        if self.guarantee == "exact":
-            return Verdict(path, length, following)
-        if tree.size == 1 or self.codes is None:
-            return Verdict(path, length, following, drift)
-        mass_BD = self.lent(draft, p_BNV, told, path)
-        return Verdict(path, length, following, drift, displacement.expected(draft, p_BNV, mass_BD, path, self.codes))
+        return Verdict(path, length, following, None if self.guarantee == "exact" else drift, *displaced)
 
 
 def drafted(draft: Draft, p_BNV: Tensor) -> Tensor:
@@ -95,13 +99,12 @@ def drafted(draft: Draft, p_BNV: Tensor) -> Tensor:
 
 def toss(tree: Tree, window_BTU: Tensor) -> Tensor:
     """Each node's coin (B, N): its position's own, by rank among its siblings."""
-    rows = torch.arange(window_BTU.shape[0], device=window_BTU.device)[:, None]
-    return window_BTU[rows, *kept(tree, coins)]
+    return window_BTU.flatten(1).gather(1, kept(tree, coins).expand(len(window_BTU), -1))
 
 
-def coins(tree: Tree) -> tuple[Tensor, Tensor]:
-    """The position and the place among its coins of each node's coin, (1|B, N) both."""
-    return place(tree), ranks(tree).clamp(max=SIBLINGS - 1)
+def coins(tree: Tree) -> Tensor:
+    """(1|B, N) the place of each node's coin among the numbers of a window."""
+    return place(tree) * COLUMNS + ranks(tree).clamp(max=SIBLINGS - 1)
 
 
 def place(tree: Tree) -> Tensor:
