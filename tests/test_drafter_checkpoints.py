@@ -123,6 +123,15 @@ def test_each_has_its_sentence(saved, changes, sentence):
         raise ValueError(said)
 
 
+def test_layers_are_few(saved):
+    folder, load = saved["upsampler"]
+    config = json.loads((folder / "config.json").read_text())
+    assert "layers: got 100000, expected a whole number from 1 to 256" in outcome(
+        folder, load, config | {"layers": 100_000}
+    )
+    assert "lacks tensor 'small.2.bias'" in outcome(folder, load, config | {"layers": 3})
+
+
 def test_a_guided_image_drafter_says_so_in_words_and_numbers(saved):
     folder, load = saved["image"]
     config = json.loads((folder / "config.json").read_text())
