@@ -270,3 +270,20 @@ def test_a_small_model_drafts_what_it_would_say_after_all_that_was_emitted(shape
     output = new_tokens(model.generate(**inputs, do_sample=False, max_new_tokens=24), inputs)
     assert output == stock("llama", shape, 24) and model.last_stats.faults == 0
     assert {0, 1, 4} <= set(seen), "none, some and all of a draft were accepted"
+
+
+@torch.inference_mode()
+def test_a_request_keeps_its_rotations_where_another_takes_shorter_ones():
+    """Two requests grow the table of a shared drafter at once, and the shorter one's is kept."""
+    model, drafter = model_of("llama"), make("llama", 0)
+    _, _, state, _ = opened(drafter, request_of(model, prompt("llama", ["9"]), temperature=0, max_new_tokens=9, seed=0))
+    short, join, lost = drafter._turns[:8].clone(), drafter._join, []
+    expected = drafter.propose(copy.deepcopy(state), 3).tokens
+
+    def interrupted(*given):
+        drafter._turns = short
+        lost.append(True)
+        return join(*given)
+
+    drafter._join = interrupted
+    assert torch.equal(drafter.propose(state, 3).tokens, expected) and lost

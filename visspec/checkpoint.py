@@ -6,9 +6,11 @@ Used by every loader of ours. Raises ValueError in one sentence before any weigh
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,6 +21,34 @@ MAX_JSON_BYTES = 16 << 20
 LITEMA = "model_ema."  # before names without dots
 AVERAGED = ("ema.", "ema_model.", LITEMA)  # what training scripts put before the names of averaged weights
 COUNTERS = ("decay", "num_updates")  # of LitEma, beside its weights
+LARGEST = 1 << 24  # of a size in a configuration: more than any model has, and no product of two overflows
+
+
+def shown(value: Any) -> str:
+    """A value in an error's sentence: on one line, and not all of a long one."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_whole(name: str, value: Any, low: int = 1, high: int = LARGEST) -> None:
+    """Raises ValueError for an entry of a configuration that is no whole number from low to high."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name}: got {shown(value)}, expected a whole number from {low} to {high}")
+
+
+def check_wholes(name: str, values: Any, low: int, high: int, most: int = 1024) -> tuple[int, ...]:
+    """A list of at most so many whole numbers, as a tuple. Raises ValueError as `check_whole`."""
+    if not isinstance(values, (list, tuple)) or len(values) > most:
+        raise ValueError(f"{name}: got {shown(values)}, expected a list of at most {most} whole numbers")
+    for value in values:
+        check_whole(name, value, low, high)
+    return tuple(values)
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises ValueError for an entry of a configuration that is no finite number above 0."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}: got {shown(value)}, expected a finite number above 0")
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -50,8 +80,12 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, following its index. Pickled weights alone are refused."""
     index = sorted(p.name for p in folder.glob("*.safetensors.index.json"))
     if index:
-        named = set(read_json(folder, index[0]).get("weight_map", {}).values())
-        return [inside(folder, str(name)) for name in sorted(named)]
+        named = read_json(folder, index[0]).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise ValueError(
+                f"checkpoint: weight_map of {folder / index[0]} is {shown(named)}, expected an object of file names"
+            )
+        return [inside(folder, name) for name in sorted(set(named.values()))]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
@@ -84,6 +118,18 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         except Exception as error:
             raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
     return tensors
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a folder, from the headers of its files: nothing is allocated."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        except Exception as error:
+            raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
+    return shapes
 
 
 def unwrapped(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
@@ -168,17 +214,23 @@ def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) ->
         raise ValueError(f"checkpoint: tensor {name!r} of {where} has values beyond {dtype}, expected a wider dtype")
 
 
-def load_strictly(module: nn.Module, tensors: dict[str, Tensor], where: str | Path) -> None:
-    """Copy tensors into a module that must want exactly these names and shapes; values become the module's dtype."""
+def check_shapes(module: nn.Module, shapes: dict[str, tuple[int, ...]], where: str | Path) -> None:
+    """Raises ValueError unless these are the names and shapes of the module's tensors; it may be on `meta`."""
     wanted = module.state_dict()
-    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     if missing or extra:
         name, what = (missing[0], "lacks") if missing else (extra[0], "has the unknown")
         raise ValueError(f"checkpoint: {where} {what} tensor {name!r}, expected exactly the module's {len(wanted)}")
-    for name, value in tensors.items():
-        if value.shape != wanted[name].shape:
-            found, expected = tuple(value.shape), tuple(wanted[name].shape)
+    for name, found in shapes.items():
+        if found != (expected := tuple(wanted[name].shape)):
             raise ValueError(f"checkpoint: tensor {name!r} of {where} has shape {found}, expected {expected}")
+
+
+def load_strictly(module: nn.Module, tensors: dict[str, Tensor], where: str | Path) -> None:
+    """Copy tensors into a module that must want exactly these names and shapes; values become the module's dtype."""
+    check_shapes(module, {name: tuple(value.shape) for name, value in tensors.items()}, where)
+    wanted = module.state_dict()
+    for name, value in tensors.items():
         check_values(name, value, wanted[name], where)
     with torch.no_grad():
         for name, value in tensors.items():

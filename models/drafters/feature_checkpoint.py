@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from visspec.checkpoint import check_folder, load_strictly, read_json, read_tensors
+from visspec.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors, shown
 from visspec.models.nets.feature_head import FeatureHead, HeadConfig
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
@@ -30,21 +30,26 @@ def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
     required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
     strange, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
     if strange or missing:
-        found = f"the unknown entry {strange[0]!r}" if strange else f"no entry {missing[0]!r}"
+        found = f"the unknown entry {shown(strange[0])}" if strange else f"no entry {missing[0]!r}"
         raise ValueError(
             f"drafter: {CONFIG} of {folder} has {found}, expected the fields of {kind.config_class.__name__}"
         )
     try:
         return kind.config_class(**data)
-    except TypeError as error:
-        raise ValueError(f"drafter: {CONFIG} of {folder} has an entry of a wrong type ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"drafter: {CONFIG} of {folder}: {error}") from None
 
 
 def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
-    """The network of a checkpoint, of this kind. Nothing is read before `check` has let its target pass."""
+    """The network of a checkpoint, of this kind. Nothing is read before `check` has let its target pass, and nothing
+    is allocated before the headers of the weights say that they are those of the configuration.
+    """
     config = read_config(folder, kind)
     check(config)
-    head = kind(config)
+    with torch.device("meta"):
+        head = kind(config)
+    check_shapes(head, read_shapes(Path(folder)), folder)
+    head = head.to_empty(device="cpu")
     load_strictly(head, read_tensors(Path(folder)), folder)
     return head
 
@@ -64,4 +69,4 @@ def check_target(config: HeadConfig, **found: Any) -> None:
     for key, value in found.items():
         if (wanted := getattr(config, key)) != value:
             name = NAMES.get(key, key)
-            raise ValueError(f"drafter: made for a target of {name} {wanted!r}, got a model of {value!r}")
+            raise ValueError(f"drafter: made for a target of {name} {shown(wanted)}, got a model of {value!r}")

@@ -78,13 +78,20 @@ class FeatureDrafting:
     def _embed_again(self, target: Any) -> None:
         """Where the embedding of drafted ids is no module of the target: make it from the target's present weights."""
 
-    def _turns_to(self, length: int) -> None:
-        if self._turns.shape[0] >= length:
-            return
-        with GROWING, torch.inference_mode(False):  # whoever grows them must not forbid later training
-            if self._turns.shape[0] < length:
-                size, theta = self.config.head_size, self.config.rope_theta
-                self._turns = rotations(2 * length, size, theta, self._turns.device)
+    def _turns_to(self, length: int) -> Tensor:
+        """Rotations of at least so many positions. Threads share the drafter and the table that it keeps, so whoever asks
+        goes on with what is returned.
+        """
+        table = self._turns
+        if table.shape[0] >= length:
+            return table
+        size, theta = self.config.head_size, self.config.rope_theta
+        with torch.inference_mode(False):  # whoever grows them must not forbid later training
+            table = rotations(2 * length, size, theta, table.device)
+        with GROWING:
+            if self._turns.shape[0] < table.shape[0]:
+                self._turns = table
+        return table
 
     def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor) -> tuple[Tensor, Tensor]:
         """Latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
@@ -104,8 +111,8 @@ class FeatureDrafting:
         x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
         section = self.config.mrope_section
         position = layouts.positions_at(positions, layout, following_BLd.shape[0], section)
-        self._turns_to(int(position.max()) + 1 if position.numel() else 1)
-        return x_BTd, rotations_at(self._turns, position, section), context
+        table = self._turns_to(int(position.max()) + 1 if position.numel() else 1)
+        return x_BTd, rotations_at(table, position, section), context
 
     def _next_embeddings(self, layout: layouts.Layout, following_BLd: Tensor) -> Tensor:
         index = layout.token.clamp(max=following_BLd.shape[1] - 1)
@@ -184,11 +191,11 @@ class FeatureDrafting:
         token_BT, feature_BTF, counts = memory.take()
         rows, width = token_BT.shape
         memory.reserve(memory.end + width + depth * self.width)
-        self._turns_to(max(memory.positions) + width + depth)
+        memory.table = self._turns_to(max(memory.positions) + width + depth)
         if self.config.reduced:
             feature_BTF = self.head.reduced(feature_BTF.to(self.head.fc.weight.dtype))
         x_Nd = self._join(token_BT, feature_BTF.to(self.fold.qkv.dtype), memory.added(width))
-        qkv = self._project(x_Nd, rows, width, memory.turns(self._turns, width))
+        qkv = self._project(x_Nd, rows, width, memory.turns(memory.table, width))
         heads = self.config.heads
         memory.write(qkv[:, :, heads:])
         memory.advance(counts)
@@ -212,7 +219,7 @@ class FeatureDrafting:
 
     def _level(self, memory: Memory, x_Bd: Tensor, level: int) -> Tensor:
         """One element a row, written behind the `level` drafted before it: the predicted feature (B, d)."""
-        qkv = self._project(x_Bd, x_Bd.shape[0], 1, memory.turn(self._turns, level)[:, None])
+        qkv = self._project(x_Bd, x_Bd.shape[0], 1, memory.turn(memory.table, level)[:, None])
         memory.write(qkv[:, :, self.config.heads :], level)
         return self._finish(x_Bd, memory.attend(qkv[:, 0, : self.config.heads], level + 1))
 
@@ -245,7 +252,7 @@ class FeatureDrafting:
             x_Nd = self._join(self._entered(token_BW, state, level), carried, memory.added_at(level))
             eye = torch.eye(width, dtype=torch.bool, device=x_Nd.device).expand(rows, width, width)
             seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
-            qkv = self._project(x_Nd, rows, width, memory.turn(self._turns, level)[:, None])
+            qkv = self._project(x_Nd, rows, width, memory.turn(memory.table, level)[:, None])
             memory.write(qkv[:, :, self.config.heads :], seen.shape[2] - width)
             attended = memory.attend_tree(qkv[:, :, : self.config.heads], seen)
             feature_BWd = self._finish(x_Nd, attended.flatten(0, 1)).view(rows, width, -1)

@@ -27,6 +27,7 @@ class Memory:
         self.shift: Tensor | None = None  # (B, d) what the newest global vector adds to a layer input
         self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
         self.kv = torch.empty(0)
+        self.table = torch.empty(0)  # rotations by position, as far as this draft goes
 
     def write_prompt(self, kv_BTHE: Tensor, lengths: list[int]) -> None:
         """Store the prompt's keys and values, packed to the left, (B, T, 2H, E)."""

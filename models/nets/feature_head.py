@@ -19,7 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visspec.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
+from visspec.types import MAX_NODES
+
 TINY = 1e-6
+MOST_LAYERS = 1 << 14  # of a target
 
 
 @dataclass(frozen=True)
@@ -45,22 +49,26 @@ class HeadConfig:
     levels: int = 8
 
     def __post_init__(self):
-        for name in ("feature_layers", "image_ids", "mrope_section"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("vocab", "hidden", "target_layers", "heads", "intermediate", "image_latents", "levels"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}: got {value!r}, expected a whole number")
+        if not isinstance(self.family, str):
+            raise ValueError(f"family: got {shown(self.family)}, expected a name")
+        for name in ("vocab", "hidden", "heads", "intermediate"):
+            check_whole(name, getattr(self, name))
+        check_whole("target_layers", self.target_layers, 1, MOST_LAYERS)
+        check_whole("image_latents", self.image_latents, 0)
+        check_whole("levels", self.levels, 1, MAX_NODES - 1)
+        check_positive("rope_theta", self.rope_theta)
+        depth = self.target_layers
+        for name, low, high in (
+            ("feature_layers", -depth - 1, depth), ("image_ids", 0, LARGEST), ("mrope_section", 0, self.hidden)
+        ):  # fmt: skip
+            object.__setattr__(self, name, check_wholes(name, getattr(self, name), low, high))
+        if not self.feature_layers:
+            raise ValueError("feature_layers: got (), expected at least one layer")
         half = self.hidden // self.heads // 2
         if self.hidden != 2 * half * self.heads:
             raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
         if self.mrope_section and sum(self.mrope_section) != half:
-            raise ValueError(f"mrope_section: got {self.mrope_section}, expected numbers that sum to {half}")
-        if self.image_latents < 0 or self.levels < 1 or not self.feature_layers:
-            raise ValueError(
-                f"image_latents, levels, feature_layers: got {self.image_latents}, {self.levels}, "
-                f"{self.feature_layers}, expected at least 0, at least 1 and at least one layer"
-            )
+            raise ValueError(f"mrope_section: got {shown(self.mrope_section)}, expected numbers that sum to {half}")
 
     @property
     def head_size(self) -> int:

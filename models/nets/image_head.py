@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from visspec.checkpoint import check_positive, check_whole, shown
 from visspec.models.nets.feature_head import TINY, FeatureHead, HeadConfig
 
 SPREAD = 6.0  # what brings the difference of the two states to about their own size
@@ -36,15 +37,15 @@ class ImageHeadConfig(HeadConfig):
     def __post_init__(self):
         super().__post_init__()
         for name in ("codes", "rows", "columns"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected at least 1")
+            check_whole(name, getattr(self, name))
         if self.codes > self.vocab or self.image_latents or self.feature_layers != (-1,):
             raise ValueError(
-                f"codes, image_latents, feature_layers: got {self.codes}, {self.image_latents}, {self.feature_layers},"
-                f" expected at most the vocabulary {self.vocab}, 0 and the last layer alone"
+                f"codes, image_latents, feature_layers: got {self.codes}, {self.image_latents},"
+                f" {shown(self.feature_layers)}, expected at most {self.vocab} (vocab), 0 and the last layer alone"
             )
-        if not isinstance(self.guidance, (int, float)) or self.guidance <= 0:
-            raise ValueError(f"guidance: got {self.guidance!r}, expected a number above 0")
+        check_positive("guidance", self.guidance)
+        if type(self.guided) is not bool:
+            raise ValueError(f"guided: got {shown(self.guided)}, expected true or false")
 
     @property
     def parts(self) -> int:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from visspec.checkpoint import LARGEST, check_whole
+
 
 @dataclass(frozen=True)
 class UpsamplerConfig:
@@ -23,9 +25,8 @@ class UpsamplerConfig:
     factor: int = 2
 
     def __post_init__(self):
-        for name, value in asdict(self).items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
+        for name, high in (("codes", LARGEST), ("width", 1 << 16), ("layers", 256), ("factor", 64)):
+            check_whole(name, getattr(self, name), 1, high)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,0 +1,205 @@
+"""Checkpoints of drafters are not believed: every configuration loads, or is refused in one sentence, before memory is
+asked for. `test_eagle` and `test_image_drafter` have the refusals of other targets and of broken files.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import visspec
+from tests import tiny_images
+from tests.tiny import model_of
+from visspec.models.drafters import lowres
+from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.drafters.feature_checkpoint import read_config, write
+from visspec.models.drafters.image_eagle import ImageFeatureDrafter
+from visspec.models.nets.feature_head import FeatureHead
+from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
+from visspec.models.targets.families import family_of
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that is really made, in numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (list, tuple)) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self.found = max(self.found, tensor.untyped_storage().nbytes() // 4)
+        return made
+
+
+def text(folder):
+    return FeatureDrafter.from_pretrained(folder, model_of("llava"))
+
+
+def image(folder):
+    return ImageFeatureDrafter.from_pretrained(folder, family_of(tiny_images.janus(), None))
+
+
+def upsampler(folder):
+    return lowres.learned(folder, family_of(tiny_images.janus(), None))
+
+
+@pytest.fixture(scope="module")
+@torch.inference_mode(False)
+def saved(tmp_path_factory):
+    """A checkpoint of each kind: its folder and how it is loaded."""
+    root = tmp_path_factory.mktemp("drafters")
+    FeatureDrafter.for_model(model_of("llava"), image_latents=2).save_pretrained(root / "text", {})
+    ImageFeatureDrafter.for_model(family_of(tiny_images.janus(), None)).save_pretrained(root / "image", {})
+    write(root / "upsampler", Upsampler(UpsamplerConfig(tiny_images.CODES, width=8, layers=2)), {})
+    return {
+        "text": (root / "text", text),
+        "image": (root / "image", image),
+        "upsampler": (root / "upsampler", upsampler),
+    }
+
+
+def outcome(folder, load, config):
+    """What becomes of a folder with this configuration: None, or the sentence that refuses it."""
+    before = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        with Largest() as largest:
+            load(folder)
+        return None
+    except ValueError as error:
+        said = str(error)
+        assert said and "\n" not in said and len(said) < 600, said
+        return said
+    finally:
+        (folder / "config.json").write_text(before)
+        assert largest.found < 1_000_000, "nothing near what it asks for was allocated"
+
+
+HUGE = {
+    "text": ["levels", "intermediate", "hidden", "vocab", "heads", "image_latents", "target_layers"],
+    "image": ["levels", "intermediate", "rows", "columns", "codes", "vocab", "heads", "hidden"],
+    "upsampler": ["codes", "width", "layers", "factor"],
+}
+
+
+@pytest.mark.parametrize("value", [10**9, 300_000_000, 10**18, 1e9, float("inf"), float("nan"), 0, -1, "8", True, [8]])
+@pytest.mark.parametrize("kind", HUGE)
+def test_sizes_that_cannot_be(saved, kind, value):
+    folder, load = saved[kind]
+    config = json.loads((folder / "config.json").read_text())
+    assert outcome(folder, load, config) is None
+    for name in HUGE[kind]:
+        assert outcome(folder, load, config | {name: value}), name
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"heads": 0}, "heads: got 0, expected a whole number from 1 to 16777216"),
+    ({"heads": 5}, "heads: got 5, expected an even share of the hidden size 32"),
+    ({"levels": 300_000_000}, "levels: got 300000000, expected a whole number from 1 to 1023"),
+    ({"intermediate": 1e9}, "intermediate: got 1000000000.0, expected a whole number"),
+    ({"intermediate": 10**7}, r"tensor 'down.weight' .* has shape \(32, 48\), expected \(32, 10000000\)"),
+    ({"image_latents": 10**6}, r"tensor 'adaptor.queries' .* has shape \(3, 4, 8\), expected \(1000001, 4, 8\)"),
+    ({"feature_layers": [9]}, "feature_layers: got 9, expected a whole number from -3 to 2"),
+    ({"feature_layers": []}, r"feature_layers: got \(\), expected at least one layer"),
+    ({"feature_layers": "ab"}, "feature_layers: got 'ab', expected a list of at most 1024 whole numbers"),
+    ({"image_ids": [1] * 2000}, r"image_ids: got \[1, 1, .*\.\.\., expected a list of at most 1024"),
+    ({"rope_theta": float("nan")}, "rope_theta: got nan, expected a finite number above 0"),
+    ({"mrope_section": [1, 1]}, r"mrope_section: got \(1, 1\), expected numbers that sum to 4"),
+    ({"family": ["llava"]}, r"family: got \['llava'\], expected a name"),
+    ({"x" * 500: 1}, "has the unknown entry 'xxx"),
+])  # fmt: skip
+def test_each_has_its_sentence(saved, changes, sentence):
+    folder, load = saved["text"]
+    said = outcome(folder, load, json.loads((folder / "config.json").read_text()) | changes)
+    with pytest.raises(ValueError, match=sentence):
+        raise ValueError(said)
+
+
+def test_layers_are_few(saved):
+    folder, load = saved["upsampler"]
+    config = json.loads((folder / "config.json").read_text())
+    assert "layers: got 100000, expected a whole number from 1 to 256" in outcome(
+        folder, load, config | {"layers": 100_000}
+    )
+    assert "lacks tensor 'small.2.bias'" in outcome(folder, load, config | {"layers": 3})
+
+
+def test_a_guided_image_drafter_says_so_in_words_and_numbers(saved):
+    folder, load = saved["image"]
+    config = json.loads((folder / "config.json").read_text())
+    assert "guided: got 1, expected true or false" in outcome(folder, load, config | {"guided": 1})
+    assert "guidance: got inf, expected a finite number" in outcome(folder, load, config | {"guidance": float("inf")})
+    assert "tensor 'row.weight'" in outcome(folder, load, config | {"rows": 10**7})
+
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 70), st.integers(), st.floats(), st.text(max_size=4),
+    st.sampled_from([2**31, 2**62, 10**9, 10**30, 1e9, -0.0]), st.lists(st.integers(-9, 99), max_size=4),
+    st.lists(st.one_of(st.none(), st.floats(), st.text(max_size=2)), max_size=3), st.dictionaries(st.text(), st.none()),
+)  # fmt: skip
+
+
+def load_changed(saved, data, kind):
+    folder, load = saved[kind]
+    config = json.loads((folder / "config.json").read_text())
+    for name in data.draw(st.lists(st.sampled_from([*config, "other"]), min_size=1, max_size=3, unique=True)):
+        if data.draw(st.integers(0, 5)):
+            config[name] = data.draw(ODD)
+        else:
+            config.pop(name, None)
+    outcome(folder, load, config)
+
+
+@given(data=st.data(), kind=st.sampled_from(list(HUGE)))
+def test_any_configuration_loads_or_is_refused_in_a_sentence(saved, data, kind):
+    load_changed(saved, data, kind)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), kind=st.sampled_from(list(HUGE)))
+def test_six_hundred_configurations(saved, data, kind):
+    load_changed(saved, data, kind)
+
+
+@pytest.mark.parametrize(
+    "weight_map", [[], ["model.safetensors"], None, "model.safetensors", {"a": 3}, {"a": ["b"]}, 7]
+)
+def test_an_index_that_maps_nothing(saved, tmp_path, weight_map):
+    folder, load = saved["text"]
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"weight_map of .* expected an object of file names") as caught:
+        load(copy)
+    assert "\n" not in str(caught.value)
+    index.write_text(json.dumps({"weight_map": {name: "model.safetensors" for name in ("a", "b")}}))
+    load(copy)
+
+
+def test_headers_are_read_before_weights(saved, tmp_path):
+    """A tensor too many, or of another shape, is found without reading any."""
+    folder, load = saved["text"]
+    for change in ({"more": torch.zeros(3_000_000)}, {"fc.bias": torch.zeros(3_000_000)}):
+        copy = shutil.copytree(folder, tmp_path / next(iter(change)))
+        save_file(load_file(copy / "model.safetensors") | change, copy / "model.safetensors")
+        assert next(iter(change)) in outcome(copy, load, json.loads((copy / "config.json").read_text()))
+
+
+def test_a_checkpoint_that_drafts_deeper_than_any_draft_is_refused_by_accelerate(saved, tmp_path):
+    copy = shutil.copytree(saved["text"][0], tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"levels": 1024}))
+    with pytest.raises(ValueError, match="levels: got 1024, expected a whole number from 1 to 1023"):
+        visspec.accelerate(model_of("llava"), str(copy))
+    with pytest.raises(ValueError, match="levels: got 300000000"):
+        visspec.accelerate(model_of("llava"), str(saved["text"][0]), levels=300_000_000)
+    assert read_config(saved["text"][0], FeatureHead).levels == 8
