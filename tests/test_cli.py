@@ -1,13 +1,16 @@
 """The command line on real files: good input, bad input in one sentence, exit codes 0, 1 and 2."""
 
+import io
 import json
 import struct
 import zlib
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
-from visspec import zoo
+import visspec
+from visspec import bench_image, zoo
 from visspec.cli import main
 from visspec.eval.world.captions import score
 from visspec.eval.world.render import to_image
@@ -182,3 +185,42 @@ def test_list_and_doctor(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "ngram" in text and "torch" in text and "will run" in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"visspec {visspec.__version__}\n"
+
+
+def line(name, guarantee="exact", **more):
+    """A row of `bench image`'s record, with figures as wide as they get."""
+    figures = {"nfe": 1024.0, "nfe_reduction": 12.34, "ms_per_nfe": 1234.5, "speedup": 12.34, "drift_per_token": 0.1234}
+    return {"name": name, "guarantee": guarantee, "speedup_ci95": [10.12, 12.34], "latent_displacement": None} | (
+        figures | more
+    )
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_tables_of_bench_image_cut_nothing_off(columns):
+    rows = [
+        line("coupled-lantern", "approximate", geneval=0.886, fd=123.4),
+        line("plain", "exact for the declared target"),
+    ]
+    stock = {"cache": "dynamic", "seconds_per_image": 6.6, "nfe": 144}
+    record = {"n_prompts": 24, "batch_size": 1, "guidance_scale": 2.0, "stock": stock, "rows": rows}
+    console = Console(width=columns, record=True, file=io.StringIO())
+    views = bench_image.tables(record, columns)
+    console.print(*views)
+    text = console.export_text()
+    assert len(views) == (2 if columns == 80 else 1) and "…" not in text
+    assert max(map(len, text.splitlines())) <= columns
+    words = set(text.replace("│", " ").replace("┃", " ").split())
+    heads = {word for head in bench_image.HEADS for word in head.split()}
+    assert words >= heads | {"coupled-lantern", "approximate", "123.400", "10.12..12.34", "1024.0", "1234.5", "stock"}
+
+
+def test_the_list_cuts_nothing_off(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["list"]) == 0
+    assert "…" not in capsys.readouterr().out

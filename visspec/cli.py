@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import visspec
 from visspec.files import write_json
 
 
@@ -36,6 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     top = Parser(prog="visspec", description="Several tokens per pass of the big model.")
+    top.add_argument("--version", action="version", version=f"visspec {visspec.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     _demo(commands.add_parser("demo", help="caption rendered scenes with and without acceleration, side by side"))
     _caption(commands.add_parser("caption", help="caption image files"))
@@ -289,7 +291,8 @@ def run_bench_image(arguments) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     record = bench_image.run(arguments)
-    Console().print(bench_image.table(record))
+    console = Console()
+    console.print(*bench_image.tables(record, console.width))
     write_json(arguments.json, record)
     return 0
 
@@ -365,11 +368,11 @@ def run_report(arguments) -> int:
 
 def run_list(arguments) -> int:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from visspec import zoo
 
-    view = Table("kind", "name", "what it is")
+    view = Table("kind", "name", Column("what it is", overflow="fold"))
     for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE)):
         for name, (_, what) in entries.items():
             view.add_row(kind, name, what)
