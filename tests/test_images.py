@@ -215,6 +215,19 @@ def test_the_command(folder, tmp_path, capsys):
     assert shown.count("\n") == 8 and "nowhere" in shown and "k: got 0" in shown and "device: got 'foo'" in shown
 
 
+def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
+    out, record = tmp_path / "o", tmp_path / "r.json"
+    out.mkdir()
+    (out / "00041.png").write_text("of an earlier run")
+    (out / "notes.png").write_text("no number")
+    arguments = ["generate", PROMPTS[0], "-n", "2", "--model", str(folder), "--out", str(out), "--json", str(record)]
+    assert cli.main(arguments) == 0
+    assert sorted(p.name for p in out.iterdir()) == ["00041.png", "00042.png", "00043.png", "notes.png"]
+    assert (out / "00041.png").read_text() == "of an earlier run"
+    assert "up to number 41, going on" in capsys.readouterr().err
+    assert [r["path"][-9:] for r in json.loads(record.read_text())["results"]] == ["00042.png", "00043.png"]
+
+
 def test_presets_are_pairs_the_zoo_knows():
     for name, (drafter, rule, what) in zoo.PRESETS.items():
         assert zoo.parse(drafter)[0] in zoo.DRAFTERS and what, name
