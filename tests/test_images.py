@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torch
 from PIL import Image
 from transformers import JanusForConditionalGeneration
 
+from tests import tiny_images
 from tests.tiny import enliven
-from visspec import cli, grid, zoo
+from visspec import cli, grid, requests, zoo
 from visspec.images import ImagePipeline, image_seeds
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.recipes.painter_build import build_processor, generation_config, model_config
@@ -193,6 +195,23 @@ def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch)
 def test_a_model_that_draws_nothing_is_refused():
     with pytest.raises(ValueError, match=r"^model: got the type .* expected an image model of janus"):
         ImagePipeline(torch.nn.Linear(1, 1), None)
+
+
+@pytest.mark.parametrize("tokenizer_of", [lambda p: p, lambda p: p.tokenizer])
+def test_unknown_words_are_those_the_tokenizer_maps_to_its_unknown_token(tokenizer_of):
+    known = tokenizer_of(tiny_images.emu3_processor())
+    assert requests.unknown_words(known, ["a red cube", "a moose on a  red moose", ""]) == ["moose"]
+    assert requests.unknown_words(known, [""]) == [] and requests.unknown_words(None, ["a moose"]) == []
+
+
+def test_a_prompt_with_words_the_model_never_saw_warns(folder):
+    pipe = ImagePipeline.from_pretrained(str(folder))
+    pipe.set_progress_bar_config(disable=True)
+    with pytest.warns(UserWarning, match="^prompt: got astronaut, riding, horse, expected words that the model was ta"):
+        pipe(["an astronaut riding a horse", PROMPTS[0]], seed=0, output_type="latent")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(PROMPTS[0], seed=0, output_type="latent")
 
 
 def test_the_command(folder, tmp_path, capsys):
