@@ -7,7 +7,7 @@ WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint types bench docs
+.PHONY: demo test lint types bench notebooks docs
 
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,9 @@ types: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/visspec bench caption --json out/bench-caption.json
+
+notebooks: $(VENV)/.ready
+	OMP_NUM_THREADS=2 $(BIN)/python -m visspec.recipes.notebooks
 
 DOCUMENTED := $(addprefix visspec.,api images stats types zoo accept engine sampling tree cache)
 docs: $(VENV)/.ready
