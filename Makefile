@@ -7,7 +7,7 @@ WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint types bench models mutants docs
+.PHONY: demo test lint types bench models mutants notebooks docs
 
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ models: $(VENV)/.ready
 # small errors in the core, and how many of them a test sees: an hour or two, goes on where it was cut off
 mutants: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/mutants --jobs $(WORKERS)
+
+notebooks: $(VENV)/.ready
+	OMP_NUM_THREADS=2 $(BIN)/python -m visspec.recipes.notebooks
 
 DOCUMENTED := $(addprefix visspec.,api images stats types zoo accept engine sampling tree cache)
 docs: $(VENV)/.ready

@@ -1,16 +1,19 @@
 """Package mapping only: models/, kernels/ and eval/ stand at the top and are imported as visspec.<name>."""
 
+import warnings
+
 from setuptools import find_packages, setup
 
 FOLDERS = ("models", "kernels", "eval")
+
+# an editable install warns that ./visspec comes first where the repository is the working folder; it may, see __init__
+warnings.filterwarnings("ignore", message="Editable installation")
 
 setup(
     packages=find_packages(include=["visspec", "visspec.*"])
     + [f"visspec.{name}" for name in FOLDERS]
     + [f"visspec.{name}.{sub}" for name in FOLDERS for sub in find_packages(name)],
     package_dir={"visspec": "visspec", **{f"visspec.{name}": name for name in FOLDERS}},
-    package_data={
-        "visspec.models.zoo": ["*/*", "*/*/*"],
-        "visspec.eval": ["assets/*", "templates/*"],
-    },
+    include_package_data=False,  # package_data names all of it; setuptools would take data folders for lost packages
+    package_data={"visspec.models.zoo": ["*/*"], "visspec.eval": ["templates/*"]},
 )

@@ -20,7 +20,8 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The first frame of a PNG, JPEG or WEBP file as a loaded RGB image, upright as its EXIF orientation asks.
 
     Transparent pixels are laid over white. Raises FileNotFoundError when there is no such file and ValueError, with
-    one sentence naming the file, for another format, a broken or truncated file, or more than `max_pixels` pixels.
+    one sentence naming the file, for one that may not be read, another format, a broken or truncated file, or more than
+    `max_pixels` pixels.
     """
     path = Path(path)
     if max_pixels < 1:
@@ -40,6 +41,8 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except Image.UnidentifiedImageError:
         raise ValueError(f"{path} is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image") from None
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's word, not the decoder's
+            raise ValueError(f"{path} could not be read ({error.strerror})") from None
         raise ValueError(f"{path} is broken or truncated and cannot be decoded ({error})") from None
     return image
 

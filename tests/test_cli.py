@@ -1,14 +1,23 @@
 """The command line on real files: good input, bad input in one sentence, exit codes 0, 1 and 2."""
 
+import io
 import json
+import os
+import shutil
 import struct
+import sys
 import zlib
 
+import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
-from visspec import zoo
+import visspec
+from visspec import bench_image, zoo
+from visspec.captioning import PROMPT
 from visspec.cli import main
+from visspec.eval.images import open_image
 from visspec.eval.world.captions import score
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
@@ -134,8 +143,6 @@ def test_bad_options(options, word, pictures, capsys):
 
 
 def copied(folder, tmp_path):
-    import shutil
-
     return shutil.copytree(folder, tmp_path / "copy")
 
 
@@ -177,8 +184,167 @@ def test_checkpoints_with_the_wrong_tensors(damage, pictures, tmp_path, capsys):
     assert ("surprise" if damage == "extra" else "lm_head") in line or "size" in line
 
 
+def captions(path) -> list:
+    return [(r["caption"], r["ended"]) for r in json.loads(path.read_text())["results"]]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_is_finished_is_kept_whatever_ends_the_run(error, pictures, tmp_path, capsys, monkeypatch):
+    opened, out = [], tmp_path / "c.json"
+
+    def opening(path, max_pixels):
+        if len(opened) == 2:
+            raise error
+        opened.append(path)
+        return open_image(path, max_pixels)
+
+    monkeypatch.setattr("visspec.captioning.open_image", opening)
+    argv = ["caption", *pictures, "--json", str(out), "--max-new-tokens", "12"]
+    if error is KeyboardInterrupt:
+        assert main(argv) == 130 and capsys.readouterr().err == "visspec: interrupted; what was written stays\n"
+    else:
+        with pytest.raises(error):
+            main(argv)
+    record = json.loads(out.read_text())
+    assert [r["path"] for r in record["results"]] == pictures[:2] and record["complete"] is False
+    assert all(r["caption"] and r["ended"] == "length" for r in record["results"])
+    assert os.listdir(tmp_path) == ["c.json"]
+
+
+def test_targets_are_tried_before_any_work(pictures, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("visspec.cli.load", lambda arguments: pytest.fail("work began"))
+    monkeypatch.setattr("visspec.bench_memory.bench_memory", lambda *a, **k: pytest.fail("work began"))
+    file = tmp_path / "file"
+    file.write_text("")
+    for argv in (
+        ["caption", pictures[0], "--json", file / "c.json"],
+        ["caption", pictures[0], "--json", tmp_path],
+        ["bench", "caption", "--json", file / "c.json"],
+        ["bench", "memory", "--json", "/proc/none/c.json"],
+        ["generate", "x", "--grid", file / "g.png"],
+        ["generate", "x", "--out", file],
+        ["demo", "--out", file / "o"],
+        ["report", file, "-o", tmp_path],
+    ):
+        option = next((a for a in argv if a in ("--json", "--grid")), "--out")
+        assert refused(capsys, *argv).startswith(f"visspec: {option}: ")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_error_of_the_system_is_a_sentence(capsys, monkeypatch):
+    def run():
+        raise OSError(28, "No space left on device", "/a/b")
+
+    monkeypatch.setattr("visspec.doctor.report", run)
+    assert refused(capsys, "doctor") == "visspec: /a/b: No space left on device"
+
+
+def test_a_reader_that_has_gone_ends_the_run_quietly(monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert main(["doctor"]) == 141
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
+
+
+def test_names_that_are_not_utf8(pictures, tmp_path, monkeypatch):
+    path = os.fsdecode(bytes(tmp_path) + b"/caf\xe9.png")
+    shutil.copy(pictures[0], path)
+    stdout, out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), tmp_path / "c.json"
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert main(["caption", path, pictures[0], "--json", str(out), "--max-new-tokens", "8"]) == 0
+    monkeypatch.undo()
+    assert b"caf\\udce9.png: this picture" in stdout.buffer.getvalue() and captions(out)[0] == captions(out)[1]
+    assert os.path.exists(json.loads(out.read_text())["results"][0]["path"])
+
+
+def test_the_record_says_how_captions_were_made_and_why_they_ended(pictures, tmp_path, capsys):
+    out = tmp_path / "c.json"
+    argv = ["caption", pictures[0], str(tmp_path / "gone.png"), "--json", str(out), "--drafter", "ngram"]
+    argv += ["--acceptance", "typical:epsilon=0.1", "--temperature", "0.5", "--top-k", "5", "--seed", "3"]
+    assert main(argv) == 1
+    record = json.loads(out.read_text())
+    assert [r["ended"] for r in record["results"]] == ["eos", None] and record["complete"] is True
+    assert {k: record[k] for k in ("model", "prompt", "drafter", "acceptance", "guarantee", "batch_size")} == {
+        "model": "captioner", "prompt": PROMPT, "drafter": "ngram", "acceptance": "typical:epsilon=0.1",
+        "guarantee": "approximate", "batch_size": 1,
+    }  # fmt: skip
+    assert record["sampling"] == {
+        "max_new_tokens": 128, "do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 1.0, "seed": 3
+    }  # fmt: skip
+
+
+def test_a_file_that_may_not_be_read_is_not_called_broken(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "locked.png"
+    Image.new("RGB", (8, 8)).save(path)
+    path.chmod(0)
+    if os.access(path, os.R_OK):  # as root, who may read everything
+        path = "/proc/self/mem"
+        assert "/proc/self/mem could not be read (Input/output error)" in refused(capsys, "caption", path)
+    else:
+        assert "locked.png could not be read (Permission denied)" in refused(capsys, "caption", path)
+
+
+def test_the_embedded_captioner_says_once_what_it_knows(pictures, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    photos = []
+    for i in range(2):
+        coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+        coarse.resize((320, 240), Image.Resampling.BICUBIC).save(tmp_path / f"photo{i}.png")
+        photos.append(str(tmp_path / f"photo{i}.png"))
+    short = ["--max-new-tokens", "4"]
+    assert main(["caption", pictures[0], *photos, *short]) == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "knows rendered scenes of coloured shapes only" in said and "photo0.png" in said
+    assert main(["caption", *pictures, *short]) == 0  # PNG, WEBP and JPEG of its own world
+    assert capsys.readouterr().err == ""
+    assert main(["caption", *photos, *short, "--model", str(zoo.CHECKPOINTS / "captioner")]) == 0
+    assert capsys.readouterr().err == ""  # a model that was named is its namer's business
+
+
 def test_list_and_doctor(capsys):
     assert main(["list"]) == 0
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "ngram" in text and "torch" in text and "will run" in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"visspec {visspec.__version__}\n"
+
+
+def line(name, guarantee="exact", **more):
+    """A row of `bench image`'s record, with figures as wide as they get."""
+    figures = {"nfe": 1024.0, "nfe_reduction": 12.34, "ms_per_nfe": 1234.5, "speedup": 12.34, "drift_per_token": 0.1234}
+    return {"name": name, "guarantee": guarantee, "speedup_ci95": [10.12, 12.34], "latent_displacement": None} | (
+        figures | more
+    )
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_tables_of_bench_image_cut_nothing_off(columns):
+    rows = [
+        line("coupled-lantern", "approximate", geneval=0.886, fd=123.4),
+        line("plain", "exact for the declared target"),
+    ]
+    stock = {"cache": "dynamic", "seconds_per_image": 6.6, "nfe": 144}
+    record = {"n_prompts": 24, "batch_size": 1, "guidance_scale": 2.0, "stock": stock, "rows": rows}
+    console = Console(width=columns, record=True, file=io.StringIO())
+    views = bench_image.tables(record, columns)
+    console.print(*views)
+    text = console.export_text()
+    assert len(views) == (2 if columns == 80 else 1) and "…" not in text
+    assert max(map(len, text.splitlines())) <= columns
+    words = set(text.replace("│", " ").replace("┃", " ").split())
+    heads = {word for head in bench_image.HEADS for word in head.split()}
+    assert words >= heads | {"coupled-lantern", "approximate", "123.400", "10.12..12.34", "1024.0", "1234.5", "stock"}
+
+
+def test_the_list_cuts_nothing_off(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["list"]) == 0
+    assert "…" not in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 
 from tests import tiny_images
-from visspec import cli, grid, zoo
+from visspec import cli, grid, requests, zoo
 from visspec.images import ImagePipeline, image_seeds
 from visspec.models.drafters.jacobi import Jacobi
 
@@ -187,6 +188,23 @@ def test_a_model_that_draws_nothing_is_refused():
         ImagePipeline(torch.nn.Linear(1, 1), None)
 
 
+@pytest.mark.parametrize("tokenizer_of", [lambda p: p, lambda p: p.tokenizer])
+def test_unknown_words_are_those_the_tokenizer_maps_to_its_unknown_token(tokenizer_of):
+    known = tokenizer_of(tiny_images.emu3_processor())
+    assert requests.unknown_words(known, ["a red cube", "a moose on a  red moose", ""]) == ["moose"]
+    assert requests.unknown_words(known, [""]) == [] and requests.unknown_words(None, ["a moose"]) == []
+
+
+def test_a_prompt_with_words_the_model_never_saw_warns(folder):
+    pipe = ImagePipeline.from_pretrained(str(folder))
+    pipe.set_progress_bar_config(disable=True)
+    with pytest.warns(UserWarning, match="^prompt: got astronaut, riding, horse, expected words that the model was ta"):
+        pipe(["an astronaut riding a horse", PROMPTS[0]], seed=0, output_type="latent")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(PROMPTS[0], seed=0, output_type="latent")
+
+
 def test_the_command(folder, tmp_path, capsys):
     arguments = ["generate", PROMPTS[0], "-n", "3", "--model", str(folder), "--out", str(tmp_path / "o")]
     arguments += ["--grid", str(tmp_path / "g.png"), "--maps", "--json", str(tmp_path / "r.json"), "--stats"]
@@ -205,6 +223,19 @@ def test_the_command(folder, tmp_path, capsys):
         assert cli.main(["generate", "x", "--model", str(folder), *options]) == 2, options
     shown = capsys.readouterr().err
     assert shown.count("\n") == 8 and "nowhere" in shown and "k: got 0" in shown and "device: got 'foo'" in shown
+
+
+def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
+    out, record = tmp_path / "o", tmp_path / "r.json"
+    out.mkdir()
+    (out / "00041.png").write_text("of an earlier run")
+    (out / "notes.png").write_text("no number")
+    arguments = ["generate", PROMPTS[0], "-n", "2", "--model", str(folder), "--out", str(out), "--json", str(record)]
+    assert cli.main(arguments) == 0
+    assert sorted(p.name for p in out.iterdir()) == ["00041.png", "00042.png", "00043.png", "notes.png"]
+    assert (out / "00041.png").read_text() == "of an earlier run"
+    assert "up to number 41, going on" in capsys.readouterr().err
+    assert [r["path"][-9:] for r in json.loads(record.read_text())["results"]] == ["00042.png", "00043.png"]
 
 
 def test_presets_are_pairs_the_zoo_knows():

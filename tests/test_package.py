@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,56 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("visspec", "models", "kernels", "eval", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
-@pytest.mark.slow
-def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
-    source, site = tmp_path / "source", tmp_path / "site"
+def copied(source: Path, *without: str) -> Path:
+    """What a package is built from, in a folder of its own; `without` are patterns of files left out."""
     source.mkdir()
     for part in PARTS:
-        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-        copy(ROOT / part, source / part)
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__", *without))
+        else:
+            shutil.copy(ROOT / part, source / part)
+    return source
+
+
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_a_build_warns_of_nothing_and_holds_the_data(kind, tmp_path):
+    source = copied(tmp_path / "source", "*.safetensors")
+    program = f"import sys; from setuptools import build_meta as b; print(b.build_{kind}(sys.argv[1]))"
+    command = [sys.executable, "-P", "-W", "always", "-c", program, str(tmp_path)]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # of which builds warn
+    run = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert "Warning" not in run.stderr and "****" not in run.stderr  # the frame around setuptools' warnings
+    if kind == "wheel":
+        held = zipfile.ZipFile(tmp_path / run.stdout.splitlines()[-1]).namelist()
+        data = [*(ROOT / "models" / "zoo").glob("*/*"), *(ROOT / "eval" / "templates").iterdir()]
+        wanted = {f"visspec/{p.relative_to(ROOT)}" for p in data if p.is_file() and p.suffix != ".safetensors"}
+        assert wanted and wanted <= set(held)
+
+
+def test_a_checkout_that_comes_before_the_package_finds_its_parts(tmp_path):
+    """Plain python in the repository root takes ./visspec; models, kernels and eval stand beside it, not in it."""
+    shutil.copytree(ROOT / "visspec", tmp_path / "visspec", ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("models", "kernels", "eval"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "__init__.py").write_text("")
+    program = (
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in f.__module__]\n"  # as a wheel is found
+        "import visspec, visspec.models, visspec.kernels, visspec.eval\n"
+        "print(visspec.__file__, visspec.models.__file__)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [str(tmp_path / part / "__init__.py") for part in ("visspec", "models")]
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
+    source, site = copied(tmp_path / "source"), tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(source)]
     subprocess.run(pip, check=True, capture_output=True, timeout=300)
     program = (

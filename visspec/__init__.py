@@ -1,7 +1,12 @@
 """visspec: several tokens per pass for vision-language models and autoregressive image models. Lazy public API."""
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+if find_spec(f"{__name__}.models") is None:  # ./visspec of a checkout, found before the installed package
+    __path__.append(str(Path(__file__).resolve().parent.parent))  # models, kernels and eval stand beside it
 
 __version__ = "0.1.0"
 _PUBLIC = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,10 @@ from visspec.types import Sampling
 
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
 REFERENCES = 4  # renders of each prompt that the distance is taken to
-HEADS = (
-    "method", "NFE", "fewer by", "ms / NFE", "over stock", "95 %", "GenEval", "FD", "drift / token", "displacement",
-    "guarantee",
-)  # fmt: skip
+SPEED = ("method", "NFE", "fewer by", "ms / NFE", "over stock", "95 %")
+QUALITY = ("method", "GenEval", "FD", "drift / token", "displacement", "guarantee")
+HEADS = SPEED + QUALITY[1:]
+LEFT = ("method", "guarantee")
 SHOWN = 8  # images a method keeps in the record
 REFERENCE_SEED = 20261121
 
@@ -299,28 +299,48 @@ def features(extractor: RandomConv, images: Sequence[np.ndarray]) -> torch.Tenso
     return torch.cat([extractor(part) for part in stack.split(32)])
 
 
-def table(record: dict[str, Any]):
-    """A rich table of a record: the field's own columns."""
+def tables(record: dict[str, Any], width: int) -> list:
+    """The rich table of a record, or one of speed and one of quality where it does not fit into `width` columns."""
+    from rich.console import Console
+
+    whole = table(record)
+    if Console(width=10 * width).measure(whole).maximum <= width:
+        return [whole]
+    return [table(record, SPEED), table(record, QUALITY)]
+
+
+def table(record: dict[str, Any], heads: Sequence[str] = HEADS):
+    """A rich table of a record: the field's own columns, those that are named."""
     from rich.table import Table
 
-    view = Table(
-        title=f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
-    )
-    for head in HEADS:
-        head = "over plain" if head == "over stock" and not record["stock"] else head
-        view.add_column(head, justify="left" if head in ("method", "guarantee") else "right")
+    title = f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
+    if stock := record["stock"]:
+        title += f", stock with its {stock['cache']} cache"
+    view = Table(title=title)
+    for head in heads:
+        said = "over plain" if head == "over stock" and not record["stock"] else head.replace(" / ", " /\n")
+        view.add_column(said, justify="left" if head in LEFT else "right", no_wrap=head != "guarantee")
+    for cells in _lines(record):
+        view.add_row(*(cells.get(head, "") for head in heads))
+    return view
+
+
+def _lines(record: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """The cells of each line of a record, by head; the stock class comes first."""
     if stock := record["stock"]:
         per = 1e3 * stock["seconds_per_image"] / stock["nfe"]
-        view.add_row(
-            f"stock ({stock['cache']} cache)", str(stock["nfe"]), "", f"{per:.1f}", "1", *[""] * 5, "the model's own"
-        )
+        yield {
+            "method": "stock", "NFE": str(stock["nfe"]), "ms / NFE": f"{per:.1f}", "over stock": "1",
+            "guarantee": "the model's own",
+        }  # fmt: skip
     for line in record["rows"]:
         low, high = line["speedup_ci95"]
         far = line["latent_displacement"]
-        quality = [f"{line[k]:.3f}" if line.get(k) is not None else "" for k in ("geneval", "fd")]
-        view.add_row(
-            line["name"], f"{line['nfe']:.1f}", f"{line['nfe_reduction']:.2f}", f"{line['ms_per_nfe']:.1f}",
-            f"{line['speedup']:.2f}", f"{low:.2f}..{high:.2f}", *quality, f"{line['drift_per_token']:.4f}",
-            "not measured" if far is None else f"{far:.4f}", line["guarantee"],
-        )  # fmt: skip
-    return view
+        yield {
+            "method": line["name"], "NFE": f"{line['nfe']:.1f}", "fewer by": f"{line['nfe_reduction']:.2f}",
+            "ms / NFE": f"{line['ms_per_nfe']:.1f}", "over stock": f"{line['speedup']:.2f}",
+            "95 %": f"{low:.2f}..{high:.2f}", "drift / token": f"{line['drift_per_token']:.4f}",
+            "displacement": "not measured" if far is None else f"{far:.4f}", "guarantee": line["guarantee"],
+            "GenEval": f"{line['geneval']:.3f}" if line.get("geneval") is not None else "",
+            "FD": f"{line['fd']:.3f}" if line.get("fd") is not None else "",
+        }  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from visspec.api import Accelerated
 from visspec.eval.images import MAX_PIXELS, open_image
-from visspec.stats import Stats
+from visspec.stats import Stats, ended_by
 
 PROMPT = "describe the picture in detail ."
 
@@ -25,6 +25,7 @@ class Caption:
     tokens: int = 0
     error: str | None = None
     pieces: tuple[tuple[str, str], ...] = ()  # (text, origin) of every token
+    ended: str | None = None  # as `stats.ended_by`
 
 
 def chat_prompt(processor, request: str) -> str:
@@ -82,7 +83,7 @@ def _caption_batch(fast: Accelerated, processor, opened, request: str, generate:
     inputs = prepare(processor, [image for _, image in opened], request, fast.model)
     result = fast.run(**inputs, **generate)
     done = {}
-    for (path, _), tokens, pieces in zip(opened, result.state.tokens, result.stats.pieces):
+    for row, ((path, _), tokens, pieces) in enumerate(zip(opened, result.state.tokens, result.stats.pieces)):
         text = processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-        done[path] = Caption(path, text, len(tokens), pieces=tuple(pieces))
+        done[path] = Caption(path, text, len(tokens), pieces=tuple(pieces), ended=ended_by(result.state, row))
     return done, result.stats

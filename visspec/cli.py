@@ -1,30 +1,51 @@
-"""The command line: demo, caption, bench, report, train, list, doctor.
+"""The command line: demo, caption, generate, bench, report, train, list, doctor.
 
-Exit code 2 for bad input, 1 when some files failed.
+Exit code 2 for bad input or a target that can't be written, 1 when some files failed, 130 when interrupted, 141 when
+the reader of the output has gone (`| head`).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from visspec.files import write_json
+import visspec
+from visspec.files import unwritable, write_json
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # names of files need not be UTF-8
+            stream.reconfigure(errors="backslashreplace")
     arguments = parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
-    except (ValueError, FileNotFoundError) as error:
-        print(f"visspec: {error}", file=sys.stderr)
+        check_targets(arguments)
+        code = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or python says so once more when it ends
+        return 141
+    except (ValueError, OSError) as error:
+        reason = getattr(error, "strerror", None)  # of what the system refused
+        print(f"visspec: {f'{error.filename}: {reason}' if reason else error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("visspec: interrupted; finished results are kept", file=sys.stderr)
+        print("visspec: interrupted; what was written stays", file=sys.stderr)
         return 130
+
+
+def check_targets(arguments) -> None:
+    """Refuse, before any work, files and folders that can't be written."""
+    for name in ("json", "grid", "out", "images"):
+        path, folder = getattr(arguments, name, None), name in ("out", "images") and arguments.command != "report"
+        if isinstance(path, Path) and (why := unwritable(path, folder)) is not None:
+            raise ValueError(f"--{name}: {why}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,6 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     top = Parser(prog="visspec", description="Several tokens per pass of the big model.")
+    top.add_argument("--version", action="version", version=f"visspec {visspec.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     _demo(commands.add_parser("demo", help="caption rendered scenes with and without acceleration, side by side"))
     _caption(commands.add_parser("caption", help="caption image files"))
@@ -243,35 +265,9 @@ def decode_options(arguments) -> dict[str, Any]:
 
 
 def run_caption(arguments) -> int:
-    from tqdm import tqdm
+    from visspec.caption_command import run
 
-    from visspec.api import accelerate
-    from visspec.captioning import PROMPT, caption_files
-    from visspec.provenance import provenance
-
-    options = decode_options(arguments)
-    model, processor, drafter = load(arguments)
-    fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
-    results, failed = [], 0
-    stream = caption_files(
-        fast, processor, arguments.image, request=arguments.prompt or PROMPT,
-        batch_size=arguments.batch_size, max_pixels=arguments.max_pixels, **options,
-    )  # fmt: skip
-    hidden = len(arguments.image) < 2 or not sys.stderr.isatty()
-    stats = None
-    for found, latest in tqdm(stream, total=len(arguments.image), disable=hidden, leave=False):
-        if found.error:
-            failed += 1
-            print(f"visspec: {found.error}", file=sys.stderr)
-        else:
-            print(f"{found.path}: {found.text}" if len(arguments.image) > 1 else found.text)
-        results.append({"path": found.path, "caption": found.text, "tokens": found.tokens, "error": found.error})
-        stats = latest or stats
-    if arguments.stats and stats:
-        print(stats)
-    record = {"drafter": drafter, "guarantee": fast.rule.guarantee, "provenance": provenance(fast.model)}
-    write_json(arguments.json, {"results": results, **record})
-    return 0 if not failed else 1 if failed < len(results) else 2
+    return run(arguments, decode_options(arguments), load)
 
 
 def run_generate(arguments) -> int:
@@ -289,7 +285,8 @@ def run_bench_image(arguments) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     record = bench_image.run(arguments)
-    Console().print(bench_image.table(record))
+    console = Console()
+    console.print(*bench_image.tables(record, console.width))
     write_json(arguments.json, record)
     return 0
 
@@ -365,11 +362,11 @@ def run_report(arguments) -> int:
 
 def run_list(arguments) -> int:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from visspec import zoo
 
-    view = Table("kind", "name", "what it is")
+    view = Table("kind", "name", Column("what it is", overflow="fold"))
     for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE)):
         for name, (_, what) in entries.items():
             view.add_row(kind, name, what)

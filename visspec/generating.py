@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
 from visspec import zoo
-from visspec.files import replacing, write_json
+from visspec.files import Results, replacing
 from visspec.grid import grid, origin_image
 from visspec.images import ImageOutput, ImagePipeline
 from visspec.provenance import provenance
@@ -20,7 +19,6 @@ MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the 
 def run(arguments) -> int:
     """The command. Finished images stay when it is interrupted. Returns the exit code."""
     drafter, acceptance = method(arguments)
-    check_files(arguments)
     pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, drafter=drafter, acceptance=acceptance,
         trust_remote_code=arguments.trust_remote_code,
@@ -33,40 +31,38 @@ def run(arguments) -> int:
     )  # fmt: skip
     shown: list[Image.Image] = []
     captions: list[str] = []
-    rows: list[dict[str, Any]] = []
-    try:
-        for part in stream:
-            measured = {name: getattr(part.stats[0], name) for name in MEASURED}
-            for i, image in enumerate(part.images):
-                path = arguments.out / f"{len(rows):05d}.png"
-                picture = beside(image, part, i) if arguments.maps else image
-                save(picture, path)
-                shown.append(picture)
-                captions.append(part.prompts[i])
-                passes = int(part.passes[i].max()) + 1
-                row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
-                rows.append(row | measured)
-                found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
-                print(f"{path}: {part.prompts[i]} ({found})")
-            if arguments.stats:
-                print(part.stats[0])
-    finally:
-        if shown and arguments.grid:
-            save(grid(shown, captions), arguments.grid)
-            print(f"{arguments.grid}: all {len(shown)}")
-        if rows:
-            record = {"drafter": drafter, "acceptance": acceptance}
-            write_json(arguments.json, {"results": rows, **record, "provenance": provenance(pipe.model)})
+    about = {"drafter": drafter, "acceptance": acceptance, "provenance": provenance(pipe.model)}
+    first = first_number(arguments.out)
+    with Results(arguments.json, about) as results:
+        try:
+            for part in stream:
+                if first and not shown:
+                    print(f"visspec: {arguments.out} has images up to number {first - 1}, going on", file=sys.stderr)
+                measured = {name: getattr(part.stats[0], name) for name in MEASURED}
+                for i, image in enumerate(part.images):
+                    path = arguments.out / f"{first + len(shown):05d}.png"
+                    picture = beside(image, part, i) if arguments.maps else image
+                    save(picture, path)
+                    shown.append(picture)
+                    captions.append(part.prompts[i])
+                    passes = int(part.passes[i].max()) + 1
+                    row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
+                    results.add(row | measured)
+                    found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
+                    print(f"{path}: {part.prompts[i]} ({found})", flush=True)
+                if arguments.stats:
+                    print(part.stats[0])
+        finally:
+            if shown and arguments.grid:
+                save(grid(shown, captions), arguments.grid)
+                print(f"{arguments.grid}: all {len(shown)}")
     return 0
 
 
-def check_files(arguments) -> None:
-    """Refuse, before any work, names that can't be written."""
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise ValueError(f"--out: {arguments.out} is a file, expected a folder")
-    for name in ("grid", "json"):
-        if (path := getattr(arguments, name)) is not None and path.is_dir():
-            raise ValueError(f"--{name}: {path} is a folder, expected a file")
+def first_number(folder: Path) -> int:
+    """The number behind the highest of the folder's images, so that none of an earlier run is written over."""
+    numbers = [int(path.stem) for path in folder.glob("*.png") if path.stem.isdecimal()]
+    return max(numbers, default=-1) + 1
 
 
 def method(arguments) -> tuple[str, str]:

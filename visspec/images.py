@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -248,6 +249,9 @@ class ImagePipeline(Copied):
             raise ValueError(f"output_type: got {output_type!r}, expected 'latent': {family.no_pixels}")
         longest = family.prompt(texts, sampling.guidance != 1.0, layout)
         family.check(longest, layout, sampling.guidance)
+        if words := requests.unknown_words(self.processor, texts):
+            expected = "expected words that the model was taught, no image will show others"
+            warnings.warn(f"prompt: got {', '.join(words)}, {expected}", stacklevel=2)
         texts = [t for t in texts for _ in range(num_images_per_prompt)]
         seeds = image_seeds(generator, seed, len(texts))
         pairing = self.pairing(

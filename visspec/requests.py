@@ -184,6 +184,18 @@ def _next(generator: torch.Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
+def unknown_words(processor: Any, texts: Sequence[str]) -> list[str]:
+    """Words of prompts, each once, in which the tokenizer finds what it was never taught (its unknown token). None for
+    a processor without a tokenizer or a tokenizer without such a token.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    words = list(dict.fromkeys(word for text in texts for word in text.split()))
+    if unknown is None or not words:
+        return []
+    return [word for word, ids in zip(words, tokenizer(words, add_special_tokens=False)["input_ids"]) if unknown in ids]
+
+
 def streaming(streamer, input_ids: Tensor) -> Callable[[list[int]], None]:
     """Feed a transformers streamer token by token. Raises ValueError for a batch."""
     if input_ids.shape[0] != 1:

@@ -85,6 +85,14 @@ class Stats:
         return f'<div style="font-family:sans-serif">{rows}<p>{legend}</p><pre>{html.escape(str(self))}</pre></div>'
 
 
+def ended_by(state: State, row: int) -> str:
+    """Why a finished row ended: "eos" (a token that ends text), "length" (max_new_tokens) or "stop" (a criterion)."""
+    tokens, request = state.tokens[row], state.request
+    if tokens[-1] in request.eos:
+        return "eos"
+    return "length" if len(tokens) >= request.max_new_tokens else "stop"
+
+
 def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[str, str]]:
     """Each token's share of the decoded text, with its origin: what the text grows by when the token is added."""
     if tokenizer is None:
