@@ -8,17 +8,21 @@ coloured by origin, failures, and where the numbers come from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from PIL import Image
 
 from visspec.eval import report_figures as figures
 from visspec.eval import report_images as pictures
 from visspec.eval import report_kernels as kernels
-from visspec.eval.report_data import KINDS, Method, interval, methods_of, number, read, verdict, wilson
-from visspec.eval.speed import in_words
+from visspec.eval.intervals import wilson
+from visspec.eval.records import METHOD, Picture
+from visspec.eval.report_data import KINDS, Method, interval, methods_of, number, read
+from visspec.eval.speed import in_words, suspicion
 from visspec.files import replacing
 from visspec.stats import COLOURS, MEANING
 
@@ -32,6 +36,7 @@ QUALITY = {  # field -> (name, higher is better)
     "latent_displacement": ("latent displacement", False),
     "drift_per_token": ("drift per token", False),
 }
+JUDGED = ("geneval", "strict", "right", "fd")  # measured on the pictures of the quality part, not on the speed runs
 TERMS = (
     ("tau", "tau, bonus included"),
     ("after_verify", "verification costs more than one token"),
@@ -70,6 +75,7 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         groups=groups, methods=[summary(m) for m in methods], failures=failures, provenance=provenance(methods),
         tables=tables, others=others,
         origins=[(name, COLOURS[name], MEANING[name]) for name in COLOURS], few=figures.FEW,
+        shades=(figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED),
     )  # fmt: skip
     with replacing(out) as draft:
         draft.write_text(page, encoding="utf-8")
@@ -100,6 +106,7 @@ class Group:
         self.sources = ", ".join(dict.fromkeys(m.source for m in methods))
         self.failures = [f"{m.source}: {m.label}: {f}" for m in methods for f in m.record.get("failures") or []]
         self.cases, self.left_out = cases(methods, self.failures)
+        self.mapped = any(image.acceptance for m in methods for image in m.images)
         self.strip = strip(methods)
         self.waterfalls = [(m.label, figure) for m in methods if (figure := waterfall(m.record))]
         self.paretos = [figure for quality in QUALITY if (figure := pareto(methods, quality))]
@@ -109,29 +116,40 @@ class Group:
             if (rates := [number(r) or 0.0 for r in m.record.get("acceptance_by_depth") or []])
         ]
         self.heats = [figure for m in methods for figure in heats(m)]
-        self.texts = [(m.label, texts(m.record)) for m in methods if m.record.get("texts")]
+        self.texts = [(m.label, texts(m, self.failures)) for m in methods if m.record.get("texts")]
         self.baselines = [row for m in methods for row in baselines(m)]
 
 
 def summary(method: Method) -> dict[str, Any]:
     """The row of a method in the first table. Words are made from the numbers here, not taken from the file."""
-    record, speed, tau = method.record, speed_of(method), number(method.record.get("tau")) or 0.0
+    record, speed = method.record, speed_of(method)
     identical, compared = number(record.get("identical")), number(record.get("compared"))
-    quality = [(name, value, spread) for field, (name, _) in QUALITY.items() if field != "drift_per_token"
-               for value, spread in [quality_of(method, field)] if value is not None]  # fmt: skip
+    by_law = exact(record) and record.get("promises_tokens") is False
+    quality = [found for field in QUALITY if field != "drift_per_token" and (found := quality_of(method, field))]
     return {
         "number": method.number, "label": method.label, "source": method.source, "n": method.n, "kind": method.kind,
-        "speedup": speed, "ci": interval(record.get("speedup_ci95")),
-        "words": in_words(speed, tau) if speed is not None and (speed < 1 or speed > tau > 0) else "",
+        "speedup": speed, "ci": interval(record.get("speedup_ci95")), "words": warning(record, speed),
         "decode": record.get("speedup_decode_only"), "total": record.get("speedup_total_time"),
         "ideal": record.get("ideal_speedup"), "tau": record.get("tau"), "nfe": record.get("nfe"),
         "tau_without_bonus": record.get("tau_without_bonus"), "nfe_plain": record.get("nfe_plain"),
         "drift": record.get("drift_per_token"), "guarantee": str(record.get("guarantee") or "not stated"),
         "identical": None if identical is None or not compared else int(identical), "compared": int(compared or 0),
         "identical_to": str(record.get("identical_to") or "plain decoding").replace("_", " "), "quality": quality,
-        "owes_identity": str(record.get("guarantee") or "").startswith("exact") and not near_ties(record),
-        "equality": equality(record), "near_ties": near_ties(record), "ms_per_nfe": number(record.get("ms_per_nfe")),
+        "owes_identity": exact(record) and not by_law and not near_ties(record), "other_tokens": by_law,
+        "equality": "" if by_law else equality(record),
+        "near_ties": near_ties(record), "ms_per_nfe": number(record.get("ms_per_nfe")),
     }  # fmt: skip
+
+
+def exact(record: Mapping[str, Any]) -> bool:
+    return str(record.get("guarantee") or "").startswith("exact")
+
+
+def warning(record: Mapping[str, Any], speed: float | None) -> str:
+    """A slowdown in words, and a ratio over our own plain loop that tau does not allow; empty where neither is."""
+    slow = in_words(speed) if speed is not None and speed < 1 else ""
+    over, spread = number(record.get("over_plain")), interval(record.get("over_plain_ci95"))
+    return "; ".join(filter(None, (slow, suspicion(over, spread, number(record.get("tau")) or 0.0))))
 
 
 def near_ties(record: Mapping[str, Any]) -> bool:
@@ -201,20 +219,42 @@ def waterfall(record: Mapping[str, Any]) -> Markup | None:
     return None if any(v is None for _, v in steps) else figures.waterfall(steps)
 
 
-def quality_of(method: Method, field: str) -> tuple[float | None, tuple[float, float] | None]:
-    """A method's value of a quality measure, and its interval where there is one."""
-    if field != "right":
-        return number(method.record.get(field)), interval(method.record.get(f"{field}_ci95"))
-    judged = [right for right in (verdict(i)[0] for i in method.images) if right is not None]
-    return (sum(judged) / len(judged), wilson(sum(judged), len(judged))) if judged else (None, None)
+@dataclass(frozen=True)
+class Quality:
+    """A method's value of a quality measure, its interval and n, and what else belongs to it, in words."""
+
+    name: str
+    value: float
+    interval: tuple[float, float] | None
+    n: int
+    words: str = ""
+
+
+def quality_of(method: Method, field: str) -> Quality | None:
+    """The measure of that name in `QUALITY`; None where it was not measured."""
+    record, name = method.record, QUALITY[field][0]
+    drawn = number(record.get("quality_n")) if field in JUDGED else None
+    value, n = number(record.get(field)), int(drawn or method.n)
+    if field == "right":
+        judged = [right for right in (image.judged[0] for image in method.images) if right is not None]
+        if value is None and judged:  # no share of all that were drawn: that of the pictures here
+            value, n = sum(judged) / len(judged), len(judged)
+        return None if value is None else Quality(name, value, wilson(value * n, n) if n else None, n)
+    if value is None:
+        return None
+    floor = number(record.get("fd_noise_floor")) if field == "fd" else None
+    words = "" if floor is None else f"noise floor about {floor:.3g} at this n"
+    spread = interval(record.get(f"{field}_ci95")) if f"{field}_ci95" in METHOD else None
+    return Quality(name, value, spread, n, words)
 
 
 def pareto(methods: Sequence[Method], field: str) -> Markup | None:
     points = []
     for m in methods:
-        speed, (value, spread) = speed_of(m), quality_of(m, field)
-        if speed is not None and value is not None:
-            points.append((str(m.number), speed, interval(m.record.get("speedup_ci95")), value, spread, m.n))
+        speed, found = speed_of(m), quality_of(m, field)
+        if speed is not None and found is not None:
+            ci = interval(m.record.get("speedup_ci95"))
+            points.append((str(m.number), speed, ci, found.value, found.interval, min(m.n, found.n)))
     name, higher = QUALITY[field]
     if field == "drift_per_token" and not any(value for _, _, _, value, _, _ in points):
         return None  # exact rules only: nothing to trade
@@ -223,15 +263,15 @@ def pareto(methods: Sequence[Method], field: str) -> Markup | None:
 
 def heats(method: Method) -> list[tuple[str, Markup]]:
     """The mean acceptance map of a method: its own, or that of its images, one for each size of grid."""
-    if given := method.record.get("acceptance_map"):
-        n = method.n
-        count = [[0 if value is None else n for value in row] for row in given]
-        total = [[0.0 if value is None else n * value for value in row] for row in given]
-        words = f"{method.number}: {method.label}, {len(given)} x {len(given[0])} tokens, n={n} a cell"
-        return [(words, figures.heat(total, count))]
+    record = method.record
+    if given := record.get("acceptance_map"):
+        known = record.get("acceptance_map_n") or [[method.n] * len(row) for row in given]
+        count = [[0 if value is None else int(n or 0) for value, n in zip(*rows)] for rows in zip(given, known)]
+        total = [[n * (value or 0.0) for value, n in zip(*rows)] for rows in zip(given, count)]
+        return [(heat_title(method, known), figures.heat(total, count))]
     sums: dict[tuple[int, int], tuple[list[list[float]], list[list[int]]]] = {}
     for image in method.images:
-        grid = image.get("acceptance")
+        grid = image.acceptance
         if not grid:
             continue
         size = (len(grid), len(grid[0]))
@@ -241,13 +281,13 @@ def heats(method: Method) -> list[tuple[str, Markup]]:
                 if value is not None:
                     total[r][c] += value
                     count[r][c] += 1
-    found = []
-    for (rows, columns), (total, count) in sums.items():
-        fewest, most = min(map(min, count)), max(map(max, count))
-        n = f"n={most}" if fewest == most else f"n={fewest} to {most}"
-        found.append((f"{method.number}: {method.label}, {rows} x {columns} tokens, {n} a cell",
-                      figures.heat(total, count)))  # fmt: skip
-    return found
+    return [(heat_title(method, count), figures.heat(total, count)) for total, count in sums.values()]
+
+
+def heat_title(method: Method, count: Sequence[Sequence[int]]) -> str:
+    fewest, most = min(map(min, count)), max(map(max, count))
+    n = f"n={most}" if fewest == most else f"n={fewest} to {most}"
+    return f"{method.number}: {method.label}, {len(count)} x {len(count[0])} tokens, {n} a cell"
 
 
 def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str, Any]], int]:
@@ -255,12 +295,12 @@ def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str
 
     Returns the cases shown and how many were left out. Unreadable pictures are appended to `failures`.
     """
-    keyed = [{(str(i.get("prompt", "")), str(i.get("seed", ""))): i for i in m.images} for m in methods]
+    keyed = [{(str(i.prompt), str(i.seed)): i for i in m.images} for m in methods]
     keys = list(dict.fromkeys(key for images in keyed for key in images))
     for m, images in zip(methods, keyed):
         for image in m.images:  # all are checked, the shown and the others
-            if image.get("path"):
-                pictures.inside(m.folder, image["path"], f"report: {m.source}")
+            if image.path:
+                pictures.inside(m.folder, image.path, f"report: {m.source}")
         missing = [key for key in keys if images and key not in images]
         failures += [f"{m.source}: {m.label}: no image of seed {seed}: {prompt}" for prompt, seed in missing]
     limit = max(MOST_PICTURES // max(sum(map(bool, keyed)), 1), 1)
@@ -271,37 +311,42 @@ def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str
             if not images:
                 continue
             image = images.get((prompt, seed))
-            opened = None if image is None else _open(image, m, failures)
+            opened = None if image is None else _open(image, m, f"seed {seed}", failures)
             cells.append(cell(m, image, opened, base))
             base = opened if len(cells) == 1 else base
         shown_cases.append({"prompt": prompt, "seed": seed, "cells": cells})
     return shown_cases, len(keys) - len(shown_cases)
 
 
-def _open(image: Mapping[str, Any], method: Method, failures: list[str]):
+def _open(image: Picture, method: Method, which: str, failures: list[str]) -> Image.Image | None:
     try:
-        return pictures.picture(image, method.folder, f"{method.source}: {method.label}: seed {image.get('seed')}")
+        return pictures.picture(image, method.folder, f"{method.source}: {method.label}: {which}")
     except (ValueError, OSError) as error:
         failures.append(str(error))
         return None
 
 
-def cell(method: Method, image: Mapping[str, Any] | None, opened, base) -> dict[str, Any]:
+def cell(method: Method, image: Picture | None, opened, base) -> dict[str, Any]:
     """One picture of a case: thumbnail, verdict, difference to the baseline, acceptance map."""
-    right, reason = verdict(image or {})
+    image = image or Picture()
+    right, reason = image.judged
     apart = pictures.difference(opened, base) if opened is not None and base is not None else None
-    grid = (image or {}).get("acceptance")
     return {
-        "number": method.number, "label": method.label, "right": right, "reason": reason,
+        "number": method.number, "label": method.label, "right": right, "reason": "; ".join(reason.splitlines()),
         "uri": None if opened is None else pictures.thumbnail(opened),
-        "difference": apart, "acceptance": pictures.acceptance_map(grid) if grid else None,
+        "difference": apart, "acceptance": pictures.acceptance_map(image.acceptance) if image.acceptance else None,
     }  # fmt: skip
 
 
-def texts(record: Mapping[str, Any]) -> list[list[tuple[str, str]]]:
-    """Pieces of text with their origin; an origin nobody knows counts as plain."""
-    return [[(piece, origin if origin in COLOURS else "plain") for piece, origin in row]
-            for row in record["texts"][:MOST_TEXTS]]  # fmt: skip
+def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tuple[str, str]]]]:
+    """(picture as a data URI, pieces of text with their origin); an origin nobody knows counts as plain."""
+    rows = method.record["texts"][:MOST_TEXTS]
+    found = []
+    for k, (row, png) in enumerate(zip(rows, method.record.get("thumbnails") or [None] * len(rows))):
+        opened = _open(Picture(png=png), method, f"picture {k + 1}", failures) if png else None
+        pieces = [(piece, origin if origin in COLOURS else "plain") for piece, origin in row]
+        found.append((None if opened is None else pictures.thumbnail(opened), pieces))
+    return found
 
 
 def provenance(methods: Sequence[Method]) -> list[tuple[str, list[tuple[str, str]]]]:

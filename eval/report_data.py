@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from visspec.eval import records
+from visspec.eval.records import Picture
+
 MAX_BYTES = 256 << 20
 LARGEST = 1e12
 KINDS = ("caption", "image")  # benches of methods; `kernels` has a table of its own, any other bench is listed
-NUMBERS = (
-    "n_prompts", "batch_size", "temperature", "seed", "speedup", "speedup_decode_only", "speedup_total_time",
-    "ideal_speedup", "tau", "tau_without_bonus", "nfe", "nfe_plain", "identical", "compared", "drift_per_token",
-    "geneval", "strict", "fd", "latent_displacement", "plain_over_transformers", "tokens_per_prompt", "ms_per_nfe",
-)  # fmt: skip
-INTERVALS = ("speedup_ci95", "geneval_ci95", "strict_ci95", "fd_ci95")
-LISTS = ("ratios", "acceptance_by_depth", "reached_by_depth", "failures", "texts", "images")
-OBJECTS = ("gap", "time_s", "baselines", "provenance", "equality")
 REQUIRED = {"caption": ("speedup", "tau", "baselines", "provenance"), "image": ("rows",)}
 
 
@@ -32,7 +26,7 @@ class Method:
     record: dict[str, Any]
     folder: Path  # where its image paths start
     source: str
-    images: list[dict[str, Any]] = field(default_factory=list)
+    images: list[Picture] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -94,8 +88,6 @@ def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
         where = f"{path.name}: rows[{i}]"
         check(row, where)
         images = pictures_of(row, where)
-        for k, image in enumerate(images):
-            check_image(image, f"{where}.images[{k}]")
         shared = {k: record[k] for k in ("provenance", "target", "batch_size", "temperature") if k in record}
         methods.append(Method(i, kind, shared | row, path.parent, path.name, images))
     if record.get("failures"):  # of the whole bench: shown once, with the first method
@@ -111,7 +103,7 @@ def rows_of(record: dict[str, Any], where: str, what: str) -> list[Any]:
     return rows
 
 
-def pictures_of(row: dict[str, Any], where: str) -> list[Any]:
+def pictures_of(row: dict[str, Any], where: str) -> list[Picture]:
     """The images of a row. Bare paths become entries: pictures of one number belong to one prompt and seed, and
     `verdicts`, where the row has them, go with them in the same order.
     """
@@ -119,37 +111,60 @@ def pictures_of(row: dict[str, Any], where: str) -> list[Any]:
     if verdicts is not None and (not isinstance(verdicts, list) or len(verdicts) != len(images)):
         got = len(verdicts) if isinstance(verdicts, list) else type(verdicts).__name__
         raise ValueError(f"report: {where}: verdicts: got {got}, expected one for each of {len(images)} images")
-    bare = [{"path": image, "prompt": f"picture {k + 1}", "seed": k} if isinstance(image, str) else image
-            for k, image in enumerate(images)]  # fmt: skip
-    if verdicts is None:
-        return bare
-    return [image | {"verdict": said} if isinstance(image, dict) else image for image, said in zip(bare, verdicts)]
+    found = []
+    for k, image in enumerate(images):
+        entry = {"path": image, "prompt": f"picture {k + 1}", "seed": k} if isinstance(image, str) else image
+        check_image(entry, f"{where}.images[{k}]")
+        found.append(Picture.of(entry if verdicts is None else entry | {"verdict": verdicts[k]}))
+    return found
 
 
 def check(record: Any, where: str) -> None:
     """Known fields have the types that the report draws; unknown fields are left alone."""
     _expect(record, dict, where)
-    for name in NUMBERS:
-        if record.get(name) is not None:
-            _expect(record[name], (int, float), f"{where}: {name}")
-    for names, kind in ((LISTS, list), (INTERVALS, list), (OBJECTS, dict)):
-        for name in names:
-            if record.get(name) is not None:
-                _expect(record[name], kind, f"{where}: {name}")
-    for name in ("ratios", "acceptance_by_depth", "reached_by_depth"):
-        for value in record.get(name) or []:
-            _expect(value, (int, float), f"{where}: {name}")
+    types: dict[str, type | tuple[type, ...]] = {
+        records.NUMBER: (int, float), records.INTERVAL: list, records.NUMBERS: list, records.LIST: list,
+        records.OBJECT: dict,
+    }  # fmt: skip
+    for name, kind in records.METHOD.items():
+        value = record.get(name)
+        if value is None:
+            continue
+        if kind in types:
+            _expect(value, types[kind], f"{where}: {name}")
+        for entry in value if kind == records.NUMBERS else ():
+            _expect(entry, (int, float), f"{where}: {name}")
+        if kind == records.GRID:
+            check_grid(value, f"{where}: {name}")
     for name, value in (record.get("gap") or {}).items():
         _expect(value, (int, float), f"{where}: gap.{name}")
     for name, value in (record.get("baselines") or {}).items():
         _expect(value, dict, f"{where}: baselines.{name}")
-    if record.get("acceptance_map") is not None:
-        check_grid(record["acceptance_map"], f"{where}: acceptance_map")
-    for row in record.get("texts") or []:
+    check_maps(record, where)
+    check_texts(record, where)
+
+
+def check_maps(record: Mapping[str, Any], where: str) -> None:
+    """The counts of an acceptance map, where it has them, are of its size."""
+    grid, count = record.get("acceptance_map"), record.get("acceptance_map_n")
+    if grid and count and (len(grid), len(grid[0])) != (len(count), len(count[0])):
+        got = f"{len(count)} x {len(count[0])}"
+        raise ValueError(f"report: {where}: acceptance_map_n: got {got}, expected {len(grid)} x {len(grid[0])}")
+
+
+def check_texts(record: Mapping[str, Any], where: str) -> None:
+    """Texts in pieces of [text, origin], and as many thumbnails where there are any."""
+    texts, thumbnails = record.get("texts") or [], record.get("thumbnails")
+    for row in texts:
         _expect(row, list, f"{where}: texts")
         for piece in row:
             if not (isinstance(piece, list) and len(piece) == 2 and all(isinstance(p, str) for p in piece)):
                 raise ValueError(f"report: {where}: texts: got {piece!r}, expected [piece, origin]")
+    if thumbnails is None:
+        return
+    if len(thumbnails) != len(texts) or not all(t is None or isinstance(t, str) for t in thumbnails):
+        got = f"{len(thumbnails)} for {len(texts)} texts"
+        raise ValueError(f"report: {where}: thumbnails: got {got}, expected a PNG in base64, or null, for each")
 
 
 def check_image(image: Any, where: str) -> None:
@@ -172,22 +187,6 @@ def check_grid(grid: Any, where: str) -> None:
                 raise ValueError(f"report: {where}: got {value!r}, expected numbers of at least 0 or null")
     if not grid or not grid[0] or len({len(row) for row in grid}) != 1:
         raise ValueError(f"report: {where}: got rows of different length, expected a rectangular grid")
-
-
-def verdict(image: Mapping[str, Any]) -> tuple[bool | None, str]:
-    """(right, wrong or not judged; the reason) of an image: a boolean, or {correct, reason}, or words alone."""
-    value = image.get("verdict")
-    if isinstance(value, dict):
-        right = value.get("correct")
-        return (right if isinstance(right, bool) else None), str(value.get("reason") or "")
-    return (value, "") if isinstance(value, bool) else (None, "" if value is None else str(value))
-
-
-def wilson(hits: int, n: int) -> tuple[float, float]:
-    """95 % interval of a share of n."""
-    z, share = 1.96, hits / n
-    centre, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max((centre - spread) / (1 + z * z / n), 0.0), min((centre + spread) / (1 + z * z / n), 1.0)
 
 
 def _expect(value: Any, kind: type | tuple[type, ...], where: str) -> None:

@@ -6,17 +6,19 @@ import base64
 import binascii
 import io
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageColor
 
 from visspec.eval.images import open_image
+from visspec.eval.records import Picture
 from visspec.eval.report_figures import rgb
 
 SIDE = 128  # longest side of a thumbnail, pixels
+SMALL = 96  # of one that a result file holds
+NOT_DRAFTED = "#e6e6e6"
 LOSSLESS = 4096  # bytes up to which a thumbnail stays a PNG
 MAX_PIXELS = 16_000_000
 
@@ -29,12 +31,12 @@ def inside(folder: Path, name: str, where: str) -> Path:
     return path
 
 
-def picture(entry: Mapping[str, Any], folder: Path, where: str) -> Image.Image:
+def picture(entry: Picture, folder: Path, where: str) -> Image.Image:
     """The RGB image of an entry, from its `path` or from its base64 `png`. Raises ValueError or FileNotFoundError."""
-    if entry.get("path"):
-        return open_image(inside(folder, entry["path"], where), MAX_PIXELS)
+    if entry.path:
+        return open_image(inside(folder, entry.path, where), MAX_PIXELS)
     try:
-        data = base64.b64decode(entry["png"], validate=True)
+        data = base64.b64decode(entry.png or "", validate=True)
     except (binascii.Error, ValueError):
         raise ValueError(f"{where}: png is not base64") from None
     with tempfile.TemporaryDirectory() as scratch:
@@ -63,6 +65,15 @@ def thumbnail(image: Image.Image, side: int = SIDE) -> str:
     return data_uri(small)
 
 
+def small_png(image: Image.Image, side: int = SMALL) -> str:
+    """A thumbnail as a result file holds it: a PNG in base64."""
+    small = image.convert("RGB")
+    small.thumbnail((side, side), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
 def difference(image: Image.Image, baseline: Image.Image, side: int = SIDE) -> tuple[str, float] | None:
     """(map as a data URI, share of pixels that differ); None when the sizes differ.
 
@@ -82,5 +93,6 @@ def difference(image: Image.Image, baseline: Image.Image, side: int = SIDE) -> t
 def acceptance_map(grid: Sequence[Sequence[float | None]]) -> str:
     """One pixel a token; light grey where nothing was drafted."""
     top = max([1.0] + [v for row in grid for v in row if v is not None])
-    pixels = [[(230, 230, 230) if v is None else rgb(v / top) for v in row] for row in grid]
+    empty = ImageColor.getrgb(NOT_DRAFTED)
+    pixels = [[empty if v is None else rgb(v / top) for v in row] for row in grid]
     return data_uri(Image.fromarray(np.asarray(pixels, np.uint8)), lossless=True)

@@ -164,8 +164,10 @@ def ideal(plain: Sequence[Run], fast: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def in_words(speedup: float, reach: float) -> str:
-    """A ratio in words: under 1 is a slowdown, above tau is suspect."""
+def in_words(speedup: float, reach: float = 0.0) -> str:
+    """A ratio in words: under 1 is a slowdown. `reach` is tau where the ratio is over our own plain loop, whose passes
+    tau counts: a ratio above it is suspect. Over another baseline tau bounds nothing (0).
+    """
     if math.isnan(speedup):
         return "not measured"
     if speedup < 1.0:
@@ -173,3 +175,13 @@ def in_words(speedup: float, reach: float) -> str:
     if speedup > reach > 0:
         return f"{speedup:.2f} times faster, SUSPECT: more than tau {reach:.2f}"
     return f"{speedup:.2f} times faster"
+
+
+def suspicion(over_plain: float | None, ci95: Sequence[float] | None, reach: float) -> str:
+    """Says so where the ratio over our own plain loop lies above tau beyond its interval: the clock or the count is
+    wrong. Empty where it does not.
+    """
+    if over_plain is None or not 0 < reach < over_plain:
+        return ""
+    low = ci95[0] if ci95 else float("nan")  # no interval from a single prompt
+    return "" if low <= reach else f"over our plain loop {in_words(over_plain, reach)}"

@@ -10,29 +10,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import JanusForConditionalGeneration
 
-from tests.tiny import enliven
+from tests import tiny_images
 from visspec import cli, grid, zoo
 from visspec.images import ImagePipeline, image_seeds
 from visspec.models.drafters.jacobi import Jacobi
-from visspec.recipes.painter_build import build_processor, generation_config, model_config
 
 PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = 36
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny random model of the painter's kind, as a checkpoint folder."""
-    torch.manual_seed(0)
-    model = JanusForConditionalGeneration(model_config(True, TEXT)).eval()
-    enliven(model, 0)
-    model.generation_config = generation_config(True)
     where = tmp_path_factory.mktemp("tiny-painter")
-    model.save_pretrained(where)
-    build_processor(True).save_pretrained(where)
+    tiny_images.painter(where)
     return where
 
 

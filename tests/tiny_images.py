@@ -51,6 +51,19 @@ def janus(seed: int = 0):
     return model
 
 
+def painter(where) -> None:
+    """A tiny random model of the painter's kind, as a checkpoint folder."""
+    from visspec.recipes.painter_build import build_processor, generation_config, model_config
+
+    torch.manual_seed(0)
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = tf.JanusForConditionalGeneration(model_config(True, text)).eval()
+    enliven(model, 0)
+    model.generation_config = generation_config(True)
+    model.save_pretrained(where)
+    build_processor(True).save_pretrained(where)
+
+
 def prompts(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Ragged prompts that end with the begin-of-image token, padded on the left: ids and attention (rows, 7)."""
     words = [[7, 8], [9, 10, 11, 12], [13], [14, 15, 16, 17, 18], [19, 20, 21]]

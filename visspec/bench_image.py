@@ -6,9 +6,11 @@ same seeds, judged by the shape world's detector, and a Frechet distance against
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,21 @@ import torch
 from tqdm import tqdm
 
 from visspec import zoo
-from visspec.eval import fid, geneval, references, speed
+from visspec.bench import promises_tokens
+from visspec.checkpoint import read_json
+from visspec.eval import fid, geneval, intervals, references, speed
 from visspec.eval.features import RandomConv
+from visspec.eval.images import open_image
+from visspec.eval.records import Picture
+from visspec.eval.report_images import small_png
 from visspec.eval.speed import Run
 from visspec.eval.world.render import render
 from visspec.eval.world.suite import free_scene, suite
+from visspec.files import write_json
 from visspec.generating import save
 from visspec.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.provenance import provenance
-from visspec.stats import acceptance_by_depth
+from visspec.stats import acceptance_by_depth, by_depth
 from visspec.types import Sampling
 
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
@@ -52,17 +60,9 @@ def run(arguments) -> dict[str, Any]:
         pipe, [p["prompt"] for p in spread(arguments.prompts)], methods, options, arguments.seed, arguments.batch_size
     )
     if arguments.quality:
-        judge(pipe, record, methods, options, arguments.quality, arguments.seed, arguments.images)
-    if arguments.images and arguments.json:
-        beside(record, arguments.json.resolve().parent)
+        home = arguments.json.resolve().parent if arguments.json else None
+        judge(pipe, record, methods, options, arguments.quality, arguments.seed, arguments.images, home)
     return record
-
-
-def beside(record: dict[str, Any], folder: Path) -> None:
-    """Paths of images as seen from the record's folder; reports open nothing outside it, so others are left out."""
-    for line in record["rows"]:
-        found = [(Path(image["path"]).resolve(), image) for image in line.get("images", [])]
-        line["images"] = [i | {"path": str(p.relative_to(folder))} for p, i in found if p.is_relative_to(folder)]
 
 
 def spread(count: int) -> list[dict]:
@@ -101,9 +101,11 @@ class StockArm:
 class OurArm:
     """The pipeline with one method."""
 
-    def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int):
+    def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
         self.drafter, self.acceptance = method.split("/", 1)
+        _, _, _, self.rule, pace = pipe.pairing(self.drafter, self.acceptance)  # what can't be is refused here
+        self.whole, self.greedy = pace is None, sampling.greedy
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
         self.displacement: list[float] = []
@@ -137,10 +139,8 @@ def bench(
     groups = [list(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
     prompts = list(enumerate(groups))
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
-    ours = {name: OurArm(pipe, method, options, seed) for name, method in methods.items()}
-    ours = ({} if "plain" in ours else {"plain": OurArm(pipe, "none/exact", options, seed)}) | ours
-    for arm in ours.values():
-        pipe.pairing(arm.drafter, arm.acceptance)  # a method that can't be is refused before any work
+    ours = {name: OurArm(pipe, method, options, seed, sampling) for name, method in methods.items()}
+    ours = ({} if "plain" in ours else {"plain": OurArm(pipe, "none/exact", options, seed, sampling)}) | ours
     caches = [StockArm(pipe, sampling, seed, cache) for cache in CACHES]
     try:
         stock = speed.fastest(caches, prompts[: max(1, warmup)])
@@ -168,18 +168,20 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     found, plain = runs[name], runs["plain"]
     against = speed.compare(runs.get("stock", plain), found)
     passes = speed.tau(found)
-    maps = [m for out in arm.outputs[-len(found) :] for m in out.maps]
-    drafted = np.mean([m == ORIGINS.index("drafted") for m in maps], axis=0)
+    maps = [accepted(m, arm.whole) for out in arm.outputs[-len(found) :] for m in out.maps]
+    share, tried = mean_map(maps)
     same = speed.compare(plain, found)
+    guarantee = arm.outputs[-1].stats[0].guarantee
+    reach = [entry for run in found for entry in run.rounds]
     return {
         "name": name, "drafter": arm.drafter, "acceptance": arm.acceptance,
-        "guarantee": arm.outputs[-1].stats[0].guarantee,
+        "guarantee": guarantee, "promises_tokens": promises_tokens(arm.rule, arm.greedy),
         "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
         **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
         "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
         "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"],
-        "acceptance_by_depth": acceptance_by_depth([entry for run in found for entry in run.rounds]),
-        "acceptance_map": drafted.round(4).tolist(),
+        "acceptance_by_depth": acceptance_by_depth(reach), "reached_by_depth": [n for n in by_depth(reach)[0] if n],
+        "acceptance_map": share, "acceptance_map_n": tried,
         "drift_per_token": sum(r.drift for r in found) / max(len(found), 1),
         "latent_displacement": float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None,
         "time_s": {k: sum(r.stages.get(k, 0.0) for r in found) for k in sorted({k for r in found for k in r.stages})},
@@ -187,13 +189,41 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def accepted(origins: np.ndarray, whole: bool) -> np.ndarray | None:
+    """(rows, columns) float: 1 where a drafted code stayed, 0 where the target put another in its place, NaN where
+    nothing was drafted; None for an image without drafts. `whole`: all of it was drafted at once, or nothing.
+    """
+    stayed = origins == ORIGINS.index("drafted")
+    replaced = ~stayed if whole else origins == ORIGINS.index("corrected")
+    if not stayed.any() and (whole or not replaced.any()):
+        return None
+    return np.where(stayed, 1.0, np.where(replaced, 0.0, np.nan))
+
+
+def mean_map(maps: Sequence[np.ndarray | None]) -> tuple[list | None, list | None]:
+    """Mean over images and how many it is of, place by place; None where no image had a draft."""
+    drafted = [m for m in maps if m is not None]
+    if not drafted:
+        return None, None
+    stack = np.stack(drafted)
+    count = (~np.isnan(stack)).sum(axis=0)
+    mean = np.nansum(stack, axis=0) / np.maximum(count, 1)
+    return numbers(np.where(count > 0, mean, np.nan)), count.tolist()
+
+
+def numbers(grid: np.ndarray) -> list[list[float | None]]:
+    """As JSON has it: null for NaN."""
+    return [[None if math.isnan(value) else round(value, 4) for value in row] for row in grid.tolist()]
+
+
 def judge(
     pipe: ImagePipeline, record: dict[str, Any], methods: dict[str, str], options: dict[str, Any], count: int,
-    seed: int, folder: Path | None,
+    seed: int, folder: Path | None, home: Path | None = None,
 ) -> None:  # fmt: skip
     """Draw `count` prompts of the suite with every method and add GenEval, strict and FD to the rows, in place.
 
-    Images already in the folder are kept: a killed run goes on where it was.
+    Images already in the folder are kept: a killed run goes on where it was. The record names those inside `home`, its
+    own folder, by path; reports open nothing else, so of others it holds thumbnails.
     """
     prompts = spread(count)
     extractor = RandomConv()
@@ -203,33 +233,63 @@ def judge(
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
-            images = draw(pipe, methods.get(line["name"], "none/exact"), prompts, options, seed, root)
+            drawn = draw(pipe, methods.get(line["name"], "none/exact"), prompts, options, seed, root)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"))
             distance = fid.from_folder(root, reference, extractor)
-            line |= {"geneval": report.summary["overall"], "strict": report.summary.get("strict")}
-            line |= {"fd": distance.value, "quality_n": len(prompts), "fd_name": distance.name}
-            if folder is not None:
-                right = {r["filename"]: r["correct"] for r in report.rows}
-                line["images"] = [image | {"right": right[image["file"]]} for image in images[:SHOWN]]
+            line |= scores(report.summary)
+            line |= {"right": report.summary["correct_images"], "quality_n": len(prompts), "fd": distance.value}
+            line |= {"fd_name": distance.name, "fd_noise_floor": distance.noise_floor_here}
+            judged = {r["filename"]: {"correct": r["correct"], "reason": r["reason"]} for r in report.rows}
+            line["images"] = [
+                shown(path, replace(picture, verdict=judged[str(path.relative_to(root))]), home).entry()
+                for path, picture in drawn[:SHOWN]
+            ]
 
 
-def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[dict]:
-    """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`."""
+def scores(summary: dict[str, Any]) -> dict[str, Any]:
+    """GenEval and strict with their intervals; None for a strict that the detector can't say."""
+    tasks = summary["tasks"].values()
+    right = [(task["correct"], task["images"]) for task in tasks]
+    found = {"geneval": summary["overall"], "geneval_ci95": intervals.of_mean_share(right)}
+    if summary["strict"] is None:
+        return found | {"strict": None, "strict_ci95": None}
+    exactly = [(task["strict"] * task["images"], task["images"]) for task in tasks]
+    return found | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
+
+
+def shown(path: Path, picture: Picture, home: Path | None) -> Picture:
+    """A picture as the record holds it, with the map of its tokens where that was kept beside it."""
+    sidecar = path.with_suffix(".json")
+    if sidecar.is_file():
+        picture = replace(picture, acceptance=read_json(sidecar.parent, sidecar.name).get("acceptance"))
+    if home is not None and path.resolve().is_relative_to(home):
+        return replace(picture, path=str(path.resolve().relative_to(home)))
+    return replace(picture, png=small_png(open_image(path)))
+
+
+def draw(
+    pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path
+) -> list[tuple[Path, Picture]]:
+    """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`. Beside
+    each is a JSON file with the map of its tokens.
+    """
     drafter, acceptance = method.split("/", 1)
+    whole = pipe.pairing(drafter, acceptance)[-1] is None
     entries = []
     for i, prompt in enumerate(prompts):
         path = geneval.write_prompt(root, i, prompt) / "0000.png"
-        file = f"{i:05d}/samples/0000.png"
-        entries.append({"path": str(path), "file": file, "prompt": prompt["prompt"], "seed": seed + i})
-    missing = [e for e in entries if not Path(e["path"]).exists()]
+        entries.append((path, Picture(prompt["prompt"], seed + i)))
+    missing = [entry for entry in entries if not entry[0].exists()]
     for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
         group = missing[start : start + 16]
         out = pipe(
-            [e["prompt"] for e in group], seed=[e["seed"] for e in group], batch_size=16, drafter=drafter,
-            acceptance=acceptance, **options,
+            [picture.prompt for _, picture in group], seed=[picture.seed for _, picture in group], batch_size=16,
+            drafter=drafter, acceptance=acceptance, **options,
         )  # fmt: skip
-        for entry, image in zip(group, out.images):
-            save(image, Path(entry["path"]))
+        for (path, _), image, origins in zip(group, out.images, out.maps):
+            grid = accepted(origins, whole)
+            write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})
+            save(image, path)  # last: what is there is whole
     return entries
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -260,6 +261,25 @@ def test_folder_against_reference_prints_n_and_floor_and_lists_broken_files(tmp_
     assert text.startswith("FD[random-conv] = ") and "N = 22 against 24" in text and "noise floor" in text
     assert "5.png" in text and "7b.png: images must be at least 16 x 16" in text and "different counts: 22" in text
     assert json.loads(json.dumps(result.to_dict()))["name"] == "FD[random-conv]"
+
+
+@pytest.mark.parametrize("n, n_reference", [(200, 200), (80, 400)])
+def test_the_noise_floor_is_what_images_of_the_reference_law_score(n: int, n_reference: int):
+    """Over 60 draws the distance of n rows to a reference of the same law is, on average, the floor it is read beside;
+    with twice or half the floor it would be out of bounds by far.
+    """
+    extractor = types.SimpleNamespace(name="rows", dim=6, fingerprint="f", preprocessing="none")
+    rng = torch.Generator().manual_seed(0)
+    values, floors = [], []
+    for _ in range(60):
+        rows = torch.randn(n_reference, 6, generator=rng)
+        reference = references.from_features(rows, extractor)
+        result = fid.compare(GaussianStats(6).update(torch.randn(n, 6, generator=rng)), reference, extractor)
+        assert result.noise_floor == pytest.approx(fid.from_features(rows[::2], rows[1::2]), rel=1e-6)
+        assert result.noise_floor_n == n_reference // 2
+        values.append(result.value)
+        floors.append(result.noise_floor_here)
+    assert np.mean(values) / np.mean(floors) == pytest.approx(1.0, abs=0.15)
 
 
 def test_empty_and_unreadable_folders_are_refused(tmp_path: Path):

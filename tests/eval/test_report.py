@@ -282,7 +282,9 @@ def test_few_prompts_are_grey(page, n, grey):
 
 
 def test_words_and_gaps(page):
-    text = Reader(page(caption(speedup=0.8, speedup_ci95=[0.7, 0.9]), caption(speedup=4.0), caption(speedup=2.0))).text
+    quick = caption(speedup=4.0, over_plain=4.0, over_plain_ci95=[3.8, 4.2])  # tau is 3.5
+    stock = caption(speedup=4.0, over_plain=2.0, over_plain_ci95=[1.9, 2.1])  # a slow baseline is no suspect
+    text = Reader(page(caption(speedup=0.8, speedup_ci95=[0.7, 0.9]), quick, stock, caption(speedup=2.0))).text
     assert "a slowdown: 1.25 times the time" in text and "SUSPECT: more than tau 3.50" in text
     assert text.count("times the time") == text.count("SUSPECT") == 1
     nothing = caption(speedup=None, speedup_ci95=[float("nan")] * 2, ratios=[], tau=float("nan"), gap={}, compared=0,

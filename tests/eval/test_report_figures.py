@@ -11,7 +11,7 @@ from PIL import Image
 
 from visspec.eval import report_figures as figures
 from visspec.eval import report_images as pictures
-from visspec.eval.report_data import wilson
+from visspec.eval.intervals import wilson
 from visspec.stats import COLOURS
 
 

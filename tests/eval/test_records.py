@@ -1,0 +1,320 @@
+"""The report reads what the benches write: real records of tiny models, the fields of either side, what is shown."""
+
+import base64
+import io
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny, tiny_images
+from visspec import bench, bench_image
+from visspec.accept.exact import Exact
+from visspec.accept.lantern import Lantern
+from visspec.accept.rejection import Rejection
+from visspec.eval import equality, intervals, records, report, report_data, report_kernels, speed
+from visspec.eval.speed import Run
+from visspec.images import ORIGINS, ImagePipeline
+
+SEEDS = {"plain": "none/exact", "window": "jacobi:window=6/exact", "coins": "jacobi:redraw=maximal,window=6/rejection",
+         "rows": "zipar:window=2/exact"}  # fmt: skip
+OPEN = {"baselines", "time_s", "provenance", "options", "arms"}  # objects whose names are data
+
+
+class Processor:
+    """Images and requests as the tiny LLaVA of `tiny` takes them; words are numbers."""
+
+    chat_template, image_token = None, "<image>"
+    tokenizer = SimpleNamespace(padding_side="left", decode=lambda ids, **_: " ".join(map(str, ids)))
+
+    def __call__(self, text, images, **_):
+        inputs = tiny.prompt("llava", ["i 3"] * len(text))
+        return type("Batch", (dict,), {"to": lambda self, device: self})(inputs)
+
+
+@pytest.fixture(scope="module")
+def caption_records():
+    torch.manual_seed(0)
+    model = tiny.model_of("llava")
+    images = [Image.new("RGB", (200, 100), colour) for colour in ("red", "blue")]
+    greedy = bench.bench_caption(model, Processor(), images, drafter="ngram", max_new_tokens=6, warmup=1)
+    sampled = bench.bench_caption(
+        model, Processor(), images, drafter="ngram", acceptance="rejection", max_new_tokens=6, warmup=1, temperature=1.0
+    )
+    return json.loads(json.dumps(greedy)), json.loads(json.dumps(sampled))
+
+
+@pytest.fixture(scope="module")
+def image_record(tmp_path_factory):
+    """A quality bench of 2 pictures a method, kept in `pictures` beside the record; references of few prompts."""
+    home = tmp_path_factory.mktemp("bench")
+    tiny_images.painter(home / "model")
+    pipe = ImagePipeline.from_pretrained(str(home / "model"))
+    pipe.set_progress_bar_config(disable=True)
+    with pytest.MonkeyPatch.context() as patch:
+        few = bench_image.suite()[:6]
+        patch.setattr(bench_image, "suite", lambda: few)
+        texts = [p["prompt"] for p in few[:2]]
+        record = bench_image.bench(pipe, texts, SEEDS, {}, warmup=1)
+        bench_image.judge(pipe, record, SEEDS, {}, 2, 0, home / "pictures", home)
+        spare = {"rows": [{"name": "plain"}]}
+        bench_image.judge(pipe, spare, SEEDS, {}, 2, 0, None, home)
+    (home / "image.json").write_text(json.dumps(record))
+    return SimpleNamespace(path=home / "image.json", record=json.loads(json.dumps(record)), spare=spare["rows"][0])
+
+
+class Watched(dict):
+    """A JSON object that notes which of its fields are asked for."""
+
+    def __init__(self, value, where, seen):
+        super().__init__({k: watched(v, f"{where}.{'*' if where.split('.')[-1] in OPEN else k}", seen)
+                          for k, v in value.items()})  # fmt: skip
+        self.where, self.seen = where, seen
+
+    def get(self, key, default=None):
+        self.seen.add(f"{self.where}.{key}")
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.seen.add(f"{self.where}.{key}")
+        return super().__getitem__(key)
+
+    def __contains__(self, key):
+        self.seen.add(f"{self.where}.{key}")
+        return super().__contains__(key)
+
+    def __or__(self, other):
+        merged = Watched({}, self.where, self.seen)
+        merged.update(self)
+        merged.update(other)
+        return merged
+
+    def __ror__(self, other):
+        return Watched({}, self.where, self.seen) | other | self
+
+
+def watched(value, where, seen):
+    if isinstance(value, dict):
+        return Watched(value, where, seen)
+    return [watched(v, where, seen) for v in value] if isinstance(value, list) else value
+
+
+def held(value, where):
+    """All fields of a JSON value, named as `Watched` names them."""
+    if isinstance(value, list):
+        return {name for v in value for name in held(v, where)}
+    if not isinstance(value, dict):
+        return set()
+    found = set()
+    for key, inner in value.items():
+        name = f"{where}.{'*' if where.split('.')[-1] in OPEN else key}"
+        found |= {f"{where}.{key}", name} | held(inner, name)
+    return found
+
+
+def low_precision():
+    """A record of the tier that bfloat16 is judged by, with a divergence, as `bench.equality_tiers` writes it."""
+    tiers = equality.Tiers(torch.bfloat16)
+    tiers.add([[1, 2]], [[1, 3]])
+    law = torch.zeros(2, 4).index_fill(1, torch.tensor(2), 1.0)
+    tiers.gap.add(law, law + 1e-3)
+    tiers.divergences.append(equality.divergence([1, 2], [1, 3], law, prompt=0, row=0))
+    tiers.forced = 1
+    return tiers.record()
+
+
+def read_fields(monkeypatch, tmp_path, *paths):
+    """What the report asks of result files, as dotted names."""
+    seen, load = set(), json.loads
+    monkeypatch.setattr(report_data, "json", SimpleNamespace(loads=lambda text: watched(load(text), "", seen)))
+    report.build(paths, tmp_path / "report.html")
+    return {re.sub(r"^\.rows(?=\.)", "", name) for name in seen}
+
+
+def test_every_field_that_the_report_reads_has_a_writer(monkeypatch, tmp_path, caption_records, image_record):
+    """The other way round too: what a bench writes has a definition."""
+    greedy, sampled = caption_records
+    greedy = greedy | {"equality": json.loads(json.dumps(low_precision()))}
+    paths = [tmp_path / "a.json", tmp_path / "b.json", image_record.path]
+    for path, record in zip(paths, (greedy, sampled)):
+        path.write_text(json.dumps(record))
+    written = set().union(*(held(r, "") for r in (greedy, sampled, image_record.record, *image_record.record["rows"])))
+    read = read_fields(monkeypatch, tmp_path, *paths)
+    assert len(read) > 60, "the report was not watched"
+    picture = {f".images.{f}" for f in records.Picture.__dataclass_fields__}
+    former = {f".{name}" for name in records.FORMER} | {".images.right"}
+    unwritten = {name for name in read - former - picture if name not in written}
+    assert unwritten == set()
+    pictures = {
+        f".images.{k}" for line in (*image_record.record["rows"], image_record.spare) for i in line["images"] for k in i
+    }
+    assert pictures == picture, "a field of a picture that no bench writes"
+    known = set(records.METHOD)
+    assert not [n for n in (set(greedy) | set(sampled)) - known], "a field of a record without a definition"
+    assert all(set(line) <= known for line in image_record.record["rows"])
+    assert set(image_record.record) <= set(records.FILE)
+    assert set(records.METHOD) <= {name.split(".")[1] for name in written}, "a definition that nothing is written by"
+
+
+def test_fields_of_the_kernel_bench_have_a_writer():
+    """By the source: what only a GPU measures can't be written here."""
+    folder = report_kernels.__file__.rpartition("/")[0]
+    writers = "".join(open(f"{folder}/{name}.py").read() for name in ("kernels", "kernels_clock", "kernels_jobs"))
+    seen = set()
+    row = watched({"kernel": "x"}, "row", seen)
+    report_kernels.row_of(row, "")
+    for name in [*(n.split(".")[1] for n in seen), *(key for key, _ in report_kernels.FIELDS)]:
+        assert re.search(rf'\b{name}\b"?\s*[:=\]]', writers), name
+
+
+def test_the_control_of_the_watch():
+    """A field that nobody writes is seen, at its place."""
+    seen = set()
+    value = watched({"rows": [{"right": True}], "baselines": {"plain": {"n": 1}}}, "", seen)
+    assert (
+        value["rows"][0].get("verdict") is None
+        and "x" in ({"x": 1} | value)
+        and not value["baselines"]["plain"].get("m")
+    )
+    assert {".rows.verdict", ".baselines.*.m"} <= seen
+    assert not {".rows.verdict", ".baselines.*.m"} & held({"rows": [{"right": True}], "baselines": {"a": {"n": 1}}}, "")
+
+
+def page_of(tmp_path, *values):
+    paths = []
+    for i, value in enumerate(values):
+        paths.append(value if not isinstance(value, dict) else tmp_path / f"{i}.json")
+        if isinstance(value, dict):
+            paths[-1].write_text(json.dumps(value))
+    return report.build(paths, tmp_path / "report.html").read_text()
+
+
+def words(source):
+    return " ".join(re.sub(r"<[^>]*>", " ", source).split())
+
+
+def test_the_page_of_a_real_image_bench(tmp_path, image_record):
+    source = page_of(tmp_path, image_record.path)
+    text, cases = words(source), source.split('<div class="case">')[1:]
+    assert "share of right pictures 0.000 [0.000, 0.658] n=2" in text and "noise floor about" in text
+    assert len(cases) == 2 and source.count("✗ wrong") == 8 and "of the pixels are unexplained" in words(cases[0])
+    assert "black where equal; acceptance by token" in text
+    for case in cases:  # plain and zipar draft nothing and have no map; Jacobi windows do
+        cells = [cell for cell in case.split("<figure>")[1:]]
+        assert [cell.count('alt="acceptance by token"') for cell in cells] == [0, 1, 1, 0]
+    assert source.count("Acceptance over the token grid") == 2
+    assert "✓ 2 of 2 as plain" in text and "exact in law, other tokens by design" in text and "SUSPECT" not in text
+    marks = {m: re.search(rf">{m}: (\w+)", source)[1] for m in range(1, 5)}
+    assert marks == {1: "plain", 2: "window", 3: "coins", 4: "rows"}
+    table = source.split("<tbody>")[1].split("</tbody>")[0]
+    assert "✗" not in table, "what promises no tokens of plain decoding breaks no promise"
+
+
+def test_maps_of_a_bench_are_those_of_its_pictures(image_record):
+    line = next(r for r in image_record.record["rows"] if r["name"] == "window")
+    grids = [image["acceptance"] for image in line["images"]]
+    assert all(np.shape(g) == (6, 6) for g in grids) and {v for g in grids for row in g for v in row} == {
+        0.0,
+        1.0,
+        None,
+    }
+    assert np.shape(line["acceptance_map"]) == np.shape(line["acceptance_map_n"]) == (6, 6)
+    assert line["acceptance_map_n"][0][0] == 0 and line["acceptance_map"][0][0] is None, "the prefill drafts nothing"
+    plain = image_record.record["rows"][0]
+    assert plain["acceptance_map"] is None and "acceptance" not in plain["images"][0]
+    promises = {r["name"]: r["promises_tokens"] for r in image_record.record["rows"]}
+    assert promises == {"plain": True, "window": True, "coins": False, "rows": False}
+
+
+def test_what_was_accepted():
+    kinds = np.array(
+        [[ORIGINS.index(o) for o in ("plain", "drafted")], [ORIGINS.index(o) for o in ("bonus", "corrected")]]
+    )
+    assert bench_image.numbers(bench_image.accepted(kinds, False)) == [[None, 1.0], [None, 0.0]]
+    assert bench_image.numbers(bench_image.accepted(kinds, True)) == [[0.0, 1.0], [0.0, 0.0]], "all was drafted at once"
+    assert (
+        bench_image.accepted(np.zeros((2, 2), int), False) is bench_image.accepted(np.zeros((2, 2), int), True) is None
+    )
+    mean, count = bench_image.mean_map([np.array([[1.0, np.nan]]), np.array([[0.0, np.nan]]), None])
+    assert (mean, count) == ([[0.5, None]], [[2, 0]]) and bench_image.mean_map([None]) == (None, None)
+
+
+def test_the_page_of_real_caption_benches(tmp_path, caption_records):
+    source = page_of(tmp_path, *caption_records)
+    found = re.findall(r'<img src="data:image/(?:png|jpeg);base64,([^"]+)" alt="picture \d">', source)
+    assert len(found) == 4, "two pictures in each of two benches"
+    opened = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in found]
+    assert [max(i.size) for i in opened] == [96] * 4 and [i.getpixel((9, 9))[0] > 128 for i in opened] == [
+        True,
+        False,
+    ] * 2
+    assert source.count('<span class="drafted">') > 0
+    table = words(source.split("<tbody>")[1].split("</tbody>")[0])
+    assert "✓ 2 of 2 as transformers generate" in table and "✗" not in table
+    assert "0 of 2 as plain (same seeds) exact in law, other tokens by design" in table
+    assert caption_records[0]["promises_tokens"] and not caption_records[1]["promises_tokens"]
+
+
+def test_wrong_thumbnails_are_a_sentence_or_a_failure(tmp_path, caption_records):
+    record = caption_records[0]
+    with pytest.raises(ValueError, match=r"thumbnails: got 1 for 2 texts, expected a PNG in base64, or null, for each"):
+        page_of(tmp_path, record | {"thumbnails": record["thumbnails"][:1]})
+    text = words(page_of(tmp_path, record | {"thumbnails": ["no base64!", None]}))
+    assert "picture 1: png is not base64" in text.partition("Failures")[2]
+    with pytest.raises(ValueError, match=r"acceptance_map_n: got 1 x 1, expected 1 x 2"):
+        page_of(tmp_path, record | {"acceptance_map": [[0.5, 1.0]], "acceptance_map_n": [[3]]})
+
+
+def test_pictures_keep_to_their_captions():
+    """A prompt that failed is in no run: the pictures are those of the runs there are."""
+    images = [Image.new("RGB", (4, 4), c) for c in ("red", "lime", "blue")]
+    runs = [Run(1.0, [[1], [2]], prompt=1), Run(1.0, [[3]], prompt=2)]
+    groups = [[images[0]], [images[1], images[2]], ["no picture"]]
+    found = bench.thumbnails(runs, groups)
+    colours = [None if t is None else Image.open(io.BytesIO(base64.b64decode(t))).getpixel((0, 0)) for t in found]
+    assert colours == [(0, 255, 0), (0, 0, 255), None]
+
+
+def test_who_promises_the_tokens_of_plain_decoding():
+    assert bench.promises_tokens(Exact(), False) and bench.promises_tokens(Rejection(), True)
+    assert not bench.promises_tokens(Rejection(), False)
+    assert not bench.promises_tokens(Lantern(), False) and not bench.promises_tokens(Lantern(), True)
+
+
+def test_tau_bounds_the_ratio_over_our_own_plain_loop_only(tmp_path, caption_records):
+    """Plain decoding with tau 1 is 1.13 times as fast as the stock loop and no suspect; 1.13 over itself would be."""
+    assert speed.suspicion(1.0, [1.0, 1.0], 1.0) == "" == speed.suspicion(None, None, 1.0)
+    assert speed.suspicion(1.13, [0.98, 1.2], 1.0) == "", "noise of equal loops"
+    assert (
+        speed.suspicion(1.13, [1.1, 1.2], 1.0) == "over our plain loop 1.13 times faster, SUSPECT: more than tau 1.00"
+    )
+    assert "SUSPECT" in speed.suspicion(4.0, [float("nan")] * 2, 3.5), "a single prompt has no interval"
+    record = caption_records[0] | {"speedup": 1.13, "speedup_ci95": [1.1, 1.2], "tau": 1.0}
+    ratios = ({"over_plain": 1.0, "over_plain_ci95": [0.9, 1.1]}, {"over_plain": 1.5, "over_plain_ci95": [1.4, 1.6]})
+    assert ["SUSPECT" in page_of(tmp_path, record | ratio) for ratio in ratios] == [False, True]
+
+
+def test_files_of_the_version_before_keep_their_verdicts():
+    assert records.Picture.of({"path": "a.png", "right": False}).judged == (False, "")
+    assert records.Picture.of({"path": "a.png", "right": False, "verdict": True}).judged == (True, "")
+
+
+def test_the_interval_of_a_mean_of_shares():
+    """Of one share it is Wilson's; of two equal ones narrower by the root of two; where all are hits it ends at 1."""
+    one, two = intervals.of_mean_share([(90, 100)]), intervals.of_mean_share([(90, 100)] * 2)
+    assert one == pytest.approx(intervals.wilson(90, 100))
+    assert (one[1] - one[0]) / (two[1] - two[0]) == pytest.approx(2**0.5)
+    low, high = intervals.of_mean_share([(4, 4)] * 6)
+    assert high == 1.0 and 0.75 < low < 1.0
+
+
+def test_the_interval_of_a_mean_of_shares_covers():
+    """Tasks of 0.6, 0.8 and 0.95 with 20 pictures each: 95 % of 400 samples, at least 91."""
+    rng = np.random.default_rng(0)
+    truth = np.array([0.6, 0.8, 0.95])
+    found = [intervals.of_mean_share([(int(h), 20) for h in rng.binomial(20, truth)]) for _ in range(400)]
+    assert 0.91 <= np.mean([low <= truth.mean() <= high for low, high in found]) <= 0.99
