@@ -104,7 +104,10 @@ class ImagePipeline(Copied):
     _interrupt = interrupt  # as callbacks written for diffusers spell it
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
-        """Write model and processor, for `from_pretrained`."""
+        """Write model and processor, for `from_pretrained`. Raises ValueError for parts that can't be written so."""
+        for name, part in (("model", self.model), ("processor", self.processor)):
+            if not hasattr(part, "save_pretrained"):
+                raise ValueError(f"{name}: got {type(part).__name__}, expected a {name} of transformers to save")
         self.model.save_pretrained(folder, **options)
         self.processor.save_pretrained(folder)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from visspec.checkpoint import PICKLED, inside, weight_files
+from visspec.checkpoint import PICKLED, check_values, inside, unwrapped, weight_files
 
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
@@ -31,6 +31,7 @@ LLAMA_FIELDS = (  # what shapes don't tell; the names are the authors' and trans
     "rms_norm_eps",
     "rope_theta",
     "rope_scaling",
+    "rope_parameters",  # both of them, in the spelling of transformers 5
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -40,9 +41,11 @@ SHOWN = 4
 
 
 def read_published(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a .safetensors file, or of a folder of them; nothing outside the folder is opened.
+    """All tensors of a .safetensors file, or of a folder of them; nothing outside the folder is opened. Names are those
+    of the model alone (`checkpoint.unwrapped`).
 
-    Raises ValueError for a pickle, a path that does not exist, a file that is not safetensors, or a name held twice.
+    Raises ValueError for a pickle, a path that does not exist, a file that is not safetensors, a name held twice, or
+    averaged weights beside others.
     """
     path = Path(path)
     if path.is_dir():
@@ -67,7 +70,7 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
         if twice:
             raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model")
         tensors |= found
-    return tensors
+    return unwrapped(tensors, path)
 
 
 def _pickled(path: Path) -> ValueError:
@@ -110,6 +113,7 @@ def place(module: nn.Module, named: Named, where: Any) -> None:
         if tensor.shape != wanted[name].shape:
             found, expected = tuple(tensor.shape), tuple(wanted[name].shape)
             raise ValueError(f"checkpoint: tensor {published!r} of {where} has shape {found}, expected {expected}")
+        check_values(published, tensor, wanted[name], where)
     with torch.no_grad():
         for name, (_, tensor) in named.items():
             wanted[name].copy_(tensor)
@@ -171,8 +175,8 @@ def one_sentence(where: Any) -> Iterator[None]:
     """Entries of a wrong type in the authors' config.json, in one sentence."""
     try:
         yield
-    except (AttributeError, TypeError, StrictDataclassError) as error:
-        what = str(error).strip().splitlines()[0]
+    except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
+        what = (str(error.args[0]) if isinstance(error, KeyError) else str(error)).strip().splitlines()[0]
         raise ValueError(f"checkpoint: config.json of {where} has a wrong entry ({what})") from None
 
 
@@ -181,5 +185,5 @@ def stock(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> Any:
     try:
         with no_init_weights():
             return kind._from_config(config, dtype=dtype).eval()
-    except (TypeError, ValueError, AssertionError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, KeyError, AssertionError, ZeroDivisionError) as error:
         raise ValueError(f"config: {kind.__name__} does not take it ({str(error).splitlines()[0]})") from None

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import JanusConfig, JanusForConditionalGeneration, JanusVisionConfig, JanusVQVAEConfig, LlamaConfig
+from transformers import (
+    GenerationConfig,
+    JanusConfig,
+    JanusForConditionalGeneration,
+    JanusVisionConfig,
+    JanusVQVAEConfig,
+    LlamaConfig,
+)
 
 from visspec.checkpoint import read_json
 from visspec.models.nets.layouts import (
@@ -27,6 +34,9 @@ from visspec.models.nets.layouts import (
 
 # the contrastive head of SigLIP, the codebook's histogram, and tables that are computed
 NOT_WEIGHTS = r"vision_model\.vision_tower\.attn_pool\.|gen_vision_model\.quantize\.codebook_used$|.*rotary_emb\."
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+HEADS = ("num_heads", "heads", "num_attention_heads")  # spellings of a tower's own number
+TOWERS = {"siglip_so400m": 16, "siglip_large": 16, "siglip_base": 12}  # what a tower's name starts with: its heads
 VISION, TEXT, CODES = "vision_model.vision_tower.", "language_model.model.", "gen_vision_model."
 
 
@@ -67,17 +77,23 @@ def load_janus(folder: str | Path, config: JanusConfig | None = None, dtype: tor
     """A stock `JanusForConditionalGeneration` from DeepSeek's layout, in evaluation mode.
 
     config: default, what the folder's own config.json and the shapes say. dtype: default, that of the file. The
-    generation settings (guidance, token ids) are not part of that layout. Raises ValueError in one sentence.
+    generation settings (guidance, token ids) are not part of that layout: set `generation_config` of what is returned
+    before an `ImagePipeline` draws with it. Raises ValueError in one sentence.
     """
     tensors = read_published(folder)
+    settings = None
     if config is None:
-        config = config_of(tensors, read_json(Path(folder), "config.json"), folder)
+        published = read_json(Path(folder), "config.json")
+        config = config_of(tensors, published, folder)
+        said = published.get("language_config", {})  # what it does not say is no id: Llama's defaults would be others
+        settings = GenerationConfig(**{name: said.get(name) for name in IDS})
     config = copy.deepcopy(config)
     # the authors store both matrices, and a tie would make one of them overwrite the other
     config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
     dtype = dtype or need(tensors, "language_model.model.embed_tokens.weight", 2, folder).dtype
     model = stock(JanusForConditionalGeneration, config, dtype)
     place(model, _named(tensors), folder)
+    model.generation_config = settings or model.generation_config
     return model
 
 
@@ -99,7 +115,7 @@ def config_of(tensors: dict[str, Tensor], published: dict, where: Any) -> JanusC
         text = llama_fields(tensors, TEXT, published.get("language_config", {}), where)
         return JanusConfig(
             text_config=LlamaConfig(**text),
-            vision_config=_vision(tensors, published.get("vision_config", {}).get("params", {}), where),
+            vision_config=_vision(tensors, (published.get("vision_config") or {}).get("params") or {}, where),
             vq_config=_codes(tensors, where),
             tie_word_embeddings=False,
         )
@@ -111,6 +127,7 @@ def _vision(tensors: dict[str, Tensor], published: dict, where: Any) -> JanusVis
     size = published.get("image_size", patch * round(places**0.5))
     return JanusVisionConfig(
         hidden_size=hidden,
+        num_attention_heads=_heads(published, hidden, where),
         num_channels=channels,
         patch_size=patch,
         image_size=size,
@@ -120,6 +137,21 @@ def _vision(tensors: dict[str, Tensor], published: dict, where: Any) -> JanusVis
         projection_dim=need(tensors, "aligner.layers.0.weight", 2, where).shape[0],
         depth=count(tensors, "aligner.layers."),
     )
+
+
+def _heads(published: dict, hidden: int, where: Any) -> int:
+    """Attention heads of the vision tower, which no shape tells: by number, or by the tower's name."""
+    given = next((published[name] for name in HEADS if published.get(name) is not None), None)
+    name = str(published.get("model_name", ""))
+    heads = given if given is not None else next((n for start, n in TOWERS.items() if name.startswith(start)), None)
+    if heads is None:
+        raise ValueError(
+            f"checkpoint: config.json of {where} has a vision tower {name!r} and no number of heads, expected"
+            f" vision_config.params.num_heads, or a name that starts with one of {', '.join(TOWERS)}"
+        )
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or hidden % heads:
+        raise ValueError(f"checkpoint: config.json of {where} has {heads} heads, expected a divisor of {hidden}")
+    return heads
 
 
 def _codes(tensors: dict[str, Tensor], where: Any) -> JanusVQVAEConfig:

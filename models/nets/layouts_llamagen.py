@@ -14,24 +14,30 @@ from visspec.models.nets.layouts import count, need, place, read_published, rena
 from visspec.models.nets.llamagen import SIZES, LlamaGen, LlamaGenConfig
 
 CONFIG, WEIGHTS, KIND = "config.json", "model.safetensors", "llamagen"
+IMAGENET = 1000  # classes of the published models
 NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
 def load_llamagen(
-    path: str | Path, grid: int | None = None, heads: int | None = None, dtype: torch.dtype | None = None
-) -> LlamaGen:
+    path: str | Path, grid: int | None = None, heads: int | None = None, dtype: torch.dtype | None = None,
+    classes: int | None = None,
+) -> LlamaGen:  # fmt: skip
     """A LlamaGen transformer from a .safetensors file or folder, in evaluation mode.
 
     grid: rows of codes, which the published weights do not tell (16 for 256 pixels with VQ-16, 24 for 384, 32 for 512).
-    heads: only for sizes that were not published. dtype: default, that of the file. A folder that `save_llamagen`
-    wrote needs neither. Raises ValueError in one sentence before any weight is placed.
+    heads: only for sizes that were not published. dtype: default, that of the file. classes: default, ImageNet's 1000
+    for a table of 1000 or 1001 rows, and one less than there are rows for others; a table without the one row more has
+    nothing that stands for "no class", and the model takes no guidance. A folder that `save_llamagen` wrote needs none
+    of these. Raises ValueError in one sentence before any weight is placed.
     """
     tensors = read_published(path)
     config = _saved_config(Path(path))
     if config is None:
         if grid is None:
             raise ValueError(f"grid: {path} does not tell the image's rows of codes, expected grid=16, 24 or 32")
-        config = config_of(tensors, grid, heads, path)
+        config = config_of(tensors, grid, heads, path, classes)
+    elif classes not in (None, config.classes):
+        raise ValueError(f"classes: got {classes}, expected {config.classes} as {path} says")
     elif (grid or config.grid) != config.grid or (heads or config.heads) != config.heads:
         found = f"{grid or config.grid} and {heads or config.heads}"
         raise ValueError(f"grid, heads: got {found}, expected {config.grid} and {config.heads} as {path} says")
@@ -49,7 +55,9 @@ def save_llamagen(folder: str | Path, model: LlamaGen) -> None:
     (root / CONFIG).write_text(json.dumps({"kind": KIND, **model.config.to_dict()}, indent=2) + "\n")
 
 
-def config_of(tensors: dict[str, Tensor], grid: int, heads: int | None, where: str | Path) -> LlamaGenConfig:
+def config_of(
+    tensors: dict[str, Tensor], grid: int, heads: int | None, where: str | Path, classes: int | None = None
+) -> LlamaGenConfig:
     """The configuration that published weights fit, read off their shapes."""
     codes, hidden = need(tensors, "tok_embeddings.weight", 2, where).shape
     rows = need(tensors, "layers.0.attention.wqkv.weight", 2, where).shape[0]
@@ -67,8 +75,11 @@ def config_of(tensors: dict[str, Tensor], grid: int, heads: int | None, where: s
         return LlamaGenConfig(
             layers, heads, hidden, grid, condition="caption", prefix=prefix, caption_width=width, **fields
         )
-    classes = need(tensors, "cls_embedding.embedding_table.weight", 2, where).shape[0] - 1
-    return LlamaGenConfig(layers, heads, hidden, grid, classes=classes, **fields)
+    table = need(tensors, "cls_embedding.embedding_table.weight", 2, where).shape[0]
+    classes = classes or (IMAGENET if table == IMAGENET else table - 1)
+    if table not in (classes, classes + 1):
+        raise ValueError(f"classes: got {classes} for a table of {table} rows, expected {table - 1} or {table}")
+    return LlamaGenConfig(layers, heads, hidden, grid, classes=classes, null_class=table > classes, **fields)
 
 
 def _saved_config(path: Path) -> LlamaGenConfig | None:

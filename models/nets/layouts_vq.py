@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from visspec.models.nets.layouts import Rules, count, multipliers, need, place, read_published, rename
 from visspec.models.nets.vqgan import ImageCodec, VQShape
@@ -85,7 +85,10 @@ def _codec(
 ) -> ImageCodec:
     taming = rename(tensors, rules, NOT_WEIGHTS)
     shape = shape_of({name: tensor for name, (_, tensor) in taming.items()}, where)
-    model = shape.build().to(dtype or taming[CODEBOOK][1].dtype)
+    model = shape.build()
+    nn.Module.to(
+        model, dtype or taming[CODEBOOK][1].dtype
+    )  # diffusers' own warns of float32 modules that it has none of
     published = {name: origin for name, (origin, _) in taming.items()}
     named = rename({name: tensor for name, (_, tensor) in taming.items()}, stock_rules(len(shape.multipliers)))
     place(model, {name: (published[old], _fitted(name, tensor)) for name, (old, tensor) in named.items()}, where)

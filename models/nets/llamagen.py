@@ -45,6 +45,7 @@ class LlamaGenConfig:
     """Everything that fixes the network's shape.
 
     condition: 'class' (one embedding each, and one more for "no class") or 'caption' (text features through an MLP).
+    null_class: whether there is the one more, which guidance needs; a model trained without dropping classes has none.
     grid: rows, and columns, of codes; it is not part of the weights, and a wrong one gives wrong images silently.
     """
 
@@ -55,6 +56,7 @@ class LlamaGenConfig:
     condition: str = "class"
     prefix: int = 1
     classes: int = 1000
+    null_class: bool = True
     caption_width: int = CAPTION_WIDTH
     codes: int = 16384
     kv_heads: int = 0  # 0: as many as heads
@@ -183,11 +185,11 @@ class Layer(nn.Module):
 
 
 class ClassCondition(nn.Module):
-    """Class numbers (B,) -> (B, 1, d). The last entry of the table stands for "no class"."""
+    """Class numbers (B,) -> (B, 1, d). With a null class the last entry of the table stands for "no class"."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
-        self.embedding_table = nn.Embedding(config.classes + 1, config.hidden_size)
+        self.embedding_table = nn.Embedding(config.classes + config.null_class, config.hidden_size)
 
     def forward(self, classes_B: Tensor) -> Tensor:
         return self.embedding_table(classes_B)[:, None]
@@ -248,6 +250,11 @@ class LlamaGen(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.output.weight.dtype
 
+    @property
+    def guided(self) -> bool:
+        """Whether it has learned what stands for no condition."""
+        return self.config.condition != "class" or self.config.null_class
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Codes (..., N) -> (..., N, d)."""
         return self.tok_embeddings(tokens)
@@ -266,13 +273,15 @@ class LlamaGen(nn.Module):
         if config.condition == "class":
             if condition.dim() != 1 or condition.is_floating_point():
                 raise ValueError(f"condition: got shape {tuple(condition.shape)}, expected class numbers (B,)")
-            if not bool(((condition >= 0) & (condition <= config.classes)).all()):
+            if not bool(((condition >= 0) & (condition < config.classes + config.null_class)).all()):
                 raise ValueError(f"condition: got {condition.tolist()}, expected classes 0..{config.classes - 1}")
         else:
             expected = (condition.shape[0], config.prefix, config.caption_width)
             if tuple(condition.shape) != expected:
                 raise ValueError(f"condition: got shape {tuple(condition.shape)}, expected text features {expected}")
             condition = condition.to(self.dtype)
+        if guidance and not self.guided:
+            raise ValueError("guidance_scale: got one that is not 1, expected 1: the model has no class for 'no class'")
         if guidance:
             condition = torch.cat([condition, self.cls_embedding.absent(condition)])
         return self.cls_embedding(condition)

@@ -98,7 +98,7 @@ class Chameleon(Family):
         layout = layout or self.layout()
         height, width = (side * self.factor for side in layout.grid)
         asked = [self.style.question.format(text, height=height, width=width) for text in texts]
-        words = self.processor.tokenizer(asked, add_special_tokens=False)["input_ids"]
+        words = self.asked().tokenizer(asked, add_special_tokens=False)["input_ids"]
         return self.from_words(words, guided, layout)
 
     def from_words(self, words: list[list[int]], guided: bool, layout: Layout) -> Prompt:

@@ -39,7 +39,7 @@ class Emu3(Family):
 
     def __init__(self, model: Any, processor: Any, negative: str = NEGATIVE):
         self.model, self.processor, self.name, self.negative = model, processor, model.config.model_type, negative
-        inner, tokenizer = model.model, processor.tokenizer
+        inner, tokenizer = model.model, self.asked().tokenizer
         self.decoder = inner.text_model
         codes = inner.vocabulary_mapping.img2bpe_mapping_tensor.long()
         self.codes, self.grammar = len(codes), 4

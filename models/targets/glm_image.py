@@ -67,7 +67,7 @@ class GlmImage(Family):
     def _asked(self, texts: list[str], layout: Layout) -> dict[str, Tensor]:
         rows, columns = layout.grid
         size = {"target_h": rows * FACTOR, "target_w": columns * FACTOR}
-        batch = self.processor.apply_chat_template(
+        batch = self.asked().apply_chat_template(
             [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in texts],
             tokenize=True,
             return_dict=True,

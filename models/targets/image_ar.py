@@ -77,6 +77,7 @@ class Family:
     grammar: int = 0  # number of grammar ids behind the codes
     guided: bool = True  # whether the model knows an unconditional prompt
     decoder: Any  # the stock transformer
+    processor: Any = None  # texts -> ids; None where prompts come as ids
     codebook: Tensor | None = None  # (codes, E) as the image decoder looks them up, normalised where that is
     default_guidance: float = 1.0
     no_pixels: str = ""  # why codes do not become pixels here, for an error; empty where they do
@@ -91,6 +92,15 @@ class Family:
         `layout` (default: that of the model's own size) counts where prompts name the size or positions depend on it.
         """
         raise NotImplementedError
+
+    def asked(self) -> Any:
+        """The processor, which turns texts into ids. Raises ValueError where it was left out."""
+        if self.processor is None:
+            raise ValueError(
+                f"processor: got None, expected that of {self.name} (transformers.AutoProcessor), or anything that"
+                " turns texts into ids as it does"
+            )
+        return self.processor
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(..., N) ids -> (..., N, d)."""

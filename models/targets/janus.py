@@ -28,12 +28,16 @@ class Janus(Family):
         self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
         settings = model.generation_config
         self.default_guidance = float(settings.guidance_scale or 5.0)  # generate's own default
-        self.keeps = (settings.bos_token_id, (settings.generation_kwargs or {}).get("boi_token_id"))
+        more = getattr(settings, "generation_kwargs", None) or {}  # only where the checkpoint's file has them
+        self.keeps = (settings.bos_token_id, more.get("boi_token_id"))
         self.pad = settings.pad_token_id
-        if None in self.keeps or self.pad is None:
+        ids = {"bos_token_id": self.keeps[0], "pad_token_id": self.pad}
+        ids["generation_kwargs={'boi_token_id': ...}"] = self.keeps[1]
+        if missing := [name for name, value in ids.items() if value is None]:
             raise ValueError(
-                "generation_config: got no bos_token_id, pad_token_id or generation_kwargs['boi_token_id'],"
-                " expected those of the Janus checkpoint"
+                f"generation_config: got no {', '.join(missing)}, expected the ids of the model's tokenizer: set"
+                " model.generation_config = GenerationConfig(bos_token_id=..., pad_token_id=...,"
+                " generation_kwargs={'boi_token_id': ...}) first"
             )
 
     def layout(self, height: int | None = None, width: int | None = None) -> Layout:
@@ -53,7 +57,7 @@ class Janus(Family):
         )
 
     def _asked(self, texts: list[str]) -> dict[str, Tensor]:
-        batch = self.processor(text=texts, generation_mode="image", padding=True, return_tensors="pt")
+        batch = self.asked()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
         return {name: batch[name].to(self.decoder.device) for name in ("input_ids", "attention_mask")}
 
     def from_ids(self, ids: Tensor, attention: Tensor, guided: bool) -> Prompt:

@@ -34,7 +34,8 @@ class LlamaGenImages(Family):
         self.processor, self.codec, self.codes = processor, codec, model.config.codes
         self.codebook = None if codec is None else codec.codebook.float()
         self.factor = FACTOR if codec is None else codec.factor
-        self.default_guidance = GUIDANCE[model.config.condition]
+        self.guided = model.guided
+        self.default_guidance = GUIDANCE[model.config.condition] if model.guided else 1.0
         if codec is None:
             self.no_pixels = "no codec was given (visspec.models.nets.layouts_vq.load_llamagen_vq)"
 

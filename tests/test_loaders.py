@@ -1,0 +1,412 @@
+"""Around the loaders: wrapped names, averaged weights, what configurations say, values that are no weights."""
+
+import argparse
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from tests import tiny_images
+from tests.test_image_nets import (
+    EMU3_CONFIG,
+    JANUS_CONFIG,
+    LOADERS,
+    TOL,
+    chameleon_vq_names,
+    emu3_vq_names,
+    filled,
+    gpt_names,
+    janus_names,
+    llama_names,
+    one_sentence,
+    part,
+)
+from visspec import checkpoint
+from visspec.images import ImagePipeline
+from visspec.models.nets import layouts, layouts_emu3, layouts_janus, layouts_llamagen, layouts_vq, llamagen
+from visspec.recipes import convert_checkpoint
+from visspec.recipes.convert_checkpoint import convert
+
+
+@pytest.fixture
+def janus_folder(tmp_path):
+    """DeepSeek's layout with random weights. `write(...)` changes its config.json."""
+    tensors = filled(janus_names())
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def write(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(JANUS_CONFIG | changes))
+        return tmp_path
+
+    write()
+    write.tensors = tensors
+    return write
+
+
+# --- from a loader to a pipeline -------------------------------------------------------------------------------------
+
+
+class Words:
+    """Texts to ids that end with the begin-of-image token, padded on the left."""
+
+    def __call__(self, text, **_):
+        ids = torch.tensor([[0] * (5 - len(t.split())) + [1, *range(7, 7 + len(t.split())), 3] for t in text])
+        return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def test_a_loaded_janus_says_what_must_be_set_and_then_draws(janus_folder):
+    model = layouts_janus.load_janus(janus_folder())
+    with pytest.raises(
+        ValueError, match=r"generation_config: got no bos_token_id, pad_token_id, generation_kwargs="
+    ) as e:
+        ImagePipeline(model, None)
+    assert "set model.generation_config = GenerationConfig(" in one_sentence(e)
+    ids = {"bos_token_id": 1, "pad_token_id": 0}
+    model.generation_config = GenerationConfig(**ids)
+    with pytest.raises(
+        ValueError, match=r"generation_config: got no generation_kwargs=\{'boi_token_id': \.\.\.\}, expected"
+    ):
+        ImagePipeline(model, None)
+    model.generation_config = GenerationConfig(**ids, generation_kwargs={"boi_token_id": 3})
+    pipe = ImagePipeline(model, None)
+    with pytest.raises(ValueError, match="processor: got None, expected that of janus") as e:
+        pipe("a red cube")
+    one_sentence(e)
+    with pytest.raises(ValueError, match="processor: got NoneType, expected a processor of transformers to save"):
+        pipe.save_pretrained(janus_folder() / "out")
+    assert not (janus_folder() / "out").exists(), "nothing is written before that is known"
+    pipe = ImagePipeline(model, Words())
+    pipe.set_progress_bar_config(disable=True)
+    out = pipe(["a red cube", "two"], seed=0)
+    assert [image.size for image in out.images] == [(4, 4)] * 2 and out.tokens[0].shape == (4,)
+
+
+@pytest.mark.parametrize("name", ["emu3", "glm_image", "chameleon"])
+def test_other_families_ask_for_their_processor_too(name):
+    with pytest.raises(ValueError, match=f"processor: got None, expected that of {name}"):
+        ImagePipeline(getattr(tiny_images, name)(), None)("a red cube", output_type="latent")
+
+
+# --- rotary positions ----------------------------------------------------------------------------------------------
+
+ROPES = [
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    {"rope_theta": 1e6},
+    {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 5e4},
+    {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 3e4}},
+    {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": None},
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_positions_are_those_of_the_authors_configuration(janus_folder, tmp_path, rope):
+    """In the spelling of transformers 5 and in the older one: the logits of a Llama built from the same entries."""
+    ids = torch.randint(3, 40, (2, 40))
+    sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_key_value_heads=2)
+
+    def expected(tensors, published):
+        named = {k: v for k, v in published.items() if k in layouts.LLAMA_FIELDS}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **json.loads(json.dumps(named)))).eval()
+        model.load_state_dict(tensors)
+        return model(input_ids=ids).logits
+
+    language = JANUS_CONFIG["language_config"] | rope
+    model = layouts_janus.load_janus(janus_folder(language_config=language))
+    found, wanted = model(input_ids=ids).logits, expected(part(janus_folder.tensors, "language_model."), language)
+    torch.testing.assert_close(found, wanted, **TOL)
+    usual = layouts_janus.load_janus(janus_folder())(input_ids=ids).logits
+    assert (usual - wanted).abs().max() > 0.01, "a control: the entries change something"
+
+    words, codes = filled(llama_names("", 40)), filled(emu3_vq_names())
+    codes = {n: t.long() if "num_batches" in n else t for n, t in codes.items()}
+    for folder, tensors in (("text", words), ("codes", codes)):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+    published = {k: v for k, v in EMU3_CONFIG.items() if k != "rope_theta"} | {"rope_theta": 1e4} | rope
+    (tmp_path / "text" / "config.json").write_text(json.dumps(published))
+    emu3 = layouts_emu3.load_emu3(tmp_path / "text", tmp_path / "codes")
+    torch.testing.assert_close(emu3(input_ids=ids).logits, expected(words, published), **TOL)
+
+
+@pytest.mark.parametrize("rope", [3, {"rope_type": "linear"}, {"rope_type": "odd"}, {"rope_theta": "x"}])
+def test_rotary_entries_that_mean_nothing_are_a_sentence(janus_folder, rope):
+    folder = janus_folder(language_config=JANUS_CONFIG["language_config"] | {"rope_parameters": rope})
+    with pytest.raises(ValueError, match=r"wrong entry|does not take it") as error:
+        layouts_janus.load_janus(folder)
+    one_sentence(error)
+
+
+# --- the vision tower ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("params, heads", [
+    ({"num_heads": 4}, 4), ({"heads": 2}, 2), ({"num_heads": 8, "model_name": "siglip_large_patch16_384"}, 8),
+    ({"model_name": "siglip_so400m_patch14_384"}, 16),
+])  # fmt: skip
+def test_the_towers_heads_are_read(janus_folder, params, heads):
+    import timm
+
+    folder = janus_folder(vision_config={"params": {"image_size": 8} | params})
+    model = layouts_janus.load_janus(folder)
+    tower = timm.models.VisionTransformer(
+        img_size=8,
+        patch_size=4,
+        embed_dim=16,
+        depth=2,
+        num_heads=heads,
+        num_classes=0,
+        class_token=False,
+        global_pool="",
+    ).eval()
+    own = part(janus_folder.tensors, "vision_model.vision_tower.")
+    tower.load_state_dict({k: v for k, v in own.items() if "pool" not in k})
+    image = torch.randn(2, 3, 8, 8)
+    seen = model.model.get_image_features(image).last_hidden_state
+    torch.testing.assert_close(seen, tower.forward_features(image), **TOL)
+
+
+def test_heads_that_nothing_tells_are_refused(janus_folder):
+    for params, words in (({}, "no number of heads, expected vision_config.params.num_heads"),
+                          ({"model_name": "eva_giant"}, "a vision tower 'eva_giant' and no number"),
+                          ({"num_heads": 5}, "has 5 heads, expected a divisor of 16"),
+                          ({"num_heads": "4"}, "has 4 heads, expected a divisor of 16")):  # fmt: skip
+        with pytest.raises(ValueError, match=words) as error:
+            layouts_janus.load_janus(janus_folder(vision_config={"params": params}))
+        one_sentence(error)
+
+
+# --- values --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LOADERS)
+def test_values_that_are_no_weights_are_refused_by_name(tmp_path, layout):
+    names, load = LOADERS[layout]
+    (tmp_path / "config.json").write_text(json.dumps(JANUS_CONFIG))
+    file, tensors = tmp_path / "model.safetensors", filled(names())
+    name = next(
+        n for n in sorted(tensors) if n.endswith(("mid.0.conv1.weight", "mid.block_1.conv1.weight", "wo.weight"))
+    )
+    broken = tensors[name].clone()
+    broken.view(-1)[3] = float("nan")
+    endless = torch.where(broken.isnan(), float("-inf"), broken)
+    whole = (10 * tensors[name]).to(torch.int8)
+    for value, words in ((broken, "not finite"), (endless, "not finite"), (whole, "dtype int8, expected float32")):
+        save_file(tensors | {name: value}, file)
+        with pytest.raises(ValueError, match=words) as error:
+            load(file)
+        assert repr(name) in one_sentence(error)
+    half = {n: t.to(torch.bfloat16) for n, t in tensors.items()}
+    save_file(half, file)
+    load(file)  # another precision is no fault
+
+
+def test_values_beyond_the_asked_precision_are_refused(tmp_path):
+    tensors = filled(gpt_names(False))
+    tensors["norm.weight"][0] = 1e5
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert layouts_llamagen.load_llamagen(tmp_path / "a.safetensors", 4, 4, torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"'norm\.weight' .*values beyond float16, expected a wider dtype"):
+        layouts_llamagen.load_llamagen(tmp_path / "a.safetensors", 4, 4, torch.float16)
+
+
+def test_drafters_are_checked_alike():
+    net = torch.nn.Linear(2, 1)
+    good = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
+    checkpoint.load_strictly(net, good, "x")
+    for wrong in (torch.full((1, 2), float("nan")), torch.ones(1, 2, dtype=torch.long)):
+        with pytest.raises(ValueError, match="tensor 'weight' of x"):
+            checkpoint.load_strictly(net, good | {"weight": wrong}, "x")
+    assert torch.equal(net.weight, torch.ones(1, 2)), "refused before anything is copied"
+
+
+# --- wrappers --------------------------------------------------------------------------------------------------------
+
+PREFIXES = ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.", "ema.", "ema.module.", "ema_model."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_wrappers_are_taken_off(tmp_path, prefix):
+    tensors = filled(gpt_names(False))
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    model = layouts_llamagen.load_llamagen(tmp_path / "a.safetensors", 4, 4)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in tensors.items())
+
+
+def test_compiled_parts_within_a_model_are_unwrapped(tmp_path):
+    tensors = filled(chameleon_vq_names())
+    wrapped = {n.replace("encoder.", "encoder._orig_mod."): t for n, t in tensors.items()}
+    save_file(wrapped, tmp_path / "a.safetensors")
+    save_file(tensors, tmp_path / "b.safetensors")
+    ours, plain = (layouts_vq.load_taming_vq(tmp_path / f"{n}.safetensors").model.state_dict() for n in "ab")
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    with pytest.raises(ValueError, match=r"holds tensor 'a\.w' twice"):
+        checkpoint.unwrapped({"a._orig_mod.w": torch.zeros(1), "a.w": torch.zeros(1)}, "x")
+
+
+def lit_ema(tensors, prefix="model_ema."):
+    """Averaged weights as LitEma stores them: names without dots, and its counters."""
+    counters = {f"{prefix}decay": torch.tensor(0.9999), f"{prefix}num_updates": torch.tensor(7)}
+    return {prefix + name.replace(".", ""): tensor + 1 for name, tensor in tensors.items()} | counters
+
+
+def test_two_sets_and_names_without_dots_are_told_how(tmp_path):
+    tensors = filled(gpt_names(False))
+    file = tmp_path / "a.safetensors"
+    for both in ({**tensors, **{f"ema.{n}": t + 1 for n, t in tensors.items()}}, {**tensors, **lit_ema(tensors)}):
+        save_file(both, file)
+        with pytest.raises(
+            ValueError, match=r"averaged weights \(.*\) beside others, expected one set .*--ema"
+        ) as error:
+            layouts_llamagen.load_llamagen(file, 4, 4)
+        one_sentence(error)
+    save_file(lit_ema(tensors), file)
+    with pytest.raises(ValueError, match=r"names without dots \(.*expected a file with the others too.*--ema"):
+        layouts_llamagen.load_llamagen(file, 4, 4)
+
+
+# --- the conversion --------------------------------------------------------------------------------------------------
+
+
+def pickled(tmp_path, content, name="a.pt"):
+    torch.save(content, tmp_path / name)
+    return tmp_path / name
+
+
+def filed(tensors):
+    """Files that hold weights and their averages (one more in each entry), as training scripts write them."""
+    averaged = {name: tensor + 1 for name, tensor in tensors.items()}
+    return {
+        "beside": {"model": tensors, "ema": averaged, "steps": 3, "args": argparse.Namespace(lr=1.0)},
+        "wrapped": {"model": {f"module.{n}": t for n, t in tensors.items()}, "ema": {"module": averaged}},
+        "deeper": {"state_dict": {"model": tensors, "ema": averaged}},
+        "prefixed": {"state_dict": tensors | {f"ema.{n}": t for n, t in averaged.items()}},
+        "lit": {"state_dict": tensors | lit_ema(tensors)},
+        "lit beside": {"model": tensors, "ema": lit_ema(tensors, "")},
+        "lit of a trainer": {"state_dict": {f"model.{n}": t for n, t in tensors.items()} | lit_ema(tensors)},
+    }
+
+
+@pytest.mark.parametrize("form", filed({}))
+def test_averaged_weights_are_mentioned_and_written_when_asked(tmp_path, form, capsys):
+    tensors = filled(gpt_names(False))
+    path = pickled(tmp_path, filed(tensors)[form])
+    start = "model." if form == "lit of a trainer" else ""
+    for options, more, said in (
+        ([], 0, "left behind; --ema writes them"),
+        (["--ema"], 1, "the other weights were left behind"),
+    ):
+        out = tmp_path / f"{len(options)}.safetensors"
+        assert convert_checkpoint.main([str(path), str(out), *options]) == 0
+        found = load_file(out)
+        assert found.keys() == {start + name for name in tensors}
+        assert all(torch.equal(found[start + name], tensor + more) for name, tensor in tensors.items())
+        assert said in capsys.readouterr().out
+    assert convert(pickled(tmp_path, tensors, "b.pt"), tmp_path / "plain.safetensors") == ""
+
+
+def test_averaged_weights_alone_are_written(tmp_path, capsys):
+    tensors = filled(gpt_names(False))
+    for i, content in enumerate(
+        ({"ema": tensors}, {f"ema.{n}": t for n, t in tensors.items()}, {"ema": {"module": tensors}})
+    ):
+        out = tmp_path / f"{i}.safetensors"
+        assert convert_checkpoint.main([str(pickled(tmp_path, content)), str(out)]) == 0
+        assert load_file(out).keys() == tensors.keys() and "averaged weights" in capsys.readouterr().out
+        assert layouts_llamagen.load_llamagen(out, 4, 4).config.classes == 10
+    with pytest.raises(ValueError, match="holds no averaged weights, expected a state dict or one under ema"):
+        convert(pickled(tmp_path, {"model": tensors}), tmp_path / "x.safetensors", ema=True)
+    with pytest.raises(ValueError, match="names without dots"):
+        convert(pickled(tmp_path, {"state_dict": lit_ema(tensors)}), tmp_path / "x.safetensors")
+
+
+def test_a_safetensors_file_with_both_is_split(tmp_path):
+    tensors = filled(gpt_names(False))
+    save_file(tensors | lit_ema(tensors), tmp_path / "both.safetensors")
+    convert(tmp_path / "both.safetensors", tmp_path / "one.safetensors", ema=True)
+    assert torch.equal(load_file(tmp_path / "one.safetensors")["norm.weight"], tensors["norm.weight"] + 1)
+
+
+def test_places_that_can_not_be_written_are_a_sentence(tmp_path, capsys):
+    path = pickled(tmp_path, {"w": torch.zeros(1)})
+    assert convert_checkpoint.main([str(path), str(tmp_path / "no" / "x.safetensors")]) == 2
+    assert f"the folder {tmp_path / 'no'} does not exist, expected one that does" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert convert_checkpoint.main([str(path), str(tmp_path / "file" / "x.safetensors")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+class Harmful:
+    def __reduce__(self):
+        return (print, ("this must not run",))
+
+
+@pytest.mark.parametrize("content, words", [({"model": Harmful()}, "its pickle asks for print, which is not run"),
+                                            (b"junk", "path: "), (b"", "EOFError")])  # fmt: skip
+def test_a_refused_pickle_brings_no_advice_to_run_it(tmp_path, content, words, capsys):
+    path = tmp_path / "bad.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    assert convert_checkpoint.main([str(path), str(tmp_path / "x.safetensors")]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and "must not run" not in said.out
+    assert "weights_only" not in said.err and "trust" not in said.err and "allowlist" not in said.err
+
+
+# --- LlamaGen without a null class, and a quiet codec --------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_table_without_a_null_class_is_not_guided(tmp_path):
+    """Its last class is a class like any other, not what stands for none."""
+    tensors = filled(gpt_names(False), 0.3)
+    file = tmp_path / "a.safetensors"
+    save_file(tensors, file)
+    model = layouts_llamagen.load_llamagen(file, 4, 4, classes=11)
+    assert (model.config.classes, model.config.null_class, model.guided) == (11, False, False)
+    assert torch.equal(model.prefix(torch.tensor([10]))[0, 0], tensors["cls_embedding.embedding_table.weight"][10])
+    pipe = ImagePipeline(model, None)
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe("10", seed=0, output_type="latent").tokens[0].shape == (16,), "unguided is its default"
+    with pytest.raises(ValueError, match="guidance_scale: got one that is not 1, expected 1: the model has no class"):
+        pipe("10", guidance_scale=4.0, output_type="latent")
+    with pytest.raises(ValueError, match=r"expected classes 0\.\.10"):
+        model.prefix(torch.tensor([11]))
+    layouts_llamagen.save_llamagen(tmp_path / "ours", model)
+    assert layouts_llamagen.load_llamagen(tmp_path / "ours").config == model.config
+    for classes, words in ((9, "classes: got 9 for a table of 11 rows, expected 10 or 11"), (12, "got 12")):
+        with pytest.raises(ValueError, match=words):
+            layouts_llamagen.load_llamagen(file, 4, 4, classes=classes)
+    with pytest.raises(ValueError, match="classes: got 3, expected 11 as"):
+        layouts_llamagen.load_llamagen(tmp_path / "ours", classes=3)
+    guided = layouts_llamagen.load_llamagen(file, 4, 4)
+    assert guided.config.classes == 10 and guided.guided and ImagePipeline(guided, None).family.default_guidance == 4.0
+
+
+@pytest.mark.parametrize("rows, null", [(1001, True), (1000, False)])
+def test_tables_of_imagenet_are_told_by_their_rows(rows, null):
+    tensors = filled(gpt_names(False) | {"cls_embedding.embedding_table.weight": (rows, 32)})
+    config = layouts_llamagen.config_of(tensors, 4, 4, "x")
+    assert (config.classes, config.null_class) == (1000, null)
+    assert llamagen.LlamaGen(config).cls_embedding.embedding_table.num_embeddings == rows
+
+
+def test_a_codec_loads_without_a_word(tmp_path, capfd):
+    """diffusers warns of a cast that touches none of the float32 modules it has none of."""
+    file = tmp_path / "vq.safetensors"
+    save_file(filled(chameleon_vq_names()), file)
+    from diffusers.utils import logging as theirs
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    theirs.add_handler(handler)
+    try:
+        codec = layouts_vq.load_taming_vq(file, torch.bfloat16)
+    finally:
+        theirs.remove_handler(handler)
+    assert records == [] and capfd.readouterr().err == "" and codec.model.dtype == torch.bfloat16
