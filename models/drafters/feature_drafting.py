@@ -79,8 +79,8 @@ class FeatureDrafting:
         """Where the embedding of drafted ids is no module of the target: make it from the target's present weights."""
 
     def _turns_to(self, length: int) -> Tensor:
-        """Rotations of at least so many positions. Threads share the drafter and the table that it keeps, so whoever asks
-        goes on with what is returned.
+        """Rotations of at least so many positions. Threads share the drafter and the table that it keeps, so whoever
+        asks goes on with what is returned.
         """
         table = self._turns
         if table.shape[0] >= length:
