@@ -86,9 +86,8 @@ def _codec(
     taming = rename(tensors, rules, NOT_WEIGHTS)
     shape = shape_of({name: tensor for name, (_, tensor) in taming.items()}, where)
     model = shape.build()
-    nn.Module.to(
-        model, dtype or taming[CODEBOOK][1].dtype
-    )  # diffusers' own warns of float32 modules that it has none of
+    # diffusers' own `to` warns of modules that must stay in float32, also where the model has none
+    nn.Module.to(model, dtype or taming[CODEBOOK][1].dtype)
     published = {name: origin for name, (origin, _) in taming.items()}
     named = rename({name: tensor for name, (_, tensor) in taming.items()}, stock_rules(len(shape.multipliers)))
     place(model, {name: (published[old], _fitted(name, tensor)) for name, (old, tensor) in named.items()}, where)
