@@ -104,8 +104,8 @@ class OurArm:
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
         self.drafter, self.acceptance = method.split("/", 1)
-        _, _, _, self.rule, pace = pipe.pairing(self.drafter, self.acceptance)  # what can't be is refused here
-        self.whole, self.greedy = pace is None, sampling.greedy
+        pairing = pipe.pairing(self.drafter, self.acceptance)  # what can't be is refused here
+        self.rule, self.whole, self.greedy = pairing.rule, pairing.pace is None, sampling.greedy
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
         self.displacement: list[float] = []
@@ -274,7 +274,7 @@ def draw(
     each is a JSON file with the map of its tokens.
     """
     drafter, acceptance = method.split("/", 1)
-    whole = pipe.pairing(drafter, acceptance)[-1] is None
+    whole = pipe.pairing(drafter, acceptance).pace is None
     entries = []
     for i, prompt in enumerate(prompts):
         path = geneval.write_prompt(root, i, prompt) / "0000.png"
