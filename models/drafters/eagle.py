@@ -104,6 +104,7 @@ def config_for(model: nn.Module, **options: Any) -> HeadConfig:
         total = sum(section)
         shares = [half * n // total for n in section]
         section = (half - sum(shares[1:]), *shares[1:])
+    ids = content_ids(model.config)
     return HeadConfig(
         **{
             "family": model.config.model_type,
@@ -112,10 +113,10 @@ def config_for(model: nn.Module, **options: Any) -> HeadConfig:
             "target_layers": text.num_hidden_layers,
             "heads": heads,
             "intermediate": text.intermediate_size,
-            "image_ids": tuple(sorted(content_ids(model.config))),
+            "image_ids": tuple(sorted(ids)),
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
             "mrope_section": section,
             **options,
-            **({} if any(isinstance(i, int) for i in ids) else {"image_latents": 0}),  # a text decoder
+            **({} if ids else {"image_latents": 0}),  # a text decoder
         }
     )

@@ -119,18 +119,20 @@ class HFDecoder:
         for name in CROSS_ATTENDED:
             if request.inputs.get(name) is not None:
                 raise ValueError(
-                    f"{name}: got states that every pass attends to, expected a model that reads its image in the prompt"
+                    f"{name}: got states that every pass attends to, expected a model that reads images in the prompt"
                 )
         attention = request.inputs.get("attention_mask")
         if not self.padding and attention is not None and not bool(attention.all()):
-            raise ValueError(f"attention_mask: got padding, expected rows of one length for {type(self.model).__name__}")
+            raise ValueError(
+                f"attention_mask: got padding, expected rows of one length for {type(self.model).__name__}"
+            )
         if not self.restarts:
             return
         longest = request.prompt.shape[1] + request.max_new_tokens - 1
         if restarts(self.model, length, min(longest, MOST_POSITIONS)):
             raise ValueError(
-                f"max_new_tokens: got {request.max_new_tokens} behind a prompt of {length}, expected an answer that ends"
-                f" before, or a prompt beyond, the length at which {type(self.model).__name__} computes its cache anew"
+                f"max_new_tokens: got {request.max_new_tokens} behind a prompt of {length}, expected an answer that"
+                f" ends before, or a prompt beyond, where {type(self.model).__name__} computes its cache anew"
             )
 
     def _note_padding(self, slots: SlotCache, real_BL: Tensor) -> None:
@@ -240,7 +242,8 @@ def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
         return _described(model, features)
     except AttributeError as error:
         said = str(error).replace(". ", ", ").rstrip(".")
-        raise ValueError(f"model: {type(model).__name__} is no decoder of one token stream ({said})") from error
+        kind = type(model).__name__
+        raise ValueError(f"model: got {kind}, expected a decoder of one stream of tokens ({said})") from error
 
 
 def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
