@@ -307,6 +307,23 @@ def test_positions_that_a_model_counts_itself_are_refused():
         visspec.accelerate(model, None).generate(**prompt("llama", ["9"]), max_new_tokens=3, do_sample=False)
 
 
+class OwnLoop(tf.LlamaForCausalLM):
+    def _sample(self, *args, **kwargs):
+        return super()._sample(*args, **kwargs)
+
+
+class OwnGenerate(tf.LlamaForCausalLM):
+    def generate(self, *args, **kwargs):
+        return args[0]
+
+
+@pytest.mark.parametrize(
+    "kind,sentence", [(OwnLoop, "decodes in a loop of its own"), (OwnGenerate, "a generate of its own")]
+)
+def test_other_loops_are_refused(kind, sentence):
+    refused(built(kind, tf.LlamaConfig(**TEXT)), sentence)
+
+
 def test_a_model_that_generate_does_not_hand_over_is_refused():
     other = visspec.accelerate(llama(), None)
     other.model = mistral()
