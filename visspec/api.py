@@ -41,7 +41,7 @@ def accelerate(
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: how deep to draft at most. adaptive: draft less, or not at all, where that is measured to be faster.
     tokenizer: for `last_stats`, so that it can show text.
-    probe: run the model on a few tokens, once for its class and configuration, to see that drafts can be verified in it.
+    probe: run the model on a few tokens, once for its configuration, to see that drafts can be verified in it.
     Raises ValueError in one sentence when the model can't be verified or the drafter was made for another target.
     """
     return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe)

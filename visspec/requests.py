@@ -234,5 +234,4 @@ def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
 
 def _cache(state: State) -> DynamicCache:
     """Keys and values of prompt and answers, without the last token, as transformers goes on from."""
-    prompt = state.request.prompt.shape[1] or state.request.inputs["inputs_embeds"].shape[1]
-    return state.cache.dynamic([prompt + len(tokens) - 1 for tokens in state.tokens])
+    return state.cache.dynamic([state.cache.prompt + len(tokens) - 1 for tokens in state.tokens])

@@ -7,7 +7,6 @@ configuration once (`describe`). Shapes: B rows, L prompt, N nodes, S slots, V v
 from __future__ import annotations
 
 import inspect
-import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import GenerationMixin, PreTrainedConfig
 from visspec import tree as trees
 from visspec.cache import SlotCache, told
 from visspec.models.targets import probe, rotary, tree_attention
+from visspec.models.targets.hooks import Hooked
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process
@@ -94,7 +94,8 @@ class HFDecoder:
         with _Watch(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
         cache.check_written(self.model)
-        cache.slots.commit([list(range(cache.slots.nodes))] * rows)
+        cache.prompt = cache.slots.nodes
+        cache.slots.commit([list(range(cache.prompt))] * rows)
         if attention is not None and not bool(attention.all()):
             self._note_padding(cache.slots, attention.bool())
         positions = seen.get("position_ids")
@@ -119,18 +120,20 @@ class HFDecoder:
         for name in CROSS_ATTENDED:
             if request.inputs.get(name) is not None:
                 raise ValueError(
-                    f"{name}: got states that every pass attends to, expected a model that reads its image in the prompt"
+                    f"{name}: got states that every pass attends to, expected a model that reads images in the prompt"
                 )
         attention = request.inputs.get("attention_mask")
         if not self.padding and attention is not None and not bool(attention.all()):
-            raise ValueError(f"attention_mask: got padding, expected rows of one length for {type(self.model).__name__}")
+            raise ValueError(
+                f"attention_mask: got padding, expected rows of one length for {type(self.model).__name__}"
+            )
         if not self.restarts:
             return
         longest = request.prompt.shape[1] + request.max_new_tokens - 1
         if restarts(self.model, length, min(longest, MOST_POSITIONS)):
             raise ValueError(
-                f"max_new_tokens: got {request.max_new_tokens} behind a prompt of {length}, expected an answer that ends"
-                f" before, or a prompt beyond, the length at which {type(self.model).__name__} computes its cache anew"
+                f"max_new_tokens: got {request.max_new_tokens} behind a prompt of {length}, expected an answer that"
+                f" ends before, or a prompt beyond, where {type(self.model).__name__} computes its cache anew"
             )
 
     def _note_padding(self, slots: SlotCache, real_BL: Tensor) -> None:
@@ -201,36 +204,30 @@ def _last_position(positions: Tensor) -> Tensor:
     return time
 
 
-HOOKING = threading.Lock()  # torch numbers hooks without one: two that are put up at once can be one
-
-
-class _Watch:
+class _Watch(Hooked):
     """What goes into a text decoder and comes out of it while the context is open, of any family: merged embeddings and
     positions, the last hidden state after the final norm. Other threads' calls of the same model are not seen.
     """
 
     def __init__(self, decoder):
-        self.decoder, self.caller, self.seen = decoder, threading.get_ident(), {}
+        super().__init__()
+        self.decoder, self.seen = decoder, {}
 
     def __enter__(self) -> dict[str, Any]:
-        with HOOKING:
-            self.hooks = [
-                self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
-                self.decoder.register_forward_hook(self._leaving),
-            ]
-        return self.seen
+        return super().__enter__().seen
 
-    def __exit__(self, *error) -> None:
-        with HOOKING:
-            for hook in self.hooks:
-                hook.remove()
+    def _put_up(self):
+        return [
+            self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
+            self.decoder.register_forward_hook(self._leaving),
+        ]
 
-    def _entering(self, module, args, kwargs=None) -> None:  # without, where another thread's hook is being removed
-        if threading.get_ident() == self.caller:
+    def _entering(self, module, args, kwargs=None) -> None:
+        if self.calling:
             self.seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
 
     def _leaving(self, module, args, output) -> None:
-        if threading.get_ident() == self.caller:
+        if self.calling:
             self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)
 
 
@@ -240,7 +237,8 @@ def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
         return _described(model, features)
     except AttributeError as error:
         said = str(error).replace(". ", ", ").rstrip(".")
-        raise ValueError(f"model: {type(model).__name__} is no decoder of one token stream ({said})") from error
+        kind = type(model).__name__
+        raise ValueError(f"model: got {kind}, expected a decoder of one stream of tokens ({said})") from error
 
 
 def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
@@ -249,6 +247,8 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"model: {name} is an encoder-decoder, expected a decoder that generates from its own prompt")
+    if getattr(type(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
+        raise ValueError(f"model: {name} decodes in a loop of its own, expected transformers' own")
     kinds = set(getattr(text, "layer_types", None) or ())
     if kinds - {"full_attention", "sliding_attention"} or getattr(model, "_is_stateful", False):
         strange = ", ".join(sorted(kinds - {"full_attention", "sliding_attention"})) or "recurrent layers"
@@ -306,12 +306,18 @@ def vocabulary(model: Any) -> int:
 
 
 def driven(model: nn.Module) -> nn.Module:
-    """The model whose loop decodes: itself, or the inner one that a `generate` of its own hands prepared inputs to."""
-    names = inspect.unwrap(type(model).generate).__code__.co_names if hasattr(model, "generate") else ()
-    if "super" in names:
+    """The model whose loop decodes: itself, or the inner one that a `generate` of its own hands prepared inputs to.
+
+    Raises ValueError for a `generate` that does neither.
+    """
+    generate = getattr(type(model), "generate", GenerationMixin.generate)
+    names = inspect.unwrap(generate).__code__.co_names
+    if generate is GenerationMixin.generate or "super" in names:
         return model
-    inner = [child for name, child in model.named_children() if name in names and isinstance(child, GenerationMixin)]
-    return inner[0] if inner else model
+    for name, child in model.named_children():
+        if name in names and isinstance(child, GenerationMixin):
+            return child
+    raise ValueError(f"model: {type(model).__name__} has a generate of its own, expected transformers' loop")
 
 
 def restarts(model: Any, cached: int, length: int) -> bool:

@@ -1,10 +1,10 @@
 """Asks a model, when it is wrapped, whether trees and ragged rows can be verified in it: structure, not names.
 
 A small branching draft below two rows of very different length goes through `HFDecoder.verify`; the same path goes
-through the model alone, as a plain continuation of left-padded rows under transformers' own masks. What comes before the
-draft is made up, keys and values that no pass computed, so that thousands of slots cost nothing: a window in some
-buffer of the model then sees other slots in the one pass than in the other. Two passes over a few tokens; nothing of the
-model changes. What lies beyond the slots tried (`LONG`, or any window the configuration names) is not seen.
+through the model alone, as a plain continuation of left-padded rows under transformers' own masks. What comes before
+the draft is made up, keys and values that no pass computed, so that hundreds of slots cost little: a window in some
+buffer of the model then sees other slots in the one pass than in the other. Two passes over a few tokens; nothing of
+the model changes. Windows beyond the slots tried (`LONG`, more where the configuration names one) are not seen.
 
 Shapes: R rows, N nodes, P nodes on the path, S slots, V vocabulary, H heads, E head size.
 """
@@ -33,7 +33,8 @@ SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of one row, of th
 BESIDE_WINDOW = 16
 EXPECTED = "a decoder of ids that attends by the mask and the positions it is given"
 SPECIAL = ("pad", "bos", "eos")
-# relative errors that are rounding: in float32, in coarser arithmetic, in terms of the root's; one that never is
+# relative errors that may be rounding: in float32; where integers are behind it; in half precision, times the root's,
+# within bounds
 EXACT, COARSE, TIMES_ROOT, WRONG = 1e-3, 0.1, 10.0, 0.5
 ROUGH = 1e-4  # an error of the root above it says that the arithmetic is coarse
 
@@ -48,11 +49,12 @@ _answers: dict[tuple, Answer] = {}
 
 
 def check(target: HFDecoder) -> Answer:
-    """What the model answers. Raises ValueError in one sentence where it can't be verified. Answers are kept by class
-    and configuration.
+    """What the model answers. Raises ValueError in one sentence where it can't be verified. Answers are kept by the
+    classes of its modules and its configuration.
     """
     model = target.model
-    key = type(model), target.relational, model.dtype, target.device.type, repr(model.config.to_dict())
+    parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
+    key = parts, target.relational, model.dtype, target.device.type, repr(model.config.to_dict())
     if key not in _answers:
         with untouched(model):
             _answers[key] = _asked(target)
@@ -74,20 +76,22 @@ def _asked(target: HFDecoder) -> Answer:
     exact = _exact(target.model)
     try:
         tree_RPV = _in_a_tree(target)
-        # the second only where the first differs: models that let a prompt see its own end are causal step by step alone
+        # others only where the first differs: models that let a prompt see its own end are causal step by step alone
         for step, padding in ((len(PATH), True), (1, True), (1, False)):
             path_RPV = _padded(target, step) if padding else torch.cat([_alone(target, row, step) for row in range(2)])
             error, limit = _difference(tree_RPV, path_RPV, exact)
             if error <= limit:
                 return Answer(padding=padding, error=error)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # says nothing of the model
     except Exception as raised:
         said = str(raised).split("\n")[0].replace(". ", ", ").rstrip(".")
         if said.startswith("model: "):
             return Answer(said)  # our own cache has found the fault
         return Answer(f"model: {name} can't run a draft ({type(raised).__name__}: {said}), expected {EXPECTED}")
     return Answer(
-        f"model: {name} gives a draft's nodes other laws than the same tokens one by one (by {error:.2g} of their spread), expected"
-        f" {EXPECTED}"
+        f"model: {name} gives a draft's nodes other laws than the same tokens one by one (by {error:.2g} of their"
+        f" spread), expected {EXPECTED}"
     )
 
 
@@ -106,7 +110,9 @@ def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float,
     # in coarse arithmetic single nodes may go far astray (an expert chosen by a hair), whole rows may not
     coarse = root > ROUGH or not exact
     error = error_RP.median(dim=-1).values.max() if coarse else error_RP.max()
-    return float(error), min(max(TIMES_ROOT * root, EXACT if exact else COARSE), WRONG)
+    if exact:
+        return float(error), COARSE if coarse else EXACT
+    return float(error), min(max(TIMES_ROOT * root, COARSE), WRONG)
 
 
 class _MadeUp(SlotCache):

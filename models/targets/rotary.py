@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from visspec.models.targets.hooks import Hooked
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
@@ -28,22 +29,18 @@ def _depends(kind: Any) -> bool:
     return any(isinstance(k, str) and ("dynamic" in k or k == "longrope") for k in kinds)
 
 
-class _Hooked:
+class _Turned(Hooked):
     """Replaces what the modules return while the context is open, for calls of this thread."""
 
     def __init__(self, modules: list[nn.Module]):
-        self.modules, self.caller = modules, threading.get_ident()
+        super().__init__()
+        self.modules = modules
 
-    def __enter__(self):
-        self.hooks = [m.register_forward_hook(self._leaving, with_kwargs=True) for m in self.modules]
-        return self
+    def _put_up(self):
+        return [module.register_forward_hook(self._leaving, with_kwargs=True) for module in self.modules]
 
-    def __exit__(self, *error) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def _leaving(self, module, args, kwargs, output):
-        if threading.get_ident() != self.caller:
+    def _leaving(self, module, args, kwargs, output=None):
+        if not self.calling:
             return None
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
         given.pop("self")
@@ -55,7 +52,7 @@ class _Hooked:
         raise NotImplementedError
 
 
-class Prompt(_Hooked):
+class Prompt(_Turned):
     """For a prefill: frequencies as in a model just loaded. `moves` then says whether those of a request of up to
     `new` more tokens depend on the reach.
     """
@@ -73,7 +70,7 @@ class Prompt(_Hooked):
         return fresh.again()(position_ids)
 
 
-class Steps(_Hooked):
+class Steps(_Turned):
     """For a pass over nodes of known reach, (B, N), between `low` and `high`."""
 
     def __init__(self, modules: list[nn.Module], reach_BN: Tensor, low: int, high: int):

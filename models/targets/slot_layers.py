@@ -39,9 +39,10 @@ class SlotLayers(Cache):
     """What a model is given as `past_key_values`; `slots` is what the loop works with.
 
     `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
-    own. `reach` belongs to `rotary`.
+    own. `prompt` is the number of slots that the prompt took; `reach` belongs to `rotary`.
     """
 
+    prompt = 0
     reach: int | None = None
 
     def __init__(self, rows: int):
