@@ -12,6 +12,7 @@ import torch
 
 from visspec import kernels
 from visspec.eval.kernels_loops import LEVELS, loop_over_children, loop_over_paths, verification_case
+from visspec.eval.kernels_rules import rule_jobs
 
 LEVELS_64 = (10, 16, 14, 12, 11)  # nodes per depth of a 64-node tree, root aside
 NODES = sum(LEVELS) + 1
@@ -89,7 +90,7 @@ def _verification_jobs(device):
     shape = f"{NODES}x{VOCABULARY} k={NEIGHBOURS}"
     row = partial(Job, "accept_tree relaxed", shape, "float32", bytes=_tried_bytes(VOCABULARY), draws=DRAWS)
     return [
-        row(build=partial(build, "paths", copied=True), against="loop over paths, as published"),
+        row(build=partial(build, "paths", copied=True), against="loop over paths, laws copied as published"),
         row(build=partial(build, "paths", copied=False), against="loop over paths, no copy of the laws"),
         row(build=partial(build, "children"), against="loop over reached children"),
     ]
@@ -335,6 +336,7 @@ def jobs(device, quick):
     shapes = SMALL if quick or device.type == "cpu" else FULL
     return [
         *_verification_jobs(device),
+        *rule_jobs(device, Job),
         _exact_job(device),
         *(_round_job(device, levels, V) for levels, V in shapes.rounds),
         *(_warp_job(device, sum(levels) + 1, V) for levels, V in shapes.rounds),

@@ -1,6 +1,7 @@
 """The eager forms of a relaxed tree verification that `bench kernels` compares with, and the tree they are timed on.
 
-All decide as `accept_tree` does on the same uniforms (tested), so the times are of the same rule.
+The first two decide as `accept_tree` does on the same uniforms (tested), so the times are of the same rule; the last
+one is the rule of LANTERN's published code, which decides as `compat="repository"` does (tested).
 P paths, D levels, N draft nodes, V vocabulary, K neighbours.
 """
 
@@ -23,18 +24,21 @@ def loop_over_children(tokens, parent, p, neighbours, delta, coins, draw):
     law = p[0]
     while children.get(current):
         law = p[current].clone()
+        lender = law.clone()
         for n in children[current]:
             x = tokens[n]
             mass = 0.0
             if neighbours is not None:
-                summed = p[current][neighbours[x]].cumsum(0)
+                summed = lender[neighbours[x]].cumsum(0)
                 kept = summed[summed <= delta]
                 mass = kept[-1] if kept.numel() else 0.0
+                lender[neighbours[x][: kept.numel()]] = 0
             if coins[n] < law[x] + mass:
                 current, law = n, p[n]
                 path.append(n)
                 break
-            law[x] = 0
+            law[x] = lender[x] = 0
+            lender = lender / law.sum()
             law = law / law.sum()
         else:
             break
@@ -42,12 +46,12 @@ def loop_over_children(tokens, parent, p, neighbours, delta, coins, draw):
 
 
 def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=True):
-    """The loop of the published implementations in our words, from warped laws on.
+    """Our rule in the loop of the published implementations, from warped laws on.
 
     Every level looks for the paths that begin like the accepted one and tries their tokens: the probabilities of all K
     neighbours (whose table is a numpy array on the host), a running sum, the last entry within the bound, a branch on
     the host; after a rejection the token is zeroed and the whole law renormalised. copied: first the laws of the nodes
-    are expanded to (P, D, V), as published. Left out: warping the rows, and the neighbours that it zeroes as well.
+    are expanded to (P, D, V), as published. Left out: warping the rows.
     paths (P, D) with -1 as padding, the rest as in `loop_over_children`.
     """
     candidates = torch.where(paths >= 0, tokens[paths], -1)
@@ -65,29 +69,94 @@ def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=Tru
         same = (candidates[:, :accepted] == prefix).all(dim=1)
         first = torch.nonzero(same, as_tuple=True)[0][0]
         row = law_at(first, depth - 1)
-        law = row.clone()
+        law, lender = row.clone(), row.clone()
         for j in range(paths.shape[0]):
             if same[j]:
                 x = candidates[j, depth].item()
                 if x in tried or x == -1:
                     continue
                 tried.append(x)
-                summed = torch.cumsum(row[neighbours[x]], dim=0)
+                summed = torch.cumsum(lender[neighbours[x]], dim=0)
                 kept = (summed <= delta).nonzero(as_tuple=True)[0]
                 px = law[x] if kept.numel() == 0 else law[x] + summed[kept[-1]]
                 if coins[paths[j, depth]] < px:
                     prefix = torch.cat((prefix, candidates[j, depth][None]))
                     accepted, best = accepted + 1, j
                     break
-                law[x] = 0
+                lender[neighbours[x, : kept.numel()]] = 0
+                law[x] = lender[x] = 0
                 if law.sum() == 0:
                     law = torch.ones_like(law)
+                lender /= law.sum()
                 law /= law.sum()
                 adjusted = True
     if not adjusted or accepted == levels:
         law = law_at(best, accepted - 1)
     path = paths[best, :accepted].tolist()
     return path, int(torch.searchsorted(law.cumsum(0), draw * law.sum(), right=True))
+
+
+def published_loop(tokens, paths, scores, q, neighbours, k, coins, draw, delta=None, lam=None):
+    """The acceptance of LANTERN's published code in our words, from warped logits on, on the host as it is published.
+
+    As in `loop_over_paths`, but of log-laws scores (P, D, V), copied to the paths beforehand: a softmax of each node
+    that is reached, and the published residuals, see `visspec.accept.published`. tokens (N,), q (N, V) or None for
+    point masses, neighbours (V, k + 1) a numpy array, coins a list of N floats.
+    """
+    candidates = torch.where(paths >= 0, tokens[paths], -1)
+    levels, prefix, accepted, best, law, adjusted = paths.shape[1], candidates[0, :1], 1, 0, None, False
+    for depth in range(1, levels):
+        if accepted != depth:
+            break
+        adjusted, tried = False, []
+        same = (candidates[:, :accepted] == prefix).all(dim=1)
+        law = torch.softmax(scores[torch.nonzero(same, as_tuple=True)[0][0], depth - 1], dim=0)
+        for j in range(paths.shape[0]):
+            if same[j]:
+                x, n = candidates[j, depth].item(), paths[j, depth]
+                if x in tried or x == -1:
+                    continue
+                tried.append(x)
+                near, px = neighbours[x], law[x]
+                summed = torch.cumsum(law[near[:k]].reshape(k, 1), dim=0)
+                kept = (summed <= (delta if lam is None else (lam - 1) * px)).nonzero(as_tuple=True)[0]
+                if kept.numel():
+                    px = px + summed[kept[-1]]
+                if coins[n] < (px if q is None else px / q[n, x]):
+                    prefix = torch.cat((prefix, candidates[j, depth][None]))
+                    accepted, best = accepted + 1, j
+                    break
+                if q is None:
+                    law[x] = 0
+                    if kept.numel():
+                        law[near] = 0
+                else:
+                    drawn = q[n].clone()
+                    if kept.numel():
+                        drawn[near] = 0
+                    law = law - drawn
+                    law[law < 0] = 0
+                if law.sum() == 0:
+                    law = torch.ones_like(law)
+                law = law / law.sum()
+                adjusted = True
+    if not adjusted or accepted == levels:
+        law = torch.softmax(scores[best, accepted - 1], dim=0)
+    path = paths[best, :accepted].tolist()
+    return path, int(torch.searchsorted(law.cumsum(0), draw * law.sum(), right=True))
+
+
+def paths_of(parent):
+    """(P, D) the nodes from the root to each leaf of a tree, given as a list of parents, padded with -1."""
+    chains = []
+    for n in range(len(parent)):
+        if n not in parent:
+            chain = [n]
+            while chain[0] != 0:
+                chain.insert(0, parent[chain[0]])
+            chains.append(chain)
+    width = max(map(len, chains))
+    return torch.tensor([chain + [-1] * (width - len(chain)) for chain in sorted(chains)])
 
 
 def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, draws=64):
@@ -108,15 +177,11 @@ def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, d
     place = [parent[:n].count(above) for n, above in enumerate(parent)]
     tokens = torch.stack([best[max(above, 0), k] for above, k in zip(parent, place)]).unsqueeze(0)
     neighbours = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(256)])[torch.arange(V) % 256]
-    leaves = [n for n in range(N) if n not in parent]
-    chains = []
-    for n in leaves:
-        chain = [n]
-        while chain[0] != 0:
-            chain.insert(0, parent[chain[0]])
-        chains.append(chain)
-    width = len(nodes_per_level) + 1
-    paths = torch.tensor([chain + [-1] * (width - len(chain)) for chain in sorted(chains)])
-    case = {"tokens": tokens, "parent": torch.tensor([parent]), "neighbours": neighbours.int(), "paths": paths}
+    case = {
+        "tokens": tokens,
+        "parent": torch.tensor([parent]),
+        "neighbours": neighbours.int(),
+        "paths": paths_of(parent),
+    }
     case.update(logits=logits, p=p, coins=torch.rand(draws, 1, N, generator=g), draw=torch.rand(draws, 1, generator=g))
     return {k: v.to(device) for k, v in case.items()}

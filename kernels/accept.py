@@ -568,6 +568,7 @@ CASES = [
     {"nodes": 6, "vocabulary": 9, "drawn": True, "relaxed": True},
     {"near": "delta"},
     {"near": "lam", "drawn": True},
+    {"nodes": 6, "vocabulary": 200, "near": "lam"},
     {"nodes": 9, "vocabulary": 33, "near": "lam", "dtype": torch.bfloat16},
     {"nodes": 9, "vocabulary": 33, "dtype": torch.bfloat16},
     {"nodes": 9, "vocabulary": 33, "drawn": True, "dtype": torch.bfloat16},

@@ -446,3 +446,88 @@ def test_pairings_are_refused_before_any_step():
         draft, scores = random_round(CHAIN, True)
         with pytest.raises(ValueError, match=r"expected bind\(capabilities\)"):
             rule(draft, scores, seeded(rule))
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
+@pytest.mark.parametrize("name", list(relaxed()))
+def test_displacement_is_measured_under_the_law_that_judged_the_node(name, drawn):
+    """Chains whose laws differ from node to node: a node's own law is that of the token behind it."""
+    rule, rows = bound(relaxed()[name]), 12
+    g = torch.Generator().manual_seed(3)
+    p, q = (2.0 * torch.randn(2, rows, 3, K, generator=g)).softmax(-1)
+    tokens = torch.cat([torch.zeros(rows, 1).long(), torch.randint(K, (rows, 2), generator=g)], 1)
+    draft = Draft(tokens, tree.chain(2), q if drawn else None)
+    mass, zero = rule.mass(draft, p), torch.zeros(rows, 3)
+    verdict = rule.judge(draft, p, zero, zero[:, 0])
+    assert verdict.length.tolist() == [3] * rows
+    expected = torch.zeros(rows)
+    for b in range(rows):
+        for n in (1, 2):
+            x, law = int(tokens[b, n]), p[b, n - 1]
+            chance = float(q[b, n, x]) if drawn else 1.0
+            exact = min(1.0, float(law[x]) / chance)
+            f = max(exact, min(1.0, exact + float(mass[b, n]) / chance))
+            rest = (law - q[b, n]).clamp(min=0) if drawn else law.index_fill(0, torch.tensor(x), 0.0)
+            far = (CODES - CODES[x]).norm(dim=-1)
+            expected[b] += (f - exact) / f * float((rest * far).sum() / rest.sum())
+    assert (verdict.displacement - expected).abs().max() < 1e-4 and expected.max() > 0.1
+
+
+def siblings_by_formula(rule, p, tokens, left=True):
+    """Law of the token after the root (V,) and drift, by the definition for point masses; left: lent from what is left."""
+    near = codebook.neighbours(CODES, rule.k, K).tolist()
+    rest, lent, alive, output, drift = p, set(), 1.0, torch.zeros_like(p), 0.0
+    for x in tokens:
+        rest = rest / rest.sum()
+        lender = rest.index_fill(0, torch.tensor(sorted(lent), dtype=torch.long), 0.0) if left else p
+        limit = rule.value if rule.bound == "delta" else (rule.value - 1) * float((rest if left else p)[x])
+        running = lender[near[x]].cumsum(0)
+        count = int((running <= limit).sum())
+        lent.update(near[x][:count])
+        f = min(1.0, float(rest[x]) + (float(running[count - 1]) if count else 0.0))
+        drift += alive * (f - float(rest[x]))
+        output[x] += alive * f
+        alive *= 1 - f
+        rest = rest.index_fill(0, torch.tensor(x), 0.0)
+    return output + alive * rest / rest.sum(), drift
+
+
+@pytest.mark.parametrize("kind, value", [(Lantern, 0.375), (LanternPlus, 2.5)])
+def test_later_siblings_borrow_from_what_is_left(kind, value):
+    """Four children, coins integrated out: the law by the definition. A fixed delta costs less than where all borrow from
+    p; lam times a residual, which grows from sibling to sibling, need not.
+    """
+    rule, shape, moved, from_p = bound(kind(3, value)), tree.static((-1, 0, 0, 0, 0)), 0.0, 0.0
+
+    def verify(tokens, parent, p, q, coins, draw):
+        verdict = rule.judge(Draft(tokens, shape), p, coins, draw)
+        return verdict.path, verdict.length, verdict.next, verdict.drift
+
+    for seed in range(6):
+        p = laws(seed, 1.0)[0]
+        tokens = p.topk(4).indices
+        law = first_token_law(
+            verify, torch.cat([tokens.new_zeros(1), tokens])[None], shape.parent[0], p.expand(5, K), None
+        )
+        expected, drift = siblings_by_formula(rule, p, tokens.tolist())
+        assert (law[0] - expected).abs().max() < 1e-9
+        assert total_variation(law[0], p) <= drift + 1e-9
+        moved += total_variation(law[0], p)
+        from_p += total_variation(siblings_by_formula(rule, p, tokens.tolist(), left=False)[0], p)
+    assert moved < 0.95 * from_p or kind is LanternPlus
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
+@pytest.mark.parametrize("kind", [Lantern, LanternPlus])
+def test_the_published_rule_on_a_device_is_that_of_the_walk(kind, drawn):
+    for shape in (tree.chain(4), TREE):
+        draft, scores = random_round(shape, drawn, vocab=K + 2)
+        wide = Capabilities(vocab=K + 2, codebook=CODES)
+        rule = bound(kind(3, 0.25 if kind is Lantern else 2.5, compat="repository"), wide)
+        g = torch.Generator().manual_seed(0)
+        coins, draw = torch.rand(40, shape.size, generator=g), torch.rand(40, generator=g)
+        found = rule.judge(draft, scores.logits, coins, draw, logs=True)
+        limits = {"delta": None, "lam": None, rule.bound: rule.value}
+        wanted = published.batched(draft, scores.p, coins, draw, rule.wide_Vk, rule.k, K, **limits)
+        assert same(found, wanted) and torch.allclose(found.drift, wanted.drift, atol=1e-6)
+        assert float(found.drift.sum()) > 0

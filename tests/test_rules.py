@@ -9,7 +9,9 @@ from visspec import sampling, tree, zoo
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import SIBLINGS, Rejection, ranks, toss
 from visspec.accept.typical import Typical
-from visspec.types import ABSENT, Draft, Scores
+from visspec.engine import settle
+from visspec.stats import Stats
+from visspec.types import ABSENT, Draft, Request, Scores, State, Verdict
 
 V = 6
 
@@ -142,3 +144,32 @@ def test_greedy_needs_no_coins():
 def test_bad_rules_are_refused_in_a_sentence(text):
     with pytest.raises(ValueError, match=r"got|expected|does not take"):
         zoo.acceptance(text)
+
+
+def metered():
+    """A state of three rows whose second has left, after two rounds of two rows."""
+    request = Request({}, torch.zeros(3, 1, dtype=torch.long), max_new_tokens=9)
+    state = State(request, torch.zeros(2).long(), torch.zeros(2).long(), None, rows=[2, 0])
+    state.tokens, state.trace.origin = [[] for _ in range(3)], [[] for _ in range(3)]
+    draft = Draft(torch.tensor([[0, 1, 2], [0, 3, 4]]), tree.chain(2))
+    for _ in range(2):
+        path, length = torch.tensor([[0, 1, 2], [0, 1, -1]]), torch.tensor([3, 2])
+        verdict = Verdict(path, length, torch.tensor([5, 5]), torch.tensor([0.25, 1.0]), torch.tensor([2.0, 0.5]))
+        settle(state, draft, Scores(torch.zeros(2, 3, V)), verdict)
+    return state
+
+
+def test_meters_are_credited_to_the_rows_that_paid():
+    """Live rows by their original number; also where they stand in another order, or a row between them is gone."""
+    state = metered()
+    assert state.meters["drift"].tolist() == [2.0, 0.0, 0.5] and state.meters["displacement"].tolist() == [
+        1.0,
+        0.0,
+        4.0,
+    ]
+
+
+def test_drift_and_displacement_are_reported_a_token():
+    stats = Stats.of(metered(), "", Typical())
+    assert (stats.tokens, stats.rounds) == (10, 2)
+    assert stats.drift_per_token == 0.25 and stats.displacement_per_token == 0.5

@@ -46,6 +46,15 @@ def test_tree_decides_as_the_definition_in_ten_thousand_cases(dtype):
     assert seen == 10_000
 
 
+@pytest.mark.parametrize("case", accept.CASES, ids=str)
+def test_tree_decides_as_the_definition_in_every_shape(case):
+    for seed in range(6):
+        arguments = accept.random_case(seed, **case)
+        outputs = accept_tree(**arguments)
+        for b in range(len(arguments["tokens"])):
+            assert_row(outputs, b, accept.reference(**row(arguments, b)))
+
+
 @pytest.mark.parametrize("case", chain.CASES, ids=str)
 def test_chain_decides_as_the_definition(case):
     for seed in range(40):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from visspec.eval import kernels as bench
-from visspec.eval import kernels_jobs, report_kernels
+from visspec.eval import kernels_jobs, kernels_rules, report_kernels
 from visspec.eval import kernels_loops as loops
 from visspec.kernels import accept_tree
 
@@ -26,6 +26,23 @@ def test_the_loops_it_compares_with_decide_alike():
         table = (common[0], case["neighbours"].numpy(), *common[2:])
         for copied in (True, False):
             assert loops.loop_over_paths(case["tokens"][0], case["paths"], *table, copied=copied) == wanted
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
+@pytest.mark.parametrize("rule", ["lantern:k=80,delta=0.1", "lantern_plus:k=80,lam=2.0"])
+def test_the_published_loop_decides_as_the_compatible_rule(rule, drawn):
+    """On the same laws, trees and uniforms; the rule of its own decides otherwise at times (the control)."""
+    apart, lengths = 0, set()
+    for own in (False, True):
+        text = rule if own else rule + ",compat=repository"
+        ours, theirs = kernels_rules.compared(text, (4, 6, 5), drawn, V=400, features=3)
+        for i in range(kernels_rules.DRAWS):
+            verdict, (path, following) = ours(i), theirs(i)
+            same = (verdict.path[0, : len(path) + 1].tolist(), verdict.next.item()) == ([*path, -1][:4], following)
+            assert same or own
+            apart += not same
+            lengths.add(len(path))
+    assert (apart > 0 or drawn) and len(lengths) > 1
 
 
 def test_a_round_is_guidance_warp_and_acceptance():
@@ -113,7 +130,7 @@ def test_run_writes_a_complete_table(tmp_path):
     assert json.loads((tmp_path / "kernels.json").read_text()) == result
     assert result["host_syncs_per_round"] == 0 and result["dispatched_ops_per_verification"] <= 60
     measured = [row for row in result["rows"] if row["device"] == "cpu"]
-    assert result["failures"] == [] and len({row["kernel"] for row in measured}) == 11
+    assert result["failures"] == [] and len({row["kernel"] for row in measured}) == 15
     assert all(row["time_us"] > 0 for row in measured)
     rated = {row["kernel"] for row in measured if row["share_of_matrix_rate"] is not None}
     assert rated == {"codebook_neighbours"}
