@@ -5,6 +5,7 @@ The law of the next token depends on the three newest ones. Shapes: B rows, N no
 
 from __future__ import annotations
 
+import functools
 import random
 
 import torch
@@ -17,7 +18,7 @@ from visspec import tree as trees
 from visspec.engine import decode
 from visspec.guard import Guarded
 from visspec.models.drafters.feature_tree import Planned
-from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State
+from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Trace
 
 ORDER = 3  # tokens that a law depends on
 
@@ -34,6 +35,12 @@ class Table:
     def after(self, code: Tensor, tokens: Tensor) -> Tensor:
         """The contexts that follow contexts."""
         return (code * self.vocab + tokens.clamp(min=0)) % self.contexts
+
+    def newest(self, state: State) -> Tensor:
+        """The context of each live row, (B,)."""
+        newest = [list(state.tokens[row][-ORDER:]) for row in state.rows]
+        padded = torch.tensor([[0] * (ORDER - len(tokens)) + tokens for tokens in newest])
+        return functools.reduce(self.after, padded.unbind(1), torch.zeros_like(padded[:, 0]))
 
     def law(self) -> Law:
         """The same laws by whole contexts, float64."""
@@ -89,10 +96,13 @@ class TableDrafter(Double):
     def __init__(self, table: Table):
         self.table = table
 
+    def drawn(self, logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Tensor | None]:
+        return sampling.propose(logits_BV, state, level)
+
     def propose(self, state: State, depth: int) -> Draft:
-        code, tokens, laws = self.table.after(state.cache, state.pending), [], []
+        code, tokens, laws = self.table.newest(state), [], []
         for level in range(depth):
-            token, q = sampling.propose(self.table.logp_CV[code], state, level)
+            token, q = self.drawn(self.table.logp_CV[code], state, level)
             code = self.table.after(code, token)
             tokens.append(token)
             laws.append(q)
@@ -113,7 +123,7 @@ class TableTree(TableDrafter):
 
     def propose(self, state: State, depth: int) -> Draft:
         growing = Planned(state.pending, self.counts[:depth], state.memory.window(depth))
-        code = self.table.after(state.cache, state.pending)[:, None]
+        code = self.table.newest(state)[:, None]
         for _ in range(depth):
             tokens, above = growing.grow(self.table.logp_CV[code])
             code = self.table.after(code.gather(1, above), tokens)
@@ -135,7 +145,7 @@ class Wandering:
     def depth(self, state: State) -> int:
         return self.random.randint(0, min(self.levels, state.budget - 1))
 
-    def observe(self, state: State, draft: Draft, outcome: Outcome) -> None: ...
+    def observe(self, trace: Trace) -> None: ...
 
 
 def decoded(target: TableTarget, drafter, rule, rows: int, length: int, seed: int = 0, **options) -> State:

@@ -95,20 +95,9 @@ def test_a_drafter_that_knows_the_law_is_never_corrected(rule):
 class Coined(TableDrafter):
     """Draws with the coin that accepts the draw."""
 
-    def propose(self, state, depth):
-        window = state.noise.window(depth)
-
-        class Same:
-            kind = "uniform"
-
-            def window(self, positions):
-                return window[:, :positions, :1]
-
-        noise, state.noise = state.noise, Same()
-        try:
-            return super().propose(state, depth)
-        finally:
-            state.noise = noise
+    def drawn(self, logits_BV, state, level):
+        q = logits_BV.softmax(dim=-1)
+        return sampling.draw(q, state.noise.window(level + 1)[:, level, 0]), q
 
 
 class Stuck(Jacobi):
