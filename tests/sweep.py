@@ -191,6 +191,7 @@ def quiet() -> None:
 def sweep(names: list[str], workers: int = 1) -> Iterator[tuple[float, list[Row]]]:
     """Seconds and rows of each class as it is done. A crash or a hang ends its own process only."""
     quiet()
+    verdicts("LlamaForCausalLM")  # imports what all need, before processes part
     fork = multiprocessing.get_context("fork")
     waiting, running = list(names), {}
     while waiting or running:

@@ -32,7 +32,7 @@ SIZES: tuple[tuple[str, int | Callable[[int], int]], ...] = (
     (r"image_size|resolution|img_size|crop_size", SIDE),
     (r"patch_size", PATCH),
     (r"max_ima?ge?_size|max_img_size", 4 * SIDE),
-    (r"num_filters", _least(4)),
+    (r"num_filters|num_codebooks|num_code_groups|num_quantizers", _least(4)),
     (r"num_query_tokens|latent_query_num|resampler_n_latents|num_latents", _least(4)),
     (r"upsample_groups", _least(WIDTH)),
     (r"\w*_layer_period|global_attn_every_n_layers|no_rope_layer_interval|layer_group_size|\w*sliding_window_pattern"
