@@ -25,6 +25,7 @@ from visspec.images import ImagePipeline
 from visspec.models.drafters import feature_drafting
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
+from visspec.models.targets import probe
 from visspec.models.targets.hf_decoder import _Watch
 from visspec.types import Draft, Scores
 
@@ -275,6 +276,28 @@ def test_a_watch_that_ends_while_another_thread_is_in_the_decoder():
     model(input_ids=torch.tensor([[5, 6]]))
     ends.remove()
     assert not watch.seen
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["ngram", "features"])
+def test_a_model_is_asked_while_other_threads_use_it(learned, hurried):
+    """What is asked of a model when it is wrapped leaves alone what goes on in it."""
+    model, inputs = llama(), prompt("llama", ["19", "12", "3"])
+    fast = visspec.accelerate(model, FeatureDrafter.for_model(model) if learned else "ngram")
+    options = {**inputs, "max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(**options)
+    weights = {name: id(p) for name, p in model.named_parameters()}
+
+    def call():
+        result = fast.run(**options)
+        assert torch.equal(result.output, expected) and result.stats.faults == 0
+
+    def ask():
+        probe._answers.clear()
+        visspec.accelerate(model, None)
+
+    together([call, call, ask, call] * 8)
+    assert {name: id(p) for name, p in model.named_parameters()} == weights
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_hooks_are_put_up_one_at_a_time(monkeypatch):

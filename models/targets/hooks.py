@@ -6,7 +6,9 @@ import threading
 
 from torch.utils.hooks import RemovableHandle
 
-HOOKING = threading.Lock()  # torch numbers hooks without one: two that are put up at once can be one
+# Torch numbers hooks without a lock, so that two that are put up at once can be one; and while a model is asked
+# (`probe`), what other threads hang on it must neither vanish nor stay for good.
+HOOKING = threading.RLock()
 
 
 class Hooked:

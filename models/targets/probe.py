@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.cache import SlotCache
 from visspec.models.targets import rotary
+from visspec.models.targets.hooks import HOOKING
 from visspec.models.targets.slot_layers import SlotLayer, SlotLayers, cached_layers
 from visspec.types import Draft, Request, State
 
@@ -56,7 +57,7 @@ def check(target: HFDecoder) -> Answer:
     parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
     key = parts, target.relational, model.dtype, target.device.type, repr(model.config.to_dict())
     if key not in _answers:
-        with untouched(model):
+        with HOOKING, untouched(model):  # by one thread at a time, and no hooks come or go meanwhile
             _answers[key] = _asked(target)
     answer = _answers[key]
     if answer.fault is not None:
@@ -256,8 +257,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for module, attributes, dictionaries in kept:
             for here, before in [(vars(module), attributes), *dictionaries]:
-                here.clear()
-                here.update(before)
+                for name in here.keys() - before.keys():
+                    del here[name]
+                for name, value in before.items():
+                    if here.get(name, here) is not value:  # other threads may be running the model
+                        here[name] = value
         with torch.no_grad():
             for buffer, before in inner:  # some are written in place
                 buffer.copy_(before)
