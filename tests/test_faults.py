@@ -8,9 +8,11 @@ import torch
 
 import visspec
 from tests.doubles import NEW, Double, Oracle, fast, new_tokens, stock
+from tests.tables import Table, TableDrafter, TableTarget, decoded
 from tests.tiny import IMAGE, VOCAB, llama, prompt, shapes
 from visspec import tree as trees
-from visspec.types import ABSENT, Draft
+from visspec.accept.exact import Exact
+from visspec.types import ABSENT, Capabilities, Draft, Tree
 
 SAMPLE = {"do_sample": True, "max_new_tokens": NEW, "seed": 4}
 
@@ -302,3 +304,46 @@ def test_keyboard_interrupt_in_the_drafter_is_the_users():
     inputs = prompt("llama", ["9"])
     with pytest.raises(KeyboardInterrupt):
         fast("llama", Faulty(stock("llama", "one"), "propose", KeyboardInterrupt())).generate(**inputs, **GREEDY)
+
+
+class Seen(TableTarget):
+    """Keeps what it is asked to verify."""
+
+    def __init__(self, table):
+        super().__init__(table)
+        self.drafts = []
+
+    def verify(self, state, draft):
+        self.drafts.append(draft)
+        return super().verify(state, draft)
+
+
+@pytest.mark.parametrize("banned", range(4))
+def test_every_id_can_be_banned(banned):
+    """Also the first and the last."""
+    target = Seen(Table(4, 0))
+    target.capabilities = Capabilities(vocab=4, never_drafted=frozenset({banned, 4, -1}))
+
+    class Siblings(Double):
+        def propose(self, state, depth):
+            tokens = torch.arange(-1, 4).expand(len(state.rows), -1)
+            return Draft(tokens, trees.static((-1, 0, 0, 0, 0)))
+
+    state = decoded(target, Siblings(), Exact(), 2, 8)
+    offered = [draft.tokens[:, 1:].unique(dim=0).tolist() for draft in target.drafts if draft.tree.size > 1]
+    assert len(offered) > 1 and state.trace.faults == 0
+    assert all(tokens == [[ABSENT if i == banned else i for i in range(4)]] for tokens in offered)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_chains_that_the_library_did_not_make_are_judged_as_they_are(rows):
+    class ByHand(TableDrafter):
+        def propose(self, state, depth):
+            draft = super().propose(state, depth)
+            parts = (getattr(draft.tree, name).clone() for name in ("parent", "depth", "ancestor"))
+            return Draft(draft.tokens, Tree(*parts, draft.levels, chain=True), draft.q)
+
+    target = Seen(Table(4, 0))
+    state = decoded(target, ByHand(target.table), Exact(), rows, 24)
+    assert {word for row in state.trace.origin for word in row} == {"plain", "drafted", "bonus"}
+    assert all(draft.tree.chain for draft in target.drafts)

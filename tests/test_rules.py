@@ -140,7 +140,9 @@ def test_greedy_needs_no_coins():
         assert torch.equal(verdict.path, exact.path) and torch.equal(verdict.next, exact.next)
 
 
-@pytest.mark.parametrize("text", ["typicl", "typical:epsilon", "typical:epsilon=0", "exact:k=3", "typical:k=1"])
+@pytest.mark.parametrize(
+    "text", ["typicl", "typical:epsilon", "typical:epsilon=0", "typical:delta=0", "exact:k=3", "typical:k=1"]
+)
 def test_bad_rules_are_refused_in_a_sentence(text):
     with pytest.raises(ValueError, match=r"got|expected|does not take"):
         zoo.acceptance(text)

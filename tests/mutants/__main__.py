@@ -27,17 +27,7 @@ from pathlib import Path
 from candidates import NAMED, ROOT, Mutant, chosen, core
 
 TESTS = ("tests/test_*.py", "tests/eval/test_fid.py")
-ELSEWHERE = {
-    "notebooks",
-    "package",
-    "provenance",
-    "layers",
-    "world",
-    "cli",
-    "painter",
-    "train",
-    "mutants",
-}  # far from the core
+ELSEWHERE = {"notebooks", "package", "provenance", "layers", "world", "cli", "painter", "mutants", "loaders"}
 PYTEST = ["-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-p", "no:xdist", "-m", "not slow and not gpu"]
 OWN = ("visspec", "tests", "conftest", "__main__", "candidates")
 
