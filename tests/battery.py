@@ -81,7 +81,7 @@ def texts() -> Iterator[Case]:
 
 def images() -> Iterator[Case]:
     """Tiny random image models: drafters and rules that need no training, greedy and drawn, alone and ragged."""
-    from visspec import zoo
+    from visspec.api import zoo
 
     for name in CASES:
         for spec, rule in IMAGES:
@@ -101,7 +101,7 @@ def images() -> Iterator[Case]:
 
 
 def bound(name: str, rule: str) -> Any:
-    from visspec import zoo
+    from visspec.api import zoo
     from visspec.models.targets.image_ar import ImageAR
 
     found = zoo.acceptance(rule)
@@ -112,8 +112,10 @@ def bound(name: str, rule: str) -> Any:
 
 def shipped() -> Iterator[Case]:
     """The painter under every preset, and the captioner with its drafter under every rule that takes it."""
-    from visspec import ImagePipeline, accelerate, targets, zoo
-    from visspec.captioning import prepare
+    from visspec import ImagePipeline, accelerate
+    from visspec.api import loading as targets
+    from visspec.api import zoo
+    from visspec.api.captions import prepare
     from visspec.eval.world.render import to_image
     from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import visspec
 from tests.tiny import FAMILIES, VOCAB, model_of, prompt, shapes
-from visspec import requests
 from visspec import tree as trees
+from visspec.api import requests
 from visspec.types import ABSENT, Draft, Outcome, Scores, State, Verdict
 
 NEW = 24  # tokens asked for where a test does not say
@@ -132,14 +132,14 @@ def stock(name: str, shape: str, new: int = NEW) -> list[list[int]]:
     return new_tokens(model_of(name).generate(**inputs, max_new_tokens=new, do_sample=False), inputs)
 
 
-def fast(name: str, drafter: Any, **options) -> visspec.api.Accelerated:
+def fast(name: str, drafter: Any, **options) -> visspec.api.accelerate.Accelerated:
     return visspec.accelerate(model_of(name), drafter, **{"adaptive": False, **options})
 
 
 def opened(name: str, rows: list[str], seed: int = 0):
     """Target, state and scores of a request after its prefill and first token."""
     from visspec.accept.exact import Exact
-    from visspec.engine import open_request
+    from visspec.loop.decode import open_request
     from visspec.models.targets.hf_decoder import HFDecoder
 
     target, kept = HFDecoder(model_of(name)), []

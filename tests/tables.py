@@ -15,8 +15,8 @@ from tests.doubles import Double
 from tests.laws import Law, context_law
 from visspec import sampling
 from visspec import tree as trees
-from visspec.engine import decode
-from visspec.guard import Guarded
+from visspec.loop.decode import decode
+from visspec.loop.guard import Guarded
 from visspec.models.drafters.feature_tree import Planned
 from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Trace
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.test_accept_law import first_token_law
 from tests.laws import context_law, output_law, plain_law, total_variation
-from visspec import sampling, tree, zoo
+from visspec import sampling, tree
 from visspec.accept import codebook, published
 from visspec.accept.cool import Cool
 from visspec.accept.exact import Exact
@@ -20,6 +20,7 @@ from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
+from visspec.api import zoo
 from visspec.types import ABSENT, Capabilities, Draft, Scores
 
 K = 6

@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from tests.test_image_targets import made
-from visspec import kernels, zoo
+from visspec import kernels
 from visspec import tree as trees
 from visspec.accept.captured import Captured
 from visspec.accept.cool import Cool
-from visspec.api import check_pairing
-from visspec.engine import decode
-from visspec.guard import Guarded
+from visspec.api import zoo
+from visspec.api.accelerate import check_pairing
 from visspec.kernels import accept_tree, displacement
 from visspec.kernels.accept import reference
+from visspec.loop.decode import decode
+from visspec.loop.guard import Guarded
+from visspec.loop.pace import Pace
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.targets.image_ar import ImageAR
-from visspec.pace import Pace
 from visspec.types import Capabilities, Draft, Request, Sampling, Scores, Verdict
 
 TREE = {"window": 5, "redraw": "maximal", "branch": 2}

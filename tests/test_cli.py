@@ -14,10 +14,11 @@ from PIL import Image
 from rich.console import Console
 
 import visspec
-from visspec import bench_image, zoo
-from visspec.captioning import PROMPT
-from visspec.cli import main
-from visspec.eval.images import open_image
+from visspec.api import zoo
+from visspec.api.captions import PROMPT
+from visspec.cli import bench_image
+from visspec.cli.main import main
+from visspec.eval.metrics.images import open_image
 from visspec.eval.world.captions import score
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
@@ -198,7 +199,7 @@ def test_what_is_finished_is_kept_whatever_ends_the_run(error, pictures, tmp_pat
         opened.append(path)
         return open_image(path, max_pixels)
 
-    monkeypatch.setattr("visspec.captioning.open_image", opening)
+    monkeypatch.setattr("visspec.api.captions.open_image", opening)
     argv = ["caption", *pictures, "--json", str(out), "--max-new-tokens", "12"]
     if error is KeyboardInterrupt:
         assert main(argv) == 130 and capsys.readouterr().err == "visspec: interrupted; what was written stays\n"
@@ -212,8 +213,8 @@ def test_what_is_finished_is_kept_whatever_ends_the_run(error, pictures, tmp_pat
 
 
 def test_targets_are_tried_before_any_work(pictures, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("visspec.cli.load", lambda arguments: pytest.fail("work began"))
-    monkeypatch.setattr("visspec.bench_memory.bench_memory", lambda *a, **k: pytest.fail("work began"))
+    monkeypatch.setattr("visspec.cli.main.load", lambda arguments: pytest.fail("work began"))
+    monkeypatch.setattr("visspec.cli.bench_memory.bench_memory", lambda *a, **k: pytest.fail("work began"))
     file = tmp_path / "file"
     file.write_text("")
     for argv in (
@@ -235,7 +236,7 @@ def test_an_error_of_the_system_is_a_sentence(capsys, monkeypatch):
     def run():
         raise OSError(28, "No space left on device", "/a/b")
 
-    monkeypatch.setattr("visspec.doctor.report", run)
+    monkeypatch.setattr("visspec.cli.doctor.report", run)
     assert refused(capsys, "doctor") == "visspec: /a/b: No space left on device"
 
 

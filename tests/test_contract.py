@@ -19,7 +19,7 @@ from tests.doubles import (
 )
 from tests.tiny import FAMILIES, IMAGE, VIDEO, VIDEOS, VISUAL, model_of, prompt, shapes, single_row
 from visspec import tree as trees
-from visspec.engine import settle
+from visspec.loop.decode import settle
 from visspec.types import Draft, Verdict
 
 BRANCHING = (-1, 0, 0, 1, 1, 3, 2, 5)

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests.tiny import model_of, prompt, shapes
-from visspec import targets
-from visspec.captioning import prepare
-from visspec.engine import open_request, retire, settle
+from visspec.api import loading as targets
+from visspec.api.captions import prepare
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+from visspec.loop.decode import open_request, retire, settle
 from visspec.models.drafters.eagle import FeatureDrafter, config_for
 from visspec.models.drafters.feature_layout import plan
 from visspec.models.nets.feature_head import FeatureHead, Folded, rotations_at, staggered

@@ -16,15 +16,15 @@ from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.local import Local
 from visspec.accept.rejection import Rejection
-from visspec.engine import decode
-from visspec.guard import Guarded
+from visspec.loop.decode import decode
+from visspec.loop.guard import Guarded
+from visspec.loop.pace import Pace
+from visspec.loop.view import Peek, View
+from visspec.loop.wavefront import Islands, decode_wavefront
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import ImageAR
-from visspec.pace import Pace
 from visspec.sampling import Noise
 from visspec.types import ABSENT, Draft, Request, Sampling, Tree
-from visspec.view import Peek, View
-from visspec.wavefront import Islands, decode_wavefront
 
 NEW = 12
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
@@ -376,7 +376,7 @@ def test_five_hundred_hostile_requests(plain):
 
 def test_unguarded_writes_would_show(plain, monkeypatch):
     """Control: handed the state itself, drafters do change the output."""
-    monkeypatch.setattr("visspec.guard.View", lambda state: state)
+    monkeypatch.setattr("visspec.loop.guard.View", lambda state: state)
     shown = 0
     for wish in ("pending", "position", "cache", "append", "advance", "spent", "seeded", "slots"):
         try:

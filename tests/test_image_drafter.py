@@ -11,17 +11,17 @@ from tests.laws import context_law, output_law, plain_law, total_variation
 from tests.test_law import chi_square
 from tests.tiny_images import janus, prompts
 from visspec import tree as trees
-from visspec import zoo
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
-from visspec.engine import decode, open_request
-from visspec.guard import Guarded
+from visspec.api import zoo
+from visspec.loop.decode import decode, open_request
+from visspec.loop.guard import Guarded
+from visspec.loop.pace import Pace
 from visspec.models.drafters import feature_tree
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter, Teaching, config_for
 from visspec.models.nets.image_head import ImageHead
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
-from visspec.pace import Pace
 from visspec.recipes import captioner_build, painter_build, painter_drafter
 from visspec.train.capture import capture
 from visspec.types import ABSENT, Request, Sampling
@@ -363,7 +363,7 @@ SHIPPED = zoo.CHECKPOINTS / "painter-eagle" / "config.json"
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
 def test_the_shipped_drafter_belongs_to_the_shipped_painter_alone():
-    from visspec.targets import load_image_model
+    from visspec.api.loading import load_image_model
 
     model, _ = load_image_model("painter")
     loaded, name = zoo.drafter("painter-eagle:tree=static,shape=3-3", model)

@@ -16,18 +16,19 @@ import pytest
 import torch
 
 from tests import tiny_images as tiny
-from visspec import bench_image, zoo
 from visspec import tree as trees
-from visspec.engine import decode
+from visspec.api import zoo
+from visspec.api.images import ImagePipeline
+from visspec.cli import bench_image
 from visspec.grammar import held
-from visspec.guard import Guarded
-from visspec.images import ImagePipeline
+from visspec.loop.decode import decode
+from visspec.loop.guard import Guarded
+from visspec.loop.pace import Pace
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.nets.llamagen import LlamaGen, LlamaGenConfig
 from visspec.models.nets.vqgan import ImageCodec, VQShape
 from visspec.models.targets.families import FAMILIES, family_of
 from visspec.models.targets.image_ar import Family, ImageAR, Layout, Prompt
-from visspec.pace import Pace
 from visspec.types import ABSENT, Draft, Request, Sampling
 
 TEXTS = ["a red cube", "blue", "a blue cube on grass"]

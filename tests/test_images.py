@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from tests import tiny_images
-from visspec import cli, grid, requests, zoo
-from visspec.images import ImagePipeline, image_seeds
+from visspec.api import grid, requests, zoo
+from visspec.api.images import ImagePipeline, image_seeds
+from visspec.cli import main as cli
 from visspec.models.drafters.jacobi import Jacobi
 
 PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]
@@ -177,7 +178,7 @@ def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
     ({"callback_on_step_end": 3}, "callback_on_step_end: got 3"),
 ])  # fmt: skip
 def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch):
-    monkeypatch.setattr("visspec.images.decode", lambda *a: pytest.fail("decoding began"))
+    monkeypatch.setattr("visspec.api.images.decode", lambda *a: pytest.fail("decoding began"))
     with pytest.raises(ValueError) as error:
         pipe(**({"prompt": PROMPTS[0]} | change))
     assert str(error.value).startswith(words) and "expected" in str(error.value) and "\n" not in str(error.value)
@@ -247,7 +248,7 @@ def test_presets_are_pairs_the_zoo_knows():
 
 
 def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch):
-    monkeypatch.setattr("visspec.bench_image.StockArm.__call__", lambda *a: pytest.fail("drawing began"))
+    monkeypatch.setattr("visspec.cli.bench_image.StockArm.__call__", lambda *a: pytest.fail("drawing began"))
     wrong = {"jacobi/nope": "acceptance: got 'nope'", "jacobi/lantern:k=2000": "k: got 2000"}
     wrong |= {"jacobi/": "acceptance: got ''", "zipar/lantern": "acceptance: got Lantern"}
     for pair, words in wrong.items():

@@ -25,7 +25,7 @@ from tests.test_image_nets import (
     part,
 )
 from visspec import checkpoint
-from visspec.images import ImagePipeline
+from visspec.api.images import ImagePipeline
 from visspec.models.nets import layouts, layouts_emu3, layouts_janus, layouts_llamagen, layouts_vq, llamagen
 from visspec.recipes import convert_checkpoint
 from visspec.recipes.convert_checkpoint import convert

@@ -15,8 +15,8 @@ from tests import tiny_images
 from tests.doubles import new_tokens
 from tests.test_threads import Words, pipeline
 from tests.tiny import llama, llava, prompt, shapes
-from visspec.api import Accelerated, Speculative
-from visspec.images import ImagePipeline
+from visspec.api.accelerate import Accelerated, Speculative
+from visspec.api.images import ImagePipeline
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
 from visspec.models.drafters.lowres import LowRes

@@ -9,7 +9,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 from PIL import Image
 
-from visspec import zoo
+from visspec.api import zoo
 from visspec.recipes.notebooks import FOLDER, execute, kept, read
 
 SECONDS = 300  # of each notebook, on two cores

@@ -66,10 +66,10 @@ def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(source)]
     subprocess.run(pip, check=True, capture_output=True, timeout=300)
     program = (
-        "import sys, visspec, visspec.zoo as zoo\n"
+        "import sys, visspec, visspec.api.zoo as zoo\n"
         f"assert visspec.__file__.startswith({str(site)!r}), visspec.__file__\n"
         f"assert str(zoo.CHECKPOINTS).startswith({str(site)!r}), zoo.CHECKPOINTS\n"
-        "from visspec.cli import main\n"
+        "from visspec.cli.main import main\n"
         "from visspec.eval.world.render import to_image\n"
         "from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed\n"
         "to_image(scene_from_seed(HELD_OUT_SEED)).save('scene.png')\n"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQVAE
 
-from visspec import zoo
+from visspec.api import zoo
 from visspec.eval.world.palette import CLASSES, COLOURS
 from visspec.eval.world.scene import HELD_OUT_SEED, Scene, Shape
 from visspec.eval.world.suite import parse, suite, vocabulary

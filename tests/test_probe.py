@@ -11,9 +11,9 @@ from tests.doubles import NEW, TreeOracle, new_tokens
 from tests.test_rotary import MAKE
 from tests.test_targets import SIZES, refused
 from tests.tiny import FAMILIES, TEXT, TOWER, built, enliven, llama, mistral, prompt
+from visspec.api.loading import load
 from visspec.models.targets import masks, probe
 from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.targets import load
 
 VISION = {**TOWER, "patch_size": 4}
 

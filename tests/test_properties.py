@@ -11,7 +11,7 @@ from tests.doubles import Double, fast, new_tokens, stock
 from tests.tiny import prompt, shapes
 from visspec import tree as trees
 from visspec.cache import GROW, SlotCache, visibility
-from visspec.pace import Pace
+from visspec.loop.pace import Pace
 from visspec.types import ABSENT, Draft, Round
 
 NEW = 12

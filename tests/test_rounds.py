@@ -15,12 +15,12 @@ import visspec
 from tests.doubles import Oracle, fast, new_tokens, stock
 from tests.test_eagle import make, opened
 from tests.tiny import VOCAB, llama, model_of, prompt, shapes, single_row
-from visspec import pace as paces
 from visspec import tree as trees
+from visspec.loop import pace as paces
+from visspec.loop.pace import Pace
+from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.models.drafters.small_model import SmallModel
-from visspec.pace import Pace
 from visspec.recipes.train_drafter import request_of
-from visspec.stats import acceptance_by_depth, by_depth
 from visspec.types import ABSENT, Draft, Round
 
 GREEDY = {"do_sample": False, "max_new_tokens": 9}

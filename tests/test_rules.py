@@ -5,12 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from visspec import sampling, tree, zoo
+from visspec import sampling, tree
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import SIBLINGS, Rejection, ranks, toss
 from visspec.accept.typical import Typical
-from visspec.engine import settle
-from visspec.stats import Stats
+from visspec.api import zoo
+from visspec.loop.decode import settle
+from visspec.loop.stats import Stats
 from visspec.types import ABSENT, Draft, Request, Scores, State, Verdict
 
 V = 6

@@ -1,4 +1,4 @@
-"""The arithmetic of eval/speed.py, every definition by hand-made runs."""
+"""The arithmetic of eval/speed/paired.py, every definition by hand-made runs."""
 
 import math
 import random
@@ -6,9 +6,9 @@ import random
 import pytest
 import scipy.stats
 
-from visspec import bench
-from visspec.eval import speed
-from visspec.eval.speed import Run
+from visspec.cli import bench_caption as bench
+from visspec.eval.speed import paired as speed
+from visspec.eval.speed.paired import Run
 from visspec.types import Round
 
 

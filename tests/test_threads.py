@@ -21,7 +21,7 @@ from visspec.accept.captured import Captured
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
-from visspec.images import ImagePipeline
+from visspec.api.images import ImagePipeline
 from visspec.models.drafters import feature_drafting
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter

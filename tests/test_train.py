@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import visspec
 from tests.tiny import model_of, prompt
-from visspec.engine import open_request
+from visspec.loop.decode import open_request
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes import train_drafter

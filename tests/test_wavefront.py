@@ -9,19 +9,19 @@ import transformers as tf
 from tests.test_image_targets import CASES, expected, made
 from tests.tiny import enliven
 from tests.tiny_images import BOI, BOS, CODES, EOS, PAD, SIDE, janus, prompts
-from visspec import zoo
 from visspec.accept.exact import Exact
 from visspec.accept.local import Local, spread
-from visspec.engine import decode
-from visspec.guard import Guarded
+from visspec.api import zoo
+from visspec.loop.decode import decode
+from visspec.loop.guard import Guarded
+from visspec.loop.pace import Pace
+from visspec.loop.wavefront import Canvas, Islands, ZipAR, decode_wavefront, islands, zip_waves
 from visspec.models.drafters import feature_checkpoint, lowres
 from visspec.models.drafters.lowres import LowRes
 from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
 from visspec.models.targets.image_ar import ImageAR, Layout
 from visspec.models.targets.janus import Janus
-from visspec.pace import Pace
 from visspec.types import ABSENT, Capabilities, Request, Sampling
-from visspec.wavefront import Canvas, Islands, ZipAR, decode_wavefront, islands, zip_waves
 
 PLACES = SIDE * SIDE
 KINDS = [(0.0, 1.0), (0.0, 3.0), (1.0, 3.0)]  # temperature, guidance

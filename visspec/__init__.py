@@ -10,8 +10,8 @@ if find_spec(f"{__name__}.models") is None:  # ./visspec of a checkout, found be
 
 __version__ = "0.1.0"
 _PUBLIC = {
-    "accelerate": "visspec.api",
-    "speculative": "visspec.api",
+    "accelerate": "visspec.api.accelerate",
+    "speculative": "visspec.api.accelerate",
     "Exact": "visspec.accept.exact",
     "Rejection": "visspec.accept.rejection",
     "Typical": "visspec.accept.typical",
@@ -21,9 +21,9 @@ _PUBLIC = {
     "Cool": "visspec.accept.cool",
     "RunProduct": "visspec.accept.run_product",
     "Local": "visspec.accept.local",
-    "ImagePipeline": "visspec.images",
+    "ImagePipeline": "visspec.api.images",
     "Sampling": "visspec.types",
-    "Stats": "visspec.stats",
+    "Stats": "visspec.loop.stats",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

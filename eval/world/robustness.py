@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from visspec.eval.detection import DetectedColours, ShapeWorldDetector
-from visspec.eval.geneval import judge, kept
+from visspec.eval.metrics.detection import DetectedColours, ShapeWorldDetector
+from visspec.eval.metrics.geneval import judge, kept
 from visspec.eval.world import lattice
 from visspec.eval.world.detector import blurred
 from visspec.eval.world.palette import GROUNDS

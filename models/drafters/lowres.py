@@ -7,7 +7,7 @@ the request's guidance and warp, numbers of its own and none of the request's pr
     latent    every code repeated over the places it covers (nearest neighbour in the codes' latent space)
     (folder)  a trained one's likeliest codes (`models.nets.upsampler`)
 
-In the ordinary loop the codes are point masses, proposed in chains of `window`. `visspec.wavefront.Islands` takes the
+In the ordinary loop the codes are point masses, proposed in chains of `window`. `visspec.loop.wavefront.Islands` takes the
 whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
 """
 
@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.cache import told
-from visspec.engine import decode
+from visspec.loop.decode import decode
+from visspec.loop.pace import Pace
 from visspec.models.drafters import feature_checkpoint
 from visspec.models.nets.upsampler import Upsampler
 from visspec.models.targets.image_ar import Family, ImageAR, Prompt
-from visspec.pace import Pace
 from visspec.sampling import derived as spending
 from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
 

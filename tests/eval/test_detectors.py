@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from visspec.eval.detection import Detection, Found
-from visspec.eval.detectors import (
+from visspec.eval.metrics.detection import Detection, Found
+from visspec.eval.metrics.detectors import (
     COCO_CLASSES,
     ClipColours,
     GroundingDino,
@@ -20,7 +20,7 @@ from visspec.eval.detectors import (
     cut_out,
     phrase_to_class,
 )
-from visspec.eval.geneval import evaluate_image
+from visspec.eval.metrics.geneval import evaluate_image
 
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 80, 3), dtype=np.uint8))
 
@@ -253,7 +253,7 @@ def test_clip_colours_run_on_a_tiny_random_model(tmp_path: Path):
     answer = colours.classify(IMAGE, detections, "dog")
     assert len(answer) == 2 and colours.classify(IMAGE, [], "dog") == []
     # By hand: cosine with the mean of the three unit text embeddings of each colour.
-    from visspec.eval.geneval import COLOURS
+    from visspec.eval.metrics.geneval import COLOURS
 
     with torch.no_grad():
         pixels = processor(images=cut_out(IMAGE, detections[0]), return_tensors="pt")["pixel_values"]

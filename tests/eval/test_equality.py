@@ -9,10 +9,11 @@ import torch
 import visspec
 from tests.doubles import Oracle
 from tests.tiny import model_of, prompt
-from visspec import bench, requests
 from visspec import tree as trees
-from visspec.eval import equality
-from visspec.eval.equality import Gap, Tiers, divergence, first_divergence, forced_logits, in_words
+from visspec.api import requests
+from visspec.cli import bench_caption as bench
+from visspec.eval.speed import equality
+from visspec.eval.speed.equality import Gap, Tiers, divergence, first_divergence, forced_logits, in_words
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.types import Draft
 

@@ -10,9 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
-from visspec.eval import cmmd, fid, inception_score, kid, precision_recall, references, statistics
-from visspec.eval.features import Inception, RandomConv, TimmFeatures, TransformersFeatures, gather, metric_name, table
-from visspec.eval.statistics import GaussianStats, merged
+from visspec.eval.metrics import cmmd, fid, inception_score, kid, precision_recall, references, statistics
+from visspec.eval.metrics.features import (
+    Inception,
+    RandomConv,
+    TimmFeatures,
+    TransformersFeatures,
+    gather,
+    metric_name,
+    table,
+)
+from visspec.eval.metrics.statistics import GaussianStats, merged
 
 
 def draws(n: int, d: int, seed: int, shift: float = 0.0) -> torch.Tensor:

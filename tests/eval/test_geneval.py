@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from visspec.eval import geneval
-from visspec.eval.detection import DetectedColours, Detection, Found, ShapeWorldDetector
+from visspec.eval.metrics import geneval
+from visspec.eval.metrics.detection import DetectedColours, Detection, Found, ShapeWorldDetector
 from visspec.eval.world import lattice, suite
 
 
@@ -255,7 +255,7 @@ def test_a_killed_process_loses_no_finished_image(tmp_path: Path):
     """SIGKILL in the middle; every row that was reported finished is in the file, and the next run completes it."""
     root, results = make_root(tmp_path / "a", 12, 4), tmp_path / "r.jsonl"
     code = (
-        "import sys, time\nfrom visspec.eval import geneval\n"
+        "import sys, time\nfrom visspec.eval.metrics import geneval\n"
         "def step(done, total):\n    print(done, flush=True)\n    time.sleep(0.01)\n"
         "geneval.evaluate(sys.argv[1], sys.argv[2], progress=step)\n"
     )

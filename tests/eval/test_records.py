@@ -12,13 +12,20 @@ import torch
 from PIL import Image
 
 from tests import tiny, tiny_images
-from visspec import bench, bench_image
 from visspec.accept.exact import Exact
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
-from visspec.eval import equality, intervals, records, report, report_data, report_kernels, speed
-from visspec.eval.speed import Run
-from visspec.images import ORIGINS, ImagePipeline
+from visspec.api.images import ORIGINS, ImagePipeline
+from visspec.cli import bench_caption as bench
+from visspec.cli import bench_image
+from visspec.eval.metrics import intervals
+from visspec.eval.report import data as report_data
+from visspec.eval.report import kernels as report_kernels
+from visspec.eval.report import page as report
+from visspec.eval.report import records
+from visspec.eval.speed import equality
+from visspec.eval.speed import paired as speed
+from visspec.eval.speed.paired import Run
 
 SEEDS = {"plain": "none/exact", "window": "jacobi:window=6/exact", "coins": "jacobi:redraw=maximal,window=6/rejection",
          "rows": "zipar:window=2/exact"}  # fmt: skip

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from visspec.cli import main
-from visspec.eval.report import build
-from visspec.stats import COLOURS
+from visspec.cli.main import main
+from visspec.eval.report.page import build
+from visspec.loop.stats import COLOURS
 
 HOSTILE = "<img src=x onerror=alert(1)> \" ' & {{ 7*7 }} <script>alert(2)</script>"
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -339,7 +339,7 @@ def test_five_hundred_images(write, tmp_path):
 
 
 def test_more_pictures_than_fit_are_said_to_be_left_out(page, monkeypatch):
-    monkeypatch.setattr("visspec.eval.report.MOST_PICTURES", 6)
+    monkeypatch.setattr("visspec.eval.report.page.MOST_PICTURES", 6)
     source = page(image_bench(n=5))
     assert source.count('alt="method ') == 6 and "3 more prompts are left out here" in source
 

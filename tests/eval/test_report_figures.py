@@ -9,10 +9,10 @@ import pytest
 import scipy.stats
 from PIL import Image
 
-from visspec.eval import report_figures as figures
-from visspec.eval import report_images as pictures
-from visspec.eval.intervals import wilson
-from visspec.stats import COLOURS
+from visspec.eval.metrics.intervals import wilson
+from visspec.eval.report import figures
+from visspec.eval.report import images as pictures
+from visspec.loop.stats import COLOURS
 
 
 def noise(seed: int, side: int = 32):

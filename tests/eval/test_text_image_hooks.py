@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from visspec.eval import clipscore, dpg, hps
+from visspec.eval.metrics import clipscore, dpg, hps
 
 
 def save(path: Path, colour=(10, 20, 30), size=(8, 8)) -> Path:

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from visspec.eval.detection import DetectedColours, Detection, Found, ShapeWorldDetector
-from visspec.eval.geneval import judge, kept, strictly
+from visspec.eval.metrics.detection import DetectedColours, Detection, Found, ShapeWorldDetector
+from visspec.eval.metrics.geneval import judge, kept, strictly
 from visspec.eval.world import detector, lattice, robustness, suite
 from visspec.eval.world.components import components
 from visspec.eval.world.detector import Analysis, ShapeDetector, _moments, noise_level

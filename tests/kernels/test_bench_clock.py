@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from visspec.accept.captured import check_waits
-from visspec.eval import kernels as bench
-from visspec.eval import kernels_clock as clocks
-from visspec.eval.kernels_jobs import Job
+from visspec.eval.speed import kernels as bench
+from visspec.eval.speed import kernels_clock as clocks
+from visspec.eval.speed.kernels_jobs import Job
 
 PLAIN, REPLAY, FLUSH = 50e-6, 10e-6, 25e-6
 

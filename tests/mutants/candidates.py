@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = [f"visspec/{name}.py" for name in ("engine", "sampling", "tree", "cache", "guard", "pace")]
+CORE = [f"visspec/{name}.py" for name in ("sampling", "tree", "cache", "loop/decode", "loop/guard", "loop/pace")]
 CORE += ["visspec/accept/*.py", "models/drafters/*.py"]
 FEWEST = 3  # mutants of a file
 SWAPS = {
@@ -42,22 +42,22 @@ NAMED = [  # name, file, what it replaces, by what
     ("coins that never advance", "models/drafters/jacobi.py",
      "old.coins.advance([width] * len(outcome.tokens))", "pass"),
     ("draws with the acceptance coin", "visspec/sampling.py", "draw(q, window[:, -1])", "draw(q, window[:, 0])"),
-    ("a node too deep", "visspec/guard.py", "len(state.tokens[row]) - 1 for row", "len(state.tokens[row]) for row"),
+    ("a node too deep", "visspec/loop/guard.py", "len(state.tokens[row]) - 1 for row", "len(state.tokens[row]) for row"),
     ("the last slot is lost", "visspec/cache.py",
      "new[:, :, : old.shape[2]] = old", "new[:, :, : old.shape[2] - 1] = old[:, :, :-1]"),
-    ("kept laws untrimmed", "visspec/engine.py", "path[: len(state.tokens[row]) - len(kept[row])]", "path"),
-    ("drift of another row", "visspec/engine.py", "told(state.rows, gained.device)",
+    ("kept laws untrimmed", "visspec/loop/decode.py", "path[: len(state.tokens[row]) - len(kept[row])]", "path"),
+    ("drift of another row", "visspec/loop/decode.py", "told(state.rows, gained.device)",
      "told(list(range(len(state.rows))), gained.device)"),
-    ("bonus and corrected exchanged", "visspec/engine.py",
+    ("bonus and corrected exchanged", "visspec/loop/decode.py",
      '"corrected" if tried else "bonus"', '"bonus" if tried else "corrected"'),
-    ("drift a round, not a token", "visspec/stats.py",
+    ("drift a round, not a token", "visspec/loop/stats.py",
      "drift_per_token=drift / max(tokens, 1)", "drift_per_token=drift / max(len(trace.rounds), 1)"),
     ("displacement under the node's own law", "kernels/accept.py",
      "over = law if rest is None else rest", "over = law_at(n)"),
-    ("a noise floor twice too large", "eval/fid.py", "floor * half / 2 * (", "floor * half * ("),
-    ("reached counts as accepted", "visspec/pace.py",
+    ("a noise floor twice too large", "eval/metrics/fid.py", "floor * half / 2 * (", "floor * half * ("),
+    ("reached counts as accepted", "visspec/loop/pace.py",
      "self.kept[d] + kept / rows", "self.kept[d] + (kept + sum(at_end)) / rows"),
-    ("drafting is free", "visspec/pace.py", 'latest["draft"] + latest["observe"]', "0.0"),
+    ("drafting is free", "visspec/loop/pace.py", 'latest["draft"] + latest["observe"]', "0.0"),
     ("a tree by the noise of another position", "models/drafters/feature_drafting.py",
      "window[:, level, None,", "window[:, 0, None,"),
     ("a token too many is kept", "models/drafters/small_model.py",

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from visspec import targets, zoo
-from visspec.captioning import prepare
+from visspec.api import loading as targets
+from visspec.api import zoo
+from visspec.api.captions import prepare
 from visspec.eval.world.captions import REQUESTS, questions
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed

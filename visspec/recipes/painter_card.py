@@ -12,8 +12,8 @@ import transformers
 from PIL import Image
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
+from visspec.api.grid import grid as pictures_in_grid
 from visspec.eval.world.suite import TASKS, suite
-from visspec.grid import grid as pictures_in_grid
 from visspec.recipes.captioner_build import save
 from visspec.recipes.captioner_card import identity, revision
 from visspec.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid

@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from visspec import targets
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
-from visspec.engine import decode
+from visspec.api import loading as targets
 from visspec.eval.world.scene import HELD_OUT_SEED
 from visspec.eval.world.suite import sample_prompt, suite
-from visspec.guard import Guarded
+from visspec.loop.decode import decode
+from visspec.loop.guard import Guarded
+from visspec.loop.pace import Pace
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter, Teaching
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import Family, ImageAR
-from visspec.pace import Pace
 from visspec.provenance import provenance
 from visspec.recipes.captioner import keep_memory
 from visspec.recipes.train_drafter import fresh_or_resumed, train

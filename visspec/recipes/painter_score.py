@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visspec.eval.detection import DetectedColours, ShapeWorldDetector
-from visspec.eval.geneval import judge, kept
+from visspec.eval.metrics.detection import DetectedColours, ShapeWorldDetector
+from visspec.eval.metrics.geneval import judge, kept
 from visspec.eval.world.suite import TASKS, Metadata
 
 JUDGED_AT = 96  # smaller pictures are enlarged to this side before the detector sees them

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from visspec import requests, targets
 from visspec.accept.exact import Exact
-from visspec.captioning import PROMPT, prepare
-from visspec.eval.images import image_files, open_image
+from visspec.api import loading as targets
+from visspec.api import requests
+from visspec.api.captions import PROMPT, prepare
+from visspec.eval.metrics.images import image_files, open_image
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.feature_checkpoint import CONFIG
 from visspec.models.targets.hf_decoder import HFDecoder

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.engine import decode
-from visspec.pace import Pace
+from visspec.loop.decode import decode
+from visspec.loop.pace import Pace
 from visspec.types import Acceptance, Draft, Outcome, Request, Scores, State, Target, Verdict
 
 

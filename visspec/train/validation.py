@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from visspec.engine import decode
-from visspec.pace import Pace
-from visspec.stats import acceptance_by_depth
+from visspec.loop.decode import decode
+from visspec.loop.pace import Pace
+from visspec.loop.stats import acceptance_by_depth
 from visspec.types import Acceptance, Drafter, Request, Round, Target
 
 

@@ -1,0 +1,257 @@
+"""Open-vocabulary and COCO detectors for GenEval through transformers, the original's through mmdet, CLIP for colours.
+
+Every class takes a loaded model and its processor. Only `MMDetMask2Former` with the original's checkpoint is
+`original`: the Mask2Former of transformers was trained separately and scores differently.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from visspec.eval.metrics.detection import Detection, Found, digest, file_digest
+from visspec.eval.metrics.features import weights_hash
+from visspec.eval.metrics.geneval import COLOURS, COUNTING_THRESHOLD, THRESHOLD
+
+# COCO's 80 classes in COCO's order under GenEval's names: models are mapped by index, never by name.
+COCO_CLASSES = tuple(
+    "person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,parking meter,"
+    "bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,frisbee,"
+    "skis,snowboard,sports ball,kite,baseball bat,baseball glove,skateboard,surfboard,tennis racket,bottle,wine glass,"
+    "cup,fork,knife,spoon,bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,chair,couch,"
+    "potted plant,bed,dining table,toilet,tv,laptop,computer mouse,tv remote,computer keyboard,cell phone,microwave,"
+    "oven,toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbrush".split(",")
+)
+ORIGINAL_CHECKPOINT = "743b7d99"  # first hex digits of the SHA-256, also in mmdet's file name
+ORIGINAL_CLIP = "openai/clip-vit-large-patch14"
+CANVAS = "#999999"
+
+
+def box_of(mask: np.ndarray) -> tuple[float, float, float, float]:
+    """Smallest box (x0, y0, x1, y1) around a non-empty mask, corners exclusive at the right and bottom."""
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
+
+
+class _ModelDetector:
+    """What the three transformers detectors share: a device, a name, a fingerprint, GenEval's thresholds."""
+
+    original = False
+    closed_set = False
+    max_overlap = 1.0
+    scores = (THRESHOLD, COUNTING_THRESHOLD)  # all tasks but counting, counting
+
+    def __init__(self, model: torch.nn.Module, processor: Callable, name: str):
+        self.model, self.processor, self.name = model.eval(), processor, name
+        self.fingerprint = digest(name, type(self).__name__, weights_hash(model), self.scores, self.max_overlap)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def threshold(self, tag: str) -> float:
+        """Scores must exceed it; counting has its own."""
+        return self.scores[tag == "counting"]
+
+
+class Mask2Former(_ModelDetector):
+    """Instance segmentation by transformers' Mask2Former, all classes of its head.
+
+    Queried at the lowest threshold in use (the processor's default of 0.5 would drop detections above 0.3), with binary
+    maps (else overlapping masks overwrite each other); boxes come from the masks.
+    """
+
+    closed_set = True
+
+    def __init__(self, model: torch.nn.Module, processor: Callable, name: str, classes: Sequence[str] = COCO_CLASSES):
+        super().__init__(model, processor, name)
+        if model.config.num_labels != len(classes):
+            raise ValueError(f"the model has {model.config.num_labels} classes, but {len(classes)} names were given")
+        self.classes = tuple(classes)
+
+    @torch.inference_mode()
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+        """Every instance above the lowest threshold, whatever its class."""
+        inputs = self.processor(images=image, return_tensors="pt").to(self.device)
+        result = self.processor.post_process_instance_segmentation(
+            self.model(**inputs),
+            threshold=min(self.scores),
+            target_sizes=[(image.height, image.width)],
+            return_binary_maps=True,
+        )[0]
+        segments = result["segments_info"]
+        if not segments:
+            return Found(())
+        masks = np.asarray(result["segmentation"].cpu()).astype(bool).reshape(len(segments), image.height, image.width)
+        return Found(
+            tuple(
+                Detection(self.classes[info["label_id"]], float(info["score"]), box_of(mask), mask)
+                for info, mask in zip(segments, masks)
+                if mask.any()
+            )
+        )
+
+
+class OwlV2(_ModelDetector):
+    """OWLv2, asked only for the prompt's classes, in one pass; easier than a closed set, so `strict` is undefined.
+
+    Its scores are low by nature (default threshold 0.1) and it has no suppression of overlaps, which counting needs.
+    """
+
+    scores = (0.1, 0.2)
+    max_overlap = 0.5
+
+    @torch.inference_mode()
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+        """Instances of the given classes."""
+        texts = [[f"a photo of a {name}" for name in classes]]
+        inputs = self.processor(text=texts, images=image, return_tensors="pt").to(self.device)
+        # The processor pads images to a square, so boxes refer to its longer side.
+        side = max(image.size)
+        result = self.processor.post_process_grounded_object_detection(
+            self.model(**inputs), threshold=min(self.scores), target_sizes=torch.tensor([[side, side]])
+        )[0]
+        return Found(
+            tuple(
+                Detection(classes[int(label)], float(score), clipped(box, image.size))
+                for score, label, box in zip(result["scores"], result["labels"], result["boxes"])
+            )
+        )
+
+
+class GroundingDino(_ModelDetector):
+    """Grounding DINO, asked for the prompt's classes as one sentence; its phrases are mapped back to classes."""
+
+    scores = (0.3, 0.35)
+    max_overlap = 0.7
+    text_threshold = 0.25
+
+    @torch.inference_mode()
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+        """Instances of the given classes; a phrase that fits none of them is left out."""
+        text = " ".join(f"{name.lower()}." for name in classes)
+        inputs = self.processor(images=image, text=text, return_tensors="pt").to(self.device)
+        result = self.processor.post_process_grounded_object_detection(
+            self.model(**inputs),
+            inputs["input_ids"],
+            threshold=min(self.scores),
+            text_threshold=self.text_threshold,
+            target_sizes=[(image.height, image.width)],
+        )[0]
+        phrases = result.get("text_labels", None) or result["labels"]
+        out = []
+        for score, phrase, box in zip(result["scores"], phrases, result["boxes"]):
+            label = phrase_to_class(phrase, classes)
+            if label is not None:
+                out.append(Detection(label, float(score), clipped(box, image.size)))
+        return Found(tuple(out))
+
+
+def phrase_to_class(phrase: str, classes: Sequence[str]) -> str | None:
+    """The class that shares most of its words with a decoded phrase ("hot dog" for "hot"); None when none does."""
+    said = set(phrase.lower().replace(".", " ").split())
+    shares = [(len(said & (words := set(name.lower().split()))) / len(words | said), name) for name in classes]
+    share, name = max(shares, key=lambda pair: pair[0], default=(0.0, None))
+    return name if share > 0 else None
+
+
+def clipped(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """A box cut to the image of (width, height)."""
+    x0, y0, x1, y1 = (float(v) for v in box)
+    width, height = size
+    return min(max(x0, 0), width), min(max(y0, 0), height), min(max(x1, 0), width), min(max(y1, 0), height)
+
+
+class MMDetMask2Former:
+    """The original's detector: an mmdet model and the file its weights came from, whose hash is checked.
+
+    `infer(array BGR uint8)` returns per class an array (n, 5) of boxes with scores and a list of masks, as mmdet 2's
+    `inference_detector` does; without it, `config` and `checkpoint` are loaded with mmdet.
+    """
+
+    name = "mask2former-swin-s-mmdet"
+    closed_set = True
+    max_overlap = 1.0
+
+    def __init__(self, config: str | Path, checkpoint: str | Path, device: str = "cuda", infer: Callable | None = None):
+        found = file_digest(checkpoint)
+        self.original = found.startswith(ORIGINAL_CHECKPOINT)
+        self.fingerprint = digest(self.name, found)
+        if infer is None:
+            from mmdet.apis import inference_detector, init_detector
+
+            model = init_detector(str(config), str(checkpoint), device=device)
+            infer = lambda array: inference_detector(model, array)  # noqa: E731
+        self.infer = infer
+
+    def threshold(self, tag: str) -> float:
+        """0.3, and 0.9 for counting: calibrated to this model."""
+        return COUNTING_THRESHOLD if tag == "counting" else THRESHOLD
+
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+        """Every instance of the 80 classes."""
+        boxes, masks = self.infer(np.ascontiguousarray(np.asarray(image)[..., ::-1]))
+        out = []
+        for label, rows, kept in zip(COCO_CLASSES, boxes, masks):
+            out += [
+                Detection(label, float(row[4]), tuple(map(float, row[:4])), np.asarray(m, bool))
+                for row, m in zip(rows, kept)
+            ]
+        return Found(tuple(out))
+
+
+class ClipColours:
+    """GenEval's colour classifier: the object on grey #999, cut to its box, against three templates and ten colours.
+
+    `original` when the model is OpenAI's ViT-L/14, told by `name` and by the width of its projection.
+    """
+
+    templates = (
+        "a photo of a {colour} {label}",
+        "a photo of a {colour}-colored {label}",
+        "a photo of a {colour} object",
+    )
+
+    def __init__(self, model: torch.nn.Module, processor: Callable, name: str):
+        self.model, self.processor, self.name = model.eval(), processor, name
+        self.fingerprint = digest(name, weights_hash(model), self.templates)
+        self.original = name == ORIGINAL_CLIP and model.config.projection_dim == 768
+        self._classifiers: dict[str, torch.Tensor] = {}
+
+    def _embed(self, out: object) -> torch.Tensor:
+        tensor = out if isinstance(out, torch.Tensor) else out.pooler_output
+        return torch.nn.functional.normalize(tensor.float(), dim=-1)
+
+    def _classifier(self, label: str) -> torch.Tensor:
+        """Unit text embeddings (10, d), the mean over templates."""
+        if label not in self._classifiers:
+            texts = [t.format(colour=colour, label=label) for colour in COLOURS for t in self.templates]
+            inputs = self.processor(text=texts, return_tensors="pt", padding=True, truncation=True)
+            inputs = inputs.to(next(self.model.parameters()).device)
+            keys = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+            rows = self._embed(self.model.get_text_features(**keys))
+            means = rows.reshape(len(COLOURS), len(self.templates), -1).mean(1)
+            self._classifiers[label] = torch.nn.functional.normalize(means, dim=-1)
+        return self._classifiers[label]
+
+    @torch.inference_mode()
+    def classify(self, image: Image.Image, detections: Sequence[Detection], label: str) -> list[str]:
+        """The nearest of the ten colour words for each detection."""
+        if not detections:
+            return []
+        inputs = self.processor(images=[cut_out(image, d) for d in detections], return_tensors="pt")
+        parameter = next(self.model.parameters())
+        pixels = inputs["pixel_values"].to(parameter.device, parameter.dtype)
+        rows = self._embed(self.model.get_image_features(pixel_values=pixels))
+        return [COLOURS[i] for i in (rows @ self._classifier(label).T).argmax(1).tolist()]
+
+
+def cut_out(image: Image.Image, detection: Detection) -> Image.Image:
+    """The object on the grey canvas, cut to its box (at least one pixel); without a mask only cut."""
+    if detection.mask is not None:
+        blank = Image.new("RGB", image.size, CANVAS)
+        image = Image.composite(image, blank, Image.fromarray(detection.mask.astype(np.uint8) * 255))
+    x0, y0, x1, y1 = (round(v) for v in detection.box)
+    return image.crop((x0, y0, max(x1, x0 + 1), max(y1, y0 + 1)))

@@ -1,0 +1,276 @@
+"""Feature extractors behind one protocol, and the fixed random convolution that needs no download.
+
+An extractor maps uint8 images (n, 3, h, w) to features (n, dim). Preprocessing is part of the metric, so it is written
+out in `preprocessing` and enters `fingerprint` together with a hash of the weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from visspec.eval.metrics.detection import digest, file_digest
+from visspec.eval.metrics.images import MAX_PIXELS, image_files, iter_images
+
+INCEPTION_SHA256 = "6726825d"  # first hex digits, also in torch-fidelity's file name
+INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
+
+
+class FeatureExtractor(Protocol):
+    """`fingerprint` identifies weights and preprocessing: features of two fingerprints are never compared."""
+
+    name: str
+    dim: int
+    fingerprint: str
+    preprocessing: str
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """uint8 (n, 3, h, w) -> floating (n, dim)."""
+
+
+def metric_name(extractor: FeatureExtractor, verified: str = "FID", other: str = "FD") -> str:
+    """`FID` for the Inception weights whose hash was checked, else `FD[name]`; the other metrics pass their names."""
+    genuine = isinstance(extractor, Inception) and extractor.verified
+    return verified if genuine else f"{other}[{extractor.name}]"
+
+
+def weights_hash(module: torch.nn.Module) -> str:
+    """Hash of every parameter and buffer of a module, names included."""
+    h = sha256()
+    for name, value in sorted(module.state_dict().items()):
+        h.update(name.encode())
+        h.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()[:16]
+
+
+def _checked(images: torch.Tensor) -> torch.Tensor:
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+        raise ValueError(f"images must be uint8 (n, 3, h, w), not {images.dtype} {tuple(images.shape)}")
+    return images
+
+
+class RandomConv:
+    """Four fixed random 3x3 convolutions with stride 2 and ReLU; mean and standard deviation over space, 256 values.
+
+    The weights come from numpy's legacy RandomState, whose stream never changes, and their hash is asserted.
+    """
+
+    name = "random-conv"
+    dim = 256
+    preprocessing = "uint8 / 127.5 - 1, native size"
+    channels = (3, 24, 48, 96, 128)
+    weights_sha256 = "645c61d634168d3a"
+
+    def __init__(self, device: str | torch.device = "cpu"):
+        rng, h, self.weights = np.random.RandomState(20151205), sha256(), []
+        for fan_in, fan_out in zip(self.channels, self.channels[1:]):
+            values = rng.standard_normal((fan_out, fan_in, 3, 3)) * (2 / (9 * fan_in)) ** 0.5
+            values = np.ascontiguousarray(values, dtype="<f4")
+            h.update(values.tobytes())
+            self.weights.append(torch.from_numpy(values).to(device))
+        found = h.hexdigest()[:16]
+        if found != self.weights_sha256:
+            raise RuntimeError(f"random-conv weights have hash {found}, expected {self.weights_sha256}")
+        self.device = torch.device(device)
+        self.fingerprint = digest(self.name, found, self.preprocessing)
+
+    @torch.inference_mode()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """float32 (n, 256); images of at least 16 x 16 pixels."""
+        x = _checked(images).to(self.device).float() / 127.5 - 1
+        if min(x.shape[2:]) < 16:
+            raise ValueError(f"images must be at least 16 x 16 pixels, not {x.shape[2]} x {x.shape[3]}")
+        for weight in self.weights:
+            x = torch.nn.functional.conv2d(x, weight, stride=2, padding=1).relu_()
+        std, mean = torch.std_mean(x, dim=(2, 3), correction=0)
+        return torch.cat([mean, std], dim=1).cpu()
+
+
+class TransformersFeatures:
+    """Image embeddings of a transformers model (CLIP's projection, DINOv2's class token) with its own processor."""
+
+    def __init__(self, model: torch.nn.Module, processor: Callable, name: str):
+        self.model, self.processor = model.eval(), processor
+        config = model.config
+        vision = getattr(config, "vision_config", config)
+        self.projected = hasattr(model, "get_image_features")
+        self.dim = config.projection_dim if self.projected else vision.hidden_size
+        self.name = name
+        self.preprocessing = f"transformers {type(processor).__name__} {_settings(processor)}"
+        self.fingerprint = digest(name, weights_hash(model), self.preprocessing)
+
+    @torch.inference_mode()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """float32 (n, dim)."""
+        pixels = self.processor(images=list(_checked(images)), return_tensors="pt")["pixel_values"]
+        parameter = next(self.model.parameters())
+        pixels = pixels.to(parameter.device, parameter.dtype)
+        if self.projected:
+            out = self.model.get_image_features(pixel_values=pixels)
+        else:
+            out = self.model(pixel_values=pixels)
+        if not isinstance(out, torch.Tensor):
+            out = out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
+        return out.float().cpu()
+
+
+def _settings(processor: object) -> str:
+    """The processor's settings that change pixels, as stable text."""
+    keys = ("size", "crop_size", "resample", "do_center_crop", "image_mean", "image_std", "rescale_factor")
+    inner = getattr(processor, "image_processor", processor)
+    return ", ".join(f"{key}={getattr(inner, key)}" for key in keys if hasattr(inner, key))
+
+
+class TimmFeatures:
+    """Pooled features of a timm model such as `vit_large_patch14_dinov2.lvd142m`, resized and normalised as it asks."""
+
+    def __init__(self, model: torch.nn.Module, name: str | None = None):
+        from timm.data import resolve_model_data_config
+
+        self.model = model.eval()
+        self.config = resolve_model_data_config(model)
+        # A model made with its own img_size keeps the pretrained size in its configuration.
+        fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        if fixed:
+            self.config["input_size"] = (3, *fixed)
+        self.dim = model.num_features
+        self.name = name or getattr(model, "default_cfg", {}).get("architecture", type(model).__name__)
+        keys = ("input_size", "interpolation", "mean", "std")
+        described = ", ".join(f"{key}={self.config[key]}" for key in keys)
+        self.preprocessing = f"torch interpolate with antialias to input_size, centre crop none; {described}"
+        self.fingerprint = digest(self.name, weights_hash(model), self.preprocessing)
+
+    @torch.inference_mode()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """float32 (n, dim): `forward_head(forward_features(x), pre_logits=True)`."""
+        parameter = next(self.model.parameters())
+        mode = self.config["interpolation"] if self.config["interpolation"] in ("bicubic", "bilinear") else "bicubic"
+        x = _checked(images).to(parameter.device).float() / 255
+        x = torch.nn.functional.interpolate(x, self.config["input_size"][1:], mode=mode, antialias=True).clamp(0, 1)
+        mean, std = (x.new_tensor(self.config[key])[:, None, None] for key in ("mean", "std"))
+        x = ((x - mean) / std).to(parameter.dtype)
+        return self.model.forward_head(self.model.forward_features(x), pre_logits=True).float().cpu()
+
+
+class Inception:
+    """torch-fidelity's port of the 2015-12-05 Inception graph; `path` is its weight file, which we never download.
+
+    `verified` is True when the file's SHA-256 begins with INCEPTION_SHA256; without it the result is not called FID.
+    """
+
+    name = "inception-v3-compat"
+    dim = 2048
+    preprocessing = "TF1 bilinear resize to 299 inside the network, no antialias"
+
+    def __init__(self, path: str | Path | None = None, device: str | torch.device = "cpu"):
+        path = Path(path) if path else Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"there is no Inception weight file {path}; torch-fidelity's {INCEPTION_FILE} is needed"
+            )
+        found = file_digest(path)
+        if not found.startswith(INCEPTION_SHA256):
+            raise ValueError(f"{path} has SHA-256 {found[:8]}, not {INCEPTION_SHA256} of the 2015-12-05 Inception")
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+        self.verified = True
+        self.device = torch.device(device)
+        self.network = FeatureExtractorInceptionV3(
+            "inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path)
+        )
+        self.network = self.network.to(self.device).eval()
+        self.fingerprint = digest(self.name, found, self.preprocessing)
+
+    @torch.inference_mode()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """float32 (n, 2048)."""
+        return self.network(_checked(images).to(self.device))[0].float().cpu()
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What `gather` met: number of images, hash of their bytes in order, a sentence for every file left out."""
+
+    n: int
+    content: str
+    problems: tuple[str, ...]
+
+
+def gather(
+    folder: str | Path,
+    extractor: FeatureExtractor,
+    sink: Callable[[torch.Tensor], object],
+    batch_size: int = 32,
+    max_pixels: int = MAX_PIXELS,
+) -> Gathered:
+    """Features of a folder's images, in natural order, given to `sink` in batches; unusable files are listed.
+
+    A batch ends early where the image size changes.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    broken: list[tuple[Path, str]] = []
+    batch: list[tuple[Path, np.ndarray]] = []
+    n, content = 0, sha256()
+
+    def flush() -> int:
+        try:
+            features = extractor(_stack([pixels for _, pixels in batch]))
+        except ValueError as error:  # all images of a batch have one size, which the extractor refuses
+            broken.extend((path, f"{path}: {error}") for path, _ in batch)
+            return 0
+        sink(features)
+        for path, _ in batch:
+            content.update(file_digest(path).encode())
+        return len(batch)
+
+    for path, image in iter_images(image_files(folder), broken, max_pixels):
+        pixels = np.asarray(image)
+        if batch and (len(batch) == batch_size or batch[0][1].shape != pixels.shape):
+            n += flush()
+            batch = []
+        batch.append((path, pixels))
+    n += flush() if batch else 0
+    problems = tuple(reason for _, reason in broken)
+    if not n:
+        raise ValueError(f"no image of the folder {folder} can be used; the first problem: {problems[0]}")
+    return Gathered(n, content.hexdigest()[:16], problems)
+
+
+def _stack(batch: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2).contiguous()
+
+
+def table(folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32) -> tuple[torch.Tensor, Gathered]:
+    """All features of a folder (n, dim), for the metrics that need the rows, and what `gather` met."""
+    parts: list[torch.Tensor] = []
+    gathered = gather(folder, extractor, parts.append, batch_size)
+    return torch.cat(parts), gathered
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Feature tables of a generated and a reference folder, with the sentences a result must carry."""
+
+    generated: torch.Tensor
+    reference: torch.Tensor
+    problems: tuple[str, ...]
+
+    def result(self, name: str, extractor: FeatureExtractor, values: dict[str, float]) -> dict:
+        """A result row: name, values, both counts, extractor and problems."""
+        described = {"extractor": extractor.name, "fingerprint": extractor.fingerprint}
+        counts = {"n": len(self.generated), "n_reference": len(self.reference)}
+        return {"name": name, **values, **counts, **described, "problems": list(self.problems)}
+
+
+def pair(generated: str | Path, reference: str | Path, extractor: FeatureExtractor, batch_size: int = 32) -> Pair:
+    """Features of two folders by one extractor; different counts are a problem, as most metrics depend on N."""
+    (x, first), (y, second) = (table(folder, extractor, batch_size) for folder in (generated, reference))
+    problems = [*first.problems, *second.problems]
+    if len(x) != len(y):
+        problems.append(f"different counts: {len(x)} images against {len(y)} of the reference")
+    return Pair(x, y, tuple(problems))

@@ -1,0 +1,395 @@
+"""GenEval (Ghosh et al. 2023, arXiv 2310.11513): six tasks checked with an object detector and a colour classifier.
+
+Rules, thresholds, folder layout, result rows and summary are those of the authors' repository (djghosh13/geneval);
+the code is ours, the detector and the colour classifier are arguments. `strict` is our addition: exactly the requested
+objects and nothing else.
+
+Layout: `<root>/00000/metadata.jsonl` (one JSON object) and `<root>/00000/samples/0000.png` ...; unknown metadata fields
+are kept and ignored. Results are appended to a JSONL file row by row, so a run that was killed continues.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from visspec.eval.metrics.detection import (
+    ColourClassifier,
+    DetectedColours,
+    Detection,
+    Detector,
+    Found,
+    ShapeWorldDetector,
+    digest,
+)
+from visspec.eval.metrics.images import MAX_PIXELS, open_image
+
+TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+THRESHOLD = 0.3
+COUNTING_THRESHOLD = 0.9
+MAX_OBJECTS = 16  # per class
+MAX_OVERLAP = 1.0
+POSITION_SHRINK = 0.1
+POSITION_LEAST = 0.5
+ORIGINAL_PROMPTS = "5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13"  # sha256 of the 553 JSON lines
+ORIGINAL_SAMPLES = 4
+FIELDS = ("tag", "include", "exclude", "prompt")
+
+
+# --- the rules -------------------------------------------------------------------------------------------------------
+
+
+def overlap(a: Sequence[float], b: Sequence[float]) -> float:
+    """Intersection over union of two boxes (x0, y0, x1, y1) whose corners are inclusive pixels."""
+
+    def area(x0: float, y0: float, x1: float, y1: float) -> float:
+        return max(x1 - x0 + 1, 0) * max(y1 - y0 + 1, 0)
+
+    shared = area(max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
+    union = area(*a[:4]) + area(*b[:4]) - shared
+    return shared / union if union else 0.0
+
+
+def relations(subject: Sequence[float], reference: Sequence[float]) -> set[str]:
+    """Relations that hold between two boxes; two may hold at once.
+
+    The offset of the centres is shrunk on each axis by a tenth of the summed sizes and divided by the length of the
+    offset before shrinking; a relation holds beyond one half.
+    """
+    a, b = np.asarray(subject, float).reshape(2, 2), np.asarray(reference, float).reshape(2, 2)
+    offset = a.mean(0) - b.mean(0)
+    sizes = np.abs(a[1] - a[0]) + np.abs(b[1] - b[0])
+    shrunk = np.sign(offset) * np.maximum(np.abs(offset) - POSITION_SHRINK * sizes, 0)
+    if (np.abs(shrunk) < 1e-3).all():
+        return set()
+    dx, dy = shrunk / np.linalg.norm(offset)
+    tests = {"left of": -dx, "right of": dx, "above": -dy, "below": dy}
+    return {name for name, value in tests.items() if value > POSITION_LEAST}
+
+
+def kept(found: Found, threshold: float, max_overlap: float = MAX_OVERLAP) -> dict[str, list[Detection]]:
+    """Detections above a threshold by class, best first, at most MAX_OBJECTS a class; overlapping ones merged."""
+    out: dict[str, list[Detection]] = {}
+    for label in dict.fromkeys(d.label for d in found.detections):
+        queue = sorted(
+            (d for d in found.detections if d.label == label and d.score > threshold), key=lambda d: -d.score
+        )[:MAX_OBJECTS]
+        chosen: list[Detection] = []
+        for d in queue:
+            if max_overlap >= 1 or all(overlap(d.box, other.box) < max_overlap for other in chosen):
+                chosen.append(d)
+        if chosen:
+            out[label] = chosen
+    return out
+
+
+def _include(image, item: dict, objects: dict, groups: list, colours: ColourClassifier) -> tuple[list | None, str]:
+    """The objects that satisfy one `include` clause, or None and the reason."""
+    label, count = item["class"], item["count"]
+    found = objects.get(label, [])[:count]
+    if len(found) < count:
+        return None, f"expected {label}>={count}, found {len(found)}"
+    if "color" in item:
+        seen = colours.classify(image, found, label)
+        if seen.count(item["color"]) < count:
+            listed = ", ".join(f"{seen.count(c)} {c}" for c in dict.fromkeys(seen))
+            return None, f"expected {item['color']} {label}>={count}, found {listed}"
+    if "position" in item:
+        relation, target = item["position"]
+        if groups[target] is None:
+            return None, f"no target for {label} to be {relation}"
+        for a in found:
+            for b in groups[target]:
+                if relation not in (holding := relations(a.box, b.box)):
+                    return None, f"expected {label} {relation} target, found {' and '.join(sorted(holding)) or 'none'}"
+    return found, ""
+
+
+def judge(image, objects: dict[str, list[Detection]], metadata: dict, colours: ColourClassifier) -> tuple[bool, str]:
+    """Whether an image satisfies a prompt's metadata, and the reasons if not; `include` and `exclude` all must hold."""
+    groups: list[list[Detection] | None] = []
+    reasons = []
+    for item in metadata.get("include", []):
+        group, reason = _include(image, item, objects, groups, colours)
+        groups.append(group)
+        if group is None:
+            reasons.append(reason)
+    for item in metadata.get("exclude", []):
+        n = len(objects.get(item["class"], []))
+        if n >= item["count"]:
+            reasons.append(f"expected {item['class']}<{item['count']}, found {n}")
+    return not reasons, "\n".join(reasons)
+
+
+def strictly(objects: dict[str, list[Detection]], metadata: dict) -> bool:
+    """Whether the detected classes and counts are exactly the requested ones."""
+    want: dict[str, int] = {}
+    for item in metadata.get("include", []):
+        want[item["class"]] = want.get(item["class"], 0) + item["count"]
+    return want == {label: len(found) for label, found in objects.items()}
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def check_metadata(metadata: object) -> dict:
+    """The metadata unchanged if its known fields have GenEval's form; a ValueError in one sentence if not."""
+    if not isinstance(metadata, dict):
+        raise ValueError(f"metadata must be a JSON object, not {type(metadata).__name__}")
+    for key, kind in (("tag", str), ("prompt", str), ("include", list)):
+        if not isinstance(metadata.get(key), kind):
+            raise ValueError(f"metadata has no {key!r} of type {kind.__name__}")
+    for key in ("include", "exclude"):
+        for i, item in enumerate(metadata.get(key, [])):
+            if not isinstance(item, dict) or not isinstance(item.get("class"), str):
+                raise ValueError(f"metadata's {key}[{i}] has no 'class'")
+            if not isinstance(item.get("count"), int) or item["count"] < 1:
+                raise ValueError(f"metadata's {key}[{i}] has no positive 'count'")
+            if "position" in item:
+                _check_position(item["position"], i, key)
+    return metadata
+
+
+def _check_position(position: object, i: int, key: str) -> None:
+    known = ("left of", "right of", "above", "below")
+    good = isinstance(position, list) and len(position) == 2 and position[0] in known
+    if not good or not isinstance(position[1], int) or not 0 <= position[1] < i:
+        raise ValueError(f"metadata's {key}[{i}] needs 'position' [one of {known}, index of an earlier object]")
+
+
+def write_prompt(root: str | Path, index: int, metadata: dict) -> Path:
+    """Make `<root>/<index>/` with its metadata file; returns the `samples` folder for the images `0000.png` ...."""
+    folder = Path(root) / f"{index:05d}"
+    (folder / "samples").mkdir(parents=True, exist_ok=True)
+    (folder / "metadata.jsonl").write_text(json.dumps(metadata) + "\n")
+    return folder / "samples"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt folder: its name, metadata, image files in order; `problem` is a sentence when it can't be used."""
+
+    name: str
+    metadata: dict
+    files: tuple[Path, ...]
+    problem: str = ""
+
+
+def read_prompts(root: str | Path) -> list[Prompt]:
+    """Every numbered folder under `root`, in order of number; ValueError if there is none or none has an image."""
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no folder {root}")
+    folders = sorted(
+        (p for p in root.iterdir() if p.is_dir() and p.name.isdecimal()), key=lambda p: (int(p.name), p.name)
+    )
+    if not folders:
+        raise ValueError(f"the folder {root} holds no numbered prompt folder such as 00000")
+    out = []
+    for folder in folders:
+        try:
+            metadata = check_metadata(json.loads((folder / "metadata.jsonl").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            out.append(Prompt(folder.name, {}, (), f"{folder.name}/metadata.jsonl: {_sentence(error)}"))
+            continue
+        samples = folder / "samples"
+        names = samples.iterdir() if samples.is_dir() else ()
+        files = sorted(
+            (p for p in names if re.match(r"\d+\.png", p.name)), key=lambda p: (int(p.name.split(".")[0]), p.name)
+        )
+        problem = "" if files else f"{folder.name}/samples holds no image such as 0000.png"
+        out.append(Prompt(folder.name, metadata, tuple(files), problem))
+    if not any(prompt.files for prompt in out):
+        raise ValueError(f"the folder {root} holds no image; the first problem: {out[0].problem}")
+    return out
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON ({error.msg}, line {error.lineno})"
+    return "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """Rows of all images, problems of folders and files, and the summary of `summarise`."""
+
+    name: str
+    rows: list[dict]
+    problems: list[str]
+    summary: dict = field(default_factory=dict)
+
+
+def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector, colours: ColourClassifier, **limits):
+    """One result row in GenEval's form, plus `strict` (None when the detector was not asked for every class)."""
+    row = {"filename": filename, "tag": metadata["tag"], "prompt": metadata["prompt"]}
+    row["metadata"] = json.dumps(metadata)
+    classes = sorted({item["class"] for key in ("include", "exclude") for item in metadata.get(key, [])})
+    try:
+        image = open_image(path, **limits)
+        found = detector.detect(image, classes)
+    except (ValueError, FileNotFoundError) as error:
+        return row | {"correct": False, "strict": False, "reason": str(error), "details": "{}", "broken": True}
+    objects = kept(found, detector.threshold(metadata["tag"]), detector.max_overlap)
+    correct, reason = judge(image, objects, metadata, colours)
+    if found.refused:
+        correct, reason = False, f"refused: {found.refused}"
+    details = {label: [[*map(float, d.box), float(d.score)] for d in group] for label, group in objects.items()}
+    strict = bool(correct and strictly(objects, metadata)) if detector.closed_set else None
+    return row | {"correct": correct, "strict": strict, "reason": reason, "details": json.dumps(details)}
+
+
+def _finished(path: Path, evaluator: str) -> dict[str, dict]:
+    """Rows of an earlier run by file name; a last line cut short by a kill is removed from the file."""
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    rows: dict[str, dict] = {}
+    for i, line in enumerate(whole.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            rows[row["filename"]] = row
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"line {i} of {path} is no result row; name another results file") from None
+        if row.get("evaluator") != evaluator:
+            raise ValueError(
+                f"{path} was written by the evaluator {row.get('evaluator')}, this run's is {evaluator}; "
+                "name another results file or use the same detector and colour classifier"
+            )
+    return rows
+
+
+def evaluate(
+    root: str | Path,
+    results: str | Path,
+    detector: Detector | None = None,
+    colours: ColourClassifier | None = None,
+    max_pixels: int = MAX_PIXELS,
+    progress=None,
+) -> Report:
+    """Score every image under `root`, appending a row to the JSONL file `results` as each one is finished.
+
+    Images already in `results` with unchanged bytes are not scored again. A broken image is a row that is not correct
+    and a problem; a folder without usable metadata or images is a problem. Detector and colours default to the shape
+    world's. `progress` is called with (done, total).
+    """
+    detector, colours = detector or ShapeWorldDetector(), colours or DetectedColours()
+    prompts = read_prompts(root)
+    results = Path(results)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    evaluator = digest(detector.name, detector.fingerprint, colours.name, colours.fingerprint)
+    done = _finished(results, evaluator)
+    jobs = [(prompt, path) for prompt in prompts for path in prompt.files]
+    rows = []
+    with results.open("a", encoding="utf-8") as file:
+        for i, (prompt, path) in enumerate(jobs):
+            filename = f"{prompt.name}/samples/{path.name}"
+            key = {"evaluator": evaluator, "image": _image_key(path, prompt.metadata)}
+            row = done.get(filename)
+            if row is None or row.get("image") != key["image"]:
+                row = evaluate_image(path, filename, prompt.metadata, detector, colours, max_pixels=max_pixels) | key
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+            rows.append(row)
+            if progress:
+                progress(i + 1, len(jobs))
+    problems = [prompt.problem for prompt in prompts if prompt.problem]
+    problems += [f"{row['filename']}: {row['reason']}" for row in rows if row.get("broken")]
+    problems += _uneven(prompts)
+    report = Report(_name(prompts, detector, colours), rows, problems)
+    report.summary = summarise(rows) | {"name": report.name, "problems": len(problems)}
+    return report
+
+
+def _image_key(path: Path, metadata: dict) -> str:
+    try:
+        return sha256(path.read_bytes() + json.dumps(metadata, sort_keys=True).encode()).hexdigest()[:16]
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+
+
+def _uneven(prompts: list[Prompt]) -> list[str]:
+    """A sentence for every folder whose number of images differs from the commonest."""
+    counts = [len(prompt.files) for prompt in prompts if prompt.files]
+    usual = max(set(counts), key=lambda n: (counts.count(n), n))
+    return [
+        f"{p.name}/samples holds {len(p.files)} images, most folders {usual}"
+        for p in prompts
+        if p.files and len(p.files) != usual
+    ]
+
+
+def _name(prompts: list[Prompt], detector: Detector, colours: ColourClassifier) -> str:
+    """`GenEval` for the original's prompts, four images each, detector and colour classifier; else with brackets."""
+    lines = [json.dumps({k: v for k, v in p.metadata.items() if k in FIELDS}) + "\n" for p in prompts]
+    same = sha256("".join(lines).encode()).hexdigest() == ORIGINAL_PROMPTS
+    complete = all(len(p.files) == ORIGINAL_SAMPLES for p in prompts)
+    if same and complete and detector.original and colours.original:
+        return "GenEval"
+    return f"GenEval[{detector.name}]"
+
+
+def summarise(rows: Iterable[dict]) -> dict:
+    """Counts and shares in GenEval's terms; `overall` is the unweighted mean of the tasks present.
+
+    `strict` and `strict_tasks` are None when any row lacks a strict verdict.
+    """
+    rows = list(rows)
+    if not rows:
+        raise ValueError("there is no result row to summarise")
+    tags = [tag for tag in TASKS if any(r["tag"] == tag for r in rows)]
+    tags += [tag for tag in dict.fromkeys(r["tag"] for r in rows) if tag not in TASKS]
+    prompts: dict[str, bool] = {}
+    for row in rows:
+        prompts[row["metadata"]] = prompts.get(row["metadata"], False) or bool(row["correct"])
+    tasks = {}
+    for tag in tags:
+        own = [row for row in rows if row["tag"] == tag]
+        right = sum(bool(row["correct"]) for row in own)
+        tasks[tag] = {"correct": right, "images": len(own), "score": right / len(own)}
+        known = all(row.get("strict") is not None for row in own)
+        tasks[tag]["strict"] = sum(bool(row["strict"]) for row in own) / len(own) if known else None
+    stricts = [task["strict"] for task in tasks.values()]
+    return {
+        "images": len(rows),
+        "prompts": len(prompts),
+        "correct_images": sum(bool(row["correct"]) for row in rows) / len(rows),
+        "correct_prompts": sum(prompts.values()) / len(prompts),
+        "overall": float(np.mean([task["score"] for task in tasks.values()])),
+        "strict": None if None in stricts else float(np.mean(stricts)),
+        "broken": sum(bool(row.get("broken")) for row in rows),
+        "tasks": tasks,
+    }
+
+
+def format_summary(report: Report) -> str:
+    """The summary as text, in the order GenEval prints it."""
+    s = report.summary
+    lines = [
+        f"{report.name}",
+        f"Total images: {s['images']}",
+        f"Total prompts: {s['prompts']}",
+        f"% correct images: {s['correct_images']:.2%}",
+        f"% correct prompts: {s['correct_prompts']:.2%}",
+        "",
+    ]
+    for tag, task in s["tasks"].items():
+        strict = "" if task["strict"] is None else f"   strict {task['strict']:.2%}"
+        lines.append(f"{tag:<16} = {task['score']:.2%} ({task['correct']} / {task['images']}){strict}")
+    lines += ["", f"Overall score (avg. over tasks): {s['overall']:.5f}"]
+    if s["strict"] is not None:
+        lines.append(f"Strict score (avg. over tasks): {s['strict']:.5f}")
+    lines += [f"problem: {problem}" for problem in report.problems]
+    return "\n".join(lines)

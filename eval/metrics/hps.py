@@ -1,0 +1,75 @@
+"""HPSv2 (Wu et al. 2023, arXiv 2306.09341): human preference score of generated images over four prompt styles.
+
+The scorer is the caller's function `(images, prompts) -> cosines`, for example `clipscore.ClipScorer.cosines` with the
+preference-tuned CLIP-H. Scores of v2.0 and v2.1 weights are not comparable, so `version` is required and printed.
+Images are `<style>/<index:05d>.jpg`, prompts are given in order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from visspec.eval.metrics.images import MAX_PIXELS, SUFFIXES, open_image
+
+STYLES = ("anime", "concept-art", "paintings", "photo")
+GROUP = 80  # prompts; the published spread is over groups
+VERSIONS = ("v2.0", "v2.1")
+
+Scorer = Callable[[Sequence[Image.Image], Sequence[str]], np.ndarray]
+
+
+def score(images: Sequence[Image.Image], prompt: str, scorer: Scorer, compat: bool = False) -> np.ndarray:
+    """Preference of images for one prompt: 100 x cosine; with `compat=True` the raw cosine, as `hpsv2.score` gives."""
+    return (1.0 if compat else 100.0) * np.asarray(scorer(images, [prompt] * len(images)), float)
+
+
+def evaluate(
+    root: str | Path,
+    prompts: Mapping[str, Sequence[str]],
+    scorer: Scorer,
+    version: str,
+    compat: bool = False,
+    batch_size: int = 16,
+    max_pixels: int = MAX_PIXELS,
+) -> dict:
+    """100 x mean cosine by style with the spread over groups of 80 prompts, and the mean of the styles.
+
+    A missing or broken image is a problem and leaves its pair out. `compat=True` is the published script: only `.jpg`
+    names, and the first file that cannot be read ends the run.
+    """
+    if version not in VERSIONS:
+        raise ValueError(f"version must be one of {VERSIONS}, not {version!r}: their scores are not comparable")
+    if not prompts:
+        raise ValueError("prompts must name at least one style")
+    styles, problems = {}, []
+    for style, texts in prompts.items():
+        values: dict[int, float] = {}
+        for start in range(0, len(texts), batch_size):
+            images, indices = [], []
+            for i in range(start, min(start + batch_size, len(texts))):
+                try:
+                    images.append(open_image(_file(Path(root) / style, i, compat), max_pixels))
+                    indices.append(i)
+                except (ValueError, FileNotFoundError) as error:
+                    if compat:
+                        raise
+                    problems.append(f"{style}/{i:05d}: {error}")
+            if images:
+                found = np.asarray(scorer(images, [texts[i] for i in indices]), float)
+                values |= dict(zip(indices, 100 * found))
+        if not values:
+            raise ValueError(f"no image of {Path(root) / style} can be read")
+        groups: dict[int, list[float]] = {}
+        for i, value in values.items():
+            groups.setdefault(i // GROUP, []).append(value)
+        means = [float(np.mean(group)) for group in groups.values()]
+        styles[style] = {"value": float(np.mean(means)), "spread": float(np.std(means)), "n": len(values)}
+    value = float(np.mean([style["value"] for style in styles.values()]))
+    return {"name": f"HPS {version}", "version": version, "value": value, "styles": styles, "problems": problems}
+
+
+def _file(folder: Path, index: int, compat: bool) -> Path:
+    names = [folder / f"{index:05d}{suffix}" for suffix in ((".jpg",) if compat else (".jpg", *SUFFIXES))]
+    return next((path for path in names if path.is_file()), names[0])

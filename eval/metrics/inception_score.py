@@ -1,0 +1,46 @@
+"""Inception score (Salimans et al. 2016, arXiv 1606.03498): exp of the mean KL of p(y|x) from p(y), over splits.
+
+The published score uses the bias-free logits of the 2015-12-05 Inception; any classifier's logits are accepted.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from visspec.eval.metrics.features import FeatureExtractor, table
+
+SPLITS = 10
+SEED = 2020
+
+
+def from_logits(
+    logits: torch.Tensor, splits: int = SPLITS, shuffle: bool = True, seed: int = SEED
+) -> tuple[float, float]:
+    """Mean and standard deviation of the score over splits of logits (n, classes)."""
+    n = len(logits)
+    if n < splits:
+        raise ValueError(f"{splits} splits need at least {splits} images, not {n}")
+    order = np.random.RandomState(seed).permutation(n) if shuffle else np.arange(n)
+    log_p = torch.log_softmax(logits.double()[torch.from_numpy(order)], dim=1)
+    scores = []
+    for i in range(splits):
+        part = log_p[i * n // splits : (i + 1) * n // splits]
+        mixed = part.exp().mean(0, keepdim=True).log()
+        scores.append(float((part.exp() * (part - mixed)).sum(1).mean().exp()))
+    return float(np.mean(scores)), float(np.std(scores))
+
+
+def from_folder(folder: str | Path, classifier: FeatureExtractor, splits: int = SPLITS) -> dict:
+    """The result row of an image folder; `classifier` is an extractor whose features are logits."""
+    logits, met = table(folder, classifier)
+    mean, std = from_logits(logits, splits)
+    described = {"extractor": classifier.name, "fingerprint": classifier.fingerprint}
+    return {
+        "name": f"IS[{classifier.name}]",
+        "value": mean,
+        "std": std,
+        "n": met.n,
+        **described,
+        "problems": list(met.problems),
+    }

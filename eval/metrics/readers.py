@@ -1,0 +1,191 @@
+"""Readers of locally stored benchmarks: COCO captions, TextVQA, VQAv2, GQA, ScienceQA, MME, MMMU.
+
+Nothing is downloaded. Files have the form in which the benchmark is published; a sample whose image is missing is
+listed in the task's `problems`. Unknown fields are ignored; a missing one is a ValueError naming the file.
+"""
+
+import ast
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from visspec.eval.metrics.images import SUFFIXES, natural_key
+from visspec.eval.metrics.tasks import (
+    Sample,
+    Task,
+    caption_scores,
+    exact,
+    mme_scores,
+    multiple_choice,
+    vqa,
+    yes_or_no,
+)
+
+MAX_BYTES = 1_000_000_000
+SHORT = "\nAnswer the question using a single word or phrase."
+MMMU_IMAGES = 7  # of a question, at most
+LETTER = "\nAnswer with the option's letter from the given choices directly."
+
+
+def _json(path: str | Path) -> object:
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than the limit of {MAX_BYTES}")
+    text = path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".jsonl":
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+
+
+def _task(name: str, source: Path, samples: Callable[[], Iterable[Sample]], tokens: int, score, **more) -> Task:
+    """Build a task, turning a missing field into a sentence and leaving out samples without an image file."""
+    try:
+        found = list(samples())
+    except (KeyError, TypeError, AttributeError, IndexError, SyntaxError) as error:
+        raise ValueError(f"{source} is not a {name} file: {type(error).__name__} {error}") from None
+    there: list[Sample] = []
+    problems: list[str] = []
+    for sample in found:
+        missing = next((path for path in sample.files if not path.is_file()), None)
+        if missing is None:
+            there.append(sample)
+        else:
+            problems.append(f"{sample.id}: there is no image file {missing}")
+    if not there:
+        raise ValueError(
+            f"{source} has no sample whose image exists" + (f"; the first problem: {problems[0]}" if found else "")
+        )
+    return Task(name, tuple(there), tokens, score, problems=tuple(problems), **more)
+
+
+def _inside(folder: str | Path, name: str) -> Path:
+    """A file of a folder; ValueError when the name leads out of it."""
+    folder = Path(folder)
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"the image name {name!r} leads out of {folder}")
+    return path
+
+
+def coco_captions(annotations: str | Path, images: str | Path) -> Task:
+    """`captions_val2017.json` and its image folder."""
+    data = _json(annotations)
+
+    def samples():
+        texts: dict[int, list[str]] = {}
+        for row in data["annotations"]:
+            texts.setdefault(row["image_id"], []).append(row["caption"])
+        for row in data["images"]:
+            if row["id"] in texts:
+                path = _inside(images, row["file_name"])
+                yield Sample(str(row["id"]), path, "Describe the image briefly.", tuple(texts[row["id"]]))
+
+    return _task("coco-captions", Path(annotations), samples, 64, lambda sample, text: None, aggregate=caption_scores)
+
+
+def textvqa(questions: str | Path, images: str | Path) -> Task:
+    """`TextVQA_0.5.1_val.json` and `train_images/` (names are `<image_id>.jpg`)."""
+    data = _json(questions)
+
+    def samples():
+        for row in data["data"]:
+            path = _inside(images, f"{row['image_id']}.jpg")
+            yield Sample(str(row["question_id"]), path, row["question"], tuple(row["answers"]))
+
+    return _task("textvqa", Path(questions), samples, 16, vqa, suffix=SHORT)
+
+
+def vqav2(questions: str | Path, annotations: str | Path, images: str | Path, prefix: str = "COCO_val2014_") -> Task:
+    """`v2_OpenEnded_mscoco_val2014_questions.json`, `v2_mscoco_val2014_annotations.json` and the image folder."""
+    asked, answered = _json(questions), _json(annotations)
+
+    def samples():
+        answers = {row["question_id"]: tuple(a["answer"] for a in row["answers"]) for row in answered["annotations"]}
+        for row in asked["questions"]:
+            path = _inside(images, f"{prefix}{int(row['image_id']):012d}.jpg")
+            yield Sample(str(row["question_id"]), path, row["question"], answers[row["question_id"]])
+
+    return _task("vqav2", Path(questions), samples, 16, vqa, suffix=SHORT)
+
+
+def gqa(questions: str | Path, images: str | Path) -> Task:
+    """`testdev_balanced_questions.json` and its image folder; the score is exact match."""
+    data = _json(questions)
+
+    def samples():
+        for key, row in data.items():
+            yield Sample(str(key), _inside(images, f"{row['imageId']}.jpg"), row["question"], (row["answer"],))
+
+    return _task("gqa", Path(questions), samples, 16, exact, suffix=SHORT)
+
+
+def scienceqa(problems: str | Path, images: str | Path, split: str = "test") -> Task:
+    """`problems.json` and the folder with `<split>/<id>/image.png`; questions without an image are not used."""
+    data = _json(problems)
+
+    def samples():
+        for key, row in data.items():
+            if row["split"] == split and row["image"]:
+                text = f"{row['hint']}\n{row['question']}" if row.get("hint") else row["question"]
+                path = _inside(images, f"{split}/{key}/{row['image']}")
+                yield Sample(str(key), path, text, (chr(65 + row["answer"]),), tuple(row["choices"]))
+
+    return _task("scienceqa", Path(problems), samples, 16, multiple_choice, suffix=LETTER)
+
+
+def mme(root: str | Path) -> Task:
+    """The benchmark's folders: `<category>/<name>.txt` with `question TAB Yes|No` lines beside `<name>.png|jpg`.
+
+    Categories that keep them in `questions_answers_YN/` and `images/` are read as well.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no folder {root}")
+
+    def samples():
+        for category in sorted(p for p in root.iterdir() if p.is_dir()):
+            nested = (category / "questions_answers_YN").is_dir()
+            texts = category / "questions_answers_YN" if nested else category
+            pictures = category / "images" if nested else category
+            for file in sorted(texts.glob("*.txt"), key=natural_key):
+                image = next(
+                    (p for s in SUFFIXES if (p := pictures / (file.stem + s)).is_file()), pictures / f"{file.stem}.png"
+                )
+                for i, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
+                    if line.strip():
+                        question, answer = line.rsplit("\t", 1)
+                        extra = {"category": category.name, "image": f"{category.name}/{file.stem}"}
+                        yield Sample(f"{category.name}/{file.stem}/{i}", image, question, (answer.strip(),), (), extra)
+
+    try:
+        return _task("mme", root, samples, 16, yes_or_no, aggregate=mme_scores)
+    except ValueError as error:
+        if "unpack" in str(error):
+            raise ValueError(
+                f"a question file under {root} has a line without a tab between question and answer"
+            ) from None
+        raise
+
+
+def mmmu(rows: str | Path, images: str | Path) -> Task:
+    """MMMU rows as JSON or JSONL (`id`, `question`, `options`, `answer`, `image_1` to `image_7` file names).
+
+    A question with one image has a single file as its image, one with several a tuple, in the order of the fields.
+    """
+    data = _json(rows)
+
+    def samples():
+        for row in data:
+            options = row.get("options") or []
+            options = ast.literal_eval(options) if isinstance(options, str) else options  # published as Python's text
+            more = [row[name] for name in (f"image_{i}" for i in range(2, MMMU_IMAGES + 1)) if row.get(name)]
+            paths = tuple(_inside(images, name) for name in [row["image_1"], *more])
+            image = paths if more else paths[0]
+            yield Sample(str(row["id"]), image, row["question"], (row["answer"],), tuple(map(str, options)))
+
+    return _task("mmmu", Path(rows), samples, 16, multiple_choice, suffix=LETTER)

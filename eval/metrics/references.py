@@ -1,0 +1,130 @@
+"""Cached statistics of a reference image set: a safetensors file with a JSON file beside it, keyed by content.
+
+The key hashes the images' bytes, the extractor's fingerprint and this format's version, so a changed image or another
+extractor never meets an old entry. Files are written under a temporary name and renamed.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from visspec.eval.metrics.detection import digest, file_digest
+from visspec.eval.metrics.features import FeatureExtractor, gather
+from visspec.eval.metrics.images import image_files
+from visspec.eval.metrics.statistics import GaussianStats, merged
+from visspec.files import replacing, write_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Statistics of all images and of its two halves (every second image), and what made them."""
+
+    stats: GaussianStats
+    halves: tuple[GaussianStats, GaussianStats]
+    extractor: str
+    fingerprint: str
+    preprocessing: str
+    content: str
+    problems: tuple[str, ...] = ()
+
+    def require(self, extractor: FeatureExtractor) -> None:
+        """ValueError unless this extractor made the reference."""
+        if extractor.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"the reference was made with {self.extractor} ({self.fingerprint}), "
+                f"not with {extractor.name} ({extractor.fingerprint}); make it again with the same extractor"
+            )
+
+
+def from_features(features: torch.Tensor, extractor: FeatureExtractor, content: str = "") -> Reference:
+    """A reference from a feature table (n, d), n at least 4."""
+    collect = _Halves(extractor.dim)
+    collect.add(features)
+    return collect.reference(extractor, content, ())
+
+
+class _Halves:
+    """Splits a stream of features into even and odd rows."""
+
+    def __init__(self, dim: int):
+        self.parts, self.seen = (GaussianStats(dim), GaussianStats(dim)), 0
+
+    def add(self, features: torch.Tensor) -> None:
+        for i in (0, 1):
+            self.parts[(self.seen + i) % 2].update(features[i::2])
+        self.seen += len(features)
+
+    def reference(self, extractor: FeatureExtractor, content: str, problems: tuple[str, ...]) -> Reference:
+        if self.seen < 4:
+            raise ValueError(f"a reference needs at least 4 images, not {self.seen}")
+        names = (extractor.name, extractor.fingerprint, extractor.preprocessing)
+        return Reference(merged(list(self.parts)), self.parts, *names, content, problems)
+
+
+def from_folder(
+    folder: str | Path, extractor: FeatureExtractor, cache: str | Path | None = None, batch_size: int = 32
+) -> Reference:
+    """Reference of a folder's images, read from the cache folder if the same images and extractor are there."""
+    if cache is None:
+        collect = _Halves(extractor.dim)
+        gathered = gather(folder, extractor, collect.add, batch_size)
+        return collect.reference(extractor, gathered.content, gathered.problems)
+    files = image_files(folder)
+    key = digest(FORMAT, extractor.fingerprint, [file_digest(path) for path in files])
+    path = Path(cache) / f"{extractor.name}-{key}.safetensors"
+    if path.exists() and path.with_suffix(".json").exists():
+        reference = load(path)
+        reference.require(extractor)
+        return reference
+    reference = from_folder(folder, extractor, None, batch_size)
+    save(reference, path)
+    return reference
+
+
+def save(reference: Reference, path: str | Path) -> None:
+    """Write `path` (.safetensors) and its JSON; a reader never sees half a file."""
+    from safetensors.torch import save as to_bytes
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = {"all": reference.stats, "first": reference.halves[0], "second": reference.halves[1]}
+    tensors = {f"{name}.{k}": v.contiguous() for name, part in parts.items() for k, v in part.state_dict().items()}
+    data = to_bytes(tensors)
+    described = {key: getattr(reference, key) for key in ("extractor", "fingerprint", "preprocessing", "content")}
+    described |= {"format": FORMAT, "n": reference.stats.n, "problems": list(reference.problems)}
+    described["tensors"] = digest(data)
+    with replacing(path) as draft:
+        draft.write_bytes(data)
+    write_json(path.with_suffix(".json"), described)
+
+
+def load(path: str | Path) -> Reference:
+    """Read what `save` wrote; ValueError in one sentence when a file is damaged or the two do not belong together."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load as from_bytes
+
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+        described = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        if described["format"] != FORMAT:
+            raise ValueError(f"its format is {described['format']}, this version reads {FORMAT}")
+        if described["tensors"] != digest(data):
+            raise ValueError("its JSON file describes other tensors")
+        tensors = from_bytes(data)
+        parts = [
+            GaussianStats.from_state_dict(
+                {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{name}.")}
+            )
+            for name in ("all", "first", "second")
+        ]
+        fields = [str(described[key]) for key in ("extractor", "fingerprint", "preprocessing", "content")]
+        return Reference(parts[0], (parts[1], parts[2]), *fields, tuple(described["problems"]))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(f"the reference {path} cannot be used: {error}") from None

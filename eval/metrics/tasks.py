@@ -1,0 +1,263 @@
+"""Vision-language tasks: samples with images and answers, a prompt, a scorer, a loop that survives being killed.
+
+A task is data and two functions. `generate(image, question) -> text` is the caller's model (for samples of several
+images it is handed their list); a judge, where a task has
+no rule, is the caller's function too. The shape world's caption and question tasks need no download.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from visspec.eval.metrics import text_scores
+from visspec.eval.metrics.detection import digest
+from visspec.eval.metrics.images import MAX_PIXELS, open_image
+from visspec.eval.world import captions
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import HELD_OUT_SEED, Scene, scene_from_seed
+
+Score = Callable[["Sample", str], float | None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question about one image, or several; `image` is a file, a function that draws it, or a tuple of files.
+
+    With a tuple, `<image 1>`, `<image 2>`, ... in question and choices say where each image belongs.
+    """
+
+    id: str
+    image: Path | Callable[[], Image.Image] | tuple[Path, ...]
+    question: str
+    answers: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    extra: dict = field(default_factory=dict)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Its image files, in order; empty where the image is drawn."""
+        if isinstance(self.image, tuple):
+            return self.image
+        return () if callable(self.image) else (Path(self.image),)
+
+    def open(self, max_pixels: int = MAX_PIXELS) -> Any:
+        """The image, RGB; a list of them where the sample has a tuple."""
+        if isinstance(self.image, tuple):
+            return [open_image(path, max_pixels) for path in self.image]
+        return self.image() if callable(self.image) else open_image(self.image, max_pixels)
+
+
+@dataclass(frozen=True)
+class Task:
+    """`score` gives 0..1 for one answer, or None where only `aggregate` or a judge can tell.
+
+    `aggregate` maps (samples, texts) to named numbers; without it the mean score is reported. `problems` lists what the
+    reader had to leave out.
+    """
+
+    name: str
+    samples: tuple[Sample, ...]
+    max_new_tokens: int
+    score: Score
+    aggregate: Callable[[Sequence[Sample], Sequence[str]], dict[str, float]] | None = None
+    suffix: str = ""  # appended to the question
+    problems: tuple[str, ...] = ()
+
+    def messages(self, sample: Sample) -> list[dict]:
+        """The question in the chat form of transformers' processors: images first, or, where a sample has several and
+        its text names them all once, in order, each where the text has it.
+        """
+        text = self.prompt(sample)
+        count = len(sample.image) if isinstance(sample.image, tuple) else 1
+        pieces = re.split(r"<image (\d+)>", text)
+        if isinstance(sample.image, tuple) and pieces[1::2] == [str(i + 1) for i in range(count)]:
+            content = [
+                {"type": "image"} if i % 2 else {"type": "text", "text": piece} for i, piece in enumerate(pieces)
+            ]
+            content = [part for part in content if part.get("text") != ""]
+        else:
+            content = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": text}]
+        return [{"role": "user", "content": content}]
+
+    def prompt(self, sample: Sample) -> str:
+        """The whole text of a sample: question, choices, suffix."""
+        text = sample.question
+        if sample.choices:
+            text += "".join(f"\n{chr(65 + i)}. {choice}" for i, choice in enumerate(sample.choices))
+        return text + self.suffix
+
+
+def subset(task: Task, count: int, seed: int = 0) -> Task:
+    """The same task on `count` samples drawn with a fixed seed, in the original order."""
+    if not 0 < count <= len(task.samples):
+        raise ValueError(f"count must lie in 1..{len(task.samples)}, not {count}")
+    chosen = np.sort(np.random.RandomState(seed).permutation(len(task.samples))[:count])
+    return Task(**{**vars(task), "samples": tuple(task.samples[i] for i in chosen)})
+
+
+def run(
+    task: Task,
+    generate: Callable[[Any, str], str],
+    results: str | Path,
+    model: str,
+    judge: Score | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> dict:
+    """Answer every sample, appending a row to the JSONL file `results` as each is finished; returns the summary.
+
+    Rows of an earlier run of the same task and `model` are kept, one for each id: files of several processes put one
+    after the other are one run, without the repeats of a padding sampler. A broken image is a listed problem, score 0.
+    """
+    if not task.samples:
+        raise ValueError(f"the task {task.name} has no sample")
+    results = Path(results)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    evaluator = digest(task.name, model, task.suffix, task.max_new_tokens)
+    done = {row["id"]: row for row in _rows(results, evaluator)}
+    rows = []
+    with results.open("a", encoding="utf-8") as file:
+        for sample in task.samples:
+            row = done.get(sample.id)
+            if row is None:
+                row = _answer(task, sample, generate, judge or task.score, max_pixels) | {"evaluator": evaluator}
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+            rows.append(row)
+    return _summary(task, model, rows)
+
+
+def _answer(task: Task, sample: Sample, generate: Callable, score: Score, max_pixels: int) -> dict:
+    row: dict = {"id": sample.id, "question": sample.question}
+    try:
+        image = sample.open(max_pixels)
+    except (ValueError, FileNotFoundError) as error:
+        return row | {"text": "", "score": 0.0, "problem": str(error)}
+    text = generate(image, task.prompt(sample))
+    return row | {"text": text, "score": score(sample, text)}
+
+
+def _rows(path: Path, evaluator: str) -> Iterator[dict]:
+    """Rows of an earlier run; a last line cut short by a kill is removed."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    for i, line in enumerate(data[:end].splitlines(), 1):
+        try:
+            row = json.loads(line)
+            same = row["evaluator"] == evaluator and isinstance(row["id"], str)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"line {i} of {path} is no result row; name another results file") from None
+        if not same:
+            raise ValueError(f"line {i} of {path} is from another task or model; name another results file")
+        yield row
+
+
+def _summary(task: Task, model: str, rows: list[dict]) -> dict:
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    out: dict = {"task": task.name, "model": model, "n": len(rows)}
+    out["score"] = sum(scores) / len(scores) if len(scores) == len(rows) else None
+    if task.aggregate:
+        out |= task.aggregate(task.samples, [row["text"] for row in rows])
+    out["problems"] = [*task.problems, *(row["problem"] for row in rows if "problem" in row)]
+    return out
+
+
+# --- scorers of one sample ---
+
+
+def exact(sample: Sample, text: str) -> float:
+    """1 when the normalised text is one of the answers."""
+    return float(text_scores.normalised(text) in {text_scores.normalised(a) for a in sample.answers})
+
+
+def vqa(sample: Sample, text: str) -> float:
+    """VQA accuracy."""
+    return text_scores.vqa_accuracy(text, sample.answers)
+
+
+def multiple_choice(sample: Sample, text: str) -> float:
+    """1 when the stated letter is the answer; without choices, exact match."""
+    return (
+        float(text_scores.letter(text, sample.choices) == sample.answers[0]) if sample.choices else exact(sample, text)
+    )
+
+
+def yes_or_no(sample: Sample, text: str) -> float:
+    """1 when the first yes or no is the answer."""
+    return float(text_scores.yes_no(text) == sample.answers[0].lower())
+
+
+def caption_scores(samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, float]:
+    """Corpus BLEU-4, mean ROUGE-L and mean CIDEr-D. METEOR and SPICE are not here: see `text_scores`."""
+    truths = [sample.answers for sample in samples]
+    rouge = [text_scores.rouge_l(text, truth) for text, truth in zip(texts, truths)]
+    cider = text_scores.cider_d(texts, truths)
+    return {
+        "bleu4": text_scores.bleu(texts, truths),
+        "rouge_l": float(np.mean(rouge)),
+        "cider_d": float(np.mean(cider)),
+    }
+
+
+def mme_scores(samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, float]:
+    """MME's points by category, 100 accuracy + 100 accuracy+ (both questions of an image right), and their sum."""
+    right: dict[str, dict[str, list[float]]] = {}
+    for sample, text in zip(samples, texts):
+        images = right.setdefault(sample.extra["category"], {})
+        images.setdefault(sample.extra["image"], []).append(yes_or_no(sample, text))
+    points = {}
+    for category, images in right.items():
+        every = [v for values in images.values() for v in values]
+        points[category] = 100 * float(np.mean(every)) + 100 * float(np.mean([min(v) for v in images.values()]))
+    return {f"mme/{category}": value for category, value in points.items()} | {"mme": sum(points.values())}
+
+
+# --- the shape world: nothing to download ---
+
+
+def _scenes(count: int, seed: int) -> list[Scene]:
+    return [scene_from_seed(HELD_OUT_SEED + seed + i) for i in range(count)]
+
+
+def shape_captions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
+    """Caption held-out scenes; the score of a caption is the F1 of its facts against the scene's."""
+
+    def score(sample: Sample, text: str) -> float:
+        right, stated = captions.score(text, sample.extra["scene"])
+        total = len(captions.facts(sample.extra["scene"])) + stated
+        return 2 * right / total
+
+    samples = tuple(
+        Sample(
+            f"scene-{i}",
+            lambda s=scene: to_image(s, size),
+            captions.REQUESTS[0],
+            (captions.caption(scene),),
+            (),
+            {"scene": scene},
+        )
+        for i, scene in enumerate(_scenes(count, seed))
+    )
+    return Task("shape-captions", samples, 128, score)
+
+
+def shape_questions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
+    """One question with an exact answer about each of `count` held-out scenes."""
+    rng, samples = np.random.default_rng(seed), []
+    for i, scene in enumerate(_scenes(count, seed)):
+        pairs = captions.questions(scene)
+        question, answer = pairs[int(rng.integers(len(pairs)))]
+        samples.append(
+            Sample(f"scene-{i}", lambda s=scene: to_image(s, size), question, (answer,), (), {"scene": scene})
+        )
+    return Task("shape-questions", tuple(samples), 16, exact)

@@ -1,0 +1,98 @@
+"""Pictures of the report: thumbnails, difference maps and acceptance maps as data URIs."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageColor
+
+from visspec.eval.metrics.images import open_image
+from visspec.eval.report.figures import rgb
+from visspec.eval.report.records import Picture
+
+SIDE = 128  # longest side of a thumbnail, pixels
+SMALL = 96  # of one that a result file holds
+NOT_DRAFTED = "#e6e6e6"
+LOSSLESS = 4096  # bytes up to which a thumbnail stays a PNG
+MAX_PIXELS = 16_000_000
+
+
+def inside(folder: Path, name: str, where: str) -> Path:
+    """The file `name` beside a result file. Raises ValueError when it is absolute, climbs out or links to elsewhere."""
+    path = (folder / name).resolve()
+    if Path(name).is_absolute() or not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{where}: got the image path {name!r}, expected one inside the folder of the JSON")
+    return path
+
+
+def picture(entry: Picture, folder: Path, where: str) -> Image.Image:
+    """The RGB image of an entry, from its `path` or from its base64 `png`. Raises ValueError or FileNotFoundError."""
+    if entry.path:
+        return open_image(inside(folder, entry.path, where), MAX_PIXELS)
+    try:
+        data = base64.b64decode(entry.png or "", validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError(f"{where}: png is not base64") from None
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "image"
+        file.write_bytes(data)
+        try:
+            return open_image(file, MAX_PIXELS)
+        except ValueError as error:
+            raise ValueError(f"{where}: {str(error).replace(str(file), 'png')}") from None
+
+
+def data_uri(image: Image.Image, lossless: bool = False) -> str:
+    """A PNG where that is small, else a JPEG."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    kind = "png"
+    if not lossless and buffer.tell() > LOSSLESS:
+        buffer, kind = io.BytesIO(), "jpeg"
+        image.save(buffer, "JPEG", quality=78)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def thumbnail(image: Image.Image, side: int = SIDE) -> str:
+    small = image.copy()
+    small.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return data_uri(small)
+
+
+def small_png(image: Image.Image, side: int = SMALL) -> str:
+    """A thumbnail as a result file holds it: a PNG in base64."""
+    small = image.convert("RGB")
+    small.thumbnail((side, side), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def difference(image: Image.Image, baseline: Image.Image, side: int = SIDE) -> tuple[str, float] | None:
+    """(map as a data URI, share of pixels that differ); None when the sizes differ.
+
+    The map is the largest channel difference, black where equal; any difference is at least dark grey.
+    """
+    if image.size != baseline.size:
+        return None
+    apart = np.abs(np.asarray(image, np.int16) - np.asarray(baseline, np.int16)).max(axis=-1)
+    lifted = np.where(apart > 0, 40 + apart * (215 / 255), 0).astype(np.uint8)
+    block = -(-max(lifted.shape) // side)
+    padded = np.pad(lifted, [(0, -n % block) for n in lifted.shape])
+    rows, columns = (n // block for n in padded.shape)
+    largest = padded.reshape(rows, block, columns, block).max(axis=(1, 3))  # a mean would hide a lone pixel
+    return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
+
+
+def acceptance_map(grid: Sequence[Sequence[float | None]]) -> str:
+    """One pixel a token; light grey where nothing was drafted."""
+    top = max([1.0] + [v for row in grid for v in row if v is not None])
+    empty = ImageColor.getrgb(NOT_DRAFTED)
+    pixels = [[empty if v is None else rgb(v / top) for v in row] for row in grid]
+    return data_uri(Image.fromarray(np.asarray(pixels, np.uint8)), lossless=True)

@@ -1,0 +1,94 @@
+"""The report's part for `bench kernels`, and the list of benches that the page knows nothing about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from visspec.eval.report import figures
+from visspec.eval.report.data import interval, number, rows_of
+
+NOT_MEASURED = "not measured"
+FIELDS = (  # of a record as a whole -> words
+    ("copy_bandwidth_gb_s", "copy bandwidth, GB/s"),
+    ("matrix_rate_gflop_s", "rate of a large float32 product, GFLOP/s"),
+    ("ms_to_read_14_gb_at_copy_bandwidth", "time to read 14 GB at the measured copy bandwidth, ms"),
+    ("host_syncs_per_round", "host waits in a relaxed verification"),
+    ("dispatched_ops_per_verification", "dispatched operations in a relaxed verification"),
+)
+MOST = 60  # fields of an unknown bench that are shown
+
+
+class Table:
+    """The rows of a kernel bench, checked, and the bars of their ratios. Raises ValueError for rows of another kind."""
+
+    def __init__(self, record: Mapping[str, Any], source: str):
+        self.source = source
+        self.rows = [row_of(row, f"{source}: rows[{i}]") for i, row in enumerate(rows_of(record, source, "kernels"))]
+        self.facts = [(words, value) for key, words in FIELDS if (value := number(record.get(key))) is not None]
+        provenance = record.get("provenance")
+        self.provenance = [(str(k), str(v)) for k, v in provenance.items()] if isinstance(provenance, dict) else []
+        self.on_cpu = any(row["device"] == "cpu" and row["time"] is not None for row in self.rows)
+        measured = [row for row in self.rows if row["ratio"]]
+        self.bars = bars(measured) if measured else None
+
+
+def row_of(row: Any, where: str) -> dict[str, Any]:
+    """A row for the page; a figure that is no number was not measured."""
+    if not isinstance(row, dict) or not isinstance(row.get("kernel"), str):
+        got = type(row.get("kernel") if isinstance(row, dict) else row).__name__
+        raise ValueError(f"report: {where}: kernel: got {got}, expected a name")
+    ratio, pair = number(row.get("ratio_to_eager")), interval(row.get("ratio_ci95"))
+    return {
+        "kernel": row["kernel"], "shape": str(row.get("shape") or ""), "dtype": str(row.get("dtype") or ""),
+        "device": str(row.get("device") or ""), "time": number(row.get("time_us")),
+        "quartiles": interval(row.get("time_us_quartiles")), "host": number(row.get("host_us")),
+        "timed": str(row.get("timed") or ""), "failure": str(row.get("failure") or ""),
+        "share": number(row.get("share_of_copy_bandwidth")), "matrix": number(row.get("share_of_matrix_rate")),
+        "reading": number(row.get("share_of_reading_14_gb")), "ratio": ratio if ratio and ratio > 0 else None,
+        "ci": pair if pair and min(pair) > 0 else None, "against": str(row.get("eager") or "eager torch"),
+        "n": int(number(row.get("repeats")) or 0),
+    }  # fmt: skip
+
+
+def bars(rows: Sequence[Mapping[str, Any]]) -> Markup:
+    """Ratios to eager torch on a log axis, from 1: to the right faster (blue), to the left a slowdown (orange)."""
+    ends = [1.0] + [v for row in rows for v in (row["ratio"], *(row["ci"] or ()))]
+    low, high = figures.bounds(ends, log=True)
+    x, pitch = figures.Scale(low, high, figures.LEFT + 4, figures.RIGHT - 40, log=True), 34
+    bottom = pitch * len(rows) + 2
+    marks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= t <= high]
+    parts = [figures.line(x(t), 14, x(t), bottom, dash="2 3") for t in marks]
+    parts += [figures.text(x(t), bottom + 13, f"{t:g}", "middle", figures.FAINT) for t in marks]
+    for i, row in enumerate(rows):
+        y, ratio, few = i * pitch, row["ratio"], row["n"] < figures.FEW
+        colour = figures.GREY if few else figures.BLUE if ratio >= 1 else figures.ORANGE
+        words = figures.short(f"{row['kernel']}, against {row['against']} (n={row['n']})", 56)
+        left, right = sorted((x(1), x(ratio)))
+        parts.append(figures.text(figures.LEFT, y + 12, words))
+        parts.append(figures.rect(left, y + 17, right - left, 10, colour, f"{words}: {ratio:.2f}"))
+        if row["ci"]:
+            parts.append(figures.line(x(row["ci"][0]), y + 22, x(row["ci"][1]), y + 22, figures.INK, 2))
+        edge = max(right, x(row["ci"][1])) if row["ci"] else right
+        parts.append(figures.text(edge + 4, y + 26, f"{ratio:.2f}"))
+    parts.append(figures.line(x(1), 14, x(1), bottom, figures.INK))
+    words = "times faster than eager, log scale; left of 1 is a slowdown"
+    parts.append(figures.text(figures.WIDTH / 2, bottom + 28, words, "middle", figures.FAINT))
+    return figures.svg(bottom + 34, parts, "Ratio of eager torch to each kernel")
+
+
+def listed(record: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A bench that the page does not draw: its plain fields as they are, and how large the others are."""
+    rows = [(str(key), plain(value)) for key, value in record.items() if key not in ("bench", "provenance")]
+    provenance = record.get("provenance")
+    rows += [(str(k), plain(v)) for k, v in provenance.items()] if isinstance(provenance, dict) else []
+    return {"bench": record["bench"], "source": source, "rows": rows[:MOST], "left_out": max(len(rows) - MOST, 0)}
+
+
+def plain(value: Any) -> str:
+    """A value in a short text."""
+    if isinstance(value, (list, dict)):
+        return f"{len(value)} entries"
+    return f"{value:.6g}" if isinstance(value, float) else figures.short(str(value), 200)

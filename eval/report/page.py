@@ -1,0 +1,357 @@
+"""`visspec report`: one self-contained HTML page from result files. No network, no script, everything escaped.
+
+What a reader sees: a table of methods with intervals and n, equality verdicts, paired ratios, the gap to ideal,
+speed against quality, acceptance by depth and over the token grid, pictures of the same seeds side by side, text
+coloured by origin, failures, and where the numbers come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from PIL import Image
+
+from visspec.eval.metrics.intervals import wilson
+from visspec.eval.report import figures, kernels
+from visspec.eval.report import images as pictures
+from visspec.eval.report.data import KINDS, Method, interval, methods_of, number, read
+from visspec.eval.report.records import METHOD, Picture
+from visspec.eval.speed.paired import in_words, suspicion
+from visspec.files import replacing
+from visspec.loop.stats import COLOURS, MEANING
+
+MOST_PICTURES = 600  # pictures on the page; figures are always made from all
+MOST_TEXTS = 8  # coloured texts of a method
+QUALITY = {  # field -> (name, higher is better)
+    "geneval": ("GenEval score", True),
+    "strict": ("strict score", True),
+    "right": ("share of right pictures", True),
+    "fd": ("Fréchet distance", False),
+    "latent_displacement": ("latent displacement", False),
+    "drift_per_token": ("drift per token", False),
+}
+JUDGED = ("geneval", "strict", "right", "fd")  # measured on the pictures of the quality part, not on the speed runs
+TERMS = (
+    ("tau", "tau, bonus included"),
+    ("after_verify", "verification costs more than one token"),
+    ("after_draft", "drafting"),
+    ("after_host", "accept, commit = ideal"),
+)
+
+
+def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
+    """Write the page for some result files of `visspec bench`. Returns its path.
+
+    Raises FileNotFoundError or ValueError, in one sentence, for a missing or malformed file, and
+    image paths outside the folder of their JSON. A picture that can't be read is listed as a failure.
+    """
+    out = Path(out)
+    if not paths:
+        raise ValueError("report: got no result file, expected at least one")
+    if out.is_dir():
+        raise ValueError(f"report: --out: {out} is a folder, expected a file")
+    together: dict[tuple[str, str], list[Method]] = {}
+    methods: list[Method] = []
+    tables, others = [], []  # of kernels; of benches that this page knows nothing about
+    for path in map(Path, paths):
+        record = read(path)
+        if record["bench"] == "kernels":
+            tables.append(kernels.Table(record, path.name))
+        elif record["bench"] not in KINDS:
+            others.append(kernels.listed(record, path.name))
+        for method in methods_of(record, path) if record["bench"] in KINDS else []:
+            methods.append(method)
+            method.number = len(methods)
+            together.setdefault((method.kind, str(method.record.get("target") or "")), []).append(method)
+    groups = [Group(kind, target, found) for (kind, target), found in together.items()]
+    failures = [failure for group in groups for failure in group.failures]
+    page = environment().get_template("report.html.j2").render(
+        groups=groups, methods=[summary(m) for m in methods], failures=failures, provenance=provenance(methods),
+        tables=tables, others=others,
+        origins=[(name, COLOURS[name], MEANING[name]) for name in COLOURS], few=figures.FEW,
+        shades=(figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED),
+    )  # fmt: skip
+    with replacing(out) as draft:
+        draft.write_text(page, encoding="utf-8")
+    return out
+
+
+def environment() -> Environment:
+    env = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    env.filters["num"] = shown
+    return env
+
+
+def shown(value: Any, digits: int = 2) -> str:
+    """A number for people; a dash for null, NaN and absent ones."""
+    found = number(value)
+    return "–" if found is None else f"{found:.{digits}f}"
+
+
+class Group:
+    """What the page shows of the methods of one bench and target: figures as markup, pictures as rows of cells."""
+
+    def __init__(self, kind: str, target: str, methods: list[Method]):
+        local = target.startswith(("/", ".", "~"))  # where a checkpoint lies is nobody's business, its name is
+        self.kind, self.target, self.methods = kind, Path(target).name if local else target, methods
+        self.sources = ", ".join(dict.fromkeys(m.source for m in methods))
+        self.failures = [f"{m.source}: {m.label}: {f}" for m in methods for f in m.record.get("failures") or []]
+        self.cases, self.left_out = cases(methods, self.failures)
+        self.mapped = any(image.acceptance for m in methods for image in m.images)
+        self.strip = strip(methods)
+        self.waterfalls = [(m.label, figure) for m in methods if (figure := waterfall(m.record))]
+        self.paretos = [figure for quality in QUALITY if (figure := pareto(methods, quality))]
+        self.depths = [
+            (m.label, figures.depth_bars(rates, m.record.get("reached_by_depth")))
+            for m in methods
+            if (rates := [number(r) or 0.0 for r in m.record.get("acceptance_by_depth") or []])
+        ]
+        self.heats = [figure for m in methods for figure in heats(m)]
+        self.texts = [(m.label, texts(m, self.failures)) for m in methods if m.record.get("texts")]
+        self.baselines = [row for m in methods for row in baselines(m)]
+
+
+def summary(method: Method) -> dict[str, Any]:
+    """The row of a method in the first table. Words are made from the numbers here, not taken from the file."""
+    record, speed = method.record, speed_of(method)
+    identical, compared = number(record.get("identical")), number(record.get("compared"))
+    by_law = exact(record) and record.get("promises_tokens") is False
+    quality = [found for field in QUALITY if field != "drift_per_token" and (found := quality_of(method, field))]
+    return {
+        "number": method.number, "label": method.label, "source": method.source, "n": method.n, "kind": method.kind,
+        "speedup": speed, "ci": interval(record.get("speedup_ci95")), "words": warning(record, speed),
+        "decode": record.get("speedup_decode_only"), "total": record.get("speedup_total_time"),
+        "ideal": record.get("ideal_speedup"), "tau": record.get("tau"), "nfe": record.get("nfe"),
+        "tau_without_bonus": record.get("tau_without_bonus"), "nfe_plain": record.get("nfe_plain"),
+        "drift": record.get("drift_per_token"), "guarantee": str(record.get("guarantee") or "not stated"),
+        "identical": None if identical is None or not compared else int(identical), "compared": int(compared or 0),
+        "identical_to": str(record.get("identical_to") or "plain decoding").replace("_", " "), "quality": quality,
+        "owes_identity": exact(record) and not by_law and not near_ties(record), "other_tokens": by_law,
+        "equality": "" if by_law else equality(record),
+        "near_ties": near_ties(record), "ms_per_nfe": number(record.get("ms_per_nfe")),
+    }  # fmt: skip
+
+
+def exact(record: Mapping[str, Any]) -> bool:
+    return str(record.get("guarantee") or "").startswith("exact")
+
+
+def warning(record: Mapping[str, Any], speed: float | None) -> str:
+    """A slowdown in words, and a ratio over our own plain loop that tau does not allow; empty where neither is."""
+    slow = in_words(speed) if speed is not None and speed < 1 else ""
+    over, spread = number(record.get("over_plain")), interval(record.get("over_plain_ci95"))
+    return "; ".join(filter(None, (slow, suspicion(over, spread, number(record.get("tau")) or 0.0))))
+
+
+def near_ties(record: Mapping[str, Any]) -> bool:
+    """Were differences to plain decoding looked into, in a dtype that rounds, and found to be near ties?"""
+    found = record.get("equality") or {}
+    return found.get("tier") == "teacher-forced" and found.get("benign") is True
+
+
+def equality(record: Mapping[str, Any]) -> str:
+    """The low-precision tier in words, made from its numbers; empty where it was not measured."""
+    found = record.get("equality") or {}
+    gap = found.get("gap")
+    if not isinstance(gap, dict) or number(gap.get("max")) is None:
+        return ""
+    identical, compared = (int(number(found.get(k)) or 0) for k in ("identical", "compared"))
+    differ = f"{identical} of {compared} as plain" + (
+        "" if identical == compared or found.get("benign") is None
+        else ", the others near ties" if found["benign"] is True
+        else ", others NOT near ties"
+    )  # fmt: skip
+    entries = found.get("first_divergences")
+    entries = entries if isinstance(entries, list) else []
+    widest = [m for e in entries if isinstance(e, dict) and (m := number(e.get("margin"))) is not None]
+    margins = f"; widest margin {max(widest):.2g}" if widest else ""
+    return f"{found.get('dtype')}: {differ}; pass shapes move logits by {number(gap['max']):.2g}{margins}"
+
+
+def speed_of(method: Method) -> float | None:
+    """A method's speed-up, where it is a positive number."""
+    found = number(method.record.get("speedup"))
+    return found if found and found > 0 else None
+
+
+def baselines(method: Method) -> list[dict[str, Any]]:
+    """What our time was compared with, one row a baseline."""
+    found = []
+    for name, row in (method.record.get("baselines") or {}).items():
+        seconds = number(row.get("seconds_per_prompt"))
+        found.append({
+            "number": method.number, "name": name.replace("_", " "), "n": method.n,
+            "ms": None if seconds is None else 1e3 * seconds, "faster": number(row.get("ours_is_faster_by")),
+            "ci": interval(row.get("ci95")), "identical": row.get("identical"),
+        })  # fmt: skip
+    return found
+
+
+def strip(methods: Sequence[Method]) -> Markup | None:
+    entries = []
+    for m in methods:
+        ratios = [r for r in map(number, m.record.get("ratios") or []) if r is not None and r > 0]
+        mean = speed_of(m)
+        if ratios and mean:
+            entries.append((f"{m.number}: {m.label}", ratios, mean, positive(interval(m.record.get("speedup_ci95")))))
+    return figures.strip(entries) if entries else None
+
+
+def positive(pair: tuple[float, float] | None) -> tuple[float, float] | None:
+    return pair if pair and min(pair) > 0 else None
+
+
+def waterfall(record: Mapping[str, Any]) -> Markup | None:
+    """From tau to what was measured: the terms of the ideal, then what the model of costs does not explain."""
+    gap = record.get("gap") or {}
+    steps = [(words, number(gap.get(term))) for term, words in TERMS]
+    steps.append(("not explained = decode only, measured", number(record.get("speedup_decode_only"))))
+    steps.append(("prefill, vision, preparation = end to end", number(record.get("speedup"))))
+    return None if any(v is None for _, v in steps) else figures.waterfall(steps)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A method's value of a quality measure, its interval and n, and what else belongs to it, in words."""
+
+    name: str
+    value: float
+    interval: tuple[float, float] | None
+    n: int
+    words: str = ""
+
+
+def quality_of(method: Method, field: str) -> Quality | None:
+    """The measure of that name in `QUALITY`; None where it was not measured."""
+    record, name = method.record, QUALITY[field][0]
+    drawn = number(record.get("quality_n")) if field in JUDGED else None
+    value, n = number(record.get(field)), int(drawn or method.n)
+    if field == "right":
+        judged = [right for right in (image.judged[0] for image in method.images) if right is not None]
+        if value is None and judged:  # no share of all that were drawn: that of the pictures here
+            value, n = sum(judged) / len(judged), len(judged)
+        return None if value is None else Quality(name, value, wilson(value * n, n) if n else None, n)
+    if value is None:
+        return None
+    floor = number(record.get("fd_noise_floor")) if field == "fd" else None
+    words = "" if floor is None else f"noise floor about {floor:.3g} at this n"
+    spread = interval(record.get(f"{field}_ci95")) if f"{field}_ci95" in METHOD else None
+    return Quality(name, value, spread, n, words)
+
+
+def pareto(methods: Sequence[Method], field: str) -> Markup | None:
+    points = []
+    for m in methods:
+        speed, found = speed_of(m), quality_of(m, field)
+        if speed is not None and found is not None:
+            ci = interval(m.record.get("speedup_ci95"))
+            points.append((str(m.number), speed, ci, found.value, found.interval, min(m.n, found.n)))
+    name, higher = QUALITY[field]
+    if field == "drift_per_token" and not any(value for _, _, _, value, _, _ in points):
+        return None  # exact rules only: nothing to trade
+    return figures.pareto(points, name, higher) if points else None
+
+
+def heats(method: Method) -> list[tuple[str, Markup]]:
+    """The mean acceptance map of a method: its own, or that of its images, one for each size of grid."""
+    record = method.record
+    if given := record.get("acceptance_map"):
+        known = record.get("acceptance_map_n") or [[method.n] * len(row) for row in given]
+        count = [[0 if value is None else int(n or 0) for value, n in zip(*rows)] for rows in zip(given, known)]
+        total = [[n * (value or 0.0) for value, n in zip(*rows)] for rows in zip(given, count)]
+        return [(heat_title(method, known), figures.heat(total, count))]
+    sums: dict[tuple[int, int], tuple[list[list[float]], list[list[int]]]] = {}
+    for image in method.images:
+        grid = image.acceptance
+        if not grid:
+            continue
+        size = (len(grid), len(grid[0]))
+        total, count = sums.setdefault(size, ([[0.0] * size[1] for _ in grid], [[0] * size[1] for _ in grid]))
+        for r, row in enumerate(grid):
+            for c, value in enumerate(row):
+                if value is not None:
+                    total[r][c] += value
+                    count[r][c] += 1
+    return [(heat_title(method, count), figures.heat(total, count)) for total, count in sums.values()]
+
+
+def heat_title(method: Method, count: Sequence[Sequence[int]]) -> str:
+    fewest, most = min(map(min, count)), max(map(max, count))
+    n = f"n={most}" if fewest == most else f"n={fewest} to {most}"
+    return f"{method.number}: {method.label}, {len(count)} x {len(count[0])} tokens, {n} a cell"
+
+
+def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str, Any]], int]:
+    """The same prompt and seed in every method, side by side; the first method is the baseline of the differences.
+
+    Returns the cases shown and how many were left out. Unreadable pictures are appended to `failures`.
+    """
+    keyed = [{(str(i.prompt), str(i.seed)): i for i in m.images} for m in methods]
+    keys = list(dict.fromkeys(key for images in keyed for key in images))
+    for m, images in zip(methods, keyed):
+        for image in m.images:  # all are checked, the shown and the others
+            if image.path:
+                pictures.inside(m.folder, image.path, f"report: {m.source}")
+        missing = [key for key in keys if images and key not in images]
+        failures += [f"{m.source}: {m.label}: no image of seed {seed}: {prompt}" for prompt, seed in missing]
+    limit = max(MOST_PICTURES // max(sum(map(bool, keyed)), 1), 1)
+    shown_cases = []
+    for prompt, seed in keys[:limit]:
+        base, cells = None, []
+        for m, images in zip(methods, keyed):
+            if not images:
+                continue
+            image = images.get((prompt, seed))
+            opened = None if image is None else _open(image, m, f"seed {seed}", failures)
+            cells.append(cell(m, image, opened, base))
+            base = opened if len(cells) == 1 else base
+        shown_cases.append({"prompt": prompt, "seed": seed, "cells": cells})
+    return shown_cases, len(keys) - len(shown_cases)
+
+
+def _open(image: Picture, method: Method, which: str, failures: list[str]) -> Image.Image | None:
+    try:
+        return pictures.picture(image, method.folder, f"{method.source}: {method.label}: {which}")
+    except (ValueError, OSError) as error:
+        failures.append(str(error))
+        return None
+
+
+def cell(method: Method, image: Picture | None, opened, base) -> dict[str, Any]:
+    """One picture of a case: thumbnail, verdict, difference to the baseline, acceptance map."""
+    image = image or Picture()
+    right, reason = image.judged
+    apart = pictures.difference(opened, base) if opened is not None and base is not None else None
+    return {
+        "number": method.number, "label": method.label, "right": right, "reason": "; ".join(reason.splitlines()),
+        "uri": None if opened is None else pictures.thumbnail(opened),
+        "difference": apart, "acceptance": pictures.acceptance_map(image.acceptance) if image.acceptance else None,
+    }  # fmt: skip
+
+
+def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tuple[str, str]]]]:
+    """(picture as a data URI, pieces of text with their origin); an origin nobody knows counts as plain."""
+    rows = method.record["texts"][:MOST_TEXTS]
+    found = []
+    for k, (row, png) in enumerate(zip(rows, method.record.get("thumbnails") or [None] * len(rows))):
+        opened = _open(Picture(png=png), method, f"picture {k + 1}", failures) if png else None
+        pieces = [(piece, origin if origin in COLOURS else "plain") for piece, origin in row]
+        found.append((None if opened is None else pictures.thumbnail(opened), pieces))
+    return found
+
+
+def provenance(methods: Sequence[Method]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(methods, its rows) for every different environment."""
+    found: dict[tuple, list[str]] = {}
+    for m in methods:
+        rows = tuple((str(k), str(v)) for k, v in (m.record.get("provenance") or {}).items())
+        found.setdefault(rows, []).append(str(m.number))
+    return [(", ".join(numbers), list(rows)) for rows, numbers in found.items()]

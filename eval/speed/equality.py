@@ -1,0 +1,207 @@
+"""Are accelerated and plain decoding equal? Three tiers, each for what it can prove.
+
+* Token-exact, float32: outputs are compared id by id, no exceptions (`tests/test_contract.py` does it for every family
+  and drafter).
+* Low precision: passes of different shape round differently, so near ties may fall either way. The same tokens are
+  fed one at a time and in draft-shaped passes; what the logits move by says which differences rounding explains. An
+  output that leaves the plain one is benign only where the margin it overturned is no larger than that.
+* Enumerated law: sampling with an exact rule has the target's law, which `tests/test_law.py` computes instead of
+  drawing from it.
+
+Targets and requests are handed in (`types.Target`, `types.Request`). Shapes: B rows, T tokens, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.loop.decode import retire
+from visspec.types import Draft, Outcome, Request, Sampling, Target, Tree
+
+LAW = "tests/test_law.py"  # where the law of every exact rule is enumerated
+SUSPECT = 16.0  # a gap of more than this many rounding steps of the largest logit is no rounding
+LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@torch.inference_mode()
+def forced_logits(
+    target: Target, request: Request, tokens: Sequence[Sequence[int]], shape: Tree | None = None
+) -> list[Tensor]:
+    """What a target says before each of some given tokens, (T_b, V) float32 on the CPU for every row, unwarped.
+
+    shape None feeds one token a pass. A tree (shared by all rows) makes passes of that shape: the tokens run along its
+    first longest path and are all kept; its other nodes repeat the token of their depth, and are dropped.
+    Raises ValueError for a row without tokens.
+    """
+    if not tokens or not all(tokens):
+        raise ValueError(f"tokens: got rows of {[len(t) for t in tokens]} tokens, expected at least 1 in each")
+    state, scores = target.prefill(replace(request, sampling=Sampling(), generators=None, stop=None, on_tokens=None))
+    device = state.pending.device
+    shape = trees.chain(0, str(device)) if shape is None else shape
+    depths = shape.depth[0].tolist()
+    spine = trees.paths(shape)[0][depths.index(shape.levels)].tolist()
+    found = [[scores.logits[b, -1].float().cpu()] for b in range(len(tokens))]
+    state.position = state.position + 1
+    while True:
+        state.finished |= {r for r in state.rows if len(found[r]) == len(tokens[r])}
+        retire(state, target, None)
+        if not state.live:
+            return [torch.stack(row) for row in found]
+        ahead = [tokens[r][len(found[r]) - 1 :] for r in state.rows]
+        nodes = [[row[min(d, len(row) - 1)] for d in depths] for row in ahead]
+        draft = Draft(torch.tensor(nodes, device=device), shape)
+        state.pending = draft.tokens[:, 0]
+        scores = target.verify(state, draft)
+        outcome = Outcome([], [])
+        for b, (r, row) in enumerate(zip(list(state.rows), ahead)):
+            path = spine[: len(row) - 1]
+            outcome.path.append(path)
+            outcome.tokens.append(list(row[1 : len(path) + 1]))
+            found[r] += scores.logits[b, path].float().cpu().unbind()
+            state.tokens[r] = list(tokens[r][: len(found[r])])
+        target.commit(state, draft, outcome)
+        state.position = state.position + torch.tensor([len(p) for p in outcome.path], device=device)
+
+
+@dataclass
+class Gap:
+    """How far two ways to compute the same logits are apart, over everything given to `add`."""
+
+    largest: float = 0.0  # |difference| of a logit
+    total: float = 0.0  # sum of |difference|
+    count: int = 0  # logits compared
+    shift: float = 0.0  # what a margin between two tokens can move by: largest minus smallest signed difference
+    scale: float = 0.0  # largest |logit|
+    positions: int = 0
+    flips: list[dict[str, Any]] = field(default_factory=list)  # positions whose best token differs
+
+    def add(self, one: Tensor, other: Tensor, **where: Any) -> None:
+        """Logits (T, V) of the same T positions. `where` goes into each flip's record."""
+        moved = torch.where(one.isfinite() & other.isfinite(), other - one, torch.zeros(()))
+        if len(moved) == 0:
+            return
+        self.largest = max(self.largest, float(moved.abs().max()))
+        self.total += float(moved.abs().sum(dtype=torch.float64))
+        self.count += moved.numel()
+        self.shift = max(self.shift, float((moved.amax(-1) - moved.amin(-1)).max()))
+        self.scale = max(self.scale, float(torch.where(one.isfinite(), one.abs(), 0.0).max()))
+        self.positions += len(one)
+        for t in (one.argmax(-1) != other.argmax(-1)).nonzero().flatten().tolist():
+            first, second = one[t].topk(2).values.tolist()
+            self.flips.append({**where, "index": t, "margin": first - second})
+
+    def in_eps(self, dtype: torch.dtype) -> float:
+        """The largest difference in rounding steps of the largest logit."""
+        return self.largest / (torch.finfo(dtype).eps * self.scale) if self.scale else 0.0
+
+
+def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token at which two outputs differ, a missing token included; None where they are equal."""
+    if list(plain) == list(other):
+        return None
+    shared = min(len(plain), len(other))
+    return next((t for t in range(shared) if plain[t] != other[t]), shared)
+
+
+def divergence(plain: Sequence[int], other: Sequence[int], law: Tensor, **where: Any) -> dict[str, Any] | None:
+    """The first divergence, and by how much the plain law (T, V) before that token preferred the plain token.
+
+    `margin` is None where one output merely ends before the other.
+    """
+    t = first_divergence(plain, other)
+    if t is None:
+        return None
+    ended = t >= min(len(plain), len(other))
+    return {**where, "index": t, "margin": None if ended else float(law[t, plain[t]] - law[t, other[t]])}
+
+
+class Tiers:
+    """Collects prompts, then says what their outputs prove: `add` outputs, `force` those to look into, `record`."""
+
+    def __init__(self, dtype: torch.dtype, greedy: bool = True):
+        self.dtype, self.greedy = dtype, greedy
+        self.gap, self.nodes = Gap(), set()
+        self.identical, self.compared, self.forced = 0, 0, 0
+        self.divergences: list[dict[str, Any]] = []
+
+    @property
+    def low(self) -> bool:
+        return self.dtype in LOW.values()
+
+    def add(self, plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> bool:
+        """Rows of one prompt's outputs. True when they differ."""
+        self.identical += [list(r) for r in plain] == [list(r) for r in other]
+        self.compared += 1
+        return [list(r) for r in plain] != [list(r) for r in other]
+
+    def force(
+        self, target: Target, request: Request, plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]],
+        shapes: Sequence[Tree], prompt: int,
+    ) -> None:  # fmt: skip
+        """Feed the plain output of a prompt again, one token at a time and in passes of each shape."""
+        laws = forced_logits(target, request, plain)
+        self.forced += 1
+        for shape in shapes:
+            self.nodes.add(shape.size)
+            for row, (law, moved) in enumerate(zip(laws, forced_logits(target, request, plain, shape))):
+                self.gap.add(law, moved, prompt=prompt, row=row, nodes=shape.size)
+        found = [divergence(p, o, law, prompt=prompt, row=r) for r, (p, o, law) in enumerate(zip(plain, other, laws))]
+        self.divergences += [entry for entry in found if entry is not None]
+
+    def record(self) -> dict[str, Any]:
+        """The `equality` object of a bench's JSON. `benign` is None for sampled outputs, which noise decides."""
+        gap, steps = self.gap, self.gap.in_eps(self.dtype)
+        suspect = steps > SUSPECT
+        for entry in self.divergences:
+            near = entry["margin"] is not None and entry["margin"] <= gap.shift
+            entry["benign"] = (near and self.low and not suspect) if self.greedy else None
+        differ = self.compared - self.identical
+        explained = bool(self.divergences) and all(e["benign"] for e in self.divergences)
+        benign = (differ == 0 or (self.greedy and explained)) and not (suspect and self.low)
+        measured = {
+            "prompts": self.forced, "positions": gap.positions, "nodes_per_pass": sorted(self.nodes),
+            "max": gap.largest, "mean": gap.total / max(gap.count, 1), "margin_shift": gap.shift, "in_eps": steps,
+            "suspect": suspect, "argmax_differs": len(gap.flips), "flips": gap.flips,
+        }  # fmt: skip
+        return {
+            "tier": "teacher-forced" if self.low else "token-exact",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "against": "plain",
+            "identical": self.identical,
+            "compared": self.compared,
+            "benign": benign if self.greedy or differ == 0 else None,
+            "gap": measured if self.forced else None,
+            "first_divergences": self.divergences,
+            "enumerated_law": LAW,
+        }
+
+
+def in_words(record: dict[str, Any]) -> str:
+    """The verdict of a record in a line."""
+    same = f"{record['identical']} of {record['compared']} prompts equal plain decoding in {record['dtype']}"
+    gap = record["gap"]
+    if gap is None:
+        return same
+    moved = (
+        f"{same}; same tokens fed in passes of {', '.join(map(str, gap['nodes_per_pass']))} nodes: logits move by "
+        f"{gap['max']:.2g} at most, {gap['mean']:.2g} on average, best token differs at {gap['argmax_differs']} of "
+        f"{gap['positions']} positions"
+    )
+    if gap["suspect"] and record["tier"] == "teacher-forced":
+        return f"{moved}; SUSPECT: {gap['in_eps']:.0f} rounding steps, more than rounding explains"
+    first = record["first_divergences"]
+    if not first:
+        return moved
+    if record["benign"] is None:
+        return f"{moved}; sampled outputs are not judged"
+    wrong = sum(not e["benign"] for e in first)
+    widest = max((e["margin"] for e in first if e["margin"] is not None), default=float("nan"))
+    verdict = "all near ties" if not wrong else f"NOT BENIGN: {wrong} of {len(first)} are no near ties"
+    reach = f"widest margin {widest:.2g}, rounding moves margins by up to {gap['margin_shift']:.2g}"
+    return f"{moved}; first divergences: {verdict} ({reach})"

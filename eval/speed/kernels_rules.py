@@ -1,0 +1,88 @@
+"""The rows of `bench kernels` on LANTERN's rules as the engine calls them, beside the kernel alone.
+
+`rule(draft, scores, noise)`: the softmax of the laws, the neighbours, the verdict with its next token, both meters. The
+eager form is the acceptance of the published code on the same laws, trees and uniforms, which has no meters
+(`kernels_loops.published_loop`). Codes of 8 features, as LlamaGen and Janus have them.
+N draft nodes, V vocabulary, K codes.
+"""
+
+from functools import partial
+
+import torch
+
+from visspec import tree as trees
+from visspec.accept import codebook
+from visspec.accept.rejection import SIBLINGS, toss
+from visspec.api import zoo
+from visspec.eval.speed.kernels_loops import LEVELS, published_loop, verification_case
+from visspec.types import Capabilities, Draft, Scores
+
+LEVELS_26 = (4, 8, 8, 3, 2)  # nodes per depth of the published tree of 26 nodes, root aside
+DRAWS = 40  # rounds with uniforms of their own
+RULES = (  # in the zoo's words, and whether drafts are drawn with a law
+    ("lantern:k=1000,delta=0.1", False),
+    ("lantern_plus:k=1000,lam=2.0", True),
+    ("lantern:k=1000,delta=0.1,compat=repository", False),
+    ("lantern_plus:k=1000,lam=2.0,compat=repository", True),
+)
+
+
+def drawn(tokens_BN, parent, p_NV, seed=1):
+    """Siblings drawn without replacement from laws near p: (tokens (1, N), q (1, N, V))."""
+    g, laws, tokens_BN = torch.Generator().manual_seed(seed), {}, tokens_BN.clone()
+    q_BNV = torch.zeros(1, *p_NV.shape)
+    for n in range(1, len(parent)):
+        above = parent[n]
+        if above not in laws:
+            laws[above] = (p_NV[above].log() + 0.7 * torch.randn(p_NV.shape[1], generator=g)).softmax(-1)
+        law_V = laws[above].clone()
+        law_V[[int(tokens_BN[0, m]) for m in range(1, n) if parent[m] == above]] = 0.0
+        q_BNV[0, n] = law_V / law_V.sum()
+        tokens_BN[0, n] = torch.multinomial(q_BNV[0, n], 1, generator=g)
+    return tokens_BN, q_BNV
+
+
+def compared(text, levels, samples, device="cpu", V=16384, features=8, draws=DRAWS):
+    """(a call of the rule, a call of the published loop), both with the index of the uniforms; one row."""
+    case = verification_case("cpu", levels, V, K=1, draws=1)
+    parent, p_NV, tokens_BN, q_BNV = case["parent"][0].tolist(), case["p"][0], case["tokens"], None
+    if samples:
+        tokens_BN, q_BNV = drawn(tokens_BN, parent, p_NV)
+    codes_KE = torch.nn.functional.normalize(
+        torch.randn(V, features, generator=torch.Generator().manual_seed(2)), dim=1
+    )
+    rule = zoo.acceptance(text)
+    rule.bind(Capabilities(vocab=V, codebook=codes_KE.to(device)))
+    tree = trees.static(tuple(parent), str(device))
+    scores = Scores(p_NV.log()[None].to(device))
+    draft = Draft(tokens_BN.to(device), tree, None if q_BNV is None else q_BNV.to(device))
+    noise = [rule.make_noise([torch.Generator(device).manual_seed(i)], V) for i in range(draws)]
+    windows = [n.window(tree.levels + 1) for n in noise]
+    coins = [toss(tree, w)[0].tolist() for w in windows]
+    table = codebook.neighbours(codes_KE.to(device), rule.k + 1, V).cpu().numpy()
+    q_NV, paths = None if draft.q is None else draft.q[0], case["paths"].to(device)
+    laws_PDV = scores.logits[0][paths]  # as published, beforehand
+    limit = {rule.bound: rule.value}
+
+    def ours(i):
+        return rule(draft, scores, noise[i % draws])
+
+    def theirs(i):
+        uniforms = (coins[i % draws], windows[i % draws][0, 0, SIBLINGS])
+        return published_loop(draft.tokens[0], paths, laws_PDV, q_NV, table, rule.k, *uniforms, **limit)
+
+    return ours, theirs
+
+
+def rule_jobs(device, job, V=16384):
+    """The rows; `job` makes one of (kernel, shape, dtype, build, bytes, against) and options."""
+    rows = []
+    for text, samples in RULES:
+        for levels in (LEVELS_26, LEVELS):
+            N, (name, _, _) = sum(levels) + 1, text.partition(":")
+            name = f"rule {name}" + (" published" if "compat" in text else "")
+            moved = 4 * V * (8 if samples else 4)  # the laws of some two nodes read and written, a draw; drafts too
+            build = partial(compared, text, levels, samples, device)
+            against = "the published loop, from warped logits on"
+            rows.append(job(name, f"{N}x{V} k=1000", "float32", build, moved, against, draws=DRAWS))
+    return rows

@@ -1,0 +1,277 @@
+"""What users type: `accelerate(model, drafter)` and `speculative(drafter)` for transformers' own `custom_generate`."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from visspec.api import requests, zoo
+from visspec.api.copies import Copied
+from visspec.loop.decode import decode
+from visspec.loop.guard import Guarded
+from visspec.loop.pace import Pace
+from visspec.loop.stats import Stats
+from visspec.models.targets.hf_decoder import HFDecoder, driven
+from visspec.types import Acceptance, Capabilities, Drafter, State
+
+OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_asked", "_made"})  # attributes of an Accelerated
+BUILDING = threading.RLock()  # two threads that find a model moved build one pairing
+
+
+def accelerate(
+    model: nn.Module,
+    drafter: str | Drafter | None = "ngram",
+    *,
+    acceptance: str | Acceptance = "exact",
+    levels: int | None = None,
+    adaptive: bool = True,
+    tokenizer: Any = None,
+    probe: bool = True,
+) -> Accelerated:
+    """Make a loaded transformers model generate several tokens a pass. The model itself is not changed.
+
+    drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None.
+    acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
+    levels: how deep to draft at most. adaptive: draft less, or not at all, where that is measured to be faster.
+    tokenizer: for `last_stats`, so that it can show text.
+    probe: run the model on a few tokens, once for its configuration, to see that drafts can be verified in it.
+    Raises ValueError in one sentence when the model can't be verified or the drafter was made for another target.
+    """
+    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe)
+
+
+def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculative:
+    """A callable for `model.generate(..., custom_generate=visspec.speculative(...))`. Options as in `accelerate`."""
+    return Speculative(drafter, options)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one call of `generate` gave: what it returns, the finished state, and the figures."""
+
+    output: Any
+    state: State
+    stats: Stats
+
+
+class Pairing(NamedTuple):
+    """A target, what drafts for it and what judges; checked and built once for a dtype and a device."""
+
+    target: Any
+    drafter: Any  # a `Guarded` one, an order of decoding, or None
+    name: str  # of the drafter
+    rule: Acceptance
+    pace: Pace | None  # None where images are not decoded in raster order
+
+
+class Accelerated(Copied):
+    """A model with a faster `generate`. Anything else is the model's own: attributes are passed through, and a method
+    that returns the model returns this instead (`fast.to("cuda").eval()` stays accelerated).
+
+    What is made of the model's weights (masks, tables, a drafter by name) is made again when dtype or device changed.
+    Threads may share one: `last_stats` and `last_state` are then those of whichever call ended last, and `run` returns
+    a call's own. Copying and pickling keep the model and what was asked of `accelerate`; figures and pace start anew.
+    """
+
+    def __init__(
+        self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True
+    ):
+        self.model, self.tokenizer = model, tokenizer
+        self._asked = (drafter, acceptance, levels, adaptive, probe)
+        self._made = (self._fits(), self._pair())
+        self.last_stats: Any = None  # a Stats after the first call
+        self.last_state: Any = None  # its finished State
+
+    @property
+    def pairing(self) -> Pairing:
+        """The present one. A call takes it once, whatever other threads do to the model meanwhile."""
+        fits, pairing = self._made
+        if fits == (now := self._fits()):
+            return pairing
+        with BUILDING:
+            if self._made[0] != now:
+                self._made = (now, self._pair())
+            return self._made[1]
+
+    @property
+    def target(self) -> HFDecoder:
+        return self.pairing.target
+
+    @property
+    def drafter(self) -> Guarded | None:
+        return self.pairing.drafter
+
+    @property
+    def name(self) -> str:
+        return self.pairing.name
+
+    @property
+    def rule(self) -> Acceptance:
+        return self.pairing.rule
+
+    @property
+    def pace(self) -> Pace:
+        return self.pairing.pace
+
+    def _fits(self) -> tuple:
+        """What a pairing was built for: dtype, device and attention of the model, and of a smaller one that drafts."""
+        models = (m for m in (self.model, self._asked[0]) if hasattr(m, "dtype") and hasattr(m, "device"))
+        attention = "_attn_implementation"
+        return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
+
+    def _pair(self) -> Pairing:
+        drafter, acceptance, levels, adaptive, probe = self._asked
+        model = driven(self.model)
+        with torch.inference_mode(False), torch.no_grad():  # whoever asks first must not forbid later training
+            inner, name = zoo.drafter(drafter, model)
+            if hasattr(inner, "attach"):
+                inner.attach(model)
+            needs = inner.needs if inner is not None else frozenset()
+            layers = getattr(inner, "feature_layers", ()) if "features" in needs else ()
+            target = HFDecoder(model, tuple(layers), embeddings="embeddings" in needs, check=probe)
+            rule = own_rule(acceptance)
+            check_pairing(inner, rule, target.capabilities)
+            guarded = None
+            if inner is not None:
+                chains = bool(getattr(rule, "chains", False))
+                guarded = Guarded(inner, target.capabilities, target.device, chains)
+        return Pairing(target, guarded, name, rule, Pace(levels or getattr(inner, "levels", 8), adaptive))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "model" not in self.__dict__:  # copying and pickling ask an object without contents
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(self.model, name)
+        return self._returned(found) if getattr(found, "__self__", None) is self.model else found
+
+    def _returned(self, method: Callable) -> Callable:
+        @wraps(method)
+        def call(*args, **kwargs):
+            result = method(*args, **kwargs)
+            return self if result is self.model else result
+
+        return call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OWN or hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "asked": self._asked, "tokenizer": self.tokenizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        *asked, probe = state["asked"]
+        self.__init__(state["model"], *asked, state["tokenizer"], probe)
+
+    def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
+        """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`
+        makes sampling repeatable without touching the global state; without them torch's global seed decides.
+        """
+        return self.run(*args, streamer=streamer, generator=generator, seed=seed, **kwargs).output
+
+    def run(self, *args, streamer=None, generator=None, seed=None, **kwargs) -> Result:
+        """`generate`, its return value together with the finished state and the figures of this very call."""
+        kwargs = requests.named(self.model.generate, args, kwargs)
+        streamer = kwargs.pop("streamer", streamer)
+        requests.check(kwargs)
+        kwargs.pop("custom_generate", None)
+        requests.check_seeds(generator, seed)
+        requests.adopt_stop_strings(kwargs)
+        media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
+        call = _Run(self.pairing, self.tokenizer, streamer, generator, seed, media)
+        output = self.model.generate(**kwargs, custom_generate=call)
+        self.last_state, self.last_stats = call.state, call.stats
+        return Result(output, call.state, call.stats)
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+class _Run:
+    """One call of generate: transformers prepares everything, then calls this instead of its own loop. The finished
+    state and its figures stay here.
+    """
+
+    def __init__(self, pairing: Pairing, tokenizer=None, streamer=None, generator=None, seed=None, media=None):
+        self.pairing, self.tokenizer, self.streamer = pairing, tokenizer, streamer
+        self.generator, self.seed, self.media = generator, seed, media or {}
+        self.state: Any = None
+        self.stats: Any = None
+
+    def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        target, drafter, name, rule, pace = self.pairing
+        if model is not target.model:
+            raise ValueError(f"model: got a call of {type(model).__name__}, expected {type(target.model).__name__}")
+        request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        request.media, request.copies = self.media, generation_config.num_return_sequences or 1
+        if not request.sampling.greedy:
+            request.generators = requests.generators(self.generator, self.seed, input_ids)
+        if self.streamer is not None:
+            request.on_tokens = requests.streaming(self.streamer, input_ids)
+            self.streamer.put(input_ids.cpu())  # generate shows the prompt to a streamer it knows; not to this one
+        self.state = decode(target, drafter, rule, request, pace)
+        if drafter is not None:
+            drafter.finish(self.state)
+        if self.streamer is not None:
+            self.streamer.end()
+        self.stats = Stats.of(self.state, name, rule, self.tokenizer)
+        return requests.package(self.state, input_ids, generation_config)
+
+
+class Speculative:
+    """The same as transformers' hook: `model.generate(..., custom_generate=speculative("ngram"))`.
+
+    transformers drops `streamer` and `tokenizer` for hooks: pass `tok_streamer`, `generator` or `seed` to generate.
+    """
+
+    def __init__(self, drafter, options: dict[str, Any]):
+        self.drafter, self.options = drafter, options
+        self.fast: Accelerated | None = None  # of the model that asked last
+        self.last_stats: Stats | None = None
+
+    def __call__(
+        self, model, input_ids, logits_processor, stopping_criteria, generation_config,
+        tok_streamer=None, generator=None, seed=None, **model_kwargs,
+    ):  # fmt: skip
+        requests.check_seeds(generator, seed)
+        fast = self.fast
+        if fast is None or fast.target.model is not model:
+            fast = self.fast = accelerate(model, self.drafter, **self.options)
+        call = _Run(fast.pairing, fast.tokenizer, tok_streamer, generator, seed)
+        output = call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        self.last_stats = call.stats
+        return output
+
+
+def own_rule(acceptance: str | Acceptance) -> Any:
+    """A rule by name, or a copy of one: it will be bound to one target, and its owner may pair it with others."""
+    return zoo.acceptance(acceptance) if isinstance(acceptance, str) else copy.copy(acceptance)
+
+
+def check_pairing(drafter: Drafter | None, rule: Acceptance, capabilities: Capabilities) -> None:
+    """Once, when they are built: can this rule judge this drafter's drafts, and is the target what it needs?"""
+    if drafter is not None and not hasattr(drafter, "propose"):
+        raise ValueError(f"drafter: got {type(drafter).__name__}, expected one that proposes tokens")
+    if hasattr(rule, "bind"):
+        rule.bind(capabilities)
+    if getattr(rule, "chains", False) and getattr(drafter, "trees", False):
+        raise ValueError(
+            f"drafter: {type(drafter).__name__} drafts trees, expected chains for the rule {type(rule).__name__}"
+        )
+    sampled = bool(getattr(drafter, "samples", False))
+    if "q" in rule.needs and drafter is not None and not sampled:
+        raise ValueError(
+            f"acceptance: {type(rule).__name__} needs sampled drafts, got {type(drafter).__name__} of point masses"
+        )
+    if sampled and "q" not in rule.takes:
+        raise ValueError(
+            f"drafter: {type(drafter).__name__} samples, expected point masses for the rule {type(rule).__name__}"
+        )

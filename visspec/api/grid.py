@@ -1,0 +1,51 @@
+"""Pictures of results: images side by side with captions, and maps of where each token came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageColor, ImageDraw, ImageFont
+
+from visspec.loop.stats import COLOURS
+
+MARGIN = 8
+
+
+def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: int | None = None) -> Image.Image:
+    """Images of one size in rows, each caption below its image, wrapped. Without `columns` about square."""
+    if not images:
+        raise ValueError("images: got none, expected at least one")
+    columns = columns or max(1, round(len(images) ** 0.5))
+    width, height = images[0].size
+    font = ImageFont.load_default(max(9, width // 9))
+    lines = [wrapped(text, font, width) for text in captions]
+    line = sum(font.getmetrics())
+    below = max(map(len, lines), default=0) * line
+    rows = -(-len(images) // columns)
+    sheet = Image.new("RGB", (columns * (width + MARGIN) + MARGIN, rows * (height + below + MARGIN) + MARGIN), "white")
+    pen = ImageDraw.Draw(sheet)
+    for i, image in enumerate(images):
+        x, y = MARGIN + (i % columns) * (width + MARGIN), MARGIN + (i // columns) * (height + below + MARGIN)
+        sheet.paste(image.convert("RGB"), (x, y))
+        for n, text in enumerate(lines[i] if i < len(lines) else ()):
+            pen.text((x, y + height + n * line), text, fill="black", font=font)
+    return sheet
+
+
+def wrapped(text: str, font, width: int) -> list[str]:
+    """Words in lines of at most `width` pixels; a longer word stands alone."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and font.getlength(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+def origin_image(origins: np.ndarray, side: int) -> Image.Image:
+    """A map of token origins (rows, columns; indices into the keys of `stats.COLOURS`) as an image of `side` pixels."""
+    palette = np.array([ImageColor.getrgb(colour) for colour in COLOURS.values()], np.uint8)
+    return Image.fromarray(palette[origins]).resize((side, side), Image.Resampling.NEAREST)

@@ -1,0 +1,82 @@
+"""Loading what the command line works on: models and their processors, by shipped name, folder or hub id."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visspec import checkpoint
+from visspec.api import zoo
+
+
+def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code: bool = False):
+    """(model, processor), ready for `accelerate`. `spec` None is the embedded captioner; else a folder or a hub id.
+
+    Safetensors only; remote code only when asked for. Raises ValueError in one sentence when the checkpoint has
+    pickled weights, missing, extra or mis-shaped tensors, or files outside its folder.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    return _load(spec or "captioner", AutoModelForImageTextToText, device, dtype, trust_remote_code)
+
+
+def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code=False):
+    """(model, processor) of an image generator, for `ImagePipeline`. None is the embedded painter; else as `load`."""
+    import transformers
+
+    where = str(spec or "painter")
+    folder = zoo.located(where)
+    named = checkpoint.read_json(folder, "config.json").get("architectures") if folder.is_dir() else None
+    kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
+    return _load(where, kind, device, dtype, trust_remote_code)
+
+
+def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: bool):
+    from safetensors import SafetensorError
+    from transformers import AutoProcessor
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+    shipped = zoo.located(where)
+    where = str(shipped) if shipped.is_relative_to(zoo.CHECKPOINTS) else where  # a hub id stays as it was written
+    local = Path(where).exists() or where.startswith((".", "/"))
+    if local:
+        checkpoint.check_folder(where)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
+    _check_device(device)
+    precision = torch.float32 if device == "cpu" and dtype == "auto" else dtype
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what transformers would report of the tensors is said below, in one sentence
+    try:
+        model, info = kind.from_pretrained(
+            where, dtype=precision, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (RuntimeError, OSError, KeyError, SafetensorError) as error:
+        raise ValueError(f"model: {where} could not be loaded, {_first_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            name = sorted(map(str, info[what]))[0]
+            raise ValueError(
+                f"model: {where} has {what.replace('_', ' ')} ({name}), expected exactly the model's tensors"
+            )
+    return model.to(device).eval(), AutoProcessor.from_pretrained(where, **options)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device: got {device!r}, expected one that this torch can use ({_first_line(error)})"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

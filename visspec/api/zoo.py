@@ -1,0 +1,201 @@
+"""The one table of names: drafters, acceptance rules, shipped checkpoints. Lazy: imports nothing before its use."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from visspec.checkpoint import read_json
+
+ACCEPTANCE = {
+    "exact": ("visspec.accept.exact:Exact", "greedy and sampling, chains and trees; token-identical to plain decoding"),
+    "rejection": (
+        "visspec.accept.rejection:Rejection",
+        "exact, with coins of its own: for drafts sampled from a reported law",
+    ),
+    "typical": ("visspec.accept.typical:Typical", "keeps what the target finds plausible; drift is measured"),
+    "lantern": ("visspec.accept.lantern:Lantern", "image codes borrow up to delta from k codebook neighbours"),
+    "lantern_plus": ("visspec.accept.lantern:LanternPlus", "the same, up to lam times a code's own probability"),
+    "grouped": ("visspec.accept.grouped:Grouped", "image codes judged by their group: ranks of p, or clusters"),
+    "cool": ("visspec.accept.cool:Cool", "ratios loosened by a factor that decays with depth"),
+    "run_product": (
+        "visspec.accept.run_product:RunProduct",
+        "confident runs of a chain judged by one product of ratios",
+    ),
+    "local": ("visspec.accept.local:Local", "drafted images judged place by place; rejected islands are drawn again"),
+}
+DRAFTERS = {
+    "none": (None, "plain decoding in our loop"),
+    "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
+    "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
+    "lowres": ("visspec.models.drafters.lowres:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
+    "zipar": (
+        "visspec.loop.wavefront:ZipAR",
+        "images: an order, not a drafter; a row starts `window` codes after the last",
+    ),
+    "vispec": (
+        "visspec.models.drafters.eagle:FeatureDrafter",
+        "drafts on the embedded captioner's own features; shipped, other targets train theirs",
+    ),
+    "painter-eagle": (
+        "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
+        "images: drafts on the embedded painter's own features; tree=chain, dynamic or static; shipped",
+    ),
+}
+PRESETS = {  # of image generation: drafter, rule, where it is from; docs/presets.md compares them
+    "plain": ("none", "exact", "no drafting, in our loop"),
+    "gumbel": ("jacobi:window=12", "exact", "Jacobi windows coupled to the target's own noise; token-identical"),
+    "coupled": ("jacobi:redraw=maximal,window=16", "rejection", "SCD: Jacobi windows, maximal coupling"),
+    "sjd-pac": ("jacobi:redraw=maximal,window=16,branch=3", "rejection", "SJD-PAC (CVPR 2026): the same, a tree first"),
+    "sjd": ("jacobi:redraw=independent,start=random,window=16", "rejection", "SJD (ICLR 2025)"),
+    "gsd": ("jacobi:redraw=independent,start=random,window=16", "grouped:group=14", "GSD (ICCV 2025)"),
+    "sjd-sv": ("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),
+    "drafter": ("painter-eagle:levels=8", "exact", "the trained drafter, chains coupled to the target's own noise"),
+    "naive": ("painter-eagle:tree=dynamic", "rejection", "EAGLE-2 trees, exact rejection"),
+    "lantern": ("painter-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),
+    "lantern++": ("painter-eagle:tree=static", "lantern_plus:k=10,lam=2.0", "LANTERN++ (ICLR-W 2025)"),
+    "cool": ("painter-eagle", "cool:omega=1.1,nu=0.7", "COOL-SD (AAAI 2026)"),
+    "mulo": ("lowres:upsample=painter-upsampler", "local:tau=0.05,k=8,radius=1,window=2", "MuLo-SD (CVPR 2026)"),
+    "zipar": ("zipar:window=4", "exact", "ZipAR (ICML 2025)"),
+    "coupled-lantern": (
+        "jacobi:redraw=maximal,window=16",
+        "lantern:k=20,delta=0.05",
+        "LANTERN on Jacobi windows",
+    ),
+}
+SHIPPED = {  # drafter: its checkpoint, and the checkpoint of its target
+    "vispec": ("captioner-vispec", "captioner"),
+    "painter-eagle": ("painter-eagle", "painter"),
+}
+KINDS = {"image_drafter": "painter-eagle"}  # kind of a drafter checkpoint: the drafter that reads it; else vispec
+VALUES = {  # of options, by the annotation of a constructor's argument: types and words
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a finite number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a name"),
+}
+NOT_ARCHITECTURE = {
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "_name_or_path",
+    "attn_implementation",
+} | {f"{kind}_token_id" for kind in ("pad", "bos", "eos")}
+CHECKPOINTS = Path(next(iter(importlib.import_module("visspec.models.zoo").__path__)))
+
+
+def load(reference: str) -> Any:
+    """The object behind "module:name"."""
+    module, name = reference.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def located(name: str) -> Path:
+    """The folder of a shipped checkpoint by its name; any other name is a path."""
+    shipped = CHECKPOINTS / name
+    return shipped if "/" not in name and (shipped / "config.json").is_file() else Path(name)
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """ "lantern:k=100,delta=0.1" -> ("lantern", {"k": 100, "delta": 0.1}). Numbers become numbers."""
+    name, _, tail = text.partition(":")
+    options: dict[str, Any] = {}
+    for item in filter(None, tail.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{name}: got option {item!r}, expected key=value")
+        options[key] = _number(value)
+    return name, options
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: Callable | None = None) -> Any:
+    """`kind(**options)`, or `start(**options)` where that builds one. Raises ValueError for an option it does not take
+    and for a value that is not what the constructor's annotation says.
+    """
+    for option, value in options.items():
+        parameter = signature(kind).parameters.get(option)
+        annotated = str(parameter.annotation).removesuffix(" | None") if parameter else ""
+        types, words = VALUES.get(annotated, (object, "a finite number"))
+        wrong = not isinstance(value, types) or (isinstance(value, bool) and annotated in ("int", "float"))
+        if wrong or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{option}: got {value}, expected {words}")
+    try:
+        return (start or kind)(**options)
+    except TypeError as error:
+        raise ValueError(f"{what}: {name} does not take {options}, {error}") from None
+
+
+def _pick(table: dict, what: str, name: str):
+    if name not in table:
+        raise ValueError(f"{what}: got {name!r}, expected one of {', '.join(table)}")
+    return table[name]
+
+
+def acceptance(text: str) -> Any:
+    """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
+    name, options = parse(text)
+    reference, _ = _pick(ACCEPTANCE, "acceptance", name)
+    return make("acceptance", name, load(reference), options)
+
+
+def preset(name: str) -> tuple[str, str]:
+    """Drafter and rule of a preset of image generation. Raises ValueError for an unknown name."""
+    return _pick(PRESETS, "preset", name)[:2]
+
+
+def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
+    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`."""
+    if spec is None or spec == "none":
+        return None, "none"
+    if isinstance(spec, nn.Module) and not hasattr(spec, "propose"):
+        return load("visspec.models.drafters.small_model:SmallModel")(spec, model), type(spec).__name__
+    if not isinstance(spec, (str, Path)):
+        return spec, type(spec).__name__
+    if str(spec).partition(":")[0] not in DRAFTERS and Path(spec).is_dir():
+        return _from_folder(Path(spec), model, {}), Path(spec).name
+    name, options = parse(str(spec))
+    if name in SHIPPED:
+        folder, target = (CHECKPOINTS / part for part in SHIPPED[name])
+        _check_same_model(name, target, model)
+        return _from_folder(folder, model, options), name
+    if name in DRAFTERS:
+        return make("drafter", name, load(DRAFTERS[name][0]), options), name
+    raise ValueError(f"drafter: got {str(spec)!r}, expected one of {', '.join(DRAFTERS)} or a checkpoint folder")
+
+
+def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
+    """A drafter from a checkpoint folder; its options are those of its class."""
+    written = read_json(folder, "config.json").get("kind")
+    reference, _ = DRAFTERS[KINDS.get(str(written), "vispec")]
+    kind = load(reference)
+    return make("drafter", folder.name, kind, options, partial(kind.from_pretrained, folder, model))
+
+
+def _check_same_model(name: str, folder: Path, model: nn.Module) -> None:
+    """Refuse a model whose configuration is not that of a shipped checkpoint, entry by entry of its architecture."""
+    for part in ("", "text_config", "vision_config"):
+        wanted, found = read_json(folder, "config.json"), model.config.to_dict()
+        if part:
+            wanted, found = wanted.get(part) or {}, found.get(part) or {}
+        for key, value in wanted.items():
+            architecture = isinstance(value, (int, str)) and key not in NOT_ARCHITECTURE
+            if architecture and found.get(key) != value:
+                where = f"{part}.{key}" if part else key
+                raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found.get(key)!r}")

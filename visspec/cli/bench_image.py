@@ -1,0 +1,347 @@
+"""`visspec bench image`: ways to draw against stock generate, in the field's table: passes, time, quality, drift.
+
+Speed: arms interleaved prompt by prompt, pixels included. Quality: the suite's prompts drawn by each method with the
+same seeds, judged by the shape world's detector, and a Frechet distance against renders. A method is "drafter/rule".
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from visspec.api import zoo
+from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
+from visspec.checkpoint import read_json
+from visspec.cli.bench_caption import promises_tokens
+from visspec.cli.generate import save
+from visspec.eval.metrics import fid, geneval, intervals, references
+from visspec.eval.metrics.features import RandomConv
+from visspec.eval.metrics.images import open_image
+from visspec.eval.report.images import small_png
+from visspec.eval.report.records import Picture
+from visspec.eval.speed import paired as speed
+from visspec.eval.speed.paired import Run
+from visspec.eval.world.render import render
+from visspec.eval.world.suite import free_scene, suite
+from visspec.files import write_json
+from visspec.loop.stats import acceptance_by_depth, by_depth
+from visspec.provenance import provenance
+from visspec.types import Sampling
+
+CACHES = ("static", "dynamic")  # stock generate gets the faster of these
+REFERENCES = 4  # renders of each prompt that the distance is taken to
+SPEED = ("method", "NFE", "fewer by", "ms / NFE", "over stock", "95 %")
+QUALITY = ("method", "GenEval", "FD", "drift / token", "displacement", "guarantee")
+HEADS = SPEED + QUALITY[1:]
+LEFT = ("method", "guarantee")
+SHOWN = 8  # images a method keeps in the record
+REFERENCE_SEED = 20261121
+
+
+def run(arguments) -> dict[str, Any]:
+    """The command: returns the JSON object, one row a method."""
+    methods = dict(chosen(m) for m in arguments.method or zoo.PRESETS)
+    pipe = ImagePipeline.from_pretrained(
+        arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
+    )
+    if arguments.quality and pipe.family.no_pixels:
+        raise ValueError(f"--quality: got {arguments.quality}, expected 0: {pipe.family.no_pixels}")
+    pipe.set_progress_bar_config(disable=True)
+    options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
+    record = bench(
+        pipe, [p["prompt"] for p in spread(arguments.prompts)], methods, options, arguments.seed, arguments.batch_size
+    )
+    if arguments.quality:
+        home = arguments.json.resolve().parent if arguments.json else None
+        judge(pipe, record, methods, options, arguments.quality, arguments.seed, arguments.images, home)
+    return record
+
+
+def spread(count: int) -> list[dict]:
+    """`count` prompts from all over the suite."""
+    return suite()[:: max(1, len(suite()) // count)][:count]
+
+
+def chosen(method: str) -> tuple[str, str]:
+    """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"."""
+    name, equals, pair = method.partition("=")
+    if not equals:
+        return name, "/".join(zoo.preset(name))
+    if "/" not in pair:
+        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance")
+    return name, pair
+
+
+class StockArm:
+    """The model's own generate, then its own pixel decoder where it has one."""
+
+    def __init__(self, pipe: ImagePipeline, sampling: Sampling, seed: int, cache: str):
+        self.family, self.sampling, self.seed, self.cache = pipe.family, sampling, seed, cache
+
+    def __call__(self, prompt: tuple[int, list[str]]) -> Run:
+        index, texts = prompt
+        torch.manual_seed(self.seed + index)
+        layout = self.family.layout()
+        start = time.perf_counter()
+        tokens = self.family.stock(texts, self.sampling, layout, cache_implementation=self.cache)
+        if not self.family.no_pixels:
+            with torch.inference_mode():
+                self.family.pixels(tokens[:, layout.free], layout)
+        return Run(time.perf_counter() - start, tokens[:, layout.free].tolist())
+
+
+class OurArm:
+    """The pipeline with one method."""
+
+    def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
+        self.pipe, self.seed, self.options = pipe, seed, options
+        self.drafter, self.acceptance = method.split("/", 1)
+        pairing = pipe.pairing(self.drafter, self.acceptance)  # what can't be is refused here
+        self.rule, self.whole, self.greedy = pairing.rule, pairing.pace is None, sampling.greedy
+        self.output_type = "latent" if pipe.family.no_pixels else "pil"
+        self.outputs: list[ImageOutput] = []
+        self.displacement: list[float] = []
+
+    def __call__(self, prompt: tuple[int, list[str]]) -> Run:
+        index, texts = prompt
+        seeds = [1000 * (self.seed + index) + row for row in range(len(texts))]
+        start = time.perf_counter()
+        out = self.pipe(
+            texts, seed=seeds, batch_size=len(texts), drafter=self.drafter, acceptance=self.acceptance,
+            output_type=self.output_type, **self.options,
+        )  # fmt: skip
+        seconds = time.perf_counter() - start
+        self.outputs.append(out)
+        stats, trace = out.stats[0], out.traces[0]
+        if stats.displacement_per_token is not None:
+            self.displacement.append(stats.displacement_per_token)
+        stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
+        tokens = [t.tolist() for t in out.tokens]
+        return Run(seconds, tokens, trace.times["prefill"], stages, list(trace.rounds), stats.drift_per_token)
+
+
+def bench(
+    pipe: ImagePipeline, texts: Sequence[str], methods: dict[str, str], options: dict[str, Any], seed: int = 0,
+    batch_size: int = 1, warmup: int = 2,
+) -> dict[str, Any]:  # fmt: skip
+    """Speed of every method against the stock generate at its better cache, and against our plain loop.
+
+    Where the stock class draws no images, `stock` of the record is None and the plain loop is the only baseline.
+    """
+    groups = [list(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
+    prompts = list(enumerate(groups))
+    sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
+    ours = {name: OurArm(pipe, method, options, seed, sampling) for name, method in methods.items()}
+    ours = ({} if "plain" in ours else {"plain": OurArm(pipe, "none/exact", options, seed, sampling)}) | ours
+    caches = [StockArm(pipe, sampling, seed, cache) for cache in CACHES]
+    try:
+        stock = speed.fastest(caches, prompts[: max(1, warmup)])
+    except NotImplementedError:
+        stock = None
+    arms: dict[str, Any] = ({} if stock is None else {"stock": stock}) | ours
+    runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench image", leave=False))
+    if not runs["plain"]:
+        raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
+    rows = [row(name, arm, runs) for name, arm in ours.items()]
+    return {
+        "bench": "image", "target": getattr(pipe.model.config, "_name_or_path", ""), "rows": rows,
+        "n_prompts": len(texts), "batch_size": batch_size, "seed": seed, "failures": failures,
+        "stock": None if stock is None else {
+            "cache": stock.cache, "seconds_per_image": sum(r.seconds for r in runs["stock"]) / max(len(texts), 1),
+            "nfe": pipe.family.layout().positions,
+        },
+        "guidance_scale": sampling.guidance, "temperature": sampling.temperature,
+        "provenance": provenance(pipe.model, seed=seed),
+    }  # fmt: skip
+
+
+def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """One method's line of the table."""
+    found, plain = runs[name], runs["plain"]
+    against = speed.compare(runs.get("stock", plain), found)
+    passes = speed.tau(found)
+    maps = [accepted(m, arm.whole) for out in arm.outputs[-len(found) :] for m in out.maps]
+    share, tried = mean_map(maps)
+    same = speed.compare(plain, found)
+    guarantee = arm.outputs[-1].stats[0].guarantee
+    reach = [entry for run in found for entry in run.rounds]
+    return {
+        "name": name, "drafter": arm.drafter, "acceptance": arm.acceptance,
+        "guarantee": guarantee, "promises_tokens": promises_tokens(arm.rule, arm.greedy),
+        "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
+        **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
+        "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
+        "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"],
+        "acceptance_by_depth": acceptance_by_depth(reach), "reached_by_depth": [n for n in by_depth(reach)[0] if n],
+        "acceptance_map": share, "acceptance_map_n": tried,
+        "drift_per_token": sum(r.drift for r in found) / max(len(found), 1),
+        "latent_displacement": float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None,
+        "time_s": {k: sum(r.stages.get(k, 0.0) for r in found) for k in sorted({k for r in found for k in r.stages})},
+        **{k: v for k, v in speed.ideal(plain, found).items() if k != "gap"},
+    }  # fmt: skip
+
+
+def accepted(origins: np.ndarray, whole: bool) -> np.ndarray | None:
+    """(rows, columns) float: 1 where a drafted code stayed, 0 where the target put another in its place, NaN where
+    nothing was drafted; None for an image without drafts. `whole`: all of it was drafted at once, or nothing.
+    """
+    stayed = origins == ORIGINS.index("drafted")
+    replaced = ~stayed if whole else origins == ORIGINS.index("corrected")
+    if not stayed.any() and (whole or not replaced.any()):
+        return None
+    return np.where(stayed, 1.0, np.where(replaced, 0.0, np.nan))
+
+
+def mean_map(maps: Sequence[np.ndarray | None]) -> tuple[list | None, list | None]:
+    """Mean over images and how many it is of, place by place; None where no image had a draft."""
+    drafted = [m for m in maps if m is not None]
+    if not drafted:
+        return None, None
+    stack = np.stack(drafted)
+    count = (~np.isnan(stack)).sum(axis=0)
+    mean = np.nansum(stack, axis=0) / np.maximum(count, 1)
+    return numbers(np.where(count > 0, mean, np.nan)), count.tolist()
+
+
+def numbers(grid: np.ndarray) -> list[list[float | None]]:
+    """As JSON has it: null for NaN."""
+    return [[None if math.isnan(value) else round(value, 4) for value in row] for row in grid.tolist()]
+
+
+def judge(
+    pipe: ImagePipeline, record: dict[str, Any], methods: dict[str, str], options: dict[str, Any], count: int,
+    seed: int, folder: Path | None, home: Path | None = None,
+) -> None:  # fmt: skip
+    """Draw `count` prompts of the suite with every method and add GenEval, strict and FD to the rows, in place.
+
+    Images already in the folder are kept: a killed run goes on where it was. The record names those inside `home`, its
+    own folder, by path; reports open nothing else, so of others it holds thumbnails.
+    """
+    prompts = spread(count)
+    extractor = RandomConv()
+    rng = np.random.default_rng(REFERENCE_SEED)
+    renders = [render(free_scene(p, rng), pipe.family.pixel_side) for p in suite() for _ in range(REFERENCES)]
+    reference = references.from_features(features(extractor, renders), extractor)
+    with tempfile.TemporaryDirectory() as spare:
+        for line in record["rows"]:
+            root = Path(folder or spare) / line["name"]
+            drawn = draw(pipe, methods.get(line["name"], "none/exact"), prompts, options, seed, root)
+            report = geneval.evaluate(root, root.with_suffix(".jsonl"))
+            distance = fid.from_folder(root, reference, extractor)
+            line |= scores(report.summary)
+            line |= {"right": report.summary["correct_images"], "quality_n": len(prompts), "fd": distance.value}
+            line |= {"fd_name": distance.name, "fd_noise_floor": distance.noise_floor_here}
+            judged = {r["filename"]: {"correct": r["correct"], "reason": r["reason"]} for r in report.rows}
+            line["images"] = [
+                shown(path, replace(picture, verdict=judged[str(path.relative_to(root))]), home).entry()
+                for path, picture in drawn[:SHOWN]
+            ]
+
+
+def scores(summary: dict[str, Any]) -> dict[str, Any]:
+    """GenEval and strict with their intervals; None for a strict that the detector can't say."""
+    tasks = summary["tasks"].values()
+    right = [(task["correct"], task["images"]) for task in tasks]
+    found = {"geneval": summary["overall"], "geneval_ci95": intervals.of_mean_share(right)}
+    if summary["strict"] is None:
+        return found | {"strict": None, "strict_ci95": None}
+    exactly = [(task["strict"] * task["images"], task["images"]) for task in tasks]
+    return found | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
+
+
+def shown(path: Path, picture: Picture, home: Path | None) -> Picture:
+    """A picture as the record holds it, with the map of its tokens where that was kept beside it."""
+    sidecar = path.with_suffix(".json")
+    if sidecar.is_file():
+        picture = replace(picture, acceptance=read_json(sidecar.parent, sidecar.name).get("acceptance"))
+    if home is not None and path.resolve().is_relative_to(home):
+        return replace(picture, path=str(path.resolve().relative_to(home)))
+    return replace(picture, png=small_png(open_image(path)))
+
+
+def draw(
+    pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path
+) -> list[tuple[Path, Picture]]:
+    """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`. Beside
+    each is a JSON file with the map of its tokens.
+    """
+    drafter, acceptance = method.split("/", 1)
+    whole = pipe.pairing(drafter, acceptance).pace is None
+    entries = []
+    for i, prompt in enumerate(prompts):
+        path = geneval.write_prompt(root, i, prompt) / "0000.png"
+        entries.append((path, Picture(prompt["prompt"], seed + i)))
+    missing = [entry for entry in entries if not entry[0].exists()]
+    for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
+        group = missing[start : start + 16]
+        out = pipe(
+            [picture.prompt for _, picture in group], seed=[picture.seed for _, picture in group], batch_size=16,
+            drafter=drafter, acceptance=acceptance, **options,
+        )  # fmt: skip
+        for (path, _), image, origins in zip(group, out.images, out.maps):
+            grid = accepted(origins, whole)
+            write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})
+            save(image, path)  # last: what is there is whole
+    return entries
+
+
+def features(extractor: RandomConv, images: Sequence[np.ndarray]) -> torch.Tensor:
+    """(n, d) features of uint8 (H, W, 3) arrays, 32 at a time."""
+    stack = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+    return torch.cat([extractor(part) for part in stack.split(32)])
+
+
+def tables(record: dict[str, Any], width: int) -> list:
+    """The rich table of a record, or one of speed and one of quality where it does not fit into `width` columns."""
+    from rich.console import Console
+
+    whole = table(record)
+    if Console(width=10 * width).measure(whole).maximum <= width:
+        return [whole]
+    return [table(record, SPEED), table(record, QUALITY)]
+
+
+def table(record: dict[str, Any], heads: Sequence[str] = HEADS):
+    """A rich table of a record: the field's own columns, those that are named."""
+    from rich.table import Table
+
+    title = f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
+    if stock := record["stock"]:
+        title += f", stock with its {stock['cache']} cache"
+    view = Table(title=title)
+    for head in heads:
+        said = "over plain" if head == "over stock" and not record["stock"] else head.replace(" / ", " /\n")
+        view.add_column(said, justify="left" if head in LEFT else "right", no_wrap=head != "guarantee")
+    for cells in _lines(record):
+        view.add_row(*(cells.get(head, "") for head in heads))
+    return view
+
+
+def _lines(record: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """The cells of each line of a record, by head; the stock class comes first."""
+    if stock := record["stock"]:
+        per = 1e3 * stock["seconds_per_image"] / stock["nfe"]
+        yield {
+            "method": "stock", "NFE": str(stock["nfe"]), "ms / NFE": f"{per:.1f}", "over stock": "1",
+            "guarantee": "the model's own",
+        }  # fmt: skip
+    for line in record["rows"]:
+        low, high = line["speedup_ci95"]
+        far = line["latent_displacement"]
+        yield {
+            "method": line["name"], "NFE": f"{line['nfe']:.1f}", "fewer by": f"{line['nfe_reduction']:.2f}",
+            "ms / NFE": f"{line['ms_per_nfe']:.1f}", "over stock": f"{line['speedup']:.2f}",
+            "95 %": f"{low:.2f}..{high:.2f}", "drift / token": f"{line['drift_per_token']:.4f}",
+            "displacement": "not measured" if far is None else f"{far:.4f}", "guarantee": line["guarantee"],
+            "GenEval": f"{line['geneval']:.3f}" if line.get("geneval") is not None else "",
+            "FD": f"{line['fd']:.3f}" if line.get("fd") is not None else "",
+        }  # fmt: skip

@@ -1,0 +1,72 @@
+"""`visspec caption`: captions of image files as they are finished, and a record of how each was made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from visspec.api.accelerate import accelerate
+from visspec.api.captions import PROMPT, caption_files
+from visspec.eval.metrics.images import open_image
+from visspec.eval.world.detector import ShapeDetector
+from visspec.files import Results
+from visspec.provenance import provenance
+
+LOOKS = 4  # files looked at, at most, to see whether the embedded captioner was made for such images
+SIDE = 96  # pixels of a rendered scene
+FOREIGN = (
+    "visspec: the embedded captioner knows rendered scenes of coloured shapes only, so what it says of {} is made up;"
+    " --model names another"
+)
+
+
+def run(arguments, options: dict[str, Any], load: Callable) -> int:
+    """The command, with generate's `options`. Finished captions are kept whatever ends it. Returns the exit code."""
+    model, processor, drafter = load(arguments)
+    fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
+    request = arguments.prompt or PROMPT
+    about = {
+        "model": arguments.model or "captioner", "prompt": request, "drafter": drafter,
+        "acceptance": arguments.acceptance, "guarantee": fast.rule.guarantee, "sampling": options,
+        "batch_size": arguments.batch_size, "provenance": provenance(fast.model),
+    }  # fmt: skip
+    if arguments.model is None and (strange := foreign(arguments.image, arguments.max_pixels)) is not None:
+        print(FOREIGN.format(strange), file=sys.stderr)
+    stream = caption_files(
+        fast, processor, arguments.image, request=request, batch_size=arguments.batch_size,
+        max_pixels=arguments.max_pixels, **options,
+    )  # fmt: skip
+    several, failed, newest = len(arguments.image) > 1, 0, None
+    hidden = not several or not sys.stderr.isatty()
+    with Results(arguments.json, about) as results:
+        for found, stats in tqdm(stream, total=len(arguments.image), disable=hidden, leave=False):
+            newest = stats or newest
+            results.add(
+                {"path": found.path, "caption": found.text, "tokens": found.tokens, "ended": found.ended,
+                 "error": found.error}
+            )  # fmt: skip
+            if found.error:
+                failed += 1
+                print(f"visspec: {found.error}", file=sys.stderr)
+            else:
+                print(f"{found.path}: {found.text}" if several else found.text, flush=True)
+    if arguments.stats and newest is not None:
+        print(newest)
+    return 0 if not failed else 1 if failed < len(results.found) else 2
+
+
+def foreign(paths: Sequence[Path], max_pixels: int) -> Path | None:
+    """The first of the first few images that is no rendered scene of shapes; files that can't be read are passed by."""
+    detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # of caption scenes
+    for path in paths[:LOOKS]:
+        try:
+            image = open_image(path, max_pixels).resize((SIDE, SIDE))
+        except (ValueError, OSError):
+            continue
+        if detector.analyse(image).unexplained > detector.max_unexplained:
+            return path
+    return None
