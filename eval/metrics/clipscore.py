@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visspec.eval.metrics.detection import digest
+from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import weights_hash
 from visspec.eval.metrics.images import MAX_PIXELS, image_files, open_image
+from visspec.eval.metrics.results import Progress, Results
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,14 @@ def from_folder(
     batch_size: int = 32,
     compat: bool = False,
     max_pixels: int = MAX_PIXELS,
+    results: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> dict:
     """Mean score of a folder's images against captions keyed by file name; broken or unpaired files are problems.
 
     `compat=True` takes a sequence and pairs it with the naturally sorted files by position, as some published scripts
-    do: one missing image then shifts every later pair, so different counts are refused here.
+    do: one missing image then shifts every later pair, so different counts are refused here. Cosines are appended to
+    the JSONL file `results`, and pairs of unchanged bytes that are there are not scored again.
     """
     files = image_files(folder)
     problems: list[str] = []
@@ -92,18 +96,27 @@ def from_folder(
         problems += [f"{path.name} has no caption" for path in files if path.name not in captions]
         problems += [f"there is no image {name} for its caption" for name in captions if name not in names]
     if not pairs:
-        raise ValueError(f"no image of {folder} has a caption")
+        raise ValueError(f"captions: no image of {folder} has a caption, expected one by each file's name")
+    done = Results(results, digest(scorer.fingerprint, dialect.prefix))
     cosines: list[float] = []
     for start in range(0, len(pairs), batch_size):
-        images, texts = [], []
-        for path, text in pairs[start : start + batch_size]:
+        fresh, images = [], []
+        batch = [(path, dialect.prefix + text) for path, text in pairs[start : start + batch_size]]
+        keys = {path: digest(path.name, text, file_digest(path)) for path, text in batch}
+        for path, text in batch:
+            if keys[path] in done.rows:
+                continue
             try:
                 images.append(open_image(path, max_pixels))
-                texts.append(dialect.prefix + text)
+                fresh.append((path, text))
             except ValueError as error:
                 problems.append(str(error))
-        if images:
-            cosines += scorer.cosines(images, texts).tolist()
+        found = scorer.cosines(images, [text for _, text in fresh]).tolist() if fresh else []
+        for (path, text), cosine in zip(fresh, found):
+            done.add({"id": keys[path], "image": path.name, "text": text, "cosine": cosine})
+        cosines += [done.rows[keys[path]]["cosine"] for path, _ in batch if keys[path] in done.rows]
+        if progress:
+            progress(min(start + batch_size, len(pairs)), len(pairs))
     if not cosines:
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")
     values = scores(np.array(cosines), dialect)

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.images import MAX_PIXELS, open_image
+from visspec.eval.metrics.results import Progress, Results
 
 Answer = Callable[[Image.Image, str], str]
 
@@ -102,17 +104,22 @@ def evaluate(
     resolution: int | None = None,
     compat: bool = False,
     max_pixels: int = MAX_PIXELS,
+    results: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> dict:
     """Mean score in per cent over items (each the mean over its crops and questions), and by category.
 
     An image that cannot be read scores 0 and is a problem. `compat=True` repeats the published script: such items
     leave the mean, as do items with a parent that is not asked, and categories use the answers of the last crop
-    without propagation.
+    without propagation. Answers are appended to the JSONL file `results` and not asked for again.
     """
     scores: list[float] = []
     categories: dict[str, list[float]] = {}
     problems: list[str] = []
-    for item in items:
+    done = Results(results, digest("dpg", model, resolution))
+    for i, item in enumerate(items):
+        if progress:
+            progress(i, len(items))
         try:
             if compat:
                 _require_parents(item)
@@ -124,12 +131,20 @@ def evaluate(
                 for q in item.questions:
                     categories.setdefault(q.category, []).append(0.0)
             continue
-        raw = [{q.number: _yes(answer(picture, q.text), compat) for q in item.questions} for picture in pictures]
+        if item.id not in done.rows:
+            said = [[answer(picture, q.text) for q in item.questions] for picture in pictures]
+            done.add({"id": item.id, "prompt": item.prompt, "answers": said})
+        raw = [
+            {q.number: _yes(text, compat) for q, text in zip(item.questions, texts)}
+            for texts in done.rows[item.id]["answers"]
+        ]
         final = [propagated(item, answers) for answers in raw]
         scores.append(float(np.mean([np.mean(list(answers.values())) for answers in final])))
         for answers in [raw[-1]] if compat else final:
             for q in item.questions:
                 categories.setdefault(q.category, []).append(float(answers[q.number]))
+    if progress:
+        progress(len(items), len(items))
     if len(problems) == len(items):
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")
     return {

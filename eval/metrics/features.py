@@ -15,6 +15,7 @@ import torch
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.images import MAX_PIXELS, image_files, iter_images
+from visspec.eval.metrics.results import Progress
 
 INCEPTION_SHA256 = "6726825d"  # first hex digits, also in torch-fidelity's file name
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
@@ -118,6 +119,23 @@ class TransformersFeatures:
         return out.float().cpu()
 
 
+class Logits:
+    """Logits of a transformers image classifier, in the place of features: what the Inception score reads."""
+
+    def __init__(self, model: torch.nn.Module, processor: Callable, name: str):
+        self.model, self.processor, self.name = model.eval(), processor, name
+        self.dim = model.config.num_labels
+        self.preprocessing = f"transformers {type(processor).__name__} {_settings(processor)}"
+        self.fingerprint = digest(name, "logits", weights_hash(model), self.preprocessing)
+
+    @torch.inference_mode()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """float32 (n, classes)."""
+        pixels = self.processor(images=list(_checked(images)), return_tensors="pt")["pixel_values"]
+        parameter = next(self.model.parameters())
+        return self.model(pixel_values=pixels.to(parameter.device, parameter.dtype)).logits.float().cpu()
+
+
 def _settings(processor: object) -> str:
     """The processor's settings that change pixels, as stable text."""
     keys = ("size", "crop_size", "resample", "do_center_crop", "image_mean", "image_std", "rescale_factor")
@@ -206,6 +224,7 @@ def gather(
     sink: Callable[[torch.Tensor], object],
     batch_size: int = 32,
     max_pixels: int = MAX_PIXELS,
+    progress: Progress | None = None,
 ) -> Gathered:
     """Features of a folder's images, in natural order, given to `sink` in batches; unusable files are listed.
 
@@ -228,16 +247,23 @@ def gather(
             content.update(file_digest(path).encode())
         return len(batch)
 
-    for path, image in iter_images(image_files(folder), broken, max_pixels):
+    files = image_files(folder)
+    for path, image in iter_images(files, broken, max_pixels):
+        if progress:
+            progress(n + len(batch) + len(broken), len(files))
         pixels = np.asarray(image)
         if batch and (len(batch) == batch_size or batch[0][1].shape != pixels.shape):
             n += flush()
             batch = []
         batch.append((path, pixels))
     n += flush() if batch else 0
+    if progress:
+        progress(len(files), len(files))
     problems = tuple(reason for _, reason in broken)
     if not n:
-        raise ValueError(f"no image of the folder {folder} can be used; the first problem: {problems[0]}")
+        raise ValueError(
+            f"no image of the folder {folder} can be used; the first problem: {problems[0]}, expected readable images"
+        )
     return Gathered(n, content.hexdigest()[:16], problems)
 
 
@@ -245,10 +271,12 @@ def _stack(batch: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2).contiguous()
 
 
-def table(folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32) -> tuple[torch.Tensor, Gathered]:
+def table(
+    folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, progress: Progress | None = None
+) -> tuple[torch.Tensor, Gathered]:
     """All features of a folder (n, dim), for the metrics that need the rows, and what `gather` met."""
     parts: list[torch.Tensor] = []
-    gathered = gather(folder, extractor, parts.append, batch_size)
+    gathered = gather(folder, extractor, parts.append, batch_size, progress=progress)
     return torch.cat(parts), gathered
 
 
@@ -267,9 +295,15 @@ class Pair:
         return {"name": name, **values, **counts, **described, "problems": list(self.problems)}
 
 
-def pair(generated: str | Path, reference: str | Path, extractor: FeatureExtractor, batch_size: int = 32) -> Pair:
+def pair(
+    generated: str | Path,
+    reference: str | Path,
+    extractor: FeatureExtractor,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> Pair:
     """Features of two folders by one extractor; different counts are a problem, as most metrics depend on N."""
-    (x, first), (y, second) = (table(folder, extractor, batch_size) for folder in (generated, reference))
+    (x, first), (y, second) = (table(folder, extractor, batch_size, progress) for folder in (generated, reference))
     problems = [*first.problems, *second.problems]
     if len(x) != len(y):
         problems.append(f"different counts: {len(x)} images against {len(y)} of the reference")

@@ -13,6 +13,7 @@ import torch
 from visspec.eval.metrics.features import FeatureExtractor, Gathered, gather, metric_name
 from visspec.eval.metrics.images import MAX_PIXELS
 from visspec.eval.metrics.references import Reference
+from visspec.eval.metrics.results import Progress
 from visspec.eval.metrics.statistics import GaussianStats
 
 
@@ -113,8 +114,9 @@ def from_folder(
     extractor: FeatureExtractor,
     batch_size: int = 32,
     max_pixels: int = MAX_PIXELS,
+    progress: Progress | None = None,
 ) -> FrechetResult:
     """Distance of a folder's images to a reference; broken files are listed in `problems` and left out of N."""
     stats = GaussianStats(extractor.dim)
-    gathered: Gathered = gather(folder, extractor, stats.update, batch_size, max_pixels)
+    gathered: Gathered = gather(folder, extractor, stats.update, batch_size, max_pixels, progress)
     return compare(stats, reference, extractor, gathered.problems)

@@ -26,7 +26,8 @@ from visspec.eval.metrics.detection import (
     ShapeWorldDetector,
     digest,
 )
-from visspec.eval.metrics.images import MAX_PIXELS, open_image
+from visspec.eval.metrics.images import MAX_PIXELS, inside, open_image
+from visspec.eval.metrics.results import Progress, Results
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -209,6 +210,28 @@ def read_prompts(root: str | Path) -> list[Prompt]:
     return out
 
 
+def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[Prompt]:
+    """Prompts of images that lie in one folder; each row is GenEval's metadata with the image's file name as "image".
+
+    Images of one prompt are counted together. ValueError for metadata in another form and where no image is there.
+    """
+    folder, found = Path(folder), {}
+    for i, row in enumerate(rows, 1):
+        try:
+            metadata = check_metadata({k: v for k, v in row.items() if k != "image"})
+        except ValueError as error:
+            raise ValueError(f"prompts: row {i}: {error}") from None
+        found.setdefault(json.dumps(metadata, sort_keys=True), []).append(inside(folder, str(row["image"])))
+    out = []
+    for i, (metadata, files) in enumerate(found.items()):
+        there = tuple(path for path in files if path.is_file())
+        lost = [path.name for path in files if not path.is_file()]
+        out.append(Prompt(f"{i:05d}", json.loads(metadata), there, f"there is no image {lost[0]}" if lost else ""))
+    if not any(prompt.files for prompt in out):
+        raise ValueError(f"prompts: {folder} holds none of the {len(rows)} images named, expected some of them")
+    return out
+
+
 def _sentence(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON ({error.msg}, line {error.lineno})"
@@ -247,64 +270,36 @@ def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector
     return row | {"correct": correct, "strict": strict, "reason": reason, "details": json.dumps(details)}
 
 
-def _finished(path: Path, evaluator: str) -> dict[str, dict]:
-    """Rows of an earlier run by file name; a last line cut short by a kill is removed from the file."""
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    rows: dict[str, dict] = {}
-    for i, line in enumerate(whole.splitlines(), 1):
-        try:
-            row = json.loads(line)
-            rows[row["filename"]] = row
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"line {i} of {path} is no result row; name another results file") from None
-        if row.get("evaluator") != evaluator:
-            raise ValueError(
-                f"{path} was written by the evaluator {row.get('evaluator')}, this run's is {evaluator}; "
-                "name another results file or use the same detector and colour classifier"
-            )
-    return rows
-
-
 def evaluate(
-    root: str | Path,
-    results: str | Path,
+    root: str | Path | Sequence[Prompt],
+    results: str | Path | None,
     detector: Detector | None = None,
     colours: ColourClassifier | None = None,
     max_pixels: int = MAX_PIXELS,
-    progress=None,
+    progress: Progress | None = None,
 ) -> Report:
-    """Score every image under `root`, appending a row to the JSONL file `results` as each one is finished.
+    """Score every image under `root`, or of prompts read before, appending a row to the JSONL file `results` as each
+    one is finished.
 
     Images already in `results` with unchanged bytes are not scored again. A broken image is a row that is not correct
     and a problem; a folder without usable metadata or images is a problem. Detector and colours default to the shape
     world's. `progress` is called with (done, total).
     """
     detector, colours = detector or ShapeWorldDetector(), colours or DetectedColours()
-    prompts = read_prompts(root)
-    results = Path(results)
-    results.parent.mkdir(parents=True, exist_ok=True)
+    prompts = read_prompts(root) if isinstance(root, (str, Path)) else list(root)
     evaluator = digest(detector.name, detector.fingerprint, colours.name, colours.fingerprint)
-    done = _finished(results, evaluator)
+    done = Results(results, evaluator, "filename")
     jobs = [(prompt, path) for prompt in prompts for path in prompt.files]
     rows = []
-    with results.open("a", encoding="utf-8") as file:
-        for i, (prompt, path) in enumerate(jobs):
-            filename = f"{prompt.name}/samples/{path.name}"
-            key = {"evaluator": evaluator, "image": _image_key(path, prompt.metadata)}
-            row = done.get(filename)
-            if row is None or row.get("image") != key["image"]:
-                row = evaluate_image(path, filename, prompt.metadata, detector, colours, max_pixels=max_pixels) | key
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-            rows.append(row)
-            if progress:
-                progress(i + 1, len(jobs))
+    for i, (prompt, path) in enumerate(jobs):
+        filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
+        row = done.rows.get(filename)
+        if row is None or row.get("image") != image:
+            found = evaluate_image(path, filename, prompt.metadata, detector, colours, max_pixels=max_pixels)
+            row = done.add(found | {"image": image})
+        rows.append(row)
+        if progress:
+            progress(i + 1, len(jobs))
     problems = [prompt.problem for prompt in prompts if prompt.problem]
     problems += [f"{row['filename']}: {row['reason']}" for row in rows if row.get("broken")]
     problems += _uneven(prompts)

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.images import MAX_PIXELS, SUFFIXES, open_image
+from visspec.eval.metrics.results import Progress, Results
 
 STYLES = ("anime", "concept-art", "paintings", "photo")
 GROUP = 80  # prompts; the published spread is over groups
@@ -33,24 +35,34 @@ def evaluate(
     compat: bool = False,
     batch_size: int = 16,
     max_pixels: int = MAX_PIXELS,
+    results: str | Path | None = None,
+    model: str = "",
+    progress: Progress | None = None,
 ) -> dict:
     """100 x mean cosine by style with the spread over groups of 80 prompts, and the mean of the styles.
 
     A missing or broken image is a problem and leaves its pair out. `compat=True` is the published script: only `.jpg`
-    names, and the first file that cannot be read ends the run.
+    names, and the first file that cannot be read ends the run. Cosines are appended to the JSONL file `results` and
+    read from it for the same `model` and unchanged images.
     """
     if version not in VERSIONS:
         raise ValueError(f"version must be one of {VERSIONS}, not {version!r}: their scores are not comparable")
     if not prompts:
         raise ValueError("prompts must name at least one style")
     styles, problems = {}, []
+    done = Results(results, digest("hps", version, model))
     for style, texts in prompts.items():
         values: dict[int, float] = {}
         for start in range(0, len(texts), batch_size):
-            images, indices = [], []
+            images, indices, keys = [], [], {}
             for i in range(start, min(start + batch_size, len(texts))):
+                path = _file(Path(root) / style, i, compat)
+                keys[i] = digest(style, i, texts[i], path.read_bytes() if path.is_file() else b"")
+                if keys[i] in done.rows:
+                    values[i] = 100 * done.rows[keys[i]]["cosine"]
+                    continue
                 try:
-                    images.append(open_image(_file(Path(root) / style, i, compat), max_pixels))
+                    images.append(open_image(path, max_pixels))
                     indices.append(i)
                 except (ValueError, FileNotFoundError) as error:
                     if compat:
@@ -59,6 +71,10 @@ def evaluate(
             if images:
                 found = np.asarray(scorer(images, [texts[i] for i in indices]), float)
                 values |= dict(zip(indices, 100 * found))
+                for i, cosine in zip(indices, found.tolist()):
+                    done.add({"id": keys[i], "style": style, "index": i, "cosine": cosine})
+            if progress:
+                progress(min(start + batch_size, len(texts)), len(texts))
         if not values:
             raise ValueError(f"no image of {Path(root) / style} can be read")
         groups: dict[int, list[float]] = {}
@@ -67,7 +83,15 @@ def evaluate(
         means = [float(np.mean(group)) for group in groups.values()]
         styles[style] = {"value": float(np.mean(means)), "spread": float(np.std(means)), "n": len(values)}
     value = float(np.mean([style["value"] for style in styles.values()]))
-    return {"name": f"HPS {version}", "version": version, "value": value, "styles": styles, "problems": problems}
+    n = sum(style["n"] for style in styles.values())
+    return {
+        "name": f"HPS {version}",
+        "version": version,
+        "value": value,
+        "n": n,
+        "styles": styles,
+        "problems": problems,
+    }
 
 
 def _file(folder: Path, index: int, compat: bool) -> Path:

@@ -90,6 +90,15 @@ def image_files(folder: str | Path, recursive: bool = True) -> list[Path]:
     return sorted(files, key=natural_key)
 
 
+def inside(folder: str | Path, name: str) -> Path:
+    """A file of a folder; ValueError when the name leads out of it."""
+    folder = Path(folder)
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"the image name {name!r} leads out of {folder}")
+    return path
+
+
 def iter_images(
     files: list[Path], broken: list[tuple[Path, str]], max_pixels: int = MAX_PIXELS
 ) -> Iterator[tuple[Path, Image.Image]]:

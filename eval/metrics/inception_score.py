@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from visspec.eval.metrics.features import FeatureExtractor, table
+from visspec.eval.metrics.results import Progress
 
 SPLITS = 10
 SEED = 2020
@@ -31,9 +32,11 @@ def from_logits(
     return float(np.mean(scores)), float(np.std(scores))
 
 
-def from_folder(folder: str | Path, classifier: FeatureExtractor, splits: int = SPLITS) -> dict:
+def from_folder(
+    folder: str | Path, classifier: FeatureExtractor, splits: int = SPLITS, progress: Progress | None = None
+) -> dict:
     """The result row of an image folder; `classifier` is an extractor whose features are logits."""
-    logits, met = table(folder, classifier)
+    logits, met = table(folder, classifier, progress=progress)
     mean, std = from_logits(logits, splits)
     described = {"extractor": classifier.name, "fingerprint": classifier.fingerprint}
     return {

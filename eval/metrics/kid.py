@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, metric_name, pair
+from visspec.eval.metrics.features import FeatureExtractor, Pair, metric_name, pair
 
 SUBSETS = 100
 SUBSET_SIZE = 1000
@@ -46,6 +46,10 @@ def from_features(
 
 def from_folders(generated: str | Path, reference: str | Path, extractor: FeatureExtractor, **options: int) -> dict:
     """The result row of two image folders; `options` are those of `from_features`."""
-    tables = pair(generated, reference, extractor)
+    return of_pair(pair(generated, reference, extractor), extractor, **options)
+
+
+def of_pair(tables: Pair, extractor: FeatureExtractor, **options: int) -> dict:
+    """The result row of two feature tables."""
     mean, std = from_features(tables.generated, tables.reference, **options)
     return tables.result(metric_name(extractor, "KID", "KID"), extractor, {"value": mean, "std": std} | options)

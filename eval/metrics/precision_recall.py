@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, pair
+from visspec.eval.metrics.features import FeatureExtractor, Pair, pair
 
 NEIGHBOURS = 3
 
@@ -43,6 +43,12 @@ def from_folders(
     generated: str | Path, reference: str | Path, extractor: FeatureExtractor, k: int = NEIGHBOURS
 ) -> dict:
     """The result row of two image folders."""
-    tables = pair(generated, reference, extractor)
+    return of_pair(pair(generated, reference, extractor), extractor, k)
+
+
+def of_pair(tables: Pair, extractor: FeatureExtractor, k: int = NEIGHBOURS) -> dict:
+    """The result row of two feature tables; its value is the F score."""
     values = from_features(tables.generated, tables.reference, k)
-    return tables.result(f"precision-recall[{extractor.name}]", extractor, values | {"k": k})
+    return tables.result(
+        f"precision-recall[{extractor.name}]", extractor, {"value": values["f_score"]} | values | {"k": k}
+    )

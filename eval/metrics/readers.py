@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from visspec.eval.metrics.images import SUFFIXES, natural_key
+from visspec.eval.metrics.images import SUFFIXES, inside, natural_key
 from visspec.eval.metrics.tasks import (
     Sample,
     Task,
@@ -63,15 +63,6 @@ def _task(name: str, source: Path, samples: Callable[[], Iterable[Sample]], toke
     return Task(name, tuple(there), tokens, score, problems=tuple(problems), **more)
 
 
-def _inside(folder: str | Path, name: str) -> Path:
-    """A file of a folder; ValueError when the name leads out of it."""
-    folder = Path(folder)
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"the image name {name!r} leads out of {folder}")
-    return path
-
-
 def coco_captions(annotations: str | Path, images: str | Path) -> Task:
     """`captions_val2017.json` and its image folder."""
     data = _json(annotations)
@@ -82,7 +73,7 @@ def coco_captions(annotations: str | Path, images: str | Path) -> Task:
             texts.setdefault(row["image_id"], []).append(row["caption"])
         for row in data["images"]:
             if row["id"] in texts:
-                path = _inside(images, row["file_name"])
+                path = inside(images, row["file_name"])
                 yield Sample(str(row["id"]), path, "Describe the image briefly.", tuple(texts[row["id"]]))
 
     return _task("coco-captions", Path(annotations), samples, 64, lambda sample, text: None, aggregate=caption_scores)
@@ -94,7 +85,7 @@ def textvqa(questions: str | Path, images: str | Path) -> Task:
 
     def samples():
         for row in data["data"]:
-            path = _inside(images, f"{row['image_id']}.jpg")
+            path = inside(images, f"{row['image_id']}.jpg")
             yield Sample(str(row["question_id"]), path, row["question"], tuple(row["answers"]))
 
     return _task("textvqa", Path(questions), samples, 16, vqa, suffix=SHORT)
@@ -107,7 +98,7 @@ def vqav2(questions: str | Path, annotations: str | Path, images: str | Path, pr
     def samples():
         answers = {row["question_id"]: tuple(a["answer"] for a in row["answers"]) for row in answered["annotations"]}
         for row in asked["questions"]:
-            path = _inside(images, f"{prefix}{int(row['image_id']):012d}.jpg")
+            path = inside(images, f"{prefix}{int(row['image_id']):012d}.jpg")
             yield Sample(str(row["question_id"]), path, row["question"], answers[row["question_id"]])
 
     return _task("vqav2", Path(questions), samples, 16, vqa, suffix=SHORT)
@@ -119,7 +110,7 @@ def gqa(questions: str | Path, images: str | Path) -> Task:
 
     def samples():
         for key, row in data.items():
-            yield Sample(str(key), _inside(images, f"{row['imageId']}.jpg"), row["question"], (row["answer"],))
+            yield Sample(str(key), inside(images, f"{row['imageId']}.jpg"), row["question"], (row["answer"],))
 
     return _task("gqa", Path(questions), samples, 16, exact, suffix=SHORT)
 
@@ -132,7 +123,7 @@ def scienceqa(problems: str | Path, images: str | Path, split: str = "test") -> 
         for key, row in data.items():
             if row["split"] == split and row["image"]:
                 text = f"{row['hint']}\n{row['question']}" if row.get("hint") else row["question"]
-                path = _inside(images, f"{split}/{key}/{row['image']}")
+                path = inside(images, f"{split}/{key}/{row['image']}")
                 yield Sample(str(key), path, text, (chr(65 + row["answer"]),), tuple(row["choices"]))
 
     return _task("scienceqa", Path(problems), samples, 16, multiple_choice, suffix=LETTER)
@@ -184,7 +175,7 @@ def mmmu(rows: str | Path, images: str | Path) -> Task:
             options = row.get("options") or []
             options = ast.literal_eval(options) if isinstance(options, str) else options  # published as Python's text
             more = [row[name] for name in (f"image_{i}" for i in range(2, MMMU_IMAGES + 1)) if row.get(name)]
-            paths = tuple(_inside(images, name) for name in [row["image_1"], *more])
+            paths = tuple(inside(images, name) for name in [row["image_1"], *more])
             image = paths if more else paths[0]
             yield Sample(str(row["id"]), image, row["question"], (row["answer"],), tuple(map(str, options)))
 

@@ -13,6 +13,7 @@ import torch
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import FeatureExtractor, gather
 from visspec.eval.metrics.images import image_files
+from visspec.eval.metrics.results import Progress
 from visspec.eval.metrics.statistics import GaussianStats, merged
 from visspec.files import replacing, write_json
 
@@ -66,12 +67,16 @@ class _Halves:
 
 
 def from_folder(
-    folder: str | Path, extractor: FeatureExtractor, cache: str | Path | None = None, batch_size: int = 32
+    folder: str | Path,
+    extractor: FeatureExtractor,
+    cache: str | Path | None = None,
+    batch_size: int = 32,
+    progress: Progress | None = None,
 ) -> Reference:
     """Reference of a folder's images, read from the cache folder if the same images and extractor are there."""
     if cache is None:
         collect = _Halves(extractor.dim)
-        gathered = gather(folder, extractor, collect.add, batch_size)
+        gathered = gather(folder, extractor, collect.add, batch_size, progress=progress)
         return collect.reference(extractor, gathered.content, gathered.problems)
     files = image_files(folder)
     key = digest(FORMAT, extractor.fingerprint, [file_digest(path) for path in files])
@@ -80,7 +85,7 @@ def from_folder(
         reference = load(path)
         reference.require(extractor)
         return reference
-    reference = from_folder(folder, extractor, None, batch_size)
+    reference = from_folder(folder, extractor, None, batch_size, progress)
     save(reference, path)
     return reference
 

@@ -5,9 +5,8 @@ images it is handed their list); a judge, where a task has
 no rule, is the caller's function too. The shape world's caption and question tasks need no download.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from PIL import Image
 from visspec.eval.metrics import text_scores
 from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.images import MAX_PIXELS, open_image
+from visspec.eval.metrics.results import Progress, Results
 from visspec.eval.world import captions
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, Scene, scene_from_seed
@@ -104,10 +104,11 @@ def subset(task: Task, count: int, seed: int = 0) -> Task:
 def run(
     task: Task,
     generate: Callable[[Any, str], str],
-    results: str | Path,
+    results: str | Path | None,
     model: str,
     judge: Score | None = None,
     max_pixels: int = MAX_PIXELS,
+    progress: Progress | None = None,
 ) -> dict:
     """Answer every sample, appending a row to the JSONL file `results` as each is finished; returns the summary.
 
@@ -116,20 +117,13 @@ def run(
     """
     if not task.samples:
         raise ValueError(f"the task {task.name} has no sample")
-    results = Path(results)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    evaluator = digest(task.name, model, task.suffix, task.max_new_tokens)
-    done = {row["id"]: row for row in _rows(results, evaluator)}
-    rows = []
-    with results.open("a", encoding="utf-8") as file:
-        for sample in task.samples:
-            row = done.get(sample.id)
-            if row is None:
-                row = _answer(task, sample, generate, judge or task.score, max_pixels) | {"evaluator": evaluator}
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-            rows.append(row)
-    return _summary(task, model, rows)
+    done = Results(results, digest(task.name, model, task.suffix, task.max_new_tokens))
+    for i, sample in enumerate(task.samples):
+        if sample.id not in done.rows:
+            done.add(_answer(task, sample, generate, judge or task.score, max_pixels))
+        if progress:
+            progress(i + 1, len(task.samples))
+    return _summary(task, model, [done.rows[sample.id] for sample in task.samples])
 
 
 def _answer(task: Task, sample: Sample, generate: Callable, score: Score, max_pixels: int) -> dict:
@@ -140,26 +134,6 @@ def _answer(task: Task, sample: Sample, generate: Callable, score: Score, max_pi
         return row | {"text": "", "score": 0.0, "problem": str(error)}
     text = generate(image, task.prompt(sample))
     return row | {"text": text, "score": score(sample, text)}
-
-
-def _rows(path: Path, evaluator: str) -> Iterator[dict]:
-    """Rows of an earlier run; a last line cut short by a kill is removed."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        with path.open("r+b") as file:
-            file.truncate(end)
-    for i, line in enumerate(data[:end].splitlines(), 1):
-        try:
-            row = json.loads(line)
-            same = row["evaluator"] == evaluator and isinstance(row["id"], str)
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"line {i} of {path} is no result row; name another results file") from None
-        if not same:
-            raise ValueError(f"line {i} of {path} is from another task or model; name another results file")
-        yield row
 
 
 def _summary(task: Task, model: str, rows: list[dict]) -> dict:

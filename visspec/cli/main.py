@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     _bench_kernels(bench.add_parser("kernels", help="time and bandwidth of each kernel"))
     train = commands.add_parser("train", help="train").add_subparsers(dest="what", required=True, metavar="what")
     _train_drafter(train.add_parser("drafter", help="distil a feature drafter for a target, in process"))
+    _eval(commands.add_parser("eval", help="judge images and texts: FID, GenEval, CLIPScore, captions, ..."))
     _report(commands.add_parser("report", help="one HTML page from the JSON of benches"))
     _add(commands.add_parser("list", help="names of drafters, rules, checkpoints"), run_list)
     _add(commands.add_parser("doctor", help="versions, device, what will run and what will not"), run_doctor)
@@ -219,6 +220,12 @@ def _train_drafter(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--seed", type=int, default=0)
     _hardware_options(sub)
     sub.add_argument("--resume", action="store_true")
+
+
+def _eval(sub: argparse.ArgumentParser) -> None:
+    from visspec.cli import eval
+
+    eval.options(sub)
 
 
 def _report(sub: argparse.ArgumentParser) -> None:

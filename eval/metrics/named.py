@@ -1,0 +1,94 @@
+"""Extractors, detectors and CLIP models by the name a shell gives: an embedded one, a folder or a hub id.
+
+Safetensors only, and no code that comes with a model. What can't be loaded is a ValueError of one sentence that begins
+with the argument's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from visspec.eval.metrics import clipscore, detection, detectors, features
+
+
+def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
+    """ "random-conv" (embedded), "inception" or "inception:FILE", "timm:NAME", or a transformers model with an image
+    processor (CLIP, DINOv2, ...).
+    """
+    kind, _, rest = spec.partition(":")
+    if spec == "random-conv":
+        return features.RandomConv(device)
+    if kind == "inception":
+        return _tried("extractor", spec, lambda: features.Inception(rest or None, device))
+    if kind == "timm":
+        return _tried("extractor", spec, lambda: _timm(rest, device))
+    model, processor = _transformers("extractor", spec, "AutoModel", "AutoImageProcessor", device)
+    return features.TransformersFeatures(model, processor, spec)
+
+
+def classifier(spec: str, device: str = "cpu") -> features.Logits:
+    """A transformers image classifier, its logits as features."""
+    model, processor = _transformers("model", spec, "AutoModelForImageClassification", "AutoImageProcessor", device)
+    return features.Logits(model, processor, spec)
+
+
+def clip(spec: str, device: str = "cpu") -> clipscore.ClipScorer:
+    """A CLIP model of transformers with its processor."""
+    model, processor = _transformers("model", spec, "CLIPModel", "CLIPProcessor", device)
+    return clipscore.ClipScorer(model, processor, spec)
+
+
+DETECTORS: dict[str, tuple[type, str]] = {  # name: class, transformers' class of the model
+    "mask2former": (detectors.Mask2Former, "AutoModelForUniversalSegmentation"),
+    "owlv2": (detectors.OwlV2, "AutoModelForZeroShotObjectDetection"),
+    "grounding-dino": (detectors.GroundingDino, "AutoModelForZeroShotObjectDetection"),
+}
+
+
+def detector(spec: str, device: str = "cpu") -> detection.Detector:
+    """ "shapes" (embedded), "KIND:MODEL" with a kind of DETECTORS, or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
+    kind, _, rest = spec.partition(":")
+    if spec == "shapes":
+        return detection.ShapeWorldDetector()
+    if kind == "mmdet":
+        config, _, weights = rest.partition(":")
+        return _tried("detector", spec, lambda: detectors.MMDetMask2Former(config, weights, device))
+    if kind not in DETECTORS or not rest:
+        known = ", ".join(f"{name}:MODEL" for name in DETECTORS)
+        raise ValueError(f"detector: got {spec!r}, expected shapes, {known} or mmdet:CONFIG:CHECKPOINT")
+    made, loader = DETECTORS[kind]
+    return made(*_transformers("detector", rest, loader, "AutoProcessor", device), rest)
+
+
+def colours(spec: str, device: str = "cpu") -> detection.ColourClassifier:
+    """ "detected" (what the detector itself measured), or a CLIP model."""
+    if spec == "detected":
+        return detection.DetectedColours()
+    return detectors.ClipColours(*_transformers("colours", spec, "CLIPModel", "CLIPProcessor", device), spec)
+
+
+def _timm(name: str, device: str) -> features.FeatureExtractor:
+    import timm
+
+    return features.TimmFeatures(timm.create_model(name, pretrained=True, num_classes=0).to(device), name)
+
+
+def _transformers(argument: str, spec: str, model: str, processor: str, device: str) -> tuple[Any, Any]:
+    import transformers
+
+    def load() -> tuple[Any, Any]:
+        local = {"local_files_only": Path(spec).exists()}
+        loaded = getattr(transformers, model).from_pretrained(spec, use_safetensors=True, **local)
+        return loaded.to(device).eval(), getattr(transformers, processor).from_pretrained(spec, **local)
+
+    return _tried(argument, spec, load)
+
+
+def _tried(argument: str, spec: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:  # hubs, files, formats and missing packages each raise their own
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{argument}: got {spec!r}, expected one that can be loaded ({said})") from None

@@ -1,0 +1,55 @@
+"""Result rows of a metric that judges one item at a time: a JSONL file that grows row by row, so that a run that was
+killed continues where it was.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+Progress = Callable[[int, int], object]  # (done, total)
+
+
+class Results:
+    """Rows by key, read from and appended to `path`; in memory alone where it is None.
+
+    Every row carries `evaluator`, a digest of what judged it: rows of another one are refused, since they can't be
+    mixed. A last line cut short by a kill is removed. Raises ValueError for a file that holds anything else.
+    """
+
+    def __init__(self, path: str | Path | None, evaluator: str, key: str = "id"):
+        self.path, self.evaluator, self.key = None if path is None else Path(path), evaluator, key
+        self.rows: dict[str, dict] = {}
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._read(self.path)
+            self.path.open("a").close()  # a file that can't be written is found before any work
+
+    def _read(self, path: Path) -> None:
+        data = path.read_bytes() if path.exists() else b""
+        end = data.rfind(b"\n") + 1
+        if end < len(data):
+            with path.open("r+b") as file:
+                file.truncate(end)
+        for i, line in enumerate(data[:end].splitlines(), 1):
+            try:
+                row = json.loads(line)
+                found, name = row["evaluator"], row[self.key]
+            except (ValueError, KeyError, TypeError):
+                found = name = None
+            if not isinstance(name, str):
+                raise ValueError(f"line {i} of {path} is no result row; name another results file")
+            if found != self.evaluator:
+                raise ValueError(
+                    f"{path} was written by the evaluator {found}, of another task or model than this run's "
+                    f"{self.evaluator}; name another results file"
+                )
+            self.rows[name] = row
+
+    def add(self, row: dict) -> dict:
+        """Keep a finished row, in the file before this returns."""
+        row = row | {"evaluator": self.evaluator}
+        self.rows[row[self.key]] = row
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        return row

@@ -1,0 +1,228 @@
+"""`visspec eval`: every metric on folders and files, resumed, and bad input in a sentence."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from visspec.cli.main import main
+from visspec.eval.metrics import geneval
+from visspec.eval.world import suite
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import scene_from_seed
+
+
+def pictures(folder: Path, count: int, seed: int = 0) -> Path:
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        Image.fromarray(rng.integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    return folder
+
+
+def lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def measured(tmp_path: Path, *arguments: object, code: int = 0) -> dict:
+    out = tmp_path / "result.json"
+    assert main(["eval", *map(str, arguments), "--json", str(out)]) == code
+    row = json.loads(out.read_text())
+    assert {"metric", "value", "n", "provenance"} <= set(row) and row["provenance"]["torch"]
+    return row
+
+
+def refused(capsys, *arguments: object) -> str:
+    assert main(["eval", *map(str, arguments)]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("visspec: ") and "\n" not in said and "expected" in said
+    return said
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """A tiny CLIP with its processor, as a folder."""
+    import torch
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    folder = tmp_path_factory.mktemp("clip")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names = ["<|startoftext|>", "<|endoftext|>", "a</w>", "dog</w>", "a", "d", "o", "g</w>"]
+    words = {name: i for i, name in enumerate(names)}
+    config = CLIPConfig(
+        text_config=small | {"vocab_size": len(words), "max_position_embeddings": 16, "eos_token_id": 1},
+        vision_config=small | {"image_size": 32, "patch_size": 16}, projection_dim=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    CLIPModel(config).save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps(words))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    size = {"height": 32, "width": 32}
+    CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size), tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_two_folders(tmp_path):
+    a, b = pictures(tmp_path / "a", 12), pictures(tmp_path / "b", 12, seed=1)
+    found = measured(tmp_path, "fid", a, b, "--cache", tmp_path / "cache")
+    assert found["metric"] == "FD[random-conv]" and found["n"] == found["n_reference"] == 12 and found["value"] > 0
+    assert measured(tmp_path, "fid", a, b, "--cache", tmp_path / "cache")["value"] == found["value"]
+    assert measured(tmp_path, "fid", a, a)["value"] == pytest.approx(0, abs=1e-6)
+    kid = measured(tmp_path, "kid", a, b, "--subsets", 3, "--subset-size", 6)
+    assert kid["metric"] == "KID[random-conv]" and kid["subset_size"] == 6
+    assert measured(tmp_path, "cmmd", a, a)["value"] == pytest.approx(0, abs=1e-9)
+    both = measured(tmp_path, "precision-recall", a, a)
+    assert both["precision"] == both["recall"] == both["value"] == 1
+
+
+def test_a_folder_with_a_broken_file_is_measured_and_says_so(tmp_path, capsys):
+    a, b = pictures(tmp_path / "a", 6), pictures(tmp_path / "b", 5)
+    (a / "9.png").write_bytes(b"broken")
+    found = measured(tmp_path, "fid", a, b, code=1)
+    assert found["n"] == 6 and any("9.png" in p for p in found["problems"]) and "9.png" in capsys.readouterr().err
+
+
+def test_another_extractor_names_the_metric(tmp_path, clip):
+    a = pictures(tmp_path / "a", 5)
+    found = measured(tmp_path, "cmmd", a, a, "--extractor", clip)
+    assert found["metric"] == f"CMMD[{clip}]" and found["value"] == pytest.approx(0, abs=1e-3)
+
+
+def test_inception_score_of_a_classifier(tmp_path):
+    import torch
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16,
+        num_labels=5,
+    )  # fmt: skip
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
+    found = measured(
+        tmp_path, "inception-score", pictures(tmp_path / "a", 6), "--model", tmp_path / "vit", "--splits", 2
+    )
+    assert found["metric"] == f"IS[{tmp_path / 'vit'}]" and 1 <= found["value"] <= 5 and found["n"] == 6
+
+
+def test_clipscore_of_a_flat_folder_resumes(tmp_path, clip, monkeypatch):
+    folder = pictures(tmp_path / "a", 4)
+    prompts = lines(tmp_path / "p.jsonl", [{"image": f"{i}.png", "prompt": "a dog"} for i in range(4)])
+    first = measured(tmp_path, "clipscore", folder, "--prompts", prompts, "--model", clip, "--dialect", "paper")
+    assert first["metric"] == f"CLIPScore[{clip}]" and first["n"] == 4 and first["prefix"] == "A photo depicts "
+    assert (tmp_path / "a.clipscore.jsonl").read_text().count("\n") == 4
+    monkeypatch.setattr("visspec.eval.metrics.clipscore.ClipScorer.cosines", lambda *a: pytest.fail("scored again"))
+    again = measured(tmp_path, "clipscore", folder, "--prompts", prompts, "--model", clip, "--dialect", "paper")
+    assert again["value"] == first["value"]
+
+
+def test_hps_in_its_layout(tmp_path, clip, monkeypatch):
+    pictures(tmp_path / "h" / "photo", 2)
+    for i in range(2):
+        (tmp_path / "h" / "photo" / f"{i}.png").rename(tmp_path / "h" / "photo" / f"{i:05d}.png")
+    (tmp_path / "p.json").write_text(json.dumps({"photo": ["a dog", "a"]}))
+    asked = ("hps", tmp_path / "h", "--prompts", tmp_path / "p.json", "--model", clip, "--version", "v2.1")
+    found = measured(tmp_path, *asked)
+    assert found["metric"] == f"HPS v2.1[{clip}]" and found["n"] == 2
+    monkeypatch.setattr("visspec.eval.metrics.clipscore.ClipScorer.cosines", lambda *a: pytest.fail("scored again"))
+    assert measured(tmp_path, *asked)["value"] == found["value"]
+
+
+def drawn(prompt: dict, seed: int) -> Image.Image:
+    return to_image(suite.free_scene(prompt, np.random.default_rng(seed)), 96)
+
+
+def test_geneval_in_its_layout_and_flat(tmp_path):
+    prompts = suite.suite()[:3]
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for i, prompt in enumerate(prompts):
+        picture = drawn(prompt, i)
+        picture.save(geneval.write_prompt(tmp_path / "g", i, prompt) / "0000.png")
+        picture.save(flat / f"{i}.png")
+    own = measured(tmp_path, "geneval", tmp_path / "g")
+    assert own["metric"] == "GenEval[shapes]" and own["value"] == 1 and own["n"] == 3
+    texts = lines(tmp_path / "t.jsonl", [{"image": f"{i}.png", "prompt": p["prompt"]} for i, p in enumerate(prompts)])
+    assert measured(tmp_path, "geneval", flat, "--prompts", texts)["value"] == 1
+    full = lines(tmp_path / "f.jsonl", [{"image": f"{i}.png", **p} for i, p in enumerate(prompts)])
+    assert measured(tmp_path, "geneval", flat, "--prompts", full, "--results", tmp_path / "r.jsonl")["n"] == 3
+    assert (tmp_path / "r.jsonl").read_text().count("\n") == 3
+
+
+def test_dpg_asks_the_embedded_captioner(tmp_path):
+    pictures(tmp_path / "d", 1)
+    (tmp_path / "d" / "0.png").rename(tmp_path / "d" / "item.png")
+    with (tmp_path / "q.csv").open("w", newline="") as file:
+        names = ["item_id", "text", "proposition_id", "dependency", "tuple", "question_natural_language"]
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerow(dict(zip(names, ["item", "a cat", "1", "0", "entity - whole (cat)", "is there a cat ?"])))
+    found = measured(tmp_path, "dpg", tmp_path / "d", "--questions", tmp_path / "q.csv")
+    assert found["metric"] == "DPG-Bench[captioner]" and found["n"] == 1 and 0 <= found["value"] <= 100
+
+
+def test_captions_against_references(tmp_path):
+    results = [{"path": "x/1.png", "caption": "a red cross"}, {"path": "x/2.png", "caption": None, "error": "broken"}]
+    (tmp_path / "c.json").write_text(json.dumps({"results": results}))
+    references = lines(tmp_path / "r.jsonl", [{"image": "1.png", "captions": ["a red cross", "one red cross"]}])
+    found = measured(tmp_path, "captions", tmp_path / "c.json", "--references", references)
+    assert found["metric"] == "CIDEr-D" and found["n"] == 1 and found["n_reference"] == 2 and found["rouge_l"] == 1
+    coco = {"images": [{"id": 7, "file_name": "1.png"}], "annotations": [{"image_id": 7, "caption": "a red cross"}]}
+    (tmp_path / "coco.json").write_text(json.dumps(coco))
+    assert measured(tmp_path, "captions", tmp_path / "c.json", "--references", tmp_path / "coco.json")["rouge_l"] == 1
+
+
+def test_questions_about_shapes(tmp_path):
+    asked = ("vqa", "shape-questions", "-n", 10, "--results", tmp_path / "r.jsonl")
+    found = measured(tmp_path, *asked)
+    assert found["metric"] == "shape-questions[captioner]" and found["n"] == 10 and found["value"] == 0.4
+    assert measured(tmp_path, *asked)["value"] == found["value"]
+
+
+def test_bad_input_is_one_sentence(tmp_path, capsys, clip):
+    a, three = pictures(tmp_path / "a", 5), pictures(tmp_path / "three", 3)
+    (tmp_path / "empty").mkdir()
+    unreadable = pictures(tmp_path / "bad", 4)
+    for path in unreadable.iterdir():
+        path.write_bytes(b"no image")
+    assert "reference" in refused(capsys, "fid", a, tmp_path / "empty")
+    assert "of 3 images, expected at least 4" in refused(capsys, "fid", a, three)
+    assert "generated: got" in refused(capsys, "fid", tmp_path / "none", a)
+    assert "no image" in refused(capsys, "fid", unreadable, a)
+    assert "extractor: got 'nothing'" in refused(capsys, "fid", a, a, "--extractor", "nothing")
+    assert "detector: got 'eyes'" in refused(capsys, "geneval", a, "--detector", "eyes")
+    other = lines(tmp_path / "other.jsonl", [{"image": "z.png", "prompt": "a photo of a circle"}])
+    assert "none of the 1 images" in refused(capsys, "geneval", a, "--prompts", other)
+    strange = lines(tmp_path / "s.jsonl", [{"image": "0.png", "prompt": "an astronaut"}])
+    assert "--prompts" in refused(capsys, "geneval", a, "--prompts", strange)
+    assert "no image of" in refused(capsys, "clipscore", a, "--prompts", other, "--model", clip)
+    (tmp_path / "half.json").write_text("{")
+    assert "generated: got" in refused(capsys, "captions", tmp_path / "half.json", "--references", other)
+    assert "--questions: got none" in refused(capsys, "vqa", "textvqa")
+
+
+def test_rows_of_another_model_are_refused_and_finished_rows_stay(tmp_path, capsys):
+    folder = tmp_path / "g"
+    for i, prompt in enumerate(suite.suite()[:2]):
+        drawn(prompt, i).save(geneval.write_prompt(folder, i, prompt) / "0000.png")
+    results = tmp_path / "g.geneval.jsonl"
+    measured(tmp_path, "geneval", folder)
+    kept = results.read_text().splitlines(keepends=True)
+    results.write_text(kept[0] + kept[1][:20])
+    measured(tmp_path, "geneval", folder)
+    assert results.read_text().splitlines(keepends=True) == kept
+    results.write_text(kept[0].replace(json.loads(kept[0])["evaluator"], "0" * 16))
+    assert main(["eval", "geneval", str(folder)]) == 2
+    assert "another task or model" in capsys.readouterr().err
+
+
+def test_scenes_are_distinct():
+    """Control: pictures of two seeds differ, so that equal scores mean equal folders."""
+    assert to_image(scene_from_seed(1)).tobytes() != to_image(scene_from_seed(2)).tobytes()

@@ -1,0 +1,415 @@
+"""`visspec eval METRIC`: every metric of `visspec.eval.metrics` on folders and files, as a table and as JSON.
+
+The extractor, detector or model is a flag, and its name stands in the metric's. Metrics that judge item by item append
+their rows to a file beside the images (`--results`) and continue from it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from visspec.files import write_json
+
+Row = dict[str, Any]  # metric, value, n, and what the metric says beside them
+
+FOLDER = "folder of PNG, JPEG or WEBP images"
+LEAST = {"fid": 4, "kid": 2, "cmmd": 1, "precision-recall": 4, "inception-score": 2}  # images a side
+SUITES = ("shape-questions", "shape-captions")  # tasks that need no files
+TASKS = {  # reader of `eval.metrics.readers`: the flags it takes, in order
+    "coco-captions": ("questions", "images"),
+    "textvqa": ("questions", "images"),
+    "vqav2": ("questions", "annotations", "images"),
+    "gqa": ("questions", "images"),
+    "scienceqa": ("questions", "images"),
+    "mmmu": ("questions", "images"),
+    "mme": ("images",),
+}
+
+
+def options(sub) -> None:
+    """The metrics as commands below `visspec eval`."""
+    metrics = sub.add_subparsers(dest="metric", required=True, metavar="metric")
+    for name, what in (
+        ("fid", "Frechet distance"),
+        ("kid", "kernel distance"),
+        ("cmmd", "maximum mean discrepancy of embeddings"),
+        ("precision-recall", "precision and recall of manifolds"),
+    ):
+        one = _metric(metrics, name, f"{what} of two folders", two_folders)
+        one.add_argument("generated", type=Path, help=FOLDER)
+        one.add_argument("reference", type=Path, help=FOLDER)
+        one.add_argument(
+            "--extractor", default="random-conv", help="random-conv (embedded), inception[:FILE], timm:NAME, or a model"
+        )
+        one.add_argument("--batch-size", type=_positive, default=32)
+        if name == "kid":
+            one.add_argument("--subsets", type=_positive, default=100)
+            one.add_argument("--subset-size", type=_positive, help="images a subset (default: 1000, or all there are)")
+        if name == "fid":
+            one.add_argument("--cache", type=Path, help="folder that keeps the statistics of references")
+    one = _metric(metrics, "inception-score", "Inception score of a folder", inception_score)
+    one.add_argument("generated", type=Path, help=FOLDER)
+    one.add_argument("--model", required=True, help="an image classifier of transformers: folder or hub id")
+    one.add_argument("--splits", type=_positive, default=10)
+    one = _metric(metrics, "clipscore", "CLIPScore of images and their captions", clip_score)
+    _judged(one, "a CLIP model: folder or hub id", required=True)
+    one.add_argument(
+        "--prompts", type=Path, required=True, help="JSONL of {image, prompt}, or JSON of visspec generate"
+    )
+    one.add_argument("--dialect", default="torchmetrics", choices=["torchmetrics", "paper", "lantern"])
+    one = _metric(metrics, "hps", "HPSv2 of images in four styles", human_preference)
+    _judged(one, "the preference-tuned CLIP model: folder or hub id", required=True)
+    one.add_argument(
+        "--prompts", type=Path, required=True, help="JSON of {style: [prompts]}, or a folder of style.json"
+    )
+    one.add_argument("--version", required=True, choices=["v2.0", "v2.1"])
+    one = _metric(metrics, "geneval", "GenEval of a folder in its own layout, or flat with --prompts", gen_eval)
+    one.add_argument("generated", type=Path, help=FOLDER)
+    one.add_argument("--prompts", type=Path, help="JSONL of {image, prompt, ...}, or JSON of visspec generate")
+    one.add_argument("--detector", default="shapes", help="shapes (embedded), mask2former:MODEL, owlv2:MODEL, ...")
+    one.add_argument("--colours", default="detected", help="detected, or a CLIP model")
+    one.add_argument("--results", type=Path, help="rows of finished images (default: beside the folder)")
+    one = _metric(metrics, "dpg", "DPG-Bench of a folder", dense_prompts)
+    _judged(one, "a vision-language model that answers (default: the embedded captioner)")
+    one.add_argument("--questions", type=Path, required=True, help="dpg_bench.csv")
+    one.add_argument("--resolution", type=_positive, help="pixels of one of four samples in a 2 x 2 grid")
+    one = _metric(metrics, "captions", "BLEU, ROUGE-L and CIDEr-D of captions against references", caption_scores)
+    one.add_argument("generated", type=Path, help="JSON of visspec caption, or JSONL of {image, caption}")
+    one.add_argument("--references", type=Path, required=True, help="JSONL of {image, captions}, or COCO's JSON")
+    one = _metric(metrics, "vqa", "a vision-language task answered by a model", answered)
+    one.add_argument("task", choices=[*SUITES, *TASKS])
+    one.add_argument("--model", help="folder or hub id (default: the embedded captioner)")
+    one.add_argument("--drafter", help="as in visspec caption")
+    for flag, what in (("questions", "file"), ("annotations", "file"), ("images", "folder")):
+        one.add_argument(f"--{flag}", type=Path, help=f"{what} of the benchmark")
+    one.add_argument("-n", type=_positive, help="this many samples, drawn with a fixed seed")
+    one.add_argument("--results", type=Path, help="rows of finished answers (default: TASK.jsonl)")
+
+
+def _metric(metrics, name: str, what: str, measure: Callable[[Any], Row]):
+    one = metrics.add_parser(name, help=what)
+    one.set_defaults(run=run, measure=measure)
+    one.add_argument("--device", default="cpu")
+    one.add_argument("--json", type=Path, help="write the result to this file")
+    return one
+
+
+def _judged(one, model: str, required: bool = False) -> None:
+    one.add_argument("generated", type=Path, help=FOLDER)
+    one.add_argument("--model", required=required, help=model)
+    one.add_argument("--results", type=Path, help="rows of finished images (default: beside the folder)")
+
+
+def _positive(text: str) -> int:
+    from visspec.cli.main import positive
+
+    return positive(text)
+
+
+def run(arguments) -> int:
+    """The command: measure, print a table, write the JSON with provenance. Returns the exit code."""
+    import torch
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from visspec.provenance import provenance
+
+    row = arguments.measure(arguments)
+    view = Table("", "", show_header=False)
+    for name, value in row.items():
+        if name not in ("problems", "extractor", "fingerprint"):
+            for key, text in value.items() if isinstance(value, dict) else [("", value)]:
+                shown = f"{text:.6g}" if isinstance(text, float) else escape(str(text))
+                view.add_row(escape(f"{name} {key}".strip()), shown)
+    Console().print(view)
+    for problem in row.get("problems", ()):
+        print(f"visspec: {problem}", file=sys.stderr)
+    write_json(arguments.json, row | {"provenance": provenance(device=torch.device(arguments.device))})
+    return 1 if row.get("problems") else 0
+
+
+# --- two folders ----------------------------------------------------------------------------------------------------
+
+
+def two_folders(arguments) -> Row:
+    """fid, kid, cmmd, precision-recall."""
+    from visspec.eval.metrics import cmmd, features, fid, kid, named, precision_recall, references
+
+    least = LEAST[arguments.metric]
+    counts = [images_in(name, getattr(arguments, name), least) for name in ("generated", "reference")]
+    extractor = named.extractor(arguments.extractor, arguments.device)
+    with bar(sum(counts)) as progress:
+        if arguments.metric == "fid":
+            cache, size = arguments.cache, arguments.batch_size
+            reference = references.from_folder(arguments.reference, extractor, cache, size, progress)
+            found = fid.from_folder(arguments.generated, reference, extractor, size, progress=progress).to_dict()
+            return _row(found.pop("name"), found | {"problems": [*reference.problems, *found["problems"]]})
+        tables = features.pair(
+            arguments.generated, arguments.reference, extractor, arguments.batch_size, progress=progress
+        )
+    if arguments.metric == "kid":
+        size = arguments.subset_size or min(kid.SUBSET_SIZE, len(tables.generated), len(tables.reference))
+        found = kid.of_pair(tables, extractor, subsets=arguments.subsets, subset_size=size)
+    else:
+        found = (cmmd if arguments.metric == "cmmd" else precision_recall).of_pair(tables, extractor)
+    return _row(found.pop("name"), found)
+
+
+def inception_score(arguments) -> Row:
+    from visspec.eval.metrics import inception_score as score
+    from visspec.eval.metrics import named
+
+    count = images_in("generated", arguments.generated, max(LEAST["inception-score"], arguments.splits))
+    with bar(count) as progress:
+        model = named.classifier(arguments.model, arguments.device)
+        found = score.from_folder(arguments.generated, model, arguments.splits, progress)
+    return _row(found.pop("name"), found)
+
+
+# --- images and prompts ---------------------------------------------------------------------------------------------
+
+
+def clip_score(arguments) -> Row:
+    from visspec.eval.metrics import clipscore, named
+
+    count = images_in("generated", arguments.generated)
+    texts = {row["image"]: row["prompt"] for row in prompt_rows(arguments.prompts)}
+    scorer = named.clip(arguments.model, arguments.device)
+    with bar(count) as progress:
+        found = clipscore.from_folder(
+            arguments.generated, texts, scorer, clipscore.PRESETS[arguments.dialect],
+            results=results(arguments, "clipscore"), progress=progress,
+        )  # fmt: skip
+    return _row(found.pop("name"), found)
+
+
+def human_preference(arguments) -> Row:
+    from visspec.eval.metrics import hps, named
+
+    images_in("generated", arguments.generated)
+    if arguments.prompts.is_dir():
+        prompts = {path.stem: json_of(path) for path in sorted(arguments.prompts.glob("*.json"))}
+    else:
+        prompts = json_of(arguments.prompts)
+    if not isinstance(prompts, dict) or not prompts or not all(_texts(texts) for texts in prompts.values()):
+        raise ValueError(f"--prompts: got {arguments.prompts}, expected JSON of {{style: [prompts]}}")
+    scorer = named.clip(arguments.model, arguments.device)
+    with bar(sum(map(len, prompts.values()))) as progress:
+        found = hps.evaluate(
+            arguments.generated, prompts, scorer.cosines, arguments.version,
+            results=results(arguments, "hps"), model=scorer.fingerprint, progress=progress,
+        )  # fmt: skip
+    return _row(f"{found.pop('name')}[{scorer.name}]", found | {"model": scorer.name})
+
+
+def gen_eval(arguments) -> Row:
+    from visspec.eval.metrics import geneval, named
+    from visspec.eval.world import suite
+
+    images_in("generated", arguments.generated)
+    where: Any = arguments.generated
+    if arguments.prompts is not None:
+        rows = prompt_rows(arguments.prompts)
+        try:
+            rows = [row if "include" in row else suite.parse(row["prompt"]) | {"image": row["image"]} for row in rows]
+        except ValueError as error:
+            raise ValueError(f"--prompts: {error}, expected GenEval's metadata or a prompt of the shapes") from None
+        where = geneval.read_flat(where, rows)
+    detector, colours = named.detector(arguments.detector, arguments.device), named.colours(arguments.colours)
+    with bar(0) as progress:
+        report = geneval.evaluate(where, results(arguments, "geneval"), detector, colours, progress=progress)
+    s = report.summary
+    tasks = {name: task["score"] for name, task in s["tasks"].items()}
+    found = {"value": s["overall"], "n": s["images"], "prompts": s["prompts"], "strict": s["strict"], "tasks": tasks}
+    return _row(report.name, found | {"detector": detector.name, "problems": report.problems})
+
+
+def dense_prompts(arguments) -> Row:
+    from visspec.eval.metrics import dpg
+
+    images_in("generated", arguments.generated)
+    items = dpg.read_items(arguments.questions)
+    answer, name = answerer(arguments, max_new_tokens=8)
+    with bar(len(items)) as progress:
+        found = dpg.evaluate(
+            items, arguments.generated, answer, name, arguments.resolution,
+            results=results(arguments, "dpg"), progress=progress,
+        )  # fmt: skip
+    return _row(found.pop("name"), found)
+
+
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+
+def caption_scores(arguments) -> Row:
+    from visspec.eval.metrics import tasks
+
+    captions = {row["image"]: row["caption"] for row in caption_rows(arguments.generated)}
+    references = reference_texts(arguments.references)
+    shared = [name for name in captions if name in references]
+    problems = [f"{name} has no reference" for name in captions if name not in references]
+    problems += [f"there is no caption of {name}" for name in references if name not in captions]
+    if not shared:
+        raise ValueError(
+            f"--references: got {arguments.references}, expected references of the images in {arguments.generated}"
+        )
+    samples = [tasks.Sample(name, Path(name), "", tuple(references[name])) for name in shared]
+    found = tasks.caption_scores(samples, [captions[name] for name in shared])
+    row = {"value": found["cider_d"], "n": len(shared), "n_reference": sum(len(references[n]) for n in shared)}
+    return _row("CIDEr-D", row | found | {"problems": problems})
+
+
+def answered(arguments) -> Row:
+    from visspec.eval.metrics import readers, tasks
+
+    if arguments.task in SUITES:
+        made = {"shape-questions": tasks.shape_questions, "shape-captions": tasks.shape_captions}[arguments.task]
+        task = made(arguments.n or 100)
+    else:
+        given = {flag: getattr(arguments, flag) for flag in TASKS[arguments.task]}
+        for flag, value in given.items():
+            if value is None:
+                raise ValueError(f"--{flag}: got none, expected the {flag} of {arguments.task}")
+        task = getattr(readers, arguments.task.replace("-", "_"))(*given.values())
+        if arguments.n is not None:
+            task = tasks.subset(task, min(arguments.n, len(task.samples)))
+    answer, name = answerer(arguments, task.max_new_tokens)
+    with bar(len(task.samples)) as progress:
+        found = tasks.run(task, answer, arguments.results or Path(f"{task.name}.jsonl"), name, progress=progress)
+    named = {k: v for k, v in found.items() if k not in ("task", "model", "n", "score", "problems")}
+    value = found["score"] if found["score"] is not None else named.get("mme", named.get("cider_d"))
+    row = {"value": value, "n": found["n"], "model": name, **named, "problems": found["problems"]}
+    return _row(f"{task.name}[{name}]", row)
+
+
+def answerer(arguments, max_new_tokens: int) -> tuple[Callable[[Any, str], str], str]:
+    """(image, question) -> text by an accelerated model, greedily, and its name."""
+    from visspec.api import loading
+    from visspec.api.accelerate import accelerate
+    from visspec.api.captions import prepare
+
+    model, processor = loading.load(arguments.model, device=arguments.device)
+    drafter = getattr(arguments, "drafter", None) or ("ngram" if arguments.model else "vispec")
+    fast = accelerate(model, drafter, tokenizer=processor.tokenizer)
+
+    def answer(image: Any, question: str) -> str:
+        if isinstance(image, list):
+            raise ValueError(f"task: got a question on {len(image)} images, expected one image a question")
+        inputs = prepare(processor, [image], question, model)
+        ids = fast.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        return processor.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+    return answer, arguments.model or "captioner"
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def images_in(argument: str, folder: Path, least: int = 1) -> int:
+    """How many images a folder holds. Raises ValueError that names the argument."""
+    from visspec.eval.metrics.images import image_files
+
+    try:
+        count = len(image_files(folder))
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{argument}: got {folder}, expected a {FOLDER} ({error})") from None
+    if count < least:
+        raise ValueError(f"{argument}: got {folder} of {count} images, expected at least {least}")
+    return count
+
+
+def prompt_rows(path: Path) -> list[Row]:
+    """Rows of {image, prompt, ...}: JSONL, or the JSON that `visspec generate` writes."""
+    rows = _rows(path, "--prompts")
+    out = [{**row, "image": Path(str(row.get("image") or row.get("path") or "")).name} for row in rows]
+    if not out or not all(row["image"] and isinstance(row.get("prompt"), str) for row in out):
+        raise ValueError(f"--prompts: got {path}, expected rows of {{image, prompt}}")
+    return [{k: v for k, v in row.items() if k not in ("path", "seed", "nfe")} for row in out]
+
+
+def caption_rows(path: Path) -> list[Row]:
+    """Rows of {image, caption}: JSONL, or the JSON that `visspec caption` writes, less the files that failed."""
+    rows = [row for row in _rows(path, "generated") if not row.get("error")]
+    out = [{"image": Path(str(row.get("image") or row.get("path") or "")).name, **row} for row in rows]
+    out = [row | {"image": Path(str(row["image"])).name} for row in out]
+    if not out or not all(row["image"] and isinstance(row.get("caption"), str) for row in out):
+        raise ValueError(f"generated: got {path}, expected rows of {{image, caption}}")
+    return out
+
+
+def reference_texts(path: Path) -> dict[str, list[str]]:
+    """{image: captions} from JSONL of {image, captions} or {image, caption}, or from COCO's annotations."""
+    found = json_of(path) if path.suffix == ".json" else None
+    texts: dict[str, list[str]] = {}
+    if isinstance(found, dict) and "annotations" in found:
+        names = {row["id"]: row["file_name"] for row in found.get("images", [])}
+        for row in found["annotations"]:
+            texts.setdefault(str(names.get(row["image_id"], row["image_id"])), []).append(row["caption"])
+        return texts
+    for row in _rows(path, "--references"):
+        name = Path(str(row.get("image") or row.get("path") or "")).name
+        several = row.get("captions") or ([row["caption"]] if isinstance(row.get("caption"), str) else None)
+        if not name or not _texts(several):
+            raise ValueError(f"--references: got {path}, expected rows of {{image, captions}}")
+        texts.setdefault(name, []).extend(several)
+    return texts
+
+
+def _rows(path: Path, argument: str) -> list[Row]:
+    found = json_of(path, argument)
+    rows = found.get("results", []) if isinstance(found, dict) else found
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{argument}: got {path}, expected JSON rows")
+    return rows
+
+
+def json_of(path: Path, argument: str = "--prompts") -> Any:
+    """The value of a JSON file, or the list of a JSONL file's. Raises ValueError that names the argument."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{argument}: got {path}, expected a readable JSON or JSONL file ({error})") from None
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
+
+
+def results(arguments, metric: str) -> Path:
+    """Where rows of finished items go."""
+    return arguments.results or arguments.generated.with_name(f"{arguments.generated.name}.{metric}.jsonl")
+
+
+def _row(name: str, values: Row) -> Row:
+    """The metric's row: its full name, value and counts first."""
+    first = {"metric": name, "value": values.get("value"), "n": values.get("n")}
+    if "n_reference" in values:
+        first["n_reference"] = values["n_reference"]
+    return first | {k: v for k, v in values.items() if k not in first}
+
+
+class bar:
+    """A progress bar on a terminal: called with (done, total), which may start again for a second folder."""
+
+    def __init__(self, total: int):
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=total or None, unit="img", leave=False, disable=not sys.stderr.isatty())
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        return self.step
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.close()
+
+    def step(self, done: int, total: int) -> None:
+        self.bar.total, self.bar.n = total, done
+        self.bar.refresh()
