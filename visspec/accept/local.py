@@ -2,8 +2,8 @@
 
 A drafted code x stays when the law p at its place gives the k codes nearest to x, itself among them, at least tau in
 all. What is rejected grows to the squares of side 2 radius + 1 around it, as far as they lie behind the first rejected
-place in raster order; that region is drawn again from the target (`visspec.loop.wavefront.Islands`). No coin is tossed and
-no law q of the draft enters.
+place in raster order; that region is drawn again from the target (`visspec.loop.wavefront.Islands`). No coin is
+tossed and no law q of the draft enters.
 
 A place whose code stays whatever p says has a point mass for its law, at total variation 1 - p(x) from p: the drift is
 the sum of that over the codes that stay, the displacement the sum of E ||e(x) - e(y)||, y ~ p. Both are measured under
