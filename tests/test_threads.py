@@ -352,3 +352,19 @@ def test_tables_of_codebooks_may_grow_while_one_is_looked_up(monkeypatch):
 
     monkeypatch.setattr(torch, "equal", interrupted)
     assert codebook.neighbours(codes[1], 2, 9) is expected[1]
+
+
+def test_what_nobody_changed_is_not_put_back():
+    """A moment without its parts would be enough for another thread's pass to fail."""
+
+    class Hooks(dict):
+        def clear(self):
+            pytest.fail("emptied")
+
+        __setitem__ = update = clear
+
+    model = llama()
+    model._forward_hooks = Hooks()
+    with probe.untouched(model):
+        model.extra = 1
+    assert not hasattr(model, "extra") and isinstance(model._forward_hooks, Hooks)

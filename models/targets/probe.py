@@ -56,10 +56,10 @@ def check(target: HFDecoder) -> Answer:
     model = target.model
     parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
     key = parts, target.relational, model.dtype, target.device.type, repr(model.config.to_dict())
-    if key not in _answers:
-        with HOOKING, untouched(model):  # by one thread at a time, and no hooks come or go meanwhile
-            _answers[key] = _asked(target)
-    answer = _answers[key]
+    answer = _answers.get(key)
+    if answer is None:
+        with HOOKING, untouched(model):  # one thread at a time asks, and no hooks come or go meanwhile
+            answer = _answers[key] = _asked(target)
     if answer.fault is not None:
         raise ValueError(answer.fault)
     if answer.error > EXACT and _exact(model):
