@@ -50,7 +50,8 @@ class Guarded:
         """The loop is done with all of these but the tree's shape, which others share, and the next token."""
         if state.drafting:
             draft = Draft(draft.tokens, trees.shown(draft.tree), draft.q)
-            verdict = replace(verdict, next=verdict.next.clone())
+            next_B = verdict.next.clone()
+            verdict = Verdict(verdict.path, verdict.length, next_B, verdict.drift, verdict.displacement)
             self._try(state, self.inner.observe, View(state), draft, scores, verdict, outcome)
 
     def select(self, state: State, keep: list[int]) -> None:
