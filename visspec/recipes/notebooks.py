@@ -17,7 +17,7 @@ from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "notebooks"
 SECONDS = 600  # of each cell
-SHADES = 64  # colours of a stored picture
+SHADES = 256  # colours of a stored picture
 
 
 def read(name: str):
@@ -50,8 +50,9 @@ def kept(outputs: list) -> list:
 
 def small(png: str) -> str:
     """A PNG in base64 with at most `SHADES` colours."""
-    buffer = io.BytesIO()
-    Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(SHADES).save(buffer, "PNG", optimize=True)
+    buffer, picture = io.BytesIO(), Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+    # the median cut would spend the palette on the ground and lose small shapes' colours
+    picture.quantize(SHADES, Image.Quantize.MAXCOVERAGE, kmeans=3).save(buffer, "PNG", optimize=True)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
