@@ -232,12 +232,13 @@ def test_targets_are_tried_before_any_work(pictures, tmp_path, capsys, monkeypat
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_an_error_of_the_system_is_a_sentence(capsys, monkeypatch):
+@pytest.mark.parametrize(("file", "said"), [(["/a/b"], "/a/b: "), ([], "")])
+def test_an_error_of_the_system_is_a_sentence(file, said, capsys, monkeypatch):
     def run():
-        raise OSError(28, "No space left on device", "/a/b")
+        raise OSError(28, "No space left on device", *file)
 
     monkeypatch.setattr("visspec.cli.doctor.report", run)
-    assert refused(capsys, "doctor") == "visspec: /a/b: No space left on device"
+    assert refused(capsys, "doctor") == f"visspec: {said}No space left on device"
 
 
 def test_a_reader_that_has_gone_ends_the_run_quietly(monkeypatch, capsys):

@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except (ValueError, OSError) as error:
         reason = getattr(error, "strerror", None)  # of what the system refused
-        print(f"visspec: {f'{error.filename}: {reason}' if reason else error}", file=sys.stderr)
+        where = getattr(error, "filename", None)
+        print(f"visspec: {f'{where}: {reason}' if reason and where else reason or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("visspec: interrupted; what was written stays", file=sys.stderr)
