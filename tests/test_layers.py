@@ -63,7 +63,7 @@ def complaint(mine, path):
         core = level(mine) < TOP_LEVEL and path[0] in LIBRARIES - MAY_USE.get(mine, set())
         return "is not for this level" if core else None
     other = path[1] if len(path) > 1 else ""
-    if other == mine or level(mine) == TOP_LEVEL:
+    if other in (mine, "__version__") or level(mine) == TOP_LEVEL:
         return None
     return None if level(other) < level(mine) else "is not below"
 

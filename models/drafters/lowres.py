@@ -7,8 +7,8 @@ the request's guidance and warp, numbers of its own and none of the request's pr
     latent    every code repeated over the places it covers (nearest neighbour in the codes' latent space)
     (folder)  a trained one's likeliest codes (`models.nets.upsampler`)
 
-In the ordinary loop the codes are point masses, proposed in chains of `window`. `visspec.loop.wavefront.Islands` takes the
-whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
+In the ordinary loop the codes are point masses, proposed in chains of `window`. `visspec.loop.wavefront.Islands` takes
+the whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import visspec
+from visspec import __version__
 from visspec.files import unwritable, write_json
 
 
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     top = Parser(prog="visspec", description="Several tokens per pass of the big model.")
-    top.add_argument("--version", action="version", version=f"visspec {visspec.__version__}")
+    top.add_argument("--version", action="version", version=f"visspec {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     _demo(commands.add_parser("demo", help="caption rendered scenes with and without acceleration, side by side"))
     _caption(commands.add_parser("caption", help="caption image files"))
