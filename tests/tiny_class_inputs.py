@@ -32,7 +32,7 @@ FAMILIES = {type_name: name for name, type_name in {
     "internvl": "InternVLForConditionalGeneration",
 }.items()}  # fmt: skip
 
-Batches = dict[str, dict[str, Tensor]]
+Batches = dict[str, dict[str, Any]]
 
 
 def text_ids(lengths: list[int], seed: int = 0) -> list[list[int]]:
@@ -63,6 +63,8 @@ def text(model: nn.Module) -> Batches:
             inputs["input_ids"][:, -1] = model.config.image_start_token_id
             inputs["image_grid_thw"] = torch.tensor([[1, 8, 4], [1, 2, 2]] * rows)
             inputs["images_per_sample"] = torch.tensor([2] * rows)
+    if "return_audio" in inspect.signature(model.generate).parameters:
+        batches = {batch: {**inputs, "return_audio": False} for batch, inputs in batches.items()}
     return batches
 
 
