@@ -35,7 +35,7 @@ def test_a_build_warns_of_nothing_and_holds_the_data(kind, tmp_path):
     assert "Warning" not in run.stderr and "****" not in run.stderr  # the frame around setuptools' warnings
     if kind == "wheel":
         held = zipfile.ZipFile(tmp_path / run.stdout.splitlines()[-1]).namelist()
-        data = [*(ROOT / "models" / "zoo").glob("*/*"), *(ROOT / "eval" / "templates").iterdir()]
+        data = [*(ROOT / "models" / "zoo").glob("*/*"), *(ROOT / "eval" / "report" / "templates").iterdir()]
         wanted = {f"visspec/{p.relative_to(ROOT)}" for p in data if p.is_file() and p.suffix != ".safetensors"}
         assert wanted and wanted <= set(held)
 
