@@ -21,7 +21,7 @@ from visspec.cache import SlotCache, told
 from visspec.models.targets import probe, rotary, tree_attention
 from visspec.models.targets.hooks import Hooked
 from visspec.models.targets.masks import Masks
-from visspec.models.targets.slot_layers import SlotLayers
+from visspec.models.targets.slot_layers import SlotLayers, cached_layers
 from visspec.sampling import process
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
 
@@ -57,7 +57,7 @@ class HFDecoder:
         self.watched = tuple(features) == LAST and not headed
         inner = features and not self.watched
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
-        self.rotary = rotary.modules(self.decoder)
+        self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
         self.padding = probe.check(self).padding if check else True
 
@@ -93,7 +93,7 @@ class HFDecoder:
         turning = rotary.Prompt(self.rotary, request.max_new_tokens)
         with _Watch(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
-        cache.check_written(self.model)
+        cache.check_written(self.model, self.cached)
         cache.prompt = cache.slots.nodes
         cache.slots.commit([list(range(cache.prompt))] * rows)
         if attention is not None and not bool(attention.all()):

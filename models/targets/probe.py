@@ -23,7 +23,7 @@ from visspec import tree as trees
 from visspec.cache import SlotCache
 from visspec.models.targets import rotary
 from visspec.models.targets.hooks import HOOKING
-from visspec.models.targets.slot_layers import SlotLayer, SlotLayers, cached_layers
+from visspec.models.targets.slot_layers import SlotLayer, SlotLayers
 from visspec.types import Draft, Request, State
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def check(target: HFDecoder) -> Answer:
     classes of its modules and its configuration.
     """
     model = target.model
+    if target.device.type == "meta":
+        return Answer()  # no numbers, nothing to ask
     parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
     key = parts, target.relational, model.dtype, target.device.type, repr(model.config.to_dict())
     if key not in _answers:
@@ -166,9 +168,9 @@ class _Sliding(SlotLayer):
 class _Generating(SlotLayers):
     """Made-up slots as transformers' own cache keeps them."""
 
-    def __init__(self, config: Any, slots: _MadeUp):
+    def __init__(self, windows: dict[int, int], slots: _MadeUp):
         super().__init__(len(slots.lengths))
-        self.slots, windows = slots, cached_layers(config)
+        self.slots = slots
         self.layers = [_layer(slots, index, windows.get(index, 0)) for index in range(max(windows) + 1)]
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
@@ -200,7 +202,7 @@ def _in_a_tree(target: HFDecoder) -> Tensor:
     position = torch.full((2,), SHORT, device=target.device)
     state = State(request, tokens_RN[:, 0], position, cache, rows=[0, 1])
     logits_RNV = target.verify(state, Draft(tokens_RN, tree)).logits
-    cache.check_written(target.model)
+    cache.check_written(target.model, target.cached)
     return logits_RNV[:, PATH]
 
 
@@ -224,7 +226,7 @@ def _alone(target: HFDecoder, row: int, step: int) -> Tensor:
 def _continued(target: HFDecoder, slots: _MadeUp, step: int, real_RS: Tensor | None = None) -> Tensor:
     """Logits of the path as a plain continuation, under transformers' own mask."""
     rows, size, before = len(slots.lengths), len(PATH), slots.length
-    cache = _Generating(target.model.config, slots)
+    cache = _Generating(target.cached, slots)
     ids_RP = _tokens(target)[:, PATH].repeat(rows, 1)
     position_RP = (SHORT + torch.arange(size, device=target.device)).repeat(rows, 1)
     logits = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -73,9 +74,8 @@ class SlotLayers(Cache):
         self.written[layer_idx] = len(self.written)
         return self.written[layer_idx]
 
-    def check_written(self, model: Any) -> None:
-        """Raises ValueError unless every layer in which the model's own cache keeps keys has been written."""
-        expected = cached_layers(model.config)
+    def check_written(self, model: Any, expected: Collection[int]) -> None:
+        """Raises ValueError unless all of these layers of the model have been written."""
         if missing := [index for index in expected if index not in self.written]:
             raise ValueError(
                 f"model: {type(model).__name__} wrote keys and values in {len(self.written)} of {len(expected)} layers"
