@@ -25,11 +25,11 @@ from torch import Tensor, nn
 import visspec
 from tests import tiny_class_inputs
 from tests.doubles import Oracle, TreeOracle, new_tokens
+from tests.tiny_class_inputs import NEW
 from tests.tiny_sizes import SPECIAL, WINDOW
 from visspec import tree as trees
 from visspec.types import Draft, State
 
-NEW = 30
 SECONDS, MEMORY = 120, 3 << 30  # limits of one class
 DRAFTERS = ("none", "ngram", "chain", "tree")
 WRONG = 0.3  # share of an oracle's drafts that are wrong

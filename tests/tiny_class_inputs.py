@@ -19,6 +19,7 @@ from tests.tiny import BOS, PAD, noise
 from tests.tiny_classes import tiny_model
 from tests.tiny_sizes import PATCH, SIDE, SPECIAL
 
+NEW = 30  # tokens of an answer
 TEXT = {"1": [20], "3": [40, 20, 6]}  # lengths: prompts and answers end before and behind the windows and limits
 PICTURED = {"1": [8], "3": [24, 12, 5]}  # tokens of text, a part of them before the picture
 LIVELY, SEEDS = 6, 5
@@ -55,7 +56,9 @@ def padded(rows: list[list[int]]) -> dict[str, Tensor]:
 
 
 def text(model: nn.Module) -> Batches:
-    """Prompts of text; where the answer is a picture, with the grids it shall have, and the id that begins it."""
+    """Prompts of text; where the answer is a picture, with the grids it shall have, and the id that begins it; where it
+    is speech as well, without that.
+    """
     batches = {batch: padded(text_ids(lengths)) for batch, lengths in TEXT.items()}
     if "images_per_sample" in inspect.signature(model.forward).parameters:
         for inputs in batches.values():
@@ -63,8 +66,9 @@ def text(model: nn.Module) -> Batches:
             inputs["input_ids"][:, -1] = model.config.image_start_token_id
             inputs["image_grid_thw"] = torch.tensor([[1, 8, 4], [1, 2, 2]] * rows)
             inputs["images_per_sample"] = torch.tensor([2] * rows)
-    if "return_audio" in inspect.signature(model.generate).parameters:
-        batches = {batch: {**inputs, "return_audio": False} for batch, inputs in batches.items()}
+    if "thinker_max_new_tokens" in (accepted := inspect.signature(model.generate).parameters):
+        silent = {"return_audio": False} if "return_audio" in accepted else {"generation_mode": "text"}
+        batches = {batch: {**inputs, **silent, "thinker_max_new_tokens": NEW} for batch, inputs in batches.items()}
     return batches
 
 

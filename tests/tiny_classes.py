@@ -200,6 +200,8 @@ def enliven(model: nn.Module, seed: int = 0, gain: float = 3.0) -> nn.Module:
             weight = torch.randn(head.weight.shape, generator=generator) * gain * head.weight.shape[1] ** -0.5
             head.weight = nn.Parameter(weight)  # a tied head would echo its input
     model.generation_config = tf.GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=None)
+    if getattr(model, "speaker_map", None) == {}:
+        model.speaker_map = {"Chelsie": {}}  # generate wants its default voice, even where nothing is said aloud
     return model.eval()
 
 
