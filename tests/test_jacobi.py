@@ -17,7 +17,7 @@ from visspec import sampling
 from visspec.models.drafters.jacobi import Jacobi, Window, proactive
 from visspec.types import Outcome, Request, Scores, Verdict
 
-VOCAB, LENGTH, WIDTH = 2, 4, 2
+VOCAB, LENGTH, WIDTH = 2, 5, 2  # long enough to judge what was drawn behind a whole window
 ALMOST_ONE = 1 - 1e-15
 
 
