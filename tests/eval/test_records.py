@@ -24,6 +24,7 @@ from visspec.eval.report import kernels as report_kernels
 from visspec.eval.report import page as report
 from visspec.eval.report import records
 from visspec.eval.speed import equality
+from visspec.eval.speed import kernels as bench_kernels
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.paired import Run
 
@@ -169,7 +170,7 @@ def test_every_field_that_the_report_reads_has_a_writer(monkeypatch, tmp_path, c
 
 def test_fields_of_the_kernel_bench_have_a_writer():
     """By the source: what only a GPU measures can't be written here."""
-    folder = report_kernels.__file__.rpartition("/")[0]
+    folder = bench_kernels.__file__.rpartition("/")[0]
     writers = "".join(open(f"{folder}/{name}.py").read() for name in ("kernels", "kernels_clock", "kernels_jobs"))
     seen = set()
     row = watched({"kernel": "x"}, "row", seen)
