@@ -228,11 +228,12 @@ def _all(what: str) -> dict[str, dict[str, str]]:
 
 INTRODUCTION = """# Models of transformers
 
-What becomes of every public class of transformers {version} that generates, as a tiny random model made from its default
-configuration: `visspec.accelerate(model, drafter).generate` against the stock `generate`, greedy, float32, {new} new
-tokens, windows of {window} tokens where the configuration has a field for one. Batch 1 is a single prompt, batch 3
-three prompts padded on the left; "pictures" are prompts with a picture in each row. Drafters: none; n-grams; chains and
-trees that play the known answer with {wrong:.0%} of the drafts wrong, so that acceptance and rejection both happen.
+What becomes of every public class of transformers {version} that generates, as a tiny random model made from its
+default configuration: `visspec.accelerate(model, drafter).generate` against the stock `generate`, greedy, float32,
+{new} new tokens, windows of {window} tokens where the configuration has a field for one. Batch 1 is a single prompt,
+batch 3 three prompts padded on the left; "pictures" are prompts with a picture in each row. Drafters: none; n-grams;
+chains and trees that play the known answer with {wrong:.0%} of the drafts wrong, so that acceptance and rejection both
+happen.
 
 *Identical* means every token of every row. *Refused* means a `ValueError` of one sentence, given below. A random model
 shows that the mechanism is right for a class; it says nothing of speed. Made by `make models` on {day}; `make test`
