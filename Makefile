@@ -32,7 +32,7 @@ types: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/visspec bench caption --json out/bench-caption.json
 
-# every class of transformers that generates, some 25 minutes
+# every class of transformers that generates, some ten minutes
 models: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/models_table.py --workers $(WORKERS) --out docs/models.md
 

@@ -229,10 +229,11 @@ def _all(what: str) -> dict[str, dict[str, str]]:
 INTRODUCTION = """# Models of transformers
 
 What becomes of every public class of transformers {version} that generates, as a tiny random model made from its
-configuration: `visspec.accelerate(model, drafter).generate` against the stock `generate`, greedy, float32, {new} new
-tokens, windows of {window} tokens where the configuration has a field for one. Batch 1 is a single prompt, batch 3
-three prompts padded on the left; "pictures" are prompts with a picture in each row. Drafters: none; n-grams; chains and
-trees that play the known answer with {wrong:.0%} of the drafts wrong, so that acceptance and rejection both happen.
+default configuration: `visspec.accelerate(model, drafter).generate` against the stock `generate`, greedy, float32,
+{new} new tokens, windows of {window} tokens where the configuration has a field for one. Batch 1 is a single prompt,
+batch 3 three prompts padded on the left; "pictures" are prompts with a picture in each row. Drafters: none; n-grams;
+chains and trees that play the known answer with {wrong:.0%} of the drafts wrong, so that acceptance and rejection both
+happen.
 
 *Identical* means every token of every row. *Refused* means a `ValueError` of one sentence, given below. A random model
 shows that the mechanism is right for a class; it says nothing of speed. Made by `make models` on {day}; `make test`
@@ -269,11 +270,12 @@ def page(rows: list[Row], day: str) -> str:
     by_outcome = {o: sorted((r for r in rows if r.outcome == o), key=lambda r: (r.name, r.inputs)) for o in SECTIONS}
     parts = [
         INTRODUCTION.format(version=tf.__version__, new=NEW, window=WINDOW, wrong=WRONG, day=day),
-        "| outcome | classes, with text | with pictures |\n|---|---|---|",
+        "| outcome | classes | rows with text | with pictures |\n|---|---|---|---|",
     ]
+    worst = {r.name: o for o in reversed(ORDER) for r in by_outcome[o]}
     for outcome, found in by_outcome.items():
-        pictures = sum(r.inputs == "pictures" for r in found)
-        parts[-1] += f"\n| {outcome} | {len(found) - pictures} | {pictures} |"
+        classes, pictures = list(worst.values()).count(outcome), sum(r.inputs == "pictures" for r in found)
+        parts[-1] += f"\n| {outcome} | {classes} | {len(found) - pictures} | {pictures} |"
     for outcome, (title, words) in SECTIONS.items():
         if not by_outcome[outcome]:
             continue

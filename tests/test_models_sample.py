@@ -1,5 +1,6 @@
 """A sample of the table in docs/models.md, which `make models` makes of all classes: identical to stock, or refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,26 +9,38 @@ import transformers as tf
 
 from tests import sweep
 from tests.tiny_class_inputs import cases
+from tests.tiny_classes import generating, tiny_model
 from visspec.models.targets.hf_decoder import HFDecoder
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "models.md").read_text()
 SAMPLE = (
     "LlamaForCausalLM",
+    "GPT2LMHeadModel",  # learned positions
     "Gemma2ForCausalLM",  # windows in every other layer
+    "Qwen2ForCausalLM",
+    "GptOssForCausalLM",  # sinks
     "DeepseekV3ForCausalLM",  # latent attention, experts
     "GPTNeoForCausalLM",  # windows in a buffer
     "Phi3ForCausalLM",  # throws its cache away behind a limit
     "OpenAIGPTLMHeadModel",  # has no cache
     "BloomForCausalLM",  # positions from the mask
     "MambaForCausalLM",  # a state instead of a cache
+    "Qwen3_5ForCausalLM",  # recurrent layers among others
+    "Llama4ForCausalLM",  # chunks
     "T5ForConditionalGeneration",
+    "CsmForConditionalGeneration",  # a loop of its own
+    "Qwen2_5OmniForConditionalGeneration",  # a generate of its own around another model
+    "Blip2ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",  # heads of different size
+    "Idefics2ForConditionalGeneration",
     "MllamaForConditionalGeneration",  # cross-attention
-    "Blip2ForConditionalGeneration",  # a generate of its own around another model's
+    "GitForCausalLM",
+    "Kosmos2ForConditionalGeneration",
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_identical_or_refused_as_the_table_says(name):
     rows = sweep.verdicts(name)
@@ -35,7 +48,19 @@ def test_identical_or_refused_as_the_table_says(name):
     for row in rows:
         assert row.outcome in ("identical", "refused"), row.details
         if f"transformers {tf.__version__} " in PAGE:
-            assert sweep.line(row) in PAGE.splitlines(), f"run `make models`: {sweep.line(row)}"
+            assert unmeasured(sweep.line(row)) in unmeasured(PAGE).splitlines(), f"run `make models`: {row}"
+
+
+def unmeasured(text: str) -> str:
+    """Without what a refusal measured, which another machine may round otherwise."""
+    return re.sub(r"\d+\.\d+", "x", text)
+
+
+@pytest.mark.slow
+def test_every_class_has_a_row():
+    if f"transformers {tf.__version__} " not in PAGE:
+        pytest.skip("docs/models.md is of another version of transformers")
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == set(generating())
 
 
 def test_the_table_has_no_wrong_tokens_and_no_stray_errors():
@@ -61,15 +86,14 @@ def test_wrong_tokens_are_seen(monkeypatch):
     assert row.cells["tree"]["1"] == row.outcome == "WRONG"
 
 
-def test_errors_of_others_are_no_refusals():
-    """One sentence of ours refuses; a ValueError of torch or transformers is a traceback."""
-    try:
-        sweep.visspec.accelerate(torch.nn.Linear(2, 2), drafter=3)
-    except Exception as error:
-        assert sweep.sentence_of(error) is None or "\n" not in str(error)
-    try:
-        tf.LlamaConfig(hidden_size=30, num_attention_heads=4)
-    except Exception as error:
-        assert sweep.sentence_of(error) is None
-    else:
-        pytest.fail("transformers took a hidden size that its heads don't divide")
+def test_a_refusal_is_one_sentence_of_ours():
+    """A ValueError of torch or transformers is a traceback, and so is any other error of ours."""
+    with pytest.raises(ValueError) as refusal:
+        sweep.visspec.accelerate(tiny_model("MambaForCausalLM"))
+    assert sweep.sentence_of(refusal.value) == str(refusal.value)
+    with pytest.raises(ValueError) as theirs:
+        tiny_model("LlamaForCausalLM").generate(torch.tensor([[1, 5]]), max_new_tokens=-1)
+    assert sweep.sentence_of(theirs.value) is None
+    with pytest.raises(TypeError) as other:
+        sweep.visspec.accelerate()
+    assert sweep.sentence_of(other.value) is None

@@ -114,6 +114,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "HrmTextConfig": {"num_hidden_layers": 16, "num_layers_per_stack": 2},  # two stacks, two cycles of four
     "JanusVQVAEConfig": {"latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1, 1, 1]},
     "Kosmos2_5VisionConfig": {"patch_embed_hidden_size": 3 * PATCH**2},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Mamba2Config": {"num_heads": 8},
     "MllamaVisionConfig": {"vision_output_dim": 2 * WIDTH, "intermediate_layers_indices": [0]},
