@@ -59,7 +59,7 @@ def compared(text, levels, samples, device="cpu", V=16384, features=8, draws=DRA
     noise = [rule.make_noise([torch.Generator(device).manual_seed(i)], V) for i in range(draws)]
     windows = [n.window(tree.levels + 1) for n in noise]
     coins = [toss(tree, w)[0].tolist() for w in windows]
-    table = codebook.neighbours(codes_KE.to(device), rule.k + 1, V).cpu().numpy()
+    table = codebook.neighbours(codes_KE.to(device), rule.k + 1, V).cpu().numpy().astype("uint16")  # as published
     q_NV, paths = None if draft.q is None else draft.q[0], case["paths"].to(device)
     laws_PDV = scores.logits[0][paths]  # as published, beforehand
     limit = {rule.bound: rule.value}

@@ -140,7 +140,8 @@ def _softmax_of(scores):
 def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
     """One row: the accepted nodes, what is left of the law after them (fp64), that law, the drift, the displacement."""
     kept, current, drift, moved = [0], 0, 0.0, 0.0
-    tried, rest, left, free, siblings, law = set(), None, 1.0, None, 0, law_at(0)
+    tried, rest, left, spent, siblings, law = set(), None, 1.0, [], 0, law_at(0)
+    lender = law
     for n in range(1, len(tokens)):
         if parent[n] != current or siblings == branch or len(kept) == columns:
             continue
@@ -155,11 +156,11 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
             drawn = widen(q[n])
             qx, room = float(drawn[x]), px if rest is None else float(rest[x])
         f = exact = min(1.0, max(room, 0.0) / max(left * qx, TINY))
-        lenders = ()
+        lenders = None
         if near is not None and exact < 1.0:
             table, delta, lam = near
             bound = left * delta if lam is None else (lam - 1.0) * max(room, 0.0)
-            added, count = prefix_mass(law if rest is None else rest, table[x], bound, free)
+            added, count = prefix_mass(lender, table[x], bound)
             f, lenders = max(exact, min(1.0, exact + added / max(left * qx, TINY))), table[x, :count]
         elif mass is not None:
             f = max(exact, min(1.0, exact + mass[n] / max(qx, TINY)))
@@ -170,23 +171,30 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
                 over = _zeroed(law.copy(), (*tried, x)) if q is None else _less(over, drawn, left)
                 moved += (f - exact) / f * mean_distance(x, over, space)
             kept.append(n)
-            tried, rest, left, free, siblings, current, law = set(), None, 1.0, None, 0, n, law_at(n)
+            tried, rest, left, spent, siblings, current, law = set(), None, 1.0, [], 0, n, law_at(n)
+            lender = law
             continue
-        if near is not None and siblings < branch:
-            free = _without(lenders, x if q is None else None, free, len(law))
         if q is None:
             tried.add(x)
             left -= px
         else:
             rest = _less(law if rest is None else rest, drawn, left)
             left = float(rest.astype(np.float64).dot(ones(len(rest))))
+        if lenders is not None and siblings < branch:  # what has been lent is lent no more
+            spent.append(lenders)
+            if q is None:
+                lender = _without(law.copy() if lender is law else lender, spent[-1:])
+                lender[x] = 0.0
+            else:
+                lender = _without(rest.copy(), spent)
     return kept, _zeroed((law if rest is None else rest).astype(np.float64), tried), law, drift, moved
 
 
 def _less(law, drawn, left):
     """[law - left * drawn]+, in the type of the law."""
-    rest = np.multiply(drawn, left, dtype=law.dtype)
-    return np.maximum(np.subtract(law, rest, out=rest), 0.0, out=rest)
+    rest = drawn if left == 1.0 else np.multiply(drawn, left, dtype=law.dtype)
+    rest = np.subtract(law, rest, dtype=law.dtype)
+    return np.maximum(rest, 0.0, out=rest)
 
 
 def _zeroed(weights, ids):
@@ -195,16 +203,13 @@ def _zeroed(weights, ids):
     return weights
 
 
-def _without(lenders, x, free, count):
-    """Which codes may lend to the next sibling: none that has lent before, and no rejected point mass x."""
-    free = np.ones(count, bool) if free is None else free
-    if len(lenders) and not known(lenders, count):
-        lenders = lenders[(lenders >= 0) & (lenders < count)]
-    if len(lenders):
-        free[lenders] = False
-    if x is not None:
-        free[x] = False
-    return free
+def _without(weights, spent):
+    """The weights, 0 at the ids of these arrays; those outside the vocabulary are passed over."""
+    for ids in spent:
+        if not known(ids, len(weights)):
+            ids = ids[(ids >= 0) & (ids < len(weights))]
+        weights[ids] = 0.0
+    return weights
 
 
 def _draw_by_blocks(weights, law, draw):

@@ -79,22 +79,17 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     return summed.mul_(kept).amax(1).float()
 
 
-def prefix_mass(law, near, bound, free=None):
-    """One row on the host: the largest prefix sum of law[near] within the bound, and of how many neighbours it is.
-
-    free (V,) bool: the codes that count.
-    """
+def prefix_mass(law, near, bound):
+    """One row on the host: the largest prefix sum of law[near] within the bound, and of how many neighbours it is."""
     if len(near) > FEW > bound * len(law):  # of equally likely codes fewer would pass the bound
-        found = _prefix(law, near[:FEW], bound, free)
+        found = _prefix(law, near[:FEW], bound)
         if found[1] < FEW:
             return found
-    return _prefix(law, near, bound, free)
+    return _prefix(law, near, bound)
 
 
-def _prefix(law, near, bound, free):
+def _prefix(law, near, bound):
     weight = _weights(law, near).astype(np.float64)
-    if free is not None:
-        weight *= _weights(free, near)
     summed = float(weight.dot(ones(len(weight))))
     if summed <= bound * (1 - len(weight) * EPSILON):  # the order of a sum turns its last bits: the definition's decide
         return summed, len(weight)

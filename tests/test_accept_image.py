@@ -474,7 +474,7 @@ def test_displacement_is_measured_under_the_law_that_judged_the_node(name, drawn
 
 
 def siblings_by_formula(rule, p, tokens, left=True):
-    """Law of the token after the root (V,) and drift, by the definition for point masses; left: lent from what is left."""
+    """Law of the token after the root (V,) and drift of point masses, as defined; left: all borrow from what is left."""
     near = codebook.neighbours(CODES, rule.k, K).tolist()
     rest, lent, alive, output, drift = p, set(), 1.0, torch.zeros_like(p), 0.0
     for x in tokens:
@@ -494,8 +494,8 @@ def siblings_by_formula(rule, p, tokens, left=True):
 
 @pytest.mark.parametrize("kind, value", [(Lantern, 0.375), (LanternPlus, 2.5)])
 def test_later_siblings_borrow_from_what_is_left(kind, value):
-    """Four children, coins integrated out: the law by the definition. A fixed delta costs less than where all borrow from
-    p; lam times a residual, which grows from sibling to sibling, need not.
+    """Four children, coins integrated out: the law by the definition. At this delta it costs less than where all borrow
+    from p; lam times a residual, which grows from sibling to sibling, need not.
     """
     rule, shape, moved, from_p = bound(kind(3, value)), tree.static((-1, 0, 0, 0, 0)), 0.0, 0.0
 

@@ -29,7 +29,7 @@ def test_the_loops_it_compares_with_decide_alike():
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
-@pytest.mark.parametrize("rule", ["lantern:k=80,delta=0.1", "lantern_plus:k=80,lam=2.0"])
+@pytest.mark.parametrize("rule", ["lantern:k=80,delta=0.1", "lantern_plus:k=80,lam=1.5"])
 def test_the_published_loop_decides_as_the_compatible_rule(rule, drawn):
     """On the same laws, trees and uniforms; the rule of its own decides otherwise at times (the control)."""
     apart, lengths = 0, set()
