@@ -64,11 +64,11 @@ def _tried_bytes(V):
     return 8 * NEIGHBOURS * (4 + 4) + V * 4 * 2
 
 
-def _verify(case, p, i):
+def _verify(case, p, i, **options):
     i %= case["coins"].shape[0]
     return kernels.accept_tree(
         case["tokens"], case["parent"], p, None, case["coins"][i], case["draw"][i],
-        neighbours=case["neighbours"], delta=DELTA, depth=case["paths"].shape[1] - 1,
+        neighbours=case["neighbours"], delta=DELTA, depth=case["paths"].shape[1] - 1, **options,
     )  # fmt: skip
 
 
@@ -108,8 +108,8 @@ def _round_job(device, levels, V):
         table = case["neighbours"].long()
 
         def ours(i):
-            law = kernels.guided_warp(*logits, GUIDANCE, TEMPERATURE, TOP_K, scores=True).softmax(-1)  # as the engine
-            return _verify(case, law.unsqueeze(0), i)
+            scores = kernels.guided_warp(*logits, GUIDANCE, TEMPERATURE, TOP_K, scores=True)  # as the engine
+            return _verify(case, scores.unsqueeze(0), i, scores=True)
 
         def eager(i):
             laws = _torch_warp(*logits)

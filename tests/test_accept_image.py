@@ -474,7 +474,7 @@ def test_displacement_is_measured_under_the_law_that_judged_the_node(name, drawn
 
 
 def siblings_by_formula(rule, p, tokens, left=True):
-    """Law of the token after the root (V,) and drift of point masses, as defined; left: all borrow from what is left."""
+    """Law of the token after the root (V,) and drift of point masses, as defined; left: borrowed from what is left."""
     near = codebook.neighbours(CODES, rule.k, K).tolist()
     rest, lent, alive, output, drift = p, set(), 1.0, torch.zeros_like(p), 0.0
     for x in tokens:

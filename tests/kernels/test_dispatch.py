@@ -77,13 +77,13 @@ V, DRAWS = 320, Sampling(temperature=0.9, top_k=100, top_p=0.9, guidance=3.0)
 SHAPE = (-1, *[0] * 10, *(1 + n // 5 for n in range(20)), *(11 + n // 2 for n in range(16)), *range(31, 43))
 RULES = {  # each with the most that it dispatches, guidance and warp (5) included, where the tree is of `static`
     "exact": (Exact, 33),
-    "rejection": (Rejection, 18),
-    "typical": (partial(Typical, epsilon=1e-3), 36),
-    "lantern": (partial(Lantern, k=20, delta=0.3), 31),
-    "lantern_plus": (partial(LanternPlus, k=20, lam=9.0), 31),
-    "grouped": (partial(Grouped, group=41), 41),
-    "clusters": (partial(Grouped, clusters=9), 41),
-    "cool": (partial(Cool, omega=2.0), 30),
+    "rejection": (Rejection, 17),
+    "typical": (partial(Typical, epsilon=1e-3), 32),
+    "lantern": (partial(Lantern, k=20, delta=0.3), 17),
+    "lantern_plus": (partial(LanternPlus, k=20, lam=9.0), 17),
+    "grouped": (partial(Grouped, group=41), 37),
+    "clusters": (partial(Grouped, clusters=9), 37),
+    "cool": (partial(Cool, omega=2.0), 26),
 }
 
 
