@@ -574,6 +574,7 @@ CASES = [
     {"near": "delta"},
     {"near": "lam", "drawn": True},
     {"nodes": 6, "vocabulary": 200, "near": "lam"},
+    {"rows": 20, "nodes": 9, "vocabulary": 40, "near": "delta"},
     {"nodes": 9, "vocabulary": 33, "near": "lam", "dtype": torch.bfloat16},
     {"nodes": 9, "vocabulary": 33, "dtype": torch.bfloat16},
     {"nodes": 9, "vocabulary": 33, "drawn": True, "dtype": torch.bfloat16},

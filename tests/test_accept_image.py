@@ -520,8 +520,11 @@ def test_later_siblings_borrow_from_what_is_left(kind, value):
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
 @pytest.mark.parametrize("kind", [Lantern, LanternPlus])
-def test_the_published_rule_on_a_device_is_that_of_the_walk(kind, drawn):
-    for shape in (tree.chain(4), TREE):
+def test_the_published_rule_on_a_device_is_that_of_the_walk(kind, drawn, monkeypatch):
+    """Also where the walk looks at few neighbours first and at few codes at a time."""
+    for shape, few in ((tree.chain(4), 32), (TREE, 32), (TREE, 2)):
+        monkeypatch.setattr(published, "FEW", few)
+        monkeypatch.setattr(published, "ROWS", few)
         draft, scores = random_round(shape, drawn, vocab=K + 2)
         wide = Capabilities(vocab=K + 2, codebook=CODES)
         rule = bound(kind(3, 0.25 if kind is Lantern else 2.5, compat="repository"), wide)

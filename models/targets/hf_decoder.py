@@ -83,16 +83,17 @@ class HFDecoder:
         inputs["past_key_values"] = cache
         attention = inputs.get("attention_mask")
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
-        if inputs.get("position_ids") is not None and arguments.get("position_ids") is None:
-            raise ValueError(
-                f"model: {type(self.model).__name__} counts positions itself, expected one that takes position_ids"
-            )
+        dropped = inputs.get("position_ids") is not None and arguments.get("position_ids") is None
         # where preparation takes the empty cache away, the model would fill one of its own and go on with that
         arguments["past_key_values"] = cache
         arguments.update(self._outputs)
         turning = rotary.Prompt(self.rotary, request.max_new_tokens)
         with _Watch(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
+        if dropped and seen.get("position_ids") is None:  # where the decoder is not told, nobody knows where to go on
+            raise ValueError(
+                f"model: {type(self.model).__name__} counts positions itself, expected one that takes position_ids"
+            )
         cache.check_written(self.model, self.cached)
         cache.prompt = cache.slots.nodes
         cache.slots.commit([list(range(cache.prompt))] * rows)

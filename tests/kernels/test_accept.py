@@ -186,7 +186,7 @@ def test_log_laws_decide_as_their_softmax(kind):
 @pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
 def test_a_code_lends_once_and_a_rejected_one_not_at_all(drawn):
     """Siblings 1 and 2 of laws by hand: 2 finds neither the codes that 1 could borrow from nor, as a point mass, 1."""
-    p, q = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.6]), torch.tensor([0.0, 0.4, 0.6, 0.0, 0.0])
+    p, q = torch.tensor([0.1, 0.1, 0.1, 0.115, 0.585]), torch.tensor([0.0, 0.4, 0.6, 0.0, 0.0])
     table = torch.tensor([[1, 2], [0, 3], [0, 3], [1, 2], [1, 2]])
     for second in ([0, 4], [3, 0], [1, 3], [4, 3]):
         table[2] = torch.tensor(second)
