@@ -65,7 +65,11 @@ def enliven(model: nn.Module, seed: int, gain: float = 3.0) -> nn.Module:
 
 
 def built(kind: type, config: Any, seed: int = 0, attention: str = "sdpa") -> nn.Module:
-    return enliven(kind._from_config(config, dtype=torch.float32, attn_implementation=attention), seed)
+    """The same weights whoever asks first: what `enliven` leaves alone (CLIP's class embedding) is drawn by torch."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return enliven(model, seed)
 
 
 # --- pixels: what a family's processor would hand to the model, for `images` pictures per row -----------------------
