@@ -11,19 +11,19 @@ from functools import partial
 import torch
 
 from visspec import tree as trees
-from visspec import zoo
 from visspec.accept import codebook
+from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import SIBLINGS, toss
 from visspec.eval.kernels_loops import LEVELS, published_loop, verification_case
 from visspec.types import Capabilities, Draft, Scores
 
 LEVELS_26 = (4, 8, 8, 3, 2)  # nodes per depth of the published tree of 26 nodes, root aside
 DRAWS = 40  # rounds with uniforms of their own
-RULES = (  # in the zoo's words, and whether drafts are drawn with a law
-    ("lantern:k=1000,delta=0.1", False),
-    ("lantern_plus:k=1000,lam=2.0", True),
-    ("lantern:k=1000,delta=0.1,compat=repository", False),
-    ("lantern_plus:k=1000,lam=2.0,compat=repository", True),
+RULES = (  # a name, the rule, whether drafts are drawn with a law
+    ("rule lantern", partial(Lantern, k=1000, delta=0.1), False),
+    ("rule lantern_plus", partial(LanternPlus, k=1000, lam=2.0), True),
+    ("rule lantern published", partial(Lantern, k=1000, delta=0.1, compat="repository"), False),
+    ("rule lantern_plus published", partial(LanternPlus, k=1000, lam=2.0, compat="repository"), True),
 )
 
 
@@ -42,7 +42,7 @@ def drawn(tokens_BN, parent, p_NV, seed=1):
     return tokens_BN, q_BNV
 
 
-def compared(text, levels, samples, device="cpu", V=16384, features=8, draws=DRAWS):
+def compared(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRAWS):
     """(a call of the rule, a call of the published loop), both with the index of the uniforms; one row."""
     case = verification_case("cpu", levels, V, K=1, draws=1)
     parent, p_NV, tokens_BN, q_BNV = case["parent"][0].tolist(), case["p"][0], case["tokens"], None
@@ -51,7 +51,6 @@ def compared(text, levels, samples, device="cpu", V=16384, features=8, draws=DRA
     codes_KE = torch.nn.functional.normalize(
         torch.randn(V, features, generator=torch.Generator().manual_seed(2)), dim=1
     )
-    rule = zoo.acceptance(text)
     rule.bind(Capabilities(vocab=V, codebook=codes_KE.to(device)))
     tree = trees.static(tuple(parent), str(device))
     scores = Scores(p_NV.log()[None].to(device))
@@ -77,12 +76,11 @@ def compared(text, levels, samples, device="cpu", V=16384, features=8, draws=DRA
 def rule_jobs(device, job, V=16384):
     """The rows; `job` makes one of (kernel, shape, dtype, build, bytes, against) and options."""
     rows = []
-    for text, samples in RULES:
+    for name, make, samples in RULES:
         for levels in (LEVELS_26, LEVELS):
-            N, (name, _, _) = sum(levels) + 1, text.partition(":")
-            name = f"rule {name}" + (" published" if "compat" in text else "")
+            N = sum(levels) + 1
             moved = 4 * V * (8 if samples else 4)  # the laws of some two nodes read and written, a draw; drafts too
-            build = partial(compared, text, levels, samples, device)
+            build = partial(compared, make(), levels, samples, device)
             against = "the published loop, from warped logits on"
             rows.append(job(name, f"{N}x{V} k=1000", "float32", build, moved, against, draws=DRAWS))
     return rows

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from visspec import zoo
 from visspec.eval import kernels as bench
 from visspec.eval import kernels_jobs, kernels_rules, report_kernels
 from visspec.eval import kernels_loops as loops
@@ -35,7 +36,7 @@ def test_the_published_loop_decides_as_the_compatible_rule(rule, drawn):
     apart, lengths = 0, set()
     for own in (False, True):
         text = rule if own else rule + ",compat=repository"
-        ours, theirs = kernels_rules.compared(text, (4, 6, 5), drawn, V=400, features=3)
+        ours, theirs = kernels_rules.compared(zoo.acceptance(text), (4, 6, 5), drawn, V=400, features=3)
         for i in range(kernels_rules.DRAWS):
             verdict, (path, following) = ours(i), theirs(i)
             same = (verdict.path[0, : len(path) + 1].tolist(), verdict.next.item()) == ([*path, -1][:4], following)
