@@ -99,8 +99,10 @@ class Lantern(Rejection):
         if self.compat is None:
             return super().judge(draft, p_BNV, coins_BN, draw_B, logs)
         self.table()
-        rule = {self.bound: self.value, "logs": logs}
-        return published.walk(draft, p_BNV, coins_BN, draw_B, self.wide_Vk, self.k, len(self.codes), **rule)
+        assert self.wide_Vk is not None and self.codes is not None
+        delta, lam = (self.value, None) if self.bound == "delta" else (None, self.value)
+        given = (draft, p_BNV, coins_BN, draw_B, self.wide_Vk)
+        return published.walk(*given, self.k, len(self.codes), delta, lam, logs)
 
 
 class LanternPlus(Lantern):

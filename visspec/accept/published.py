@@ -77,8 +77,8 @@ def walked(
         drift_B[b] = moved
         last.append(torch.from_numpy(law_V))
     following_B = sampling.draw(torch.stack(last), draw_B.double())
-    path_BD, length_B, drift_B = map(torch.from_numpy, (path_BD, length_B, drift_B))
-    return Verdict(path_BD, length_B, following_B, drift_B)
+    path, length, drift = map(torch.from_numpy, (path_BD, length_B, drift_B))
+    return Verdict(path, length, following_B, drift)
 
 
 def _law(p_V: Tensor, logs: bool) -> np.ndarray:
