@@ -19,11 +19,7 @@ from visspec.types import Capabilities, Draft, Scores
 
 LEVELS_26 = (4, 8, 8, 3, 2)  # nodes per depth of the published tree of 26 nodes, root aside
 DRAWS = 40  # rounds with uniforms of their own
-<<<<<<< HEAD:eval/speed/kernels_rules.py
-RULES = (  # name of the row, the rule, and whether drafts are drawn with a law
-=======
 RULES = (  # a name, the rule, whether drafts are drawn with a law
->>>>>>> rules:eval/kernels_rules.py
     ("rule lantern", partial(Lantern, k=1000, delta=0.1), False),
     ("rule lantern_plus", partial(LanternPlus, k=1000, lam=2.0), True),
     ("rule lantern published", partial(Lantern, k=1000, delta=0.1, compat="repository"), False),
@@ -77,10 +73,6 @@ def compared(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRA
     return ours, theirs
 
 
-def _build(make, levels, samples, device):
-    return compared(make(), levels, samples, device)
-
-
 def rule_jobs(device, job, V=16384):
     """The rows; `job` makes one of (kernel, shape, dtype, build, bytes, against) and options."""
     rows = []
@@ -88,11 +80,7 @@ def rule_jobs(device, job, V=16384):
         for levels in (LEVELS_26, LEVELS):
             N = sum(levels) + 1
             moved = 4 * V * (8 if samples else 4)  # the laws of some two nodes read and written, a draw; drafts too
-<<<<<<< HEAD:eval/speed/kernels_rules.py
-            build = partial(_build, make, levels, samples, device)
-=======
             build = partial(compared, make(), levels, samples, device)
->>>>>>> rules:eval/kernels_rules.py
             against = "the published loop, from warped logits on"
             rows.append(job(name, f"{N}x{V} k=1000", "float32", build, moved, against, draws=DRAWS))
     return rows

@@ -5,18 +5,11 @@ import json
 import pytest
 import torch
 
-<<<<<<< HEAD
 from visspec.api import zoo
 from visspec.eval.report import kernels as report_kernels
 from visspec.eval.speed import kernels as bench
 from visspec.eval.speed import kernels_jobs, kernels_rules
 from visspec.eval.speed import kernels_loops as loops
-=======
-from visspec import zoo
-from visspec.eval import kernels as bench
-from visspec.eval import kernels_jobs, kernels_rules, report_kernels
-from visspec.eval import kernels_loops as loops
->>>>>>> rules
 from visspec.kernels import accept_tree
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
