@@ -128,7 +128,8 @@ def shipped() -> Iterator[Case]:
                 ["a photo of a red cross left of a blue ring", "a photo of three stars"], seed=3, drafter=drafter,
                 acceptance=rule, temperature=temperature, output_type="latent",
             )  # fmt: skip
-            passes = [int(p.max()) for p in out.passes]
+            # the trained drafter's chains adapt their depth by the clock: tokens do not depend on it, passes do
+            passes = [int(p.max()) for p in out.passes] if name != "drafter" else []
             yield f"painter/{name}/{temperature}", [[t.tolist() for t in out.tokens], passes]
     model, processor = targets.load(str(zoo.CHECKPOINTS / "captioner"))
     pictures = [to_image(scene_from_seed(HELD_OUT_SEED + i)) for i in range(3)]
