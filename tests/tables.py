@@ -136,21 +136,32 @@ class TableTree(TableDrafter):
         state.memory.select(keep)
 
 
-class Wandering:
-    """A pace that asks for a random depth in every round, 0 among them."""
+class Steady:
+    """A pace that always asks for so many levels."""
 
-    def __init__(self, levels: int, seed: int = 0):
-        self.levels, self.random = levels, random.Random(seed)
+    def __init__(self, levels: int):
+        self.levels = levels
 
     def depth(self, state: State) -> int:
-        return self.random.randint(0, min(self.levels, state.budget - 1))
+        return min(self.levels, state.budget - 1)
 
     def observe(self, trace: Trace) -> None: ...
 
 
-def decoded(target: TableTarget, drafter, rule, rows: int, length: int, seed: int = 0, **options) -> State:
-    """A finished batch of `rows` samples, `length` tokens each, in rounds of random depth."""
+class Wandering(Steady):
+    """A pace that asks for a random depth in every round, 0 among them."""
+
+    def __init__(self, levels: int, seed: int = 0):
+        super().__init__(levels)
+        self.random = random.Random(seed)
+
+    def depth(self, state: State) -> int:
+        return self.random.randint(0, super().depth(state))
+
+
+def decoded(target: TableTarget, drafter, rule, rows: int, length: int, seed: int = 0, pace=None, **options) -> State:
+    """A finished batch of `rows` samples, `length` tokens each, in rounds of random depth where no pace is given."""
     request = Request(None, torch.zeros(rows, 1, dtype=torch.long), length, Sampling(temperature=1.0), **options)
     request.generators = [torch.Generator().manual_seed(seed * rows + b) for b in range(rows)]
     guarded = None if drafter is None else Guarded(drafter, target.capabilities)
-    return decode(target, guarded, rule, request, Wandering(getattr(drafter, "levels", 1), seed))
+    return decode(target, guarded, rule, request, pace or Wandering(getattr(drafter, "levels", 1), seed))

@@ -5,12 +5,14 @@ Drafts are of a random depth in every round, so that windows are judged wholly, 
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.laws import plain_law
-from tests.tables import Table, TableDrafter, TableTarget, TableTree, decoded
+from tests.tables import Steady, Table, TableDrafter, TableTarget, TableTree, decoded
 from tests.test_law import chi_square
 from visspec import sampling
 from visspec.accept.exact import Exact
@@ -87,6 +89,19 @@ def test_coupled_drafts_leave_every_token_as_it_is(make):
 def test_a_drafter_that_knows_the_law_is_never_corrected(rule):
     state = decoded(TableTarget(SHARP), TableDrafter(SHARP), rule(), 300, LONG)
     assert {word for row in state.trace.origin for word in row} == {"plain", "drafted", "bonus"}
+
+
+@pytest.mark.parametrize(
+    "rule, redraw", [(Exact, "auto"), (Rejection, "maximal"), (Rejection, "independent"), (Rejection, "gumbel")]
+)
+def test_windows_of_known_laws_are_all_kept(rule, redraw):
+    """Where no law depends on what was drafted, whatever a pass judged and did not commit is right in the next."""
+    table, width = Table(V, 0), 4
+    table.logp_CV[:] = table.logp_CV[0].clone()
+    for seed in range(8):
+        state = decoded(TableTarget(table), Jacobi(width, redraw), rule(), 1, 60, seed, Steady(width))
+        gained = [found.gained[0] for found in state.trace.rounds]
+        assert all(a + b >= width + 2 for a, b in itertools.pairwise(gained[:-1])) and min(gained) < width
 
 
 # Controls: errors of the past and near them. Each must be seen.

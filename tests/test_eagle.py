@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
 from visspec.loop.decode import open_request, retire, settle
 from visspec.models.drafters.eagle import FeatureDrafter, config_for
-from visspec.models.drafters.feature_layout import plan
+from visspec.models.drafters.feature_layout import layer_inputs, plan
 from visspec.models.nets.feature_head import FeatureHead, Folded, rotations_at, staggered
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes.train_drafter import request_of
@@ -165,7 +166,47 @@ def test_rotary_rows_follow_the_sections():
     table = torch.arange(50 * 4).reshape(50, 4)
     position = torch.tensor([[[3]], [[10]], [[20]]])
     assert rotations_at(table, position, (2, 1, 1))[0, 0].tolist() == [12, 13, 42, 83]
-    assert config_for(model_of("qwen2_5_vl")).mrope_section == (2, 1, 1)
+    model = model_of("qwen2_5_vl")
+    for heads, section in ((4, (2, 1, 1)), (2, (4, 2, 2)), (8, (2, 0, 0))):  # of the sizes 8, 16 and 4
+        assert config_for(model, heads=heads).mrope_section == section
+
+
+def test_every_latent_enters_where_the_layout_says():
+    index = torch.tensor([[0, 1, 2, 0], [3, 0, 0, 1]])
+    layout = SimpleNamespace(latent=index, image=torch.zeros_like(index))
+    head = SimpleNamespace(join=lambda embed, feature, image: embed + feature)
+    embed, feature, latents = torch.randn(2, 4, 5), torch.randn(2, 4, 5), torch.randn(4, 5)
+    found = layer_inputs(head, layout, embed, feature, latents, torch.zeros(1, 5))
+    assert torch.equal(found, torch.where(index[..., None] > 0, latents[index], embed + feature))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("name", "shape", "latents"), CASES)
+def test_a_short_chain_is_the_beginning_of_a_longer_one(name, shape, latents):
+    drafter, model, chains = make(name, latents), model_of(name), []
+    for depth in range(1, 6):
+        request = request_of(model, prompt(name, shapes(name)[shape]), temperature=0, max_new_tokens=NEW, seed=0)
+        _, _, state, _ = opened(drafter, request)
+        chains.append(drafter.propose(state, depth).tokens)
+    assert all(torch.equal(chain, chains[-1][:, : chain.shape[1]]) for chain in chains)
+    assert len(set(chains[-1].flatten().tolist())) > 4
+
+
+@torch.inference_mode()
+def test_laws_are_those_of_float32_whatever_the_type_of_the_weights():
+    """In float64, where rotations take the road of half precision."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = copy.deepcopy(model_of("llama")).to(dtype)
+        drafter = FeatureDrafter.for_model(model, seed=1, image_latents=0)
+        inputs = prompt("llama", shapes("llama")["ragged"])
+        _, _, state, _ = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0))
+        drafter._logits = lambda feature, own=drafter._logits: found[-1].append(own(feature)) or found[-1][-1]
+        found.append([])
+        drafter.propose(state, 4)
+    assert len(found[0]) == len(found[1]) == 4 and drafter.fold.qkv.dtype == torch.float64
+    for single, double in zip(*found):
+        torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-3)
 
 
 def test_staggered_attention_is_that_of_the_chain():

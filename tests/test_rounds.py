@@ -3,13 +3,18 @@ and that drafters draft for the place where the loop stands.
 """
 
 import copy
+import itertools
+import math
 import pickle
 import sys
 import threading
+from random import Random
 from types import SimpleNamespace as Bag
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import visspec
 from tests.doubles import Oracle, fast, new_tokens, stock
@@ -171,6 +176,28 @@ def test_a_drafter_that_rarely_offers_a_node_does_not_pay():
     assert told(Pace(1), seen, draft=5e-4).best(1) == 0
 
 
+@given(st.integers(1, 6), st.integers(0, 999))
+def test_the_best_depth_commits_most_tokens_a_second(levels, seed):
+    """Of all depths, by the formula at the head of `pace`; drafting at all must promise two per cent."""
+    random, pace = Random(seed), Pace(levels)
+    pace.rounds = 100
+    for d in range(levels):
+        pace.open[d] = random.uniform(1, 40)
+        pace.tried[d] = pace.open[d] * random.uniform(0.3, 1)
+        pace.kept[d] = pace.tried[d] * random.random()
+    prices = random.uniform(0, 0.3), random.uniform(0, 0.3)
+    for d in range(levels + 1):
+        pace.verify.add(d, 1 + prices[0] * d)
+        pace.draft.add(d, prices[1] * d)
+    speed = [1 / pace.verify.at(0)]
+    for d in range(1, levels + 1):
+        reached = [math.prod(pace.offered(i) * pace.rate(i) for i in range(1, j + 1)) for j in range(d + 1)]
+        speed.append(sum(reached) / (pace.verify.at(d) + pace.draft.at(d)))
+    pays = [d for d in range(1, levels + 1) if speed[d] > 1.02 * speed[0]]
+    assert pace.best(levels) == max(pays, key=speed.__getitem__, default=0)
+    assert pace.verify.at(2.5) == pytest.approx(1 + prices[0] * 2.5)
+
+
 def test_a_rest_doubles_and_ends_with_success():
     pace = told(Pace(2), [Round(2, [1], [True])] * 50, draft=1.0)
     state = Bag(budget=9, trace=Bag(gave_up=0))
@@ -246,9 +273,11 @@ def near(seed=0):
     return small
 
 
-@pytest.mark.parametrize("shape", ["one", "ragged"])
-def test_a_small_model_drafts_what_it_would_say_after_all_that_was_emitted(shape):
-    """In every round, whatever was accepted before: its own generate on the prompt and the answer so far."""
+@pytest.mark.parametrize("shape, plain", [("one", 0), ("ragged", 0), ("ragged", 2)])
+def test_a_small_model_drafts_what_it_would_say_after_all_that_was_emitted(shape, plain):
+    """In every round, whatever was accepted before, with `plain` rounds first in which nothing is drafted: its own
+    generate on the prompt and the answer so far.
+    """
     small, rows, seen = near(), shapes("llama")[shape], []
     inputs = prompt("llama", rows)
     alone = [single_row("llama", rows, inputs, b)["input_ids"] for b in range(len(rows))]
@@ -267,6 +296,8 @@ def test_a_small_model_drafts_what_it_would_say_after_all_that_was_emitted(shape
             super().observe(state, draft, scores, verdict, outcome)
 
     model = visspec.accelerate(llama(), Watched(small, llama()), adaptive=False, levels=4)
+    turns, asked = itertools.count(), model.pace.depth
+    model.pace.depth = lambda state: 0 if next(turns) < plain else asked(state)
     output = new_tokens(model.generate(**inputs, do_sample=False, max_new_tokens=24), inputs)
     assert output == stock("llama", shape, 24) and model.last_stats.faults == 0
     assert {0, 1, 4} <= set(seen), "none, some and all of a draft were accepted"
