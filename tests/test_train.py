@@ -1,5 +1,6 @@
 """Online distillation: captured lessons, loss formulas, a drafter that learns, and runs that resume exactly."""
 
+import dataclasses
 import json
 
 import pytest
@@ -77,6 +78,16 @@ def test_a_lesson_falls_into_parts_that_train_as_the_whole(tmp_path):
             b = next(b for b, ids in enumerate(lesson.ids) if torch.equal(ids[: row.ids.shape[1]], row.ids[0]))
             for (logits, _, mask), (alone, _, own) in zip(whole, drafter.rollout(row, 2)):
                 torch.testing.assert_close(logits[b : b + 1][:, mask[b]], alone[:, own[0]], rtol=1e-4, atol=1e-4)
+
+
+def test_elements_behind_a_short_answer_do_not_count():
+    drafter = FeatureDrafter.for_model(model_of("llava"), image_latents=2)
+    lesson = capture(target_for(drafter), visspec.Exact(), prompts("llava")(1))
+    lengths = [max(lesson.lengths) - 3 * (b > 0) for b in range(len(lesson.lengths))]
+    with torch.no_grad():
+        steps = drafter.rollout(dataclasses.replace(lesson, lengths=lengths), 3)
+    for step, (_, _, mask) in enumerate(steps):
+        assert mask.sum(dim=1).tolist() == [length - 1 - step for length in lengths]
 
 
 def test_losses_are_their_formulas():

@@ -38,6 +38,7 @@ class Watch:
     def __init__(self):
         self.files = {str(ROOT / path): path for path in {*core(), *(path for _, path, *_ in NAMED)}}
         self.tests: dict[str, dict] = {}
+        self.failed = 0
 
     def _called(self, frame, event, argument):
         if (path := self.files.get(frame.f_code.co_filename)) is not None:
@@ -49,6 +50,7 @@ class Watch:
         sys.settrace(self._called)
 
     def pytest_runtest_logreport(self, report):
+        self.failed += report.failed
         if report.when == "call" and report.passed:
             self.tests[report.nodeid] = {}
 
@@ -93,7 +95,7 @@ def watched(path: Path) -> dict:
     watch = Watch()
     pytest.main([*PYTEST, str(path)], plugins=[watch])
     modules = [name for name in sys.modules if name.split(".")[0] not in OWN]
-    return {"tests": {k: v for k, v in watch.tests.items() if v}, "modules": modules}
+    return {"tests": {k: v for k, v in watch.tests.items() if v}, "modules": modules, "failed": watch.failed}
 
 
 def judged(mutant: Mutant, tests: dict[str, list[str]]) -> dict:
@@ -138,17 +140,18 @@ def forked(items: Iterable, work: Callable, jobs: int, seconds: int) -> Iterator
 
 
 def record(folder: Path, jobs: int) -> dict[str, dict]:
-    """What every test calls, of files that changed since it was last noted."""
+    """What every test calls; noted anew for files that changed, and for those in which a test failed."""
     kept = folder / "tests.json"
     known = json.loads(kept.read_text()) if kept.exists() else {}
     files = [p for pattern in TESTS for p in sorted(ROOT.glob(pattern))]
     files = [p for p in files if p.stem.removeprefix("test_") not in ELSEWHERE]
     digest = {path: hashlib.sha1(path.read_bytes()).hexdigest() for path in files}
-    stale = [p for p in files if known.get(str(p), {}).get("digest") != digest[p]]
+    stale = [p for p in files if known.get(str(p), {"failed": 1})["failed"] or known[str(p)]["digest"] != digest[p]]
     for path, found in forked(stale, watched, jobs, 1800):
-        known[str(path)] = {"digest": digest[path], **(found or {"tests": {}, "modules": []})}
+        known[str(path)] = {"digest": digest[path], **(found or {"tests": {}, "modules": [], "failed": 1})}
         kept.write_text(json.dumps(known))
-        print(f"{path.name}: {len(known[str(path)]['tests'])} tests of the core", flush=True)
+        noted = known[str(path)]
+        print(f"{path.name}: {len(noted['tests'])} tests of the core, {noted['failed']} failed", flush=True)
     return {str(path): known[str(path)] for path in files}
 
 

@@ -154,8 +154,8 @@ def _walk(node: ast.AST, function: str, names: dict[str, int]) -> Iterator[tuple
         if name in ("annotation", "returns", "decorator_list", "bases", "defaults", "kw_defaults"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            axis = isinstance(child, ast.keyword) and child.arg in ("dim", "indent")
-            if isinstance(child, ast.AST) and not axis and not any(child is n and _number(n) for n in fixed):
+            idle = isinstance(child, ast.keyword) and child.arg in PLACING | {"dim", "indent"}
+            if isinstance(child, ast.AST) and not idle and not any(child is n and _number(n) for n in fixed):
                 yield from _walk(child, function, names)
 
 
