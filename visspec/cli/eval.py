@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from visspec.cli.arguments import positive
 from visspec.files import write_json
 
 Row = dict[str, Any]  # metric, value, n, and what the metric says beside them
@@ -45,16 +46,16 @@ def options(sub) -> None:
         one.add_argument(
             "--extractor", default="random-conv", help="random-conv (embedded), inception[:FILE], timm:NAME, or a model"
         )
-        one.add_argument("--batch-size", type=_positive, default=32)
+        one.add_argument("--batch-size", type=positive, default=32)
         if name == "kid":
-            one.add_argument("--subsets", type=_positive, default=100)
-            one.add_argument("--subset-size", type=_positive, help="images a subset (default: 1000, or all there are)")
+            one.add_argument("--subsets", type=positive, default=100)
+            one.add_argument("--subset-size", type=positive, help="images a subset (default: 1000, or all there are)")
         if name == "fid":
             one.add_argument("--cache", type=Path, help="folder that keeps the statistics of references")
     one = _metric(metrics, "inception-score", "Inception score of a folder", inception_score)
     one.add_argument("generated", type=Path, help=FOLDER)
     one.add_argument("--model", required=True, help="an image classifier of transformers: folder or hub id")
-    one.add_argument("--splits", type=_positive, default=10)
+    one.add_argument("--splits", type=positive, default=10)
     one = _metric(metrics, "clipscore", "CLIPScore of images and their captions", clip_score)
     _judged(one, "a CLIP model: folder or hub id", required=True)
     one.add_argument(
@@ -76,7 +77,7 @@ def options(sub) -> None:
     one = _metric(metrics, "dpg", "DPG-Bench of a folder", dense_prompts)
     _judged(one, "a vision-language model that answers (default: the embedded captioner)")
     one.add_argument("--questions", type=Path, required=True, help="dpg_bench.csv")
-    one.add_argument("--resolution", type=_positive, help="pixels of one of four samples in a 2 x 2 grid")
+    one.add_argument("--resolution", type=positive, help="pixels of one of four samples in a 2 x 2 grid")
     one = _metric(metrics, "captions", "BLEU, ROUGE-L and CIDEr-D of captions against references", caption_scores)
     one.add_argument("generated", type=Path, help="JSON of visspec caption, or JSONL of {image, caption}")
     one.add_argument("--references", type=Path, required=True, help="JSONL of {image, captions}, or COCO's JSON")
@@ -86,7 +87,7 @@ def options(sub) -> None:
     one.add_argument("--drafter", help="as in visspec caption")
     for flag, what in (("questions", "file"), ("annotations", "file"), ("images", "folder")):
         one.add_argument(f"--{flag}", type=Path, help=f"{what} of the benchmark")
-    one.add_argument("-n", type=_positive, help="this many samples, drawn with a fixed seed")
+    one.add_argument("-n", type=positive, help="this many samples, drawn with a fixed seed")
     one.add_argument("--results", type=Path, help="rows of finished answers (default: TASK.jsonl)")
 
 
@@ -102,12 +103,6 @@ def _judged(one, model: str, required: bool = False) -> None:
     one.add_argument("generated", type=Path, help=FOLDER)
     one.add_argument("--model", required=required, help=model)
     one.add_argument("--results", type=Path, help="rows of finished images (default: beside the folder)")
-
-
-def _positive(text: str) -> int:
-    from visspec.cli.main import positive
-
-    return positive(text)
 
 
 def run(arguments) -> int:

@@ -1,4 +1,4 @@
-"""The command line: demo, caption, generate, bench, report, train, list, doctor.
+"""The command line: demo, caption, generate, bench, eval, report, train, list, doctor.
 
 Exit code 2 for bad input or a target that can't be written, 1 when some files failed, 130 when interrupted, 141 when
 the reader of the output has gone (`| head`).
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec import __version__
+from visspec.cli.arguments import positive, temperature
 from visspec.files import unwritable, write_json
 
 
@@ -104,28 +105,6 @@ def _decode_options(sub: argparse.ArgumentParser, max_new_tokens: int = 128) -> 
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--prompt", default=None, help="what to ask of each image")
     sub.add_argument("--json", type=Path, help="write the results to this file")
-
-
-def positive(text: str) -> int:
-    """An argparse type. Raises ArgumentTypeError, which names the argument and exits with 2."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least 1")
-    return value
-
-
-def temperature(text: str) -> float:
-    """An argparse type, as `positive`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, expected 0 (greedy) or more")
-    return value
 
 
 def _demo(sub: argparse.ArgumentParser) -> None:
