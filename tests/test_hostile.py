@@ -26,6 +26,19 @@ from visspec.models.targets.image_ar import ImageAR
 from visspec.sampling import Noise
 from visspec.types import ABSENT, Draft, Request, Sampling, Tree
 
+
+@pytest.fixture(autouse=True)
+def _shared_trees_as_they_were():
+    """What these drafters write into trees from `static`, which all share, must not reach other tests."""
+    kept = [(tree, [x.clone() for x in (tree.parent, tree.depth, tree.ancestor)]) for tree in trees._origin]
+    yield
+    with torch.inference_mode():
+        for tree, values in kept:
+            for tensor, value in zip((tree.parent, tree.depth, tree.ancestor), values):
+                tensor.copy_(value)
+    trees.static.cache_clear()
+
+
 NEW = 12
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 20, "seed": 4}
