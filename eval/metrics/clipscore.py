@@ -15,7 +15,7 @@ from PIL import Image
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import weights_hash
 from visspec.eval.metrics.images import MAX_PIXELS, image_files, open_image
-from visspec.eval.metrics.results import Progress, Results
+from visspec.eval.metrics.results import Progress, Rows
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def from_folder(
         problems += [f"there is no image {name} for its caption" for name in captions if name not in names]
     if not pairs:
         raise ValueError(f"captions: no image of {folder} has a caption, expected one by each file's name")
-    done = Results(results, digest(scorer.fingerprint, dialect.prefix))
+    done = Rows(results, digest(scorer.fingerprint, dialect.prefix))
     cosines: list[float] = []
     for start in range(0, len(pairs), batch_size):
         fresh, images = [], []

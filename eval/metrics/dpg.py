@@ -15,7 +15,7 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.images import MAX_PIXELS, open_image
-from visspec.eval.metrics.results import Progress, Results
+from visspec.eval.metrics.results import Progress, Rows
 
 Answer = Callable[[Image.Image, str], str]
 
@@ -116,7 +116,7 @@ def evaluate(
     scores: list[float] = []
     categories: dict[str, list[float]] = {}
     problems: list[str] = []
-    done = Results(results, digest("dpg", model, resolution))
+    done = Rows(results, digest("dpg", model, resolution))
     for i, item in enumerate(items):
         if progress:
             progress(i, len(items))

@@ -5,7 +5,7 @@ the code is ours, the detector and the colour classifier are arguments. `strict`
 objects and nothing else.
 
 Layout: `<root>/00000/metadata.jsonl` (one JSON object) and `<root>/00000/samples/0000.png` ...; unknown metadata fields
-are kept and ignored. Results are appended to a JSONL file row by row, so a run that was killed continues.
+are kept and ignored. Rows are appended to a JSONL file row by row, so a run that was killed continues.
 """
 
 import json
@@ -27,7 +27,7 @@ from visspec.eval.metrics.detection import (
     digest,
 )
 from visspec.eval.metrics.images import MAX_PIXELS, inside, open_image
-from visspec.eval.metrics.results import Progress, Results
+from visspec.eval.metrics.results import Progress, Rows
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -288,7 +288,7 @@ def evaluate(
     detector, colours = detector or ShapeWorldDetector(), colours or DetectedColours()
     prompts = read_prompts(root) if isinstance(root, (str, Path)) else list(root)
     evaluator = digest(detector.name, detector.fingerprint, colours.name, colours.fingerprint)
-    done = Results(results, evaluator, "filename")
+    done = Rows(results, evaluator, "filename")
     jobs = [(prompt, path) for prompt in prompts for path in prompt.files]
     rows = []
     for i, (prompt, path) in enumerate(jobs):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.images import MAX_PIXELS, SUFFIXES, open_image
-from visspec.eval.metrics.results import Progress, Results
+from visspec.eval.metrics.results import Progress, Rows
 
 STYLES = ("anime", "concept-art", "paintings", "photo")
 GROUP = 80  # prompts; the published spread is over groups
@@ -50,7 +50,7 @@ def evaluate(
     if not prompts:
         raise ValueError("prompts must name at least one style")
     styles, problems = {}, []
-    done = Results(results, digest("hps", version, model))
+    done = Rows(results, digest("hps", version, model))
     for style, texts in prompts.items():
         values: dict[int, float] = {}
         for start in range(0, len(texts), batch_size):

@@ -8,6 +8,7 @@ import ast
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from visspec.eval.metrics.images import SUFFIXES, inside, natural_key
 from visspec.eval.metrics.tasks import (
@@ -27,7 +28,8 @@ MMMU_IMAGES = 7  # of a question, at most
 LETTER = "\nAnswer with the option's letter from the given choices directly."
 
 
-def _json(path: str | Path) -> object:
+def read_json(path: str | Path) -> Any:
+    """The value of a JSON file, the list of a JSONL file's. ValueError for other content or more than MAX_BYTES."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -65,7 +67,7 @@ def _task(name: str, source: Path, samples: Callable[[], Iterable[Sample]], toke
 
 def coco_captions(annotations: str | Path, images: str | Path) -> Task:
     """`captions_val2017.json` and its image folder."""
-    data = _json(annotations)
+    data = read_json(annotations)
 
     def samples():
         texts: dict[int, list[str]] = {}
@@ -81,7 +83,7 @@ def coco_captions(annotations: str | Path, images: str | Path) -> Task:
 
 def textvqa(questions: str | Path, images: str | Path) -> Task:
     """`TextVQA_0.5.1_val.json` and `train_images/` (names are `<image_id>.jpg`)."""
-    data = _json(questions)
+    data = read_json(questions)
 
     def samples():
         for row in data["data"]:
@@ -93,7 +95,7 @@ def textvqa(questions: str | Path, images: str | Path) -> Task:
 
 def vqav2(questions: str | Path, annotations: str | Path, images: str | Path, prefix: str = "COCO_val2014_") -> Task:
     """`v2_OpenEnded_mscoco_val2014_questions.json`, `v2_mscoco_val2014_annotations.json` and the image folder."""
-    asked, answered = _json(questions), _json(annotations)
+    asked, answered = read_json(questions), read_json(annotations)
 
     def samples():
         answers = {row["question_id"]: tuple(a["answer"] for a in row["answers"]) for row in answered["annotations"]}
@@ -106,7 +108,7 @@ def vqav2(questions: str | Path, annotations: str | Path, images: str | Path, pr
 
 def gqa(questions: str | Path, images: str | Path) -> Task:
     """`testdev_balanced_questions.json` and its image folder; the score is exact match."""
-    data = _json(questions)
+    data = read_json(questions)
 
     def samples():
         for key, row in data.items():
@@ -117,7 +119,7 @@ def gqa(questions: str | Path, images: str | Path) -> Task:
 
 def scienceqa(problems: str | Path, images: str | Path, split: str = "test") -> Task:
     """`problems.json` and the folder with `<split>/<id>/image.png`; questions without an image are not used."""
-    data = _json(problems)
+    data = read_json(problems)
 
     def samples():
         for key, row in data.items():
@@ -168,7 +170,7 @@ def mmmu(rows: str | Path, images: str | Path) -> Task:
 
     A question with one image has a single file as its image, one with several a tuple, in the order of the fields.
     """
-    data = _json(rows)
+    data = read_json(rows)
 
     def samples():
         for row in data:

@@ -9,7 +9,7 @@ from pathlib import Path
 Progress = Callable[[int, int], object]  # (done, total)
 
 
-class Results:
+class Rows:
     """Rows by key, read from and appended to `path`; in memory alone where it is None.
 
     Every row carries `evaluator`, a digest of what judged it: rows of another one are refused, since they can't be

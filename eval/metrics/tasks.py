@@ -17,7 +17,7 @@ from PIL import Image
 from visspec.eval.metrics import text_scores
 from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.images import MAX_PIXELS, open_image
-from visspec.eval.metrics.results import Progress, Results
+from visspec.eval.metrics.results import Progress, Rows
 from visspec.eval.world import captions
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, Scene, scene_from_seed
@@ -117,7 +117,7 @@ def run(
     """
     if not task.samples:
         raise ValueError(f"the task {task.name} has no sample")
-    done = Results(results, digest(task.name, model, task.suffix, task.max_new_tokens))
+    done = Rows(results, digest(task.name, model, task.suffix, task.max_new_tokens))
     for i, sample in enumerate(task.samples):
         if sample.id not in done.rows:
             done.add(_answer(task, sample, generate, judge or task.score, max_pixels))

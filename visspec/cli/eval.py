@@ -6,7 +6,6 @@ their rows to a file beside the images (`--results`) and continue from it.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -365,11 +364,10 @@ def _rows(path: Path, argument: str) -> list[Row]:
 
 def json_of(path: Path, argument: str = "--prompts") -> Any:
     """The value of a JSON file, or the list of a JSONL file's. Raises ValueError that names the argument."""
+    from visspec.eval.metrics.readers import read_json
+
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".jsonl":
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        return json.loads(text)
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument}: got {path}, expected a readable JSON or JSONL file ({error})") from None
 
