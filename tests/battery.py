@@ -105,8 +105,7 @@ def bound(name: str, rule: str) -> Any:
     from visspec.models.targets.image_ar import ImageAR
 
     found = zoo.acceptance(rule)
-    if hasattr(found, "bind"):
-        found.bind(ImageAR(made(name).family).capabilities)
+    found.bind(ImageAR(made(name).family).capabilities)
     return found
 
 
@@ -122,11 +121,11 @@ def shipped() -> Iterator[Case]:
     pipe = ImagePipeline.from_pretrained("painter")
     pipe.set_progress_bar_config(disable=True)
     for name in zoo.PRESETS:
-        drafter, rule, *_ = zoo.PRESETS[name]
+        drafter, rule, _, order = zoo.PRESETS[name]
         for temperature in (0.7, 0.0) if rule == "exact" else (0.7,):
             out = pipe(
                 ["a photo of a red cross left of a blue ring", "a photo of three stars"], seed=3, drafter=drafter,
-                acceptance=rule, temperature=temperature, output_type="latent",
+                acceptance=rule, order=order, temperature=temperature, output_type="latent",
             )  # fmt: skip
             # the trained drafter's chains adapt their depth by the clock: tokens do not depend on it, passes do
             passes = [int(p.max()) for p in out.passes] if name != "drafter" else []

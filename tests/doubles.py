@@ -12,25 +12,37 @@ import visspec
 from tests.tiny import FAMILIES, VOCAB, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api import requests
-from visspec.types import ABSENT, Draft, Outcome, Scores, State, Verdict
+from visspec.laws import Categorical
+from visspec.types import Draft, Drafter, DrafterTraits, State
 
 NEW = 24  # tokens asked for where a test does not say
 
 
-class Double:
+def drafted(tokens: Any, tree: Any, q: Any = None) -> Draft:
+    """A draft in compact notation: -1 where there is no node, q as a tensor."""
+    q = Categorical(p=q) if isinstance(q, Tensor) else q
+    if type(tokens) is not Tensor or tokens.is_meta or tokens.is_sparse:
+        return Draft(tokens, tree, q)
+    return Draft(tokens.masked_fill(tokens == -1, 0), tree, q, tokens != -1)
+
+
+def chain_of(pending: Tensor, tokens: Tensor) -> Draft:
+    """A chain below the pending tokens in the same notation."""
+    return drafted(torch.cat([pending[:, None], tokens], dim=1), trees.chain(tokens.shape[1], str(tokens.device)))
+
+
+def compact(draft: Draft) -> Tensor:
+    """Ids of a draft, -1 where there is no node."""
+    return draft.value if draft.real is None else torch.where(draft.real, draft.value, -1)
+
+
+class Double(Drafter):
     """A drafter that keeps nothing. Subclasses propose."""
 
-    needs: frozenset[str] = frozenset()
-    levels = 5
-
-    def start(self, state: State, scores: Scores) -> None: ...
+    traits = DrafterTraits(levels=5)
 
     def propose(self, state: State, depth: int) -> Draft:
         return trees.root(state.pending)
-
-    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None: ...
-
-    def select(self, state: State, keep: list[int]) -> None: ...
 
 
 class Oracle(Double):
@@ -40,12 +52,12 @@ class Oracle(Double):
         self.answers = answers
 
     def ahead(self, state: State, depth: int) -> list[list[int]]:
-        """The next `depth` tokens of each live row, padded with ABSENT behind the end of the answer."""
+        """The next `depth` tokens of each live row, padded with -1 behind the end of the answer."""
         following = [self.answers[r][len(state.tokens[r]) :][:depth] for r in state.rows]
-        return [f + [ABSENT] * (depth - len(f)) for f in following]
+        return [f + [-1] * (depth - len(f)) for f in following]
 
     def propose(self, state: State, depth: int) -> Draft:
-        return trees.chain_draft(state.pending, torch.tensor(self.ahead(state, depth), device=state.pending.device))
+        return chain_of(state.pending, torch.tensor(self.ahead(state, depth), device=state.pending.device))
 
 
 class TreeOracle(Oracle):
@@ -71,7 +83,7 @@ class TreeOracle(Oracle):
             for level, turn in enumerate(turns):
                 parent[-1] += [above, above]
                 above = 2 * level + 1 + turn
-        tokens = torch.full((rows, 1 + 2 * depth), ABSENT)
+        tokens = torch.full((rows, 1 + 2 * depth), -1)
         tokens[:, 1:] = self._random(VOCAB, rows, 2 * depth)
         right = torch.tensor(self.ahead(state, depth))
         hit = torch.rand(rows, depth, generator=self.random) >= self.wrong
@@ -81,7 +93,7 @@ class TreeOracle(Oracle):
                     tokens[b, 2 * level + 1 + turn] = right[b, level]
         tokens[:, 0] = state.pending
         tree = trees.from_parents(torch.tensor(parent), depth) if self.per_row else trees.static(tuple(parent[0]))
-        return Draft(tokens, tree)
+        return drafted(tokens, tree)
 
 
 class Hostile(Double):
@@ -102,7 +114,7 @@ class Hostile(Double):
         tokens = torch.randint(-1, few, (len(state.rows), len(parent)), generator=self.random)
         tokens = torch.where(tokens < few - 1, tokens, torch.randint(VOCAB, tokens.shape, generator=self.random))
         tokens[:, 0] = state.pending
-        return Draft(tokens, trees.static(tuple(parent)))
+        return drafted(tokens, trees.static(tuple(parent)))
 
 
 class Grower(TreeOracle):

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from visspec import sampling
+from tests.doubles import compact, drafted
 from visspec import tree as trees
 from visspec.accept.exact import follow
+from visspec.laws import residual
 from visspec.types import Draft, Verdict
 
 Context = tuple[int, ...]
@@ -92,8 +93,8 @@ def choice_rounds(
     drawn = torch.tensor(list(itertools.product(range(vocab), repeat=len(distinct))))
     weight = torch.stack([law[drawn[:, i]] for i, law in enumerate(laws)]).prod(0)
     chosen = drawn[:, [distinct.index(context) for context in above]]
-    drafted = torch.tensor([[PENDING, *tokens[1:]]]).expand(len(chosen), -1)
-    verdict = rule(Draft(drafted, trees.static(tuple(parent))), chosen)
+    ids = torch.tensor([[PENDING, *tokens[1:]]]).expand(len(chosen), -1)
+    verdict = rule(drafted(ids, trees.static(tuple(parent))), chosen)
     rounds = []
     for w, path, length, following in zip(
         weight.tolist(), verdict.path.tolist(), verdict.length.tolist(), verdict.next.tolist()
@@ -108,16 +109,16 @@ def odds(shares):
 
 def verdicts(p, committed, draft):
     """What rejection sampling can do with a tree: (tokens gained, the last one the rule's own, probability)."""
-    parent, tokens = draft.tree.parent[0].tolist(), draft.tokens[0].tolist()
+    parent, tokens = draft.tree.parent[0].tolist(), compact(draft)[0].tolist()
     found = []
 
     def judge(node, gained, reached):
         law = p((*committed, *gained))
         for child in (n for n in range(len(parent)) if parent[n] == node and tokens[n] >= 0):
-            q, token = draft.q[0, child], tokens[child]
+            q, token = draft.q.p[0, child], tokens[child]
             keep = min(1.0, float(law[token] / q[token]))
             judge(child, (*gained, token), reached * keep)
-            reached, law = reached * (1 - keep), sampling.residual(law, q)
+            reached, law = reached * (1 - keep), residual(law, q)
             if reached <= 0:
                 return
         found.extend(((*gained, y), reached * float(law[y])) for y in range(len(law)))

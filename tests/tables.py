@@ -15,10 +15,13 @@ from tests.doubles import Double
 from tests.laws import Law, context_law
 from visspec import sampling
 from visspec import tree as trees
+from visspec.laws import Categorical
 from visspec.loop.decode import decode
 from visspec.loop.guard import Guarded
 from visspec.models.drafters.feature_tree import Planned
-from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Trace
+from visspec.noise import Gumbel, derived
+from visspec.tape import Ids
+from visspec.types import Capabilities, Draft, DrafterTraits, Outcome, Request, Sampling, Scores, State, Trace
 
 ORDER = 3  # tokens that a law depends on
 
@@ -64,21 +67,28 @@ class TableTarget:
     def prefill(self, request: Request) -> tuple[State, Scores]:
         rows = request.prompt.shape[0]
         before = torch.zeros(rows, dtype=torch.long)
-        state = State(request, request.prompt[:, -1], torch.zeros(rows, dtype=torch.long), before, list(range(rows)))
-        return state, Scores(self.table.logp_CV[before][:, None])
+        state = State(
+            request,
+            request.prompt[:, -1],
+            torch.zeros(rows, dtype=torch.long),
+            before,
+            list(range(rows)),
+            Ids(request, rows),
+        )
+        return state, Scores(Categorical(self.table.logp_CV[before][:, None]))
 
     def contexts(self, state: State, draft: Draft) -> Tensor:
         """The context of each node, itself included: (B, N)."""
-        found = [self.table.after(state.cache, draft.tokens[:, 0])]
-        parent = draft.tree.parent.expand_as(draft.tokens)
+        found = [self.table.after(state.cache, draft.value[:, 0])]
+        parent = draft.tree.parent.expand_as(draft.value)
         for n in range(1, draft.tree.size):
             above = torch.stack(found, dim=1).gather(1, parent[:, n : n + 1])[:, 0]
-            found.append(self.table.after(above, draft.tokens[:, n]))
+            found.append(self.table.after(above, draft.value[:, n]))
         return torch.stack(found, dim=1)
 
     def verify(self, state: State, draft: Draft) -> Scores:
         logits = self.table.logp_CV[self.contexts(state, draft)]
-        return Scores(sampling.warp(logits, state.request.sampling))
+        return Scores(Categorical(sampling.warp(logits, state.request.sampling)))
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         last = torch.tensor([path[-1:] for path in outcome.path])
@@ -91,12 +101,12 @@ class TableTarget:
 class TableDrafter(Double):
     """A chain of draws by `sampling.propose` from another table."""
 
-    levels = 3
+    traits = DrafterTraits(levels=3)
 
     def __init__(self, table: Table):
         self.table = table
 
-    def drawn(self, logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Tensor | None]:
+    def drawn(self, logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Categorical | None]:
         return sampling.propose(logits_BV, state, level)
 
     def propose(self, state: State, depth: int) -> Draft:
@@ -106,7 +116,7 @@ class TableDrafter(Double):
             code = self.table.after(code, token)
             tokens.append(token)
             laws.append(q)
-        q = None if laws[0] is None else torch.stack([laws[0], *laws], dim=1)
+        q = None if laws[0] is None else Categorical.chain(laws)
         return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
 
 
@@ -115,11 +125,11 @@ class TableTree(TableDrafter):
 
     def __init__(self, table: Table, counts: tuple[int, ...]):
         super().__init__(table)
-        self.counts, self.levels = counts, len(counts)
+        self.counts, self.traits = counts, DrafterTraits(levels=len(counts))
 
     def start(self, state: State, scores: Scores) -> None:
-        generators = [sampling.derived(generator) for generator in state.noise.generators]
-        state.memory = sampling.Noise(generators, self.table.vocab)
+        generators = [derived(generator) for generator in state.noise.generators]
+        state.memory = Gumbel(generators, self.table.vocab)
 
     def propose(self, state: State, depth: int) -> Draft:
         growing = Planned(state.pending, self.counts[:depth], state.memory.window(depth))
@@ -164,4 +174,6 @@ def decoded(target: TableTarget, drafter, rule, rows: int, length: int, seed: in
     request = Request(None, torch.zeros(rows, 1, dtype=torch.long), length, Sampling(temperature=1.0), **options)
     request.generators = [torch.Generator().manual_seed(seed * rows + b) for b in range(rows)]
     guarded = None if drafter is None else Guarded(drafter, target.capabilities)
-    return decode(target, guarded, rule, request, pace or Wandering(getattr(drafter, "levels", 1), seed))
+    return decode(
+        target, guarded, rule, request, pace or Wandering(1 if drafter is None else drafter.traits.levels, seed)
+    )

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.doubles import compact, drafted
 from tests.kernels.test_accept_law import first_token_law
 from tests.laws import context_law, output_law, plain_law, total_variation
-from visspec import sampling, tree
+from visspec import tree
 from visspec.accept import codebook, published
 from visspec.accept.cool import Cool
 from visspec.accept.exact import Exact
@@ -21,7 +22,8 @@ from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
 from visspec.api import zoo
-from visspec.types import ABSENT, Capabilities, Draft, Scores
+from visspec.laws import Categorical, residual
+from visspec.types import Capabilities, Scores
 
 K = 6
 CODES = torch.randn(K, 2, generator=torch.Generator().manual_seed(3))
@@ -66,10 +68,10 @@ def every_child(rule, p, q):
     """f, f* and residuals of all K codes as the only child of the root: the rule's mass put into the formulas."""
     tokens = torch.stack([torch.zeros(K).long(), torch.arange(K)], 1)
     law = None if q is None else q.expand(K, 2, K)
-    mass = rule.mass(Draft(tokens, CHAIN, law), p.expand(K, 2, K))[:, 1].double()
+    mass = rule.mass(drafted(tokens, CHAIN, law), p.expand(K, 2, K))[:, 1].double()
     drawn = torch.ones_like(p) if q is None else q
     exact = (p / drawn).clamp(max=1)
-    rest = sampling.residual(p, q).expand(K, K) if q is not None else p.expand(K, K) * (1 - torch.eye(K))
+    rest = residual(p, q).expand(K, K) if q is not None else p.expand(K, K) * (1 - torch.eye(K))
     return ((p + mass) / drawn).clamp(max=1).maximum(exact), exact, rest / rest.sum(1, keepdim=True)
 
 
@@ -104,7 +106,7 @@ def enumerated(rule, p, q, x=None):
     law = None if q is None else torch.stack([p, q]).expand(len(tokens), 2, K)
 
     def verify(tokens, parent, p, q, coins, draw):
-        verdict = rule.judge(Draft(tokens, CHAIN, q), p, coins, draw)
+        verdict = rule.judge(drafted(tokens, CHAIN, q), p, coins, draw)
         return verdict.path, verdict.length, verdict.next, verdict.drift
 
     return first_token_law(verify, tokens, torch.tensor([-1, 0]), torch.stack([p, p]), law)
@@ -115,7 +117,7 @@ def meters(rule, p, q):
     tokens = torch.tensor([[0, c] for c in range(K)])
     law = None if q is None else torch.stack([p, q]).expand(K, 2, K)
     zero = torch.zeros(K, 2, dtype=torch.float64)
-    verdict = rule.judge(Draft(tokens, CHAIN, law), p.expand(K, 2, K), zero, zero[:, 0])
+    verdict = rule.judge(drafted(tokens, CHAIN, law), p.expand(K, 2, K), zero, zero[:, 0])
     return verdict.drift.double(), None if verdict.displacement is None else verdict.displacement.double()
 
 
@@ -160,10 +162,10 @@ def random_round(shape, drawn, rows=40, seed=0, vocab=K):
     tokens = torch.randint(K, (rows, shape.size), generator=g)
     absent = torch.rand(rows, shape.size, generator=g) < 0.1
     absent[:, 0] = False
-    tokens = tokens.masked_fill((absent[:, None] & shape.ancestor).any(-1), ABSENT)
+    tokens = tokens.masked_fill((absent[:, None] & shape.ancestor).any(-1), -1)
     logits = torch.randn(rows, shape.size, vocab, generator=g) * 2
     q = (logits.roll(1, 1) + torch.randn(logits.shape, generator=g)).softmax(-1) if drawn else None
-    return Draft(tokens, shape, q), Scores(logits)
+    return drafted(tokens, shape, q), Scores(Categorical(logits))
 
 
 def same(a, b):
@@ -199,12 +201,14 @@ def test_rows_are_alone_and_absent_nodes_are_not_there(name, drawn):
     rule = bound(relaxed()[name])
     draft, scores = random_round(tree.chain(4) if name == "run_product" else TREE, drawn, rows=12)
     verdict = rule(draft, scores, seeded(rule, 12))
-    on_path = draft.tokens.gather(1, verdict.path.clamp(min=0))
-    assert ((on_path != ABSENT) | (verdict.path < 0)).all() and verdict.displacement.isfinite().all()
+    on_path = compact(draft).gather(1, verdict.path.clamp(min=0))
+    assert ((on_path != -1) | (verdict.path < 0)).all() and verdict.displacement.isfinite().all()
     for b in range(12):
-        q = None if draft.q is None else draft.q[b : b + 1]
+        q = None if draft.q is None else draft.q.p[b : b + 1]
         alone = rule(
-            Draft(draft.tokens[b : b + 1], draft.tree, q), Scores(scores.logits[b : b + 1]), seeded(rule, 1, b)
+            drafted(compact(draft)[b : b + 1], draft.tree, q),
+            Scores(Categorical(scores.law.logits[b : b + 1])),
+            seeded(rule, 1, b),
         )
         assert torch.equal(alone.path[0], verdict.path[b]) and torch.equal(alone.next[0], verdict.next[b])
         assert torch.allclose(alone.drift[0], verdict.drift[b], atol=1e-6)
@@ -219,7 +223,7 @@ def test_displacement_of_later_siblings(drawn):
     p = torch.randn(1, 4, K, generator=g).softmax(-1)
     tokens = torch.tensor([[0, 1, 2, 4]])
     q = (p[:, :1].log() + 3.0 * torch.nn.functional.one_hot(tokens, K)).softmax(-1) if drawn else None
-    draft = Draft(tokens, shape, q)
+    draft = drafted(tokens, shape, q)
     coins = torch.tensor([[0.0, 0.999999, 0.999999, 0.0]])
     law = p[0, 0].double()
     for n, x in ((1, 1), (2, 2), (3, 4)):
@@ -240,14 +244,14 @@ def two_levels(rule, p, q):
         for y in range(vocab):
             law = torch.stack([p(()), p((x,)), p((x, y))])[None]
             draws = torch.stack([q(()), q(()), q((x,))])[None]
-            draft = Draft(torch.tensor([[0, x, y]]), shape, draws)
+            draft = drafted(torch.tensor([[0, x, y]]), shape, draws)
             chance = torch.stack([draws[0, 1, x], draws[0, 2, y]])
             exact = (torch.stack([law[0, 0, x], law[0, 1, y]]) / chance).clamp(max=1)
             f = (exact + rule.mass(draft, law)[0, 1:].double() / chance).clamp(max=1).maximum(exact)
             weight = float(chance.prod())
             for n, above in ((0, 1.0), (1, float(f[0]))):
                 drift += weight * above * float(f[n] - exact[n])
-                rest = sampling.residual(law[0, n], draws[0, n + 1])
+                rest = residual(law[0, n], draws[0, n + 1])
                 for z in range(vocab):
                     rounds.append((weight * above * float(1 - f[n]) * float(rest[z]), ((), (x,))[n] + (z,)))
             rounds.append((weight * float(f.prod()), (x, y)))
@@ -273,7 +277,7 @@ def test_the_drift_meter_is_unbiased(name):
     table = torch.stack([torch.stack([p((x,)), q((x,))]) for x in range(K)])
     first = torch.multinomial(q(()), rows, replacement=True, generator=g)
     second = torch.multinomial(table[first, 1], 1, generator=g)[:, 0]
-    draft = Draft(
+    draft = drafted(
         torch.stack([torch.zeros_like(first), first, second], 1),
         tree.chain(2),
         torch.stack([q(()).expand(rows, K), q(()).expand(rows, K), table[first, 1]], 1),
@@ -325,7 +329,7 @@ def test_the_published_walk_at_its_limit_is_exact(kind, shape, drawn):
     rule, exact = bound(kind(3, 0.0 if kind is Lantern else 1.0, compat="repository")), Rejection()
     verdict, plain = rule(draft, scores, seeded(rule)), exact(draft, scores, seeded(exact))
     assert same(verdict, plain) or (not drawn and not shape.chain and verdict.path.shape == plain.path.shape)
-    assert (draft.tokens.gather(1, verdict.path.clamp(min=0)) != ABSENT).all()
+    assert (compact(draft).gather(1, verdict.path.clamp(min=0)) != -1).all()
 
 
 def test_a_run_is_kept_as_one_uniform_number_would_keep_it():
@@ -337,7 +341,7 @@ def test_a_run_is_kept_as_one_uniform_number_would_keep_it():
     p, q = torch.zeros(1, levels + 1, 2, dtype=torch.float64), torch.zeros(1, levels + 1, 2, dtype=torch.float64)
     p[0, :levels, 1], q[0, 1:, 1] = px, qx
     p[..., 0], q[..., 0] = 1 - p[..., 1], 1 - q[..., 1]
-    mass = rule.mass(Draft(torch.ones(1, levels + 1).long(), tree.chain(levels), q), p)[0, 1:]
+    mass = rule.mass(drafted(torch.ones(1, levels + 1).long(), tree.chain(levels), q), p)[0, 1:]
     ratio = px / qx
     f = ratio.clamp(max=1) + mass / qx
     reached = []  # P(at least j kept)
@@ -360,30 +364,32 @@ def test_greedy_lantern_keeps_what_its_neighbours_lift_above_all_others():
     top, x = 0, next(x for x in range(1, K) if near[x] not in (0, x))
     logits = torch.full((1, 2, K), -9.0)
     logits[0, :, top], logits[0, :, x], logits[0, :, near[x]] = 0.5, 0.3, 0.2
-    draft = Draft(torch.tensor([[0, x]]), CHAIN)
-    verdict = bound(Lantern(k=1, delta=0.5))(draft, Scores(logits), None)
+    draft = drafted(torch.tensor([[0, x]]), CHAIN)
+    verdict = bound(Lantern(k=1, delta=0.5))(draft, Scores(Categorical(logits)), None)
     assert verdict.path.tolist() == [[0, 1]] and verdict.next.item() == top and verdict.drift.item() == 1.0
     assert abs(verdict.displacement.item() - float((CODES[x] - CODES[top]).norm())) < 1e-6
-    verdict = bound(Lantern(k=1, delta=0.1))(draft, Scores(logits), None)  # the neighbour is too heavy to lend
+    verdict = bound(Lantern(k=1, delta=0.1))(
+        draft, Scores(Categorical(logits)), None
+    )  # the neighbour is too heavy to lend
     assert verdict.length.item() == 1 and verdict.next.item() == top and verdict.drift.item() == 0.0
 
 
 @pytest.mark.parametrize("shape", [tree.chain(4), TREE], ids=["chain", "tree"])
 def test_greedy_limits_and_the_rules_that_stay_exact_there(shape):
     draft, scores = random_round(shape, False)
-    agreeing = scores.logits.argmax(-1).gather(1, shape.parent.clamp(min=0).expand(40, -1))
-    draft = Draft(torch.where(torch.rand(40, shape.size) < 0.7, agreeing, draft.tokens), shape)
+    agreeing = scores.law.logits.argmax(-1).gather(1, shape.parent.clamp(min=0).expand(40, -1))
+    draft = drafted(torch.where(torch.rand(40, shape.size) < 0.7, agreeing, draft.value), shape)
     exact = Exact()(draft, scores, None)
     for rule in (*limits().values(), Grouped(group=3), Cool(), RunProduct()):
         verdict = bound(rule)(draft, scores, None)
         assert same(verdict, exact) and (verdict.drift is None or float(verdict.drift.sum()) == 0.0)
     loose = bound(Lantern(k=5, delta=0.9))(draft, scores, None)
-    taken = draft.tokens.gather(1, loose.path.clamp(min=0))
+    taken = draft.value.gather(1, loose.path.clamp(min=0))
     above = loose.path.roll(1, 1).clamp(min=0)
-    wanted = scores.logits.argmax(-1).gather(1, above)
+    wanted = scores.law.logits.argmax(-1).gather(1, above)
     differs = (taken != wanted) & (loose.path > 0)
     assert torch.equal(loose.drift, differs.sum(1).float()) and float(loose.drift.sum()) > 0
-    assert ((taken != ABSENT) | (loose.path < 0)).all()
+    assert ((taken != -1) | (loose.path < 0)).all()
 
 
 def test_grammar_ids_lend_nothing_and_lie_nowhere():
@@ -400,7 +406,7 @@ def test_grammar_ids_lend_nothing_and_lie_nowhere():
     for rule in (*relaxed().values(), Grouped(group=3, max_distance=0.5)):
         bound(rule, wide)
         for x, length in ((K, 2), (K + 1, 1)):
-            draft, low = Draft(torch.tensor([[0, x]]), CHAIN), torch.zeros(1, 2)
+            draft, low = drafted(torch.tensor([[0, x]]), CHAIN), torch.zeros(1, 2)
             verdict = rule.judge(draft, logits[:, :2].softmax(-1), low, low[:, 0])
             assert verdict.length.item() == length and verdict.drift.item() == 0 and verdict.displacement.item() == 0
 
@@ -436,8 +442,7 @@ def test_bad_arguments_are_refused_in_a_sentence(text):
 
 def test_pairings_are_refused_before_any_step():
     text = Capabilities(vocab=K)
-    for rule in (Lantern(), LanternPlus(), Grouped(clusters=3), Grouped(max_distance=1.0), RunProduct(base="lantern")):
-        assert rule.needs == {"neighbours"}
+    for rule in (Lantern(), LanternPlus(), Grouped(clusters=3), Grouped(max_distance=1.0), RunProduct(base=Lantern())):
         with pytest.raises(ValueError, match="codebook"):
             rule.bind(text)
     for rule, name in ((Lantern(k=K), "k"), (LanternPlus(k=K), "k"), (Grouped(clusters=K + 1), "clusters")):
@@ -457,7 +462,7 @@ def test_displacement_is_measured_under_the_law_that_judged_the_node(name, drawn
     g = torch.Generator().manual_seed(3)
     p, q = (2.0 * torch.randn(2, rows, 3, K, generator=g)).softmax(-1)
     tokens = torch.cat([torch.zeros(rows, 1).long(), torch.randint(K, (rows, 2), generator=g)], 1)
-    draft = Draft(tokens, tree.chain(2), q if drawn else None)
+    draft = drafted(tokens, tree.chain(2), q if drawn else None)
     mass, zero = rule.mass(draft, p), torch.zeros(rows, 3)
     verdict = rule.judge(draft, p, zero, zero[:, 0])
     assert verdict.length.tolist() == [3] * rows
@@ -501,7 +506,7 @@ def test_later_siblings_borrow_from_what_is_left(kind, value):
     rule, shape, moved, from_p = bound(kind(3, value)), tree.static((-1, 0, 0, 0, 0)), 0.0, 0.0
 
     def verify(tokens, parent, p, q, coins, draw):
-        verdict = rule.judge(Draft(tokens, shape), p, coins, draw)
+        verdict = rule.judge(drafted(tokens, shape), p, coins, draw)
         return verdict.path, verdict.length, verdict.next, verdict.drift
 
     for seed in range(6):
@@ -530,8 +535,8 @@ def test_the_published_rule_on_a_device_is_that_of_the_walk(kind, drawn, monkeyp
         rule = bound(kind(3, 0.25 if kind is Lantern else 2.5, compat="repository"), wide)
         g = torch.Generator().manual_seed(0)
         coins, draw = torch.rand(40, shape.size, generator=g), torch.rand(40, generator=g)
-        found = rule.judge(draft, scores.logits, coins, draw, logs=True)
+        found = rule.judge(draft, scores.law.logits, coins, draw, logs=True)
         limits = {"delta": None, "lam": None, rule.bound: rule.value}
-        wanted = published.batched(draft, scores.p, coins, draw, rule.wide_Vk, rule.k, K, **limits)
+        wanted = published.batched(draft, scores.law.p, coins, draw, rule.wide_Vk, rule.k, K, **limits)
         assert same(found, wanted) and torch.allclose(found.drift, wanted.drift, atol=1e-6)
         assert float(found.drift.sum()) > 0

@@ -7,21 +7,23 @@ import dataclasses
 import pytest
 import torch
 
+from tests.doubles import drafted
 from tests.test_image_targets import made
 from visspec import kernels
 from visspec import tree as trees
 from visspec.accept.captured import Captured
 from visspec.accept.cool import Cool
 from visspec.api import zoo
-from visspec.api.accelerate import check_pairing
 from visspec.kernels import accept_tree, displacement
 from visspec.kernels.accept import reference
+from visspec.laws import Categorical
 from visspec.loop.decode import decode
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
+from visspec.loop.pairing import check
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.targets.image_ar import ImageAR
-from visspec.types import Capabilities, Draft, Request, Sampling, Scores, Verdict
+from visspec.types import Capabilities, Request, Sampling, Scores, Verdict
 
 TREE = {"window": 5, "redraw": "maximal", "branch": 2}
 
@@ -43,11 +45,14 @@ def rerun(call):
 def draw(rule, options, temperature=1.0, rows=(0, 1, 2)):
     case, rows = made("janus"), list(rows)
     target, prompt, drafter = ImageAR(case.family), case.prompt(rows), Jacobi(**options)
-    check_pairing(drafter, rule, target.capabilities)
+    rule.bind(target.capabilities)
+    check(drafter, rule, target)
     request = Request(prompt, prompt.ids, 16, Sampling(temperature=temperature, guidance=3.0), grid=(4, 4))
     if temperature:
         request.generators = [torch.Generator().manual_seed(7 + r) for r in rows]
-    state = decode(target, Guarded(drafter, target.capabilities), rule, request, Pace(drafter.levels, adaptive=False))
+    state = decode(
+        target, Guarded(drafter, target.capabilities), rule, request, Pace(drafter.traits.levels, adaptive=False)
+    )
     return state.tokens, {name: meter.tolist() for name, meter in state.meters.items()}, len(state.trace.rounds)
 
 
@@ -68,7 +73,7 @@ def test_decisions_are_the_rules_own(rule, options, temperature):
     captured = Captured(zoo.acceptance(rule), record=rerun)
     found = draw(captured, options, temperature)
     assert found == draw(zoo.acceptance(rule), options, temperature)
-    assert captured.guarantee == zoo.acceptance(rule).guarantee
+    assert captured.traits == zoo.acceptance(rule).traits
     assert 0 < rerun.count == len(captured.recordings) < found[2]
 
 
@@ -112,7 +117,7 @@ def test_trees_of_one_shape_and_other_content(drawn, monkeypatch):
             logits = torch.randn(1, 5, vocab, generator=g)
             q = (0.5 * torch.randn(1, 5, vocab, generator=g)).softmax(-1)
             tokens = torch.multinomial(q[0], 1, generator=g)[:, 0][None]
-            draft, scores = Draft(tokens, trees.static(parent), q if drawn else None), Scores(logits)
+            draft, scores = drafted(tokens, trees.static(parent), q if drawn else None), Scores(Categorical(logits))
             noise = rule.make_noise([torch.Generator().manual_seed(seed)], vocab)
             found, expected = captured(draft, scores, noise), rule(draft, scores, noise)
             for name, value in vars(expected).items():

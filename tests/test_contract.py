@@ -11,6 +11,7 @@ from tests.doubles import (
     Hostile,
     Oracle,
     TreeOracle,
+    drafted,
     fast,
     forced,
     new_tokens,
@@ -20,7 +21,7 @@ from tests.doubles import (
 from tests.tiny import FAMILIES, IMAGE, VIDEO, VIDEOS, VISUAL, model_of, prompt, shapes, single_row
 from visspec import tree as trees
 from visspec.loop.decode import settle
-from visspec.types import Draft, Verdict
+from visspec.types import Verdict
 
 BRANCHING = (-1, 0, 0, 1, 1, 3, 2, 5)
 CASES = [(name, shape) for name in FAMILIES for shape in shapes(name)]
@@ -33,7 +34,7 @@ def random_draft(state, parent=BRANCHING, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(5, 88, (len(state.rows), len(parent)), generator=generator)
     tokens[:, 0] = state.pending
-    return Draft(tokens, trees.static(parent))
+    return drafted(tokens, trees.static(parent))
 
 
 def path_to(parent, node):
@@ -47,9 +48,9 @@ def check_against_stock(name, rows, state, draft, scores, parent, leaves):
     """Every node on the way to `leaves` must score as stock decoding of that path alone."""
     for leaf in leaves:
         path = path_to(parent, leaf)
-        gained = [state.tokens[b] + draft.tokens[b, path[1:]].tolist() for b in range(len(rows))]
+        gained = [state.tokens[b] + draft.value[b, path[1:]].tolist() for b in range(len(rows))]
         alone = forced(name, rows, gained)
-        torch.testing.assert_close(scores.logits[:, path], alone[:, -len(path) :], **CLOSE)
+        torch.testing.assert_close(scores.law.logits[:, path], alone[:, -len(path) :], **CLOSE)
 
 
 def commit(target, state, draft, scores, paths):
@@ -80,8 +81,10 @@ def test_tree_rows_equal_paths_and_commit_equals_prefill(name, shape):
         draft = random_draft(state, seed=1)
         scores = target.verify(state, draft)
         for b, tokens in enumerate(state.tokens):
-            gained = [tokens + draft.tokens[b, [1, 3, 5, 7]].tolist()] * len(rows)
-            torch.testing.assert_close(scores.logits[b, [0, 1, 3, 5, 7]], forced(name, rows, gained)[b, -5:], **CLOSE)
+            gained = [tokens + draft.value[b, [1, 3, 5, 7]].tolist()] * len(rows)
+            torch.testing.assert_close(
+                scores.law.logits[b, [0, 1, 3, 5, 7]], forced(name, rows, gained)[b, -5:], **CLOSE
+            )
         return
     draft = random_draft(state, seed=1)
     assert short == len(state.tokens[0])

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from tests.laws import plain_law
 from tests.tables import Steady, Table, TableDrafter, TableTarget, TableTree, decoded
 from tests.test_law import chi_square
-from visspec import sampling
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
+from visspec.laws import Categorical, draw
+from visspec.models.drafters import jacobi
 from visspec.models.drafters.jacobi import Jacobi, Window
 
 V, SHORT, LONG = 3, 6, 24
@@ -112,7 +113,7 @@ class Coined(TableDrafter):
 
     def drawn(self, logits_BV, state, level):
         q = logits_BV.softmax(dim=-1)
-        return sampling.draw(q, state.noise.window(level + 1)[:, level, 0]), q
+        return draw(q, state.noise.window(level + 1)[:, level, 0]), Categorical(p=q)
 
 
 class Stuck(Jacobi):
@@ -128,7 +129,7 @@ class Forgetful(Jacobi):
 
     def observe(self, state, draft, scores, verdict, outcome):
         super().observe(state, draft, scores, verdict, outcome)
-        window, last = state.memory, scores.p[:, -1:]
+        window, last = state.memory, scores.law.p[:, -1:]
         unjudged = verdict.length[:, None] + torch.arange(window.tokens.shape[1]) > draft.levels
         state.memory = Window(window.tokens, torch.where(unjudged[..., None], last, window.q), window.coins)
 
@@ -141,7 +142,7 @@ def careless(p, q):
 def test_errors_in_the_law_are_seen(monkeypatch):
     assert joint(Coined(OTHER), Rejection()) < 1e-5
     assert joint(Forgetful(4, "maximal"), Rejection()) < 1e-5
-    monkeypatch.setattr(sampling, "residual", careless)
+    monkeypatch.setattr(jacobi, "residual", careless)
     assert joint(Jacobi(4, "maximal"), Rejection()) < 1e-5
 
 
@@ -160,7 +161,7 @@ def test_kept_laws_are_those_of_the_tokens_up_to_the_stop(rule):
     ends = {len(tokens) for tokens in state.tokens}
     assert len(ends) > 4 and all(2 not in tokens[:-1] for tokens in state.tokens)
     assert any(word == "drafted" and tokens[-1] == 2 for tokens, (*_, word) in zip(state.tokens, state.trace.origin))
-    for tokens, kept in zip(state.tokens, state.laws):
+    for tokens, kept in zip(state.tokens, state.tape.laws):
         code, expected = torch.zeros((), dtype=torch.long), []
         for token in tokens:
             expected.append(SHARP.logp_CV[code])

@@ -39,7 +39,7 @@ def make(name, latents=1, seed=1, **options):
 @torch.inference_mode()
 def opened(drafter, request):
     """(target, rule, state, scores) after the prefill, drafter started."""
-    target = HFDecoder(drafter.model, drafter.feature_layers, embeddings=True)
+    target = HFDecoder(drafter.model, drafter.traits.feature_layers, embeddings=True)
     rule = visspec.Exact()
     state, scores = open_request(target, rule, request)
     drafter.start(state, scores)
@@ -62,7 +62,7 @@ def test_state_after_ragged_rounds_equals_a_fresh_start_on_the_whole_prefix(name
     length = inputs["input_ids"].shape[1]
     for step in range(3):  # rows accept different numbers: row b gets its next b + 1 tokens right, then a wrong one
         draft = drafter.propose(state, 4)
-        tokens = draft.tokens.clone()
+        tokens = draft.value.clone()
         for b in range(tokens.shape[0]):
             done = len(state.tokens[b])
             tokens[b, 1:] = answer[b, length + done :][:4]
@@ -134,7 +134,7 @@ def test_images_reach_the_draft_and_the_off_switch_hides_them():
         inputs = prompt("llava", rows, seed=0) | {"pixel_values": prompt("llava", rows, seed=seed)["pixel_values"]}
         for images in (True, False):
             drafter = make("llava", 2)
-            drafter.images, drafter.needs = images, frozenset({"features", "embeddings"})
+            drafter.images = images
             _, _, state, scores = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=4, seed=0))
             with torch.inference_mode():
                 scores.features.zero_()  # what the target saw must not tell
@@ -187,7 +187,7 @@ def test_a_short_chain_is_the_beginning_of_a_longer_one(name, shape, latents):
     for depth in range(1, 6):
         request = request_of(model, prompt(name, shapes(name)[shape]), temperature=0, max_new_tokens=NEW, seed=0)
         _, _, state, _ = opened(drafter, request)
-        chains.append(drafter.propose(state, depth).tokens)
+        chains.append(drafter.propose(state, depth).value)
     assert all(torch.equal(chain, chains[-1][:, : chain.shape[1]]) for chain in chains)
     assert len(set(chains[-1].flatten().tolist())) > 4
 
@@ -341,7 +341,7 @@ def test_a_drafter_that_rests_reads_everything_when_it_wakes():
         for levels in (0, 2, 0, 0):
             draft = drafter.propose(state, levels) if levels else visspec.tree.root(state.pending)
             if levels:  # row 0 accepts both, the others what a random drafter deserves
-                draft.tokens[0, 1:] = answer[0, len(state.tokens[0]) :][:levels]
+                draft.value[0, 1:] = answer[0, len(state.tokens[0]) :][:levels]
             scores = target.verify(state, draft)
             verdict = rule(draft, scores, None)
             outcome = settle(state, draft, scores, verdict)
@@ -361,7 +361,7 @@ def captioner():
 def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captioner):
     model, processor = captioner
     fast = visspec.accelerate(model, "vispec")
-    assert fast.name == "vispec" and fast.pace.levels == fast.drafter.inner.levels
+    assert fast.name == "vispec" and fast.pace.levels == fast.drafter.inner.traits.levels
     images = [to_image(scene_from_seed(HELD_OUT_SEED + 5000 + i)) for i in range(3)]
     inputs = prepare(processor, images, "describe the picture in detail .", model)
     assert torch.equal(fast.generate(**inputs), model.generate(**inputs))

@@ -2,17 +2,19 @@
 
 import dataclasses
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 import visspec
-from tests.doubles import NEW, Double, Oracle, fast, new_tokens, stock
+from tests.doubles import NEW, Double, Oracle, compact, drafted, fast, new_tokens, stock
 from tests.tables import Table, TableDrafter, TableTarget, decoded
 from tests.tiny import IMAGE, VOCAB, llama, prompt, shapes
 from visspec import tree as trees
 from visspec.accept.exact import Exact
-from visspec.types import ABSENT, Capabilities, Draft, Tree
+from visspec.laws import Categorical
+from visspec.types import Capabilities, DrafterTraits, Tree
 
 SAMPLE = {"do_sample": True, "max_new_tokens": NEW, "seed": 4}
 
@@ -48,27 +50,28 @@ class Spoilt(Oracle):
 
     def __init__(self, answers, spoil, samples=False):
         super().__init__(answers)
-        self.spoil, self.samples, self.calls = spoil, samples, 0
+        self.spoil, self.calls = spoil, 0
+        self.traits = DrafterTraits(levels=5, samples=samples)
 
     def propose(self, state, depth):
         draft = super().propose(state, depth)
-        if self.samples:
-            q = torch.nn.functional.one_hot(draft.tokens.clamp(min=0), VOCAB).float()
-            draft = Draft(draft.tokens, draft.tree, q)
+        if self.traits.samples:
+            q = torch.nn.functional.one_hot(draft.value, VOCAB).float()
+            draft = replace(draft, q=Categorical(p=q))
         self.calls += 1
         return self.spoil(draft, state) if self.calls % 2 == 0 else draft
 
 
 def with_tokens(draft, index, value):
-    tokens = draft.tokens.clone()
+    tokens = compact(draft).clone()
     tokens[:, index] = value
-    return Draft(tokens, draft.tree, draft.q)
+    return drafted(tokens, draft.tree, draft.q)
 
 
 def with_q(draft, change):
-    q = draft.q.clone()
+    q = draft.q.p.clone()
     change(q)
-    return Draft(draft.tokens, draft.tree, q)
+    return replace(draft, q=Categorical(p=q))
 
 
 def longer(draft, state):
@@ -77,11 +80,11 @@ def longer(draft, state):
 
 def wide(draft, state):
     tree = trees.static((-1, *[0] * 1500))
-    return Draft(torch.zeros(len(state.rows), 1501, dtype=torch.long), tree)
+    return drafted(torch.zeros(len(state.rows), 1501, dtype=torch.long), tree)
 
 
 def raw(tokens):
-    return lambda draft, state: Draft(tokens(draft), draft.tree)
+    return lambda draft, state: drafted(tokens(draft), draft.tree)
 
 
 def check(model, inputs, expected, options, faults):
@@ -132,18 +135,18 @@ def test_drafter_raises(stage, error, shape):
 
 BAD_DRAFTS = {
     "nothing": lambda d, s: None,
-    "a tensor": lambda d, s: d.tokens,
+    "a tensor": lambda d, s: d.value,
     "too deep": longer,
     "too wide": wide,
-    "rows missing": lambda d, s: Draft(d.tokens[:-1], d.tree),
-    "nodes missing": raw(lambda d: d.tokens[:, :-1]),
-    "one dimension": raw(lambda d: d.tokens[0]),
-    "float ids": raw(lambda d: d.tokens.float()),
-    "int32 ids": raw(lambda d: d.tokens.int()),
-    "bool ids": raw(lambda d: d.tokens.bool()),
-    "no tokens": raw(lambda d: d.tokens[:, :0]),
-    "no tree": lambda d, s: Draft(d.tokens, None),
-    "tree of other rows": lambda d, s: Draft(d.tokens, trees.from_parents(d.tree.parent.expand(5, -1), d.levels)),
+    "rows missing": lambda d, s: drafted(d.value[:-1], d.tree),
+    "nodes missing": raw(lambda d: d.value[:, :-1]),
+    "one dimension": raw(lambda d: d.value[0]),
+    "float ids": raw(lambda d: d.value.float()),
+    "int32 ids": raw(lambda d: d.value.int()),
+    "bool ids": raw(lambda d: d.value.bool()),
+    "no tokens": raw(lambda d: d.value[:, :0]),
+    "no tree": lambda d, s: drafted(d.value, None),
+    "tree of other rows": lambda d, s: drafted(d.value, trees.from_parents(d.tree.parent.expand(5, -1), d.levels)),
 }
 IMPOSSIBLE_TREES = {  # built by a wrong call or by hand; single nodes of them are refused
     "understated levels": lambda t: trees.Tree(t.parent, t.depth, t.ancestor, 1, False),
@@ -170,7 +173,7 @@ def test_malformed_drafts(kind, shape):
 @pytest.mark.parametrize("shape", ["one", "ragged"])
 def test_impossible_trees(kind, shape):
     inputs = prompt("llava", shapes("llava")[shape])
-    spoil = lambda d, s: Draft(d.tokens[:, :6], IMPOSSIBLE_TREES[kind](d.tree))  # noqa: E731
+    spoil = lambda d, s: drafted(d.value[:, :6], IMPOSSIBLE_TREES[kind](d.tree))  # noqa: E731
     check(fast("llava", Spoilt(stock("llava", shape), spoil)), inputs, stock("llava", shape), GREEDY, faults=2)
 
 
@@ -188,7 +191,7 @@ def test_image_ids_and_empty_drafts_are_no_faults():
     for spoil in (
         lambda d, s: with_tokens(d, 2, IMAGE),
         lambda d, s: trees.root(s.pending),
-        lambda d, s: with_tokens(d, slice(1, None), ABSENT),
+        lambda d, s: with_tokens(d, slice(1, None), -1),
         lambda d, s: with_tokens(d, 0, 5),  # the pending token is ours to know
     ):
         check(
@@ -219,9 +222,9 @@ BAD_LAWS = {
     "sums to less": lambda d: with_q(d, lambda q: q[:, 2].mul_(0.9)),
     "zero": lambda d: with_q(d, lambda q: q[:, 2].zero_()),
     "zero at the token": lambda d: with_q(d, lambda q: q.copy_(q.roll(1, -1))),
-    "wrong vocabulary": lambda d: Draft(d.tokens, d.tree, torch.nn.functional.pad(d.q, (0, 4))),
-    "short vocabulary": lambda d: Draft(d.tokens, d.tree, d.q[..., :-4]),
-    "no nodes": lambda d: Draft(d.tokens, d.tree, d.q[:, 0]),
+    "wrong vocabulary": lambda d: replace(d, q=Categorical(p=torch.nn.functional.pad(d.q.p, (0, 4)))),
+    "short vocabulary": lambda d: replace(d, q=Categorical(p=d.q.p[..., :-4])),
+    "no nodes": lambda d: replace(d, q=Categorical(p=d.q.p[:, 0])),
 }
 
 
@@ -262,7 +265,7 @@ def test_drafter_of_another_target_writes_nothing():
 
     class Tampering(Oracle):
         def observe(self, state, draft, scores, verdict, outcome):
-            draft.tokens.fill_(3)
+            draft.value.fill_(3)
 
     inputs = prompt("llava", shapes("llava")["ragged"])
     check(fast("llava", Tampering(stock("llava", "ragged"))), inputs, stock("llava", "ragged"), GREEDY, faults=0)
@@ -327,12 +330,12 @@ def test_every_id_can_be_banned(banned):
     class Siblings(Double):
         def propose(self, state, depth):
             tokens = torch.arange(-1, 4).expand(len(state.rows), -1)
-            return Draft(tokens, trees.static((-1, 0, 0, 0, 0)))
+            return drafted(tokens, trees.static((-1, 0, 0, 0, 0)))
 
     state = decoded(target, Siblings(), Exact(), 2, 8)
-    offered = [draft.tokens[:, 1:].unique(dim=0).tolist() for draft in target.drafts if draft.tree.size > 1]
+    offered = [compact(draft)[:, 1:].unique(dim=0).tolist() for draft in target.drafts if draft.tree.size > 1]
     assert len(offered) > 1 and state.trace.faults == 0
-    assert all(tokens == [[ABSENT if i == banned else i for i in range(4)]] for tokens in offered)
+    assert all(tokens == [[-1 if i == banned else i for i in range(4)]] for tokens in offered)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -341,7 +344,7 @@ def test_chains_that_the_library_did_not_make_are_judged_as_they_are(rows):
         def propose(self, state, depth):
             draft = super().propose(state, depth)
             parts = (getattr(draft.tree, name).clone() for name in ("parent", "depth", "ancestor"))
-            return Draft(draft.tokens, Tree(*parts, draft.levels, chain=True), draft.q)
+            return drafted(draft.value, Tree(*parts, draft.levels, chain=True), draft.q)
 
     target = Seen(Table(4, 0))
     state = decoded(target, ByHand(target.table), Exact(), rows, 24)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import tiny_images
-from tests.doubles import Double, fast, new_tokens
+from tests.doubles import Double, chain_of, compact, drafted, fast, new_tokens
 from tests.tiny import VOCAB, prompt, shapes
 from visspec import tree as trees
 from visspec.accept.exact import Exact
@@ -18,13 +18,14 @@ from visspec.accept.local import Local
 from visspec.accept.rejection import Rejection
 from visspec.loop.decode import decode
 from visspec.loop.guard import Guarded
+from visspec.loop.orders import Islands
 from visspec.loop.pace import Pace
 from visspec.loop.view import Peek, View
-from visspec.loop.wavefront import Islands, decode_wavefront
+from visspec.loop.wavefront import decode_wavefront
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import ImageAR
-from visspec.sampling import Noise
-from visspec.types import ABSENT, Draft, Request, Sampling, Tree
+from visspec.noise import Uniform
+from visspec.types import Draft, DrafterTraits, Request, Sampling, Tree
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +144,7 @@ class Vandal(Double):
 
     def right(self, state, depth):
         ahead = [self.answers[r][len(state.tokens[r]) :][:depth] for r in state.rows]
-        return trees.chain_draft(state.pending, torch.tensor([a + [ABSENT] * (depth - len(a)) for a in ahead]))
+        return chain_of(state.pending, torch.tensor([a + [-1] * (depth - len(a)) for a in ahead]))
 
     def propose(self, state, depth):
         draft = self.right(state, depth)
@@ -182,24 +183,24 @@ def shaken(tensor, rng, low, high):
 
 def grown(draft, rng):
     """A tree of random shape, rows alike or not, with parts that need not agree; the oracle's tokens here and there."""
-    rows, size = len(draft.tokens), rng.randint(2, 9)
+    rows, size = len(draft.value), rng.randint(2, 9)
     parents = [[-1, *(rng.randrange(n) for n in range(1, size))] for _ in range(rng.choice([1, rows]))]
     tree = trees.from_parents(torch.tensor(parents), draft.levels)
-    tokens = torch.tensor([[rng.choice([*row, ABSENT]) for _ in range(size)] for row in draft.tokens.tolist()])
+    tokens = torch.tensor([[rng.choice([*row, -1]) for _ in range(size)] for row in compact(draft).tolist()])
     for name, most in (("parent", size), ("depth", size), ("ancestor", 1)):
         if rng.random() < 0.5:
             tree = changed(tree, **{name: shaken(getattr(tree, name), rng, -1 if name == "parent" else 0, most)})
-    return Draft(tokens, tree)
+    return drafted(tokens, tree)
 
 
 def law(draft, rng):
-    q = torch.nn.functional.one_hot(draft.tokens.clamp(min=0), VOCAB).float()
+    q = torch.nn.functional.one_hot(draft.value, VOCAB).float()
     return rng.choice([q, q.long(), q.double(), q.half(), q + float("nan"), -q, q[:, :1], q.to("meta"), q.to_sparse()])
 
 
 def empty(draft):
-    none = draft.tokens[:, :0]
-    return Draft(none, Tree(none, none, torch.zeros(len(none), 0, 0, dtype=torch.bool), 0, True))
+    none = draft.value[:, :0]
+    return drafted(none, Tree(none, none, torch.zeros(len(none), 0, 0, dtype=torch.bool), 0, True))
 
 
 class Unspeakable(Exception):
@@ -214,21 +215,21 @@ def raising(draft, rng):
 LIES = {
     "empty": lambda d, rng: empty(d),
     "grown": grown,
-    "levels": lambda d, rng: Draft(
-        d.tokens, changed(d.tree, levels=rng.choice([-1, 2.5, True, 99, None, "3", torch.tensor(3), float("nan")]))
+    "levels": lambda d, rng: drafted(
+        d.value, changed(d.tree, levels=rng.choice([-1, 2.5, True, 99, None, "3", torch.tensor(3), float("nan")]))
     ),
-    "chain": lambda d, rng: Draft(d.tokens, changed(d.tree, chain=rng.choice(["no", False, None, torch.ones(2)]))),
-    "types": lambda d, rng: Draft(d.tokens, changed(d.tree, depth=d.tree.depth.float())),
-    "booleans": lambda d, rng: Draft(d.tokens, changed(d.tree, ancestor=d.tree.ancestor.long())),
-    "elsewhere": lambda d, rng: Draft(d.tokens.to("meta"), d.tree),
-    "tree elsewhere": lambda d, rng: Draft(d.tokens, changed(d.tree, parent=d.tree.parent.to("meta"))),
-    "sparse": lambda d, rng: Draft(d.tokens.to_sparse(), d.tree),
-    "subclass": lambda d, rng: Draft(d.tokens.as_subclass(Slippery), d.tree),
-    "lists": lambda d, rng: Draft(d.tokens.tolist(), d.tree),
-    "law": lambda d, rng: Draft(d.tokens, d.tree, law(d, rng)),
-    "no draft": lambda d, rng: rng.choice([None, 3, "draft", Draft, d.tokens]),
+    "chain": lambda d, rng: drafted(d.value, changed(d.tree, chain=rng.choice(["no", False, None, torch.ones(2)]))),
+    "types": lambda d, rng: drafted(d.value, changed(d.tree, depth=d.tree.depth.float())),
+    "booleans": lambda d, rng: drafted(d.value, changed(d.tree, ancestor=d.tree.ancestor.long())),
+    "elsewhere": lambda d, rng: drafted(d.value.to("meta"), d.tree),
+    "tree elsewhere": lambda d, rng: drafted(d.value, changed(d.tree, parent=d.tree.parent.to("meta"))),
+    "sparse": lambda d, rng: drafted(d.value.to_sparse(), d.tree),
+    "subclass": lambda d, rng: drafted(d.value.as_subclass(Slippery), d.tree),
+    "lists": lambda d, rng: drafted(d.value.tolist(), d.tree),
+    "law": lambda d, rng: drafted(d.value, d.tree, law(d, rng)),
+    "no draft": lambda d, rng: rng.choice([None, 3, "draft", Draft, d.value]),
     "raises": raising,
-    "random": lambda d, rng: Draft(torch.randint(-9, 2 * VOCAB, d.tokens.shape), d.tree),
+    "random": lambda d, rng: drafted(torch.randint(-9, 2 * VOCAB, d.value.shape), d.tree),
 }
 
 
@@ -331,7 +332,7 @@ def test_a_node_that_denies_its_ancestors_is_not_the_root():
 
     class Denier(Double):
         def propose(self, state, depth):
-            return Draft(torch.tensor([[5, 6, 7, 8]]), tree)
+            return drafted(torch.tensor([[5, 6, 7, 8]]), tree)
 
     target = ImageAR(janus())
     guarded = Guarded(Denier(), target.capabilities)
@@ -342,11 +343,11 @@ def test_a_node_that_denies_its_ancestors_is_not_the_root():
 
 def test_a_tree_for_a_rule_of_chains_is_a_fault():
     class Branching(Double):
-        samples = True
+        traits = DrafterTraits(levels=5, samples=True)
 
         def propose(self, state, depth):
             tokens = torch.full((len(state.rows), 3), 5)
-            return Draft(tokens, trees.static((-1, 0, 0)), torch.nn.functional.one_hot(tokens, VOCAB).float())
+            return drafted(tokens, trees.static((-1, 0, 0)), torch.nn.functional.one_hot(tokens, VOCAB).float())
 
     inputs = prompt("llama", shapes("llama")["ragged"])
     model = fast("llama", Branching(), acceptance="run_product")
@@ -403,7 +404,7 @@ def test_copies_of_generators_yield_no_number_of_the_rule():
     """What is derived from a copy is known to the drafter; coins of the rule come from what follows it, every time."""
     own = torch.Generator().manual_seed(3)
     first = torch.randint(2**62, (), generator=own.clone_state())
-    noise = Noise([own], 4, "uniform")
+    noise = Uniform([own], 4)
     following = own.clone_state()
     skipped = torch.randint(2**62, (), generator=following)
     peek = Peek(noise)
@@ -411,7 +412,7 @@ def test_copies_of_generators_yield_no_number_of_the_rule():
         copied = peek.generators[0]
         assert torch.randint(2**62, (), generator=copied) == skipped != first
         assert torch.equal(own.get_state(), following.get_state())
-    assert peek.kind == "uniform" and peek.width == 4 and torch.equal(peek.window(2), noise.window(2))
+    assert peek.samples and torch.equal(peek.window(2), noise.window(2))
 
 
 def test_sketches_of_whole_images_write_nothing_either():
@@ -425,7 +426,11 @@ def test_sketches_of_whole_images_write_nothing_either():
         layout = family.layout()
         request = Request(made, made.ids, layout.positions, Sampling(temperature=1.0, guidance=3.0), grid=layout.grid)
         request.generators = [torch.Generator().manual_seed(r) for r in range(2)]
-        plan = Islands(rule, type("Sketcher", (), {"sketch": staticmethod(sketch)})())
+        drafter = type(
+            "Sketcher", (Double,), {"sketch": staticmethod(sketch), "traits": DrafterTraits(whole_images=True)}
+        )
+        rule.bind(target.capabilities)
+        plan = Islands().joined(rule, Guarded(drafter(), target.capabilities))
         return decode_wavefront(target, plan, request).tokens
 
     def spoiling(state):
@@ -439,7 +444,7 @@ def test_sketches_of_whole_images_write_nothing_either():
 
 def test_a_view_reads_as_the_state():
     state = type("S", (), {})()
-    state.tokens, state.rows, state.shown = [[1, 2, 3], [4]], [0, 1], object()
+    state.tokens, state.rows, state.request_view = [[1, 2, 3], [4]], [0, 1], object()
     view = View(state)
     assert view.tokens == [[1, 2, 3], [4]] and len(view.tokens) == 2 and view.tokens[-1] == [4]
     assert view.tokens[0][1:] == [2, 3] and [9] + view.tokens[0] + [8] == [9, 1, 2, 3, 8]

@@ -24,7 +24,7 @@ from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
 from visspec.recipes import captioner_build, painter_build, painter_drafter
 from visspec.train.capture import capture
-from visspec.types import ABSENT, Request, Sampling
+from visspec.types import Request, Sampling
 
 SHAPES = {
     "chain": {},
@@ -68,7 +68,9 @@ def request(ids, attention, guidance=3.0, temperature=1.0, seed=0, **options):
 def run(made, used, rule=None, levels=None):
     target = ImageAR(family(), features=used is not None)
     guarded = None if used is None else Guarded(used, target.capabilities)
-    state = decode(target, guarded, rule or Exact(), made, Pace(levels or getattr(used, "levels", 1), adaptive=False))
+    state = decode(
+        target, guarded, rule or Exact(), made, Pace(levels or (used.traits.levels if used else 1), adaptive=False)
+    )
     if guarded is not None:
         guarded.finish(state)
     return torch.tensor(state.tokens), state
@@ -87,7 +89,7 @@ def proposed(options, rows=4000, depth=2):
     state.pending = torch.full_like(state.pending, 5)
     used.start(state, scores)
     draft = used.propose(state, depth)
-    return draft.tokens[:, 1:].tolist(), draft.tree.parent[0].tolist(), draft.q[..., :V].double()
+    return draft.value[:, 1:].tolist(), draft.tree.parent[0].tolist(), draft.q.p[..., :V].double()
 
 
 @pytest.mark.parametrize("kind", LAWS)
@@ -166,11 +168,11 @@ def test_sampled_pairs_follow_the_model(kind):
     target = ImageAR(family())
     with torch.inference_mode():
         state, scores = target.prefill(request(ids.expand(k, -1), attention.expand(k, -1), top_k=k))
-        first = scores.p[0, 0]
+        first = scores.law.p[0, 0]
         state.pending, state.position = first.nonzero()[:, 0], state.position + 1
         for row, token in enumerate(state.pending.tolist()):
             state.tokens[row] = [token]
-        second = target.verify(state, trees.root(state.pending)).p[:, 0]
+        second = target.verify(state, trees.root(state.pending)).law.p[:, 0]
     joint, counts = torch.zeros(24, 24, dtype=torch.float64), torch.zeros(24, 24)
     joint[state.pending] = first[state.pending][:, None].double() * second.double()
     counts.index_put_((tokens[:, 0], tokens[:, 1]), torch.ones(rows), accumulate=True)
@@ -268,8 +270,8 @@ def test_more_siblings_than_codes_are_absent():
     planned = feature_tree.Planned(pending, (5,), torch.zeros(2, 1, 4))
     planned.grow(logp)
     draft = planned.finish(0)
-    assert (draft.tokens[:, 4:] == ABSENT).all() and (draft.tokens[:, 1:4] >= 0).all()
-    assert draft.q[:, 4:].sum() == 0 and (draft.q[:, 1:4].sum(-1) - 1).abs().max() < 1e-6
+    assert not draft.real[:, 4:].any() and draft.real[:, 1:4].all()
+    assert draft.q.p[:, 4:].sum() == 0 and (draft.q.p[:, 1:4].sum(-1) - 1).abs().max() < 1e-6
 
 
 BAD = {
@@ -352,7 +354,7 @@ def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):
     card = (tmp_path / "x" / "README.md").read_text()
     assert "| chain of 6 | " in card and "{" not in card.split("```")[2]
     loaded, _ = zoo.drafter(str(tmp_path / "x"), model)
-    assert loaded.config.guidance == model.generation_config.guidance_scale and loaded.levels == 5
+    assert loaded.config.guidance == model.generation_config.guidance_scale and loaded.traits.levels == 5
     pictures = painter_drafter.Pictures(Janus(model, painter_build.build_processor(True)), 2, 3.0)
     pooled = [pictures(number) for number in range(painter_drafter.POOL)]
     assert [r.prompt.shape[1] for r in pooled] == sorted(r.prompt.shape[1] for r in pooled)
@@ -367,7 +369,7 @@ def test_the_shipped_drafter_belongs_to_the_shipped_painter_alone():
 
     model, _ = load_image_model("painter")
     loaded, name = zoo.drafter("painter-eagle:tree=static,shape=3-3", model)
-    assert name == "painter-eagle" and loaded.levels == 2
+    assert name == "painter-eagle" and loaded.traits.levels == 2
     assert (SHIPPED.parent / "model.safetensors").stat().st_size < 6e6
     with pytest.raises(ValueError, match="painter-eagle is made for a model with"):
         zoo.drafter("painter-eagle", janus())

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests import tiny_images as tiny
+from tests.doubles import drafted
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.api.images import ImagePipeline
@@ -29,7 +30,7 @@ from visspec.models.nets.llamagen import LlamaGen, LlamaGenConfig
 from visspec.models.nets.vqgan import ImageCodec, VQShape
 from visspec.models.targets.families import FAMILIES, family_of
 from visspec.models.targets.image_ar import Family, ImageAR, Layout, Prompt
-from visspec.types import ABSENT, Draft, Request, Sampling
+from visspec.types import FREE, Drafter, DrafterTraits, Request, Sampling
 
 TEXTS = ["a red cube", "blue", "a blue cube on grass"]
 NEGATIVE = "lowres, blurry."
@@ -136,7 +137,7 @@ def plain_loop(step: Callable[[list[int]], torch.Tensor], layout: Layout) -> lis
     """Greedy loop ids from mixed logits of the codes after so many loop ids, each pass over everything."""
     found: list[int] = []
     for fixed in layout.fixed.tolist():
-        found.append(fixed if fixed != ABSENT else int(step(found).argmax()))
+        found.append(fixed if fixed != FREE else int(step(found).argmax()))
     return found
 
 
@@ -254,13 +255,15 @@ def draw(case: Case, rows: list[int], drafter=None, rule="exact", temperature=0.
     case.family.check(prompt, case.layout, case.guidance)
     sampling = Sampling(temperature=temperature, guidance=case.guidance)
     request = Request(prompt, prompt.ids, case.layout.positions, sampling, grid=case.layout.grid)
-    if bool((case.layout.fixed != ABSENT).any()):
+    if bool((case.layout.fixed != FREE).any()):
         request.fixed = case.layout.fixed
     if temperature:
         request.generators = [torch.Generator().manual_seed(seed + r) for r in rows]
     guarded = Guarded(drafter, target.capabilities) if drafter is not None else None
     rule = zoo.acceptance(rule) if isinstance(rule, str) else rule
-    state = decode(target, guarded, rule, request, Pace(getattr(drafter, "levels", 8), adaptive=False))
+    state = decode(
+        target, guarded, rule, request, Pace(8 if drafter is None else drafter.traits.levels, adaptive=False)
+    )
     if guarded is not None:
         guarded.finish(state)
     assert state.trace.faults == 0
@@ -305,7 +308,7 @@ def test_the_stock_arm_draws_what_the_loop_draws(name, guidance):
     torch.manual_seed(0)
     sampled = family.stock(TEXTS[:2], replace(sampling, temperature=1.0, top_k=5), layout)
     assert sampled.shape == (2, layout.positions) and sampled[:, layout.free].max() < family.codes
-    assert (sampled == layout.fixed)[:, layout.fixed != ABSENT].all()
+    assert (sampled == layout.fixed)[:, layout.fixed != FREE].all()
 
 
 @pytest.mark.parametrize("name", ["emu3", "glm_image", "llamagen-class"])
@@ -348,7 +351,7 @@ def test_coupled_windows_draw_the_tokens_of_plain_sampling(name, start):
 def codes_stand(tokens: list[int], case: Case) -> bool:
     """Grammar ids where the layout has them, codes everywhere else."""
     return all(
-        token == fixed if fixed != ABSENT else token < case.family.codes
+        token == fixed if fixed != FREE else token < case.family.codes
         for token, fixed in zip(tokens, case.layout.fixed.tolist(), strict=True)
     )
 
@@ -362,16 +365,16 @@ def test_a_tree_is_each_of_its_paths(name):
     def opened():
         request = Request(prompt, prompt.ids, case.layout.positions, sampling)
         state, _ = target.prefill(request)
-        state.tokens = [[3], [5]]
+        state.tape.tokens = [[3], [5]]
         state.pending, state.position = torch.tensor([3, 5]), state.position + 1
         return state
 
     tree = trees.static((-1, 0, 0, 1, 1, 2, 3))
     tokens = torch.tensor([[3, 1, 2, 4, 7, 6, 9], [5, 8, 0, 2, 3, 4, 1]])
-    scores = target.verify(opened(), Draft(tokens, tree)).logits
+    scores = target.verify(opened(), drafted(tokens, tree)).law.logits
     for node, path in enumerate(trees.paths(tree)[0].tolist()):
         path = [n for n in path if n >= 0]
-        alone = target.verify(opened(), Draft(tokens[:, path], trees.chain(len(path) - 1))).logits[:, -1]
+        alone = target.verify(opened(), drafted(tokens[:, path], trees.chain(len(path) - 1))).law.logits[:, -1]
         codes = slice(0, case.family.codes)
         torch.testing.assert_close(scores[:, node, codes], alone[:, codes], rtol=1e-4, atol=1e-4)
         assert bool(scores[:, node, case.family.codes :].isneginf().all())
@@ -380,13 +383,11 @@ def test_a_tree_is_each_of_its_paths(name):
 # --- grammar --------------------------------------------------------------------------------------------------------
 
 
-class Proposes:
+class Proposes(Drafter):
     """A drafter that proposes what a function of the position in the image says."""
 
-    needs: frozenset[str] = frozenset()
-
     def __init__(self, token: Callable[[int, int], int], levels: int = 6):
-        self.token, self.levels = token, levels
+        self.token, self.traits = token, DrafterTraits(levels=levels)
 
     def start(self, state, scores):
         pass
@@ -427,7 +428,7 @@ def test_row_ends_never_cut_a_draft(name, grammar):
     right = Proposes(lambda row, at: min(known[min(at, last)], largest))
     found, state = draw(case, [0], right)
     assert found == [known]
-    assert len(state.trace.rounds) == -(-(case.layout.positions - 1) // (right.levels + 1))
+    assert len(state.trace.rounds) == -(-(case.layout.positions - 1) // (right.traits.levels + 1))
 
 
 # --- prompts and pixels -------------------------------------------------------------------------------------------
@@ -464,8 +465,8 @@ def test_windows_begin_with_codes_behind_row_ends():
     class Watched(Jacobi):
         def propose(self, state, depth):
             draft = super().propose(state, depth)
-            free = held(state, draft.tree.depth) == ABSENT
-            lost.append(int(((draft.tokens >= case.family.codes) & free)[:, 1:].sum()))
+            free = held(state, draft.tree.depth) == FREE
+            lost.append(int(((draft.value >= case.family.codes) & free)[:, 1:].sum()))
             return draft
 
     draw(case, [0, 1, 2], Watched(6, "maximal"), "rejection", 0.6)

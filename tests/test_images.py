@@ -147,7 +147,7 @@ def test_what_belongs_to_the_model_moves_with_it(folder):
     assert found.model.dtype == torch.bfloat16 and found._built
     found.to("meta")
     assert found.family.codebook.device.type == "meta" and not found._built
-    assert found.pairing("jacobi", "exact")[1].allowed.device.type == "meta"
+    assert found.pairing("jacobi", "exact").drafter.limits.device.type == "meta"
 
 
 def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
@@ -172,13 +172,13 @@ def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
     ({"acceptance": 3}, "acceptance: got 3"), ({"drafter": "jacobi:window=2.5"}, "window: got 2.5"),
     ({"acceptance": "lantern:k=1.5"}, "k: got 1.5"), ({"acceptance": "grouped:max_gap=nan"}, "max_gap: got nan"),
     ({"drafter": "jacobi:branch=3", "acceptance": "run_product"}, "drafter: Jacobi drafts trees"),
-    ({"drafter": "zipar:window=4", "acceptance": "lantern:k=10"}, "acceptance: got Lantern, expected exact"),
+    ({"order": "zipar:window=4", "acceptance": "lantern:k=10"}, "acceptance: got Lantern, expected exact"),
     ({"guidance_scale": float("inf")}, "guidance_scale: got inf"), ({"top_p": 0.0}, "top_p: got 0.0"),
     ({"top_k": 2.5}, "top_k: got 2.5"), ({"height": 0}, "height: got 0"), ({"seed": 1.5}, "seed: got 1.5"),
     ({"callback_on_step_end": 3}, "callback_on_step_end: got 3"),
 ])  # fmt: skip
 def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch):
-    monkeypatch.setattr("visspec.api.images.decode", lambda *a: pytest.fail("decoding began"))
+    monkeypatch.setattr("visspec.loop.pairing.Pairing.decode", lambda *a: pytest.fail("decoding began"))
     with pytest.raises(ValueError) as error:
         pipe(**({"prompt": PROMPTS[0]} | change))
     assert str(error.value).startswith(words) and "expected" in str(error.value) and "\n" not in str(error.value)
@@ -240,9 +240,10 @@ def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
 
 
 def test_presets_are_pairs_the_zoo_knows():
-    for name, (drafter, rule, what) in zoo.PRESETS.items():
-        assert zoo.parse(drafter)[0] in zoo.DRAFTERS and what, name
-        zoo.acceptance(rule)
+    for name, preset in zoo.PRESETS.items():
+        assert zoo.parse(preset.drafter)[0] in zoo.DRAFTERS and preset.source, name
+        zoo.acceptance(preset.acceptance)
+        assert zoo.order(preset.order) is None or not zoo.order(preset.order).raster
     with pytest.raises(ValueError, match=r"^preset: got 'sj', expected one of plain, "):
         zoo.preset("sj")
 
@@ -250,7 +251,11 @@ def test_presets_are_pairs_the_zoo_knows():
 def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch):
     monkeypatch.setattr("visspec.cli.bench_image.StockArm.__call__", lambda *a: pytest.fail("drawing began"))
     wrong = {"jacobi/nope": "acceptance: got 'nope'", "jacobi/lantern:k=2000": "k: got 2000"}
-    wrong |= {"jacobi/": "acceptance: got ''", "zipar/lantern": "acceptance: got Lantern"}
+    wrong |= {
+        "jacobi/": "acceptance: got ''",
+        "none/lantern/zipar": "acceptance: got Lantern",
+        "zipar/exact": "expected order='zipar'",
+    }
     for pair, words in wrong.items():
         assert cli.main(["bench", "image", "--model", str(folder), "--prompts", "2", "--method", f"x={pair}"]) == 2
         assert words in capsys.readouterr().err

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.laws import context_law, odds, plain_law, split, total_variation, verdicts
-from visspec import sampling
+from visspec.laws import Categorical, residual
+from visspec.models.drafters import jacobi
 from visspec.models.drafters.jacobi import Jacobi, Window, proactive
 from visspec.types import Outcome, Request, Scores, Verdict
 
@@ -41,7 +42,7 @@ class Scripted:
 def state_of(committed, rows=1):
     request = Request(None, torch.zeros(rows, 1, dtype=torch.long), LENGTH, grid=(2, 2))
     return SimpleNamespace(
-        request=request, rows=list(range(rows)), tokens=[list(committed)] * rows, noise=SimpleNamespace(kind="uniform"),
+        request=request, rows=list(range(rows)), tokens=[list(committed)] * rows, noise=SimpleNamespace(samples=True),
         pending=torch.tensor([committed[-1]] * rows), memory=None,
     )  # fmt: skip
 
@@ -83,7 +84,7 @@ def redraws(drafter, laws, window, length):
         keep = min(1.0, float(p[old] / q[old]))
         options = [((0.0, 0.5), keep)] if keep > 0 else []
         if keep < 1:
-            options += [((ALMOST_ONE, u), (1 - keep) * w) for u, w in pieces(sampling.residual(p, q))]
+            options += [((ALMOST_ONE, u), (1 - keep) * w) for u, w in pieces(residual(p, q))]
         choices.append(options)
     for combination in itertools.product(*choices):
         yield [numbers for numbers, _ in combination], odds(w for _, w in combination)
@@ -151,7 +152,9 @@ def rounds(drafter, p, committed, window, misreport):
                 state = state_of(after)
                 coins = Scripted(torch.tensor([numbers], dtype=torch.float64), *begun)
                 state.memory = Window(window.tokens, window.q, coins)
-                drafter.observe(state, draft, Scores(logits), verdict, Outcome([list(range(length))], [list(gained)]))
+                drafter.observe(
+                    state, draft, Scores(Categorical(logits)), verdict, Outcome([list(range(length))], [list(gained)])
+                )
                 kept = Window(state.memory.tokens, misreport(state.memory.q), coins)
                 key = (after, (tuple(kept.tokens[0].tolist()), tuple(kept.q.flatten().tolist())))
                 yield key, likely * share * redrawn * started, kept
@@ -194,8 +197,8 @@ def test_candidates_that_report_the_law_of_draws_with_replacement_are_seen(deep,
     drawn = drafter._candidates
 
     def wrong(window, deep):
-        tokens, laws = drawn(window, deep)
-        return tokens, laws[:, ::2].repeat_interleave(2, dim=1)
+        tokens, laws, real = drawn(window, deep)
+        return tokens, laws[:, ::2].repeat_interleave(2, dim=1), real
 
     monkeypatch.setattr(drafter, "_candidates", wrong)
     assert total_variation(process_law(drafter, p), plain_law(p, 3, LENGTH)) > 1e-3
@@ -206,11 +209,11 @@ def test_windows_of_many_rows_are_narrower_where_tokens_do_not_depend_on_it(rows
     state = state_of((0,), rows)
     state.noise = None
     drafter = Jacobi(12)
-    drafter.start(state, Scores(torch.zeros(rows, 1, VOCAB)))
+    drafter.start(state, Scores(Categorical(torch.zeros(rows, 1, VOCAB))))
     assert drafter.propose(state, 12).tree.levels == width
     state = state_of((0,), rows)
     state.noise.generators = [torch.Generator() for _ in range(rows)]
-    drafter.start(state, Scores(torch.zeros(rows, 1, VOCAB)))
+    drafter.start(state, Scores(Categorical(torch.zeros(rows, 1, VOCAB))))
     assert drafter.propose(state, 12).tree.levels == 12  # coins: an image must not depend on its batch
 
 
@@ -230,12 +233,12 @@ def test_a_misreported_law_is_seen(redraw):
 
 def test_a_redraw_that_ignores_the_old_law_is_seen(monkeypatch):
     """A draft kept by the coupling, or else drawn from the whole new law instead of the residual."""
-    p, residual = context_law(VOCAB, 0), sampling.residual
+    p = context_law(VOCAB, 0)
     drafter = Jacobi(WIDTH, "maximal")
 
     def wrong(*arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(sampling, "residual", lambda p, q: p if p.dim() > 1 else residual(p, q))
+            patch.setattr(jacobi, "residual", lambda p, q: p if p.dim() > 1 else residual(p, q))
             return Jacobi._drawn(drafter, *arguments)
 
     monkeypatch.setattr(drafter, "_drawn", wrong)
@@ -305,7 +308,7 @@ def positional_rounds(drafter, p, size, committed, window, spans, late):
             state.memory = Window(window.tokens, window.q, Positional(parts, late))
             verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
             outcome = Outcome([list(range(length))], [list(gained)])
-            drafter.observe(state, draft, Scores(torch.stack(laws).log()[None]), verdict, outcome)
+            drafter.observe(state, draft, Scores(Categorical(torch.stack(laws).log()[None])), verdict, outcome)
             yield share * likely, after, state.memory, parts[length:]
 
 

@@ -9,23 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import visspec
-from tests.doubles import new_tokens
+from tests.doubles import drafted, new_tokens
 from tests.laws import choice_rounds, context_law, contexts, output_law, plain_law, total_variation
 from tests.tiny import model_of, prompt
 from visspec import sampling
 from visspec import tree as trees
 from visspec.accept.exact import Exact, follow
-from visspec.types import ABSENT, Draft, Scores
+from visspec.laws import Categorical
+from visspec.noise import Gumbel
+from visspec.types import Scores
 
 V, K = 4, 3
 EXACT = 1e-12
 DRAFTS = {
     "chain": ((-1, 0, 1, 2), (0, 1, 2, 3)),
-    "short chain": ((-1, 0, 1, 2), (0, 1, ABSENT, ABSENT)),
+    "short chain": ((-1, 0, 1, 2), (0, 1, -1, -1)),
     "siblings": ((-1, 0, 0, 0), (0, 2, 1, 3)),
     "tree": ((-1, 0, 0, 1, 1, 2, 3), (0, 1, 3, 0, 2, 2, 1)),
     "twins": ((-1, 0, 0, 1, 2, 4, 0), (0, 1, 1, 2, 3, 0, 2)),
-    "absent inside": ((-1, 0, 0, 1, 2, 4), (0, ABSENT, 2, 2, 1, 0)),
+    "absent inside": ((-1, 0, 0, 1, 2, 4), (0, -1, 2, 2, 1, 0)),
 }
 
 
@@ -46,7 +48,7 @@ def test_exact_law(kind, seed):
 def test_exact_law_of_any_tree(data):
     size = data.draw(st.integers(2, 5))
     parent = (-1, *(data.draw(st.integers(max(0, n - 3), n - 1)) for n in range(1, size)))
-    tokens = (0, *(data.draw(st.integers(ABSENT, V - 1)) for _ in range(1, size)))
+    tokens = (0, *(data.draw(st.integers(-1, V - 1)) for _ in range(1, size)))
     assert variation(context_law(V, data.draw(st.integers(0, 9))), parent, tokens) < EXACT
 
 
@@ -83,16 +85,16 @@ def raw_bonus(p):
 
 def skipping(draft, chosen):
     """A rejected first node is passed over: its child is tried as if it had been accepted."""
-    tokens = draft.tokens.clone()
+    tokens = draft.value.clone()
     tokens[:, 1] = chosen[:, 0]
-    return follow(dataclasses.replace(draft, tokens=tokens), chosen)
+    return follow(dataclasses.replace(draft, value=tokens), chosen)
 
 
 def second_child(draft, chosen):
     """Agreement with the first child is booked to its sibling."""
-    tokens = draft.tokens.clone()
+    tokens = draft.value.clone()
     tokens[:, [1, 2]] = tokens[:, [2, 1]]
-    return follow(dataclasses.replace(draft, tokens=tokens), chosen)
+    return follow(dataclasses.replace(draft, value=tokens), chosen)
 
 
 def inflated(p, by=1.01):
@@ -139,22 +141,23 @@ def test_wrong_rules_are_seen(kind, options, at_least):
 
 def test_choices_share_the_noise_of_their_position():
     generators = [torch.Generator().manual_seed(s) for s in (1, 2)]
-    noise = sampling.Noise(generators, V)
+    noise = Gumbel(generators, V)
     window = noise.window(3)
     logits = torch.randn(2, 4, V)
+    law = Categorical(logits)
     tree = trees.static((-1, 0, 0, 1))
-    chosen = sampling.choose(logits, tree.depth, noise, tree.levels)
+    chosen = sampling.choose(law, tree.depth, noise, tree.levels)
     for n, depth in enumerate((0, 1, 1, 2)):
         assert torch.equal(chosen[:, n], (logits[:, n] + window[:, depth]).argmax(-1))
     per_row = trees.from_parents(torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]]), 3)
-    chosen = sampling.choose(logits, per_row.depth, noise, 3)
+    chosen = sampling.choose(law, per_row.depth, noise, 3)
     assert torch.equal(chosen[1, 3], (logits[1, 3] + noise.window(4)[1, 3]).argmax(-1))
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 40))
 def test_noise_does_not_depend_on_how_it_is_consumed(steps, peek):
-    whole = sampling.Noise([torch.Generator().manual_seed(7)], 3).window(sum(steps) + 1)[0]
-    noise, at = sampling.Noise([torch.Generator().manual_seed(s) for s in (6, 7)], 3), 0
+    whole = Gumbel([torch.Generator().manual_seed(7)], 3).window(sum(steps) + 1)[0]
+    noise, at = Gumbel([torch.Generator().manual_seed(s) for s in (6, 7)], 3), 0
     noise.select([1])
     for step in steps:
         if peek:
@@ -192,8 +195,8 @@ def test_gumbel_choices_follow_the_law(kind):
     rows, p = 40_000, context_law(V, seed=3)
     parent, tokens = DRAFTS[kind]
     logits = torch.stack([p(c) for c in contexts(parent, tokens)]).log().float().expand(rows, -1, -1)
-    draft = Draft(torch.tensor([tokens]).expand(rows, -1), trees.static(parent))
-    verdict = Exact()(draft, Scores(logits), Window(rows, draft.levels + 1))
+    draft = drafted(torch.tensor([tokens]).expand(rows, -1), trees.static(parent))
+    verdict = Exact()(draft, Scores(Categorical(logits)), Window(rows, draft.levels + 1))
     first, second = torch.zeros(V), torch.zeros(V, V)
     for path, length, following in zip(verdict.path.tolist(), verdict.length.tolist(), verdict.next.tolist()):
         emitted = [*(tokens[n] for n in path[1:length]), following]

@@ -19,8 +19,11 @@ from visspec.types import Draft
 ROOT = Path(visspec.__file__).parent.parent
 TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
-    {"types", "kernels"},
-    {"tree", "cache", "checkpoint", "files", "provenance"},
+    {"laws", "kernels"},
+    {"types"},
+    {"cache", "tape", "checkpoint", "files", "provenance"},
+    {"tree"},
+    {"noise"},
     {"sampling", "grammar"},
     {"accept"},
     {"loop"},
@@ -147,8 +150,8 @@ def test_host_reads_are_where_they_should_be():
     assert found == HOST_READS
 
 
-HOST_COPIES = {  # what a round tells the device goes through `cache.told`
-    "cache.py": ["told", "told"],
+HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
+    "cache.py": ["to_device", "to_device"],
     "published.py": ["walked"],  # the body for a CPU
     "tree.py": ["_static", "_static"],  # of each shape once, as the next two
     "feature_tree.py": ["plan", "plan"],

@@ -78,8 +78,8 @@ def test_a_cast_model_drafts_as_one_that_was_born_so(kind, ragged):
 
 def test_tables_move_with_the_model():
     fast = visspec.accelerate(llama(), "ngram", probe=False)  # without weights nothing runs
-    assert fast.drafter.allowed.device.type == "cpu" and fast.to("meta") is fast
-    assert fast.drafter.allowed.device.type == fast.device.type == "meta"
+    assert fast.drafter.limits.device.type == "cpu" and fast.to("meta") is fast
+    assert fast.drafter.limits.device.type == fast.device.type == "meta"
 
 
 def test_another_attention_is_looked_at_again():

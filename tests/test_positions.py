@@ -16,7 +16,9 @@ import torch
 from tests.laws import context_law, plain_law, split, total_variation, verdicts
 from visspec import sampling
 from visspec import tree as trees
+from visspec.laws import Categorical
 from visspec.models.drafters import feature_tree
+from visspec.noise import Uniform
 from visspec.types import Sampling
 
 SIZE = 5  # tokens
@@ -31,20 +33,19 @@ class Chain:
         self.q = q
 
     def cuts(self, committed, numbers, level):
-        drafted = self.draft(committed, numbers, level).tokens[0, 1:].tolist() if level else []
+        drafted = self.draft(committed, numbers, level).value[0, 1:].tolist() if level else []
         return [float(self.q((*committed, *drafted))[0])]
 
     def draft(self, committed, numbers, depth):
         window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
-        noise = SimpleNamespace(kind="uniform", window=lambda positions: window[:, :positions])
-        state = SimpleNamespace(noise=noise, request=SimpleNamespace(sampling=Sampling(temperature=1.0)))
+        state = SimpleNamespace(noise=Uniform.of(window), request=SimpleNamespace(sampling=Sampling(temperature=1.0)))
         pending, tokens, laws = torch.tensor([committed[-1]]), [], []
         for level in range(depth):
             logits = self.q((*committed, *(int(t) for t in tokens))).log()[None]
             token, law = sampling.propose(logits, state, level)
             tokens.append(token)
             laws.append(law)
-        return trees.chain_draft(pending, torch.stack(tokens, 1), torch.stack([torch.zeros_like(laws[0]), *laws], 1))
+        return trees.chain_draft(pending, torch.stack(tokens, 1), Categorical.chain(laws))
 
 
 class Planned(Chain):

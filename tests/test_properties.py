@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.doubles import Double, fast, new_tokens, stock
+from tests.doubles import Double, drafted, fast, new_tokens, stock
 from tests.tiny import prompt, shapes
 from visspec import tree as trees
 from visspec.cache import GROW, SlotCache, visibility
 from visspec.loop.pace import Pace
-from visspec.types import ABSENT, Draft, Round
+from visspec.types import Round
 
 NEW = 12
 
@@ -39,7 +39,7 @@ class Drawn(Double):
         below = trees.static(shape).depth[0].tolist()
         kinds = self.data.draw(st.lists(st.integers(0, 9), min_size=rows * len(shape), max_size=rows * len(shape)))
         for b, row in enumerate(state.rows):
-            ahead = self.answers[row][len(state.tokens[row]) :] + [ABSENT] * len(shape)
+            ahead = self.answers[row][len(state.tokens[row]) :] + [-1] * len(shape)
             mine = [
                 ahead[d - 1] if kinds[b * len(shape) + n] < 6 else kinds[b * len(shape) + n] - 7
                 for n, d in enumerate(below)
@@ -48,7 +48,7 @@ class Drawn(Double):
         tree = trees.static(shape)
         if self.per_row:
             tree = trees.from_parents(torch.tensor([shape] * rows), max(tree.levels, 1))
-        return Draft(torch.tensor(tokens), tree)
+        return drafted(torch.tensor(tokens), tree)
 
 
 def watched(target):
@@ -159,7 +159,7 @@ def test_growing_keeps_the_best(rows, width, levels, nodes, seed):
     assert draft.tree.size == 1 + min(nodes, sum(len(n) for n in naive[:1]))
     for b in range(rows):
         index = trees.paths(draft.tree)[b].tolist()
-        found = {tuple(draft.tokens[b, [i for i in path if i >= 0]].tolist()) for path in index}
+        found = {tuple(draft.value[b, [i for i in path if i >= 0]].tolist()) for path in index}
         best = sorted(naive[b], key=naive[b].get, reverse=True)[: draft.tree.size - 1]
         assert found == {(b,), *best}
 
@@ -172,7 +172,7 @@ def test_a_parent_is_kept_before_a_child_that_is_as_likely():
         )
     for nodes, tokens in ((1, [0, 2]), (2, [0, 2, 4]), (3, [0, 2, 4, 1])):
         draft = growing.finish(nodes)
-        assert draft.tokens[0].tolist() == tokens and draft.tree.parent[0].tolist() == list(range(-1, nodes))
+        assert draft.value[0].tolist() == tokens and draft.tree.parent[0].tolist() == list(range(-1, nodes))
 
 
 @settings(max_examples=60)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import visspec
-from tests.doubles import Oracle, fast, new_tokens, stock
+from tests.doubles import Oracle, chain_of, compact, drafted, fast, new_tokens, stock
 from tests.test_eagle import make, opened
 from tests.tiny import VOCAB, llama, model_of, prompt, shapes, single_row
 from visspec import tree as trees
@@ -26,7 +26,7 @@ from visspec.loop.pace import Pace
 from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.models.drafters.small_model import SmallModel
 from visspec.recipes.train_drafter import request_of
-from visspec.types import ABSENT, Draft, Round
+from visspec.types import Round
 
 GREEDY = {"do_sample": False, "max_new_tokens": 9}
 
@@ -60,10 +60,10 @@ def decoded(shape, write):
 def test_a_row_that_drafted_one_of_one_got_a_bonus_beside_one_that_drafted_five():
     def write(right, state):
         tokens = right.clone()
-        tokens[0, 1:] = ABSENT  # all of one
+        tokens[0, 1:] = -1  # all of one
         tokens[1, 2] = (tokens[1, 2] + 1) % VOCAB  # two of five
-        tokens[2] = ABSENT  # nothing
-        return trees.chain_draft(state.pending, tokens)
+        tokens[2] = -1  # nothing
+        return chain_of(state.pending, tokens)
 
     first, origin, rounds = decoded("ragged", write)
     assert first == Round(5, [2, 3, 1], [False, True, False])
@@ -96,7 +96,7 @@ def test_a_shallow_leaf_of_a_tree_ends_in_a_bonus(per_row):
             [0, wrong[1, 0], right[1, 0], wrong[1, 1], right[1, 2]],
         ]
         tree = trees.from_parents(torch.tensor([parent] * 2), 3) if per_row else trees.static(parent)
-        return Draft(torch.tensor(rows), tree)
+        return drafted(torch.tensor(rows), tree)
 
     first, origin, rounds = decoded("even", write)
     assert first == Round(3, [2, 2], [False, True])
@@ -106,8 +106,8 @@ def test_a_shallow_leaf_of_a_tree_ends_in_a_bonus(per_row):
 
 def test_an_absent_child_was_not_tried():
     def write(right, state):
-        tokens = torch.stack([torch.zeros(2, dtype=torch.long), right[:, 0], torch.tensor([ABSENT, 5])], dim=1)
-        return Draft(tokens, trees.from_parents(torch.tensor([[-1, 0, 1]]), 2))
+        tokens = torch.stack([torch.zeros(2, dtype=torch.long), right[:, 0], torch.tensor([-1, 5])], dim=1)
+        return drafted(tokens, trees.from_parents(torch.tensor([[-1, 0, 1]]), 2))
 
     first, origin, _ = decoded("even", write)
     assert first.tried == [False, True] and [row[1] for row in origin] == ["bonus", "corrected"]
@@ -121,8 +121,8 @@ def test_rows_draft_no_further_than_they_would_alone():
     verify = model.target.verify
 
     def watch(state, draft):
-        for row, tokens in zip(state.rows, draft.tokens.tolist()):
-            there = sum(t != ABSENT for t in tokens[1:])
+        for row, tokens in zip(state.rows, compact(draft).tolist()):
+            there = sum(t != -1 for t in tokens[1:])
             seen.append((there, min(draft.levels, 9 - len(state.tokens[row]) - 1)))
         return verify(state, draft)
 
@@ -134,7 +134,7 @@ def test_rows_draft_no_further_than_they_would_alone():
 # --- pace -------------------------------------------------------------------------------------------------------------
 
 
-def told(pace, rounds, verify=1e-3, draft=1e-4):
+def to_device(pace, rounds, verify=1e-3, draft=1e-4):
     """A pace that has seen rounds; times: seconds as functions of the levels."""
     verify, draft = (f if callable(f) else lambda levels, f=f: f for f in (verify, draft))
     for each in rounds:
@@ -145,17 +145,17 @@ def told(pace, rounds, verify=1e-3, draft=1e-4):
 
 def test_rates_are_accepted_over_reached():
     """Half of what is drafted at each depth is kept: 100 rounds by hand, every second of them kept to the end."""
-    pace = told(Pace(3), [Round(3, [4], [False]), Round(3, [1], [True])] * 300)
+    pace = to_device(Pace(3), [Round(3, [4], [False]), Round(3, [1], [True])] * 300)
     assert pace.rate(1) == pytest.approx(0.5, abs=0.03)
     assert pace.rate(2) == pytest.approx(1.0, abs=0.03) and pace.rate(3) == pytest.approx(1.0, abs=0.03)
-    pace = told(Pace(3), [Round(3, [2], [True])] * 300)
+    pace = to_device(Pace(3), [Round(3, [2], [True])] * 300)
     assert [pace.rate(d) for d in (1, 2)] == pytest.approx([1.0, 0.0], abs=0.03)
     assert pace.rate(3) == pytest.approx(paces.PRIOR_RATE), "never reached"
 
 
 def test_a_short_row_is_no_rejection_but_offers_less():
     """Beside a row that keeps five of five, one with a node and no more: rate 1 at depth 2, offered half."""
-    pace = told(Pace(5), [Round(5, [6, 2], [False, False])] * 300)
+    pace = to_device(Pace(5), [Round(5, [6, 2], [False, False])] * 300)
     assert [pace.rate(d) for d in (1, 2, 5)] == pytest.approx([1.0] * 3, abs=0.03)
     assert [pace.offered(d) for d in (1, 2, 3, 5)] == pytest.approx([1.0, 0.5, 1.0, 1.0], abs=0.03)
 
@@ -163,17 +163,17 @@ def test_a_short_row_is_no_rejection_but_offers_less():
 def test_drafting_that_costs_more_than_it_brings_is_left_out():
     """Every draft is kept. A level costs nothing to verify, and to draft little, or as much as two plain passes."""
     rounds = [Round(levels, [levels + 1], [False]) for levels in (1, 2, 3, 4)] * 20 + [Round(0, [1], [False])] * 20
-    assert told(Pace(4), rounds, draft=lambda levels: 1e-5 * levels).best(4) == 4
-    assert told(Pace(4), rounds, draft=lambda levels: 2e-3 * levels).best(4) == 0
-    assert told(Pace(4), rounds, verify=lambda levels: 1e-3 + 2e-3 * levels).best(4) == 0
+    assert to_device(Pace(4), rounds, draft=lambda levels: 1e-5 * levels).best(4) == 4
+    assert to_device(Pace(4), rounds, draft=lambda levels: 2e-3 * levels).best(4) == 0
+    assert to_device(Pace(4), rounds, verify=lambda levels: 1e-3 + 2e-3 * levels).best(4) == 0
 
 
 def test_a_drafter_that_rarely_offers_a_node_does_not_pay():
     """What it offers is always kept, at half the cost of a plain pass: worth it for every row, not for one in ten."""
     seen = [Round(1, [2] * 10, [False] * 10)] * 20 + [Round(0, [1] * 10, [False] * 10)] * 20
-    assert told(Pace(1), seen, draft=5e-4).best(1) == 1
+    assert to_device(Pace(1), seen, draft=5e-4).best(1) == 1
     seen = [Round(1, [2] + [1] * 9, [False] * 10)] * 60 + [Round(0, [1] * 10, [False] * 10)] * 20
-    assert told(Pace(1), seen, draft=5e-4).best(1) == 0
+    assert to_device(Pace(1), seen, draft=5e-4).best(1) == 0
 
 
 @given(st.integers(1, 6), st.integers(0, 999))
@@ -199,12 +199,12 @@ def test_the_best_depth_commits_most_tokens_a_second(levels, seed):
 
 
 def test_a_rest_doubles_and_ends_with_success():
-    pace = told(Pace(2), [Round(2, [1], [True])] * 50, draft=1.0)
+    pace = to_device(Pace(2), [Round(2, [1], [True])] * 50, draft=1.0)
     state = Bag(budget=9, trace=Bag(gave_up=0))
     assert pace.depth(state) == 0 and pace.resting == paces.FIRST_REST and pace.rest == 2 * paces.FIRST_REST
     assert [pace.depth(state) for _ in range(paces.FIRST_REST)] == [0] * paces.FIRST_REST
     assert state.trace.gave_up == 1 + paces.FIRST_REST and pace.resting == 0
-    told(pace, [Round(2, [2], [True])])
+    to_device(pace, [Round(2, [2], [True])])
     assert pace.rest == paces.FIRST_REST
 
 
@@ -222,7 +222,7 @@ def test_threads_share_a_pace():
         for n in range(each):
             state = Bag(budget=9, trace=Bag(gave_up=0))
             assert 0 <= pace.depth(state) <= 4
-            told(pace, [Round(4, [5], [False]) if n % 3 else Round(4, [1], [True])])
+            to_device(pace, [Round(4, [5], [False]) if n % 3 else Round(4, [1], [True])])
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -239,10 +239,10 @@ def test_threads_share_a_pace():
 
 
 def test_a_pace_is_copied_with_what_it_learned():
-    pace = told(Pace(3), [Round(3, [2], [True])] * 9)
+    pace = to_device(Pace(3), [Round(3, [2], [True])] * 9)
     for other in (copy.deepcopy(pace), pickle.loads(pickle.dumps(pace))):
         assert other.kept == pace.kept and other.rounds == 9
-        told(other, [Round(3, [4], [False])])
+        to_device(other, [Round(3, [4], [False])])
         assert other.rounds == 10 and pace.rounds == 9
 
 
@@ -259,7 +259,7 @@ def test_grown_trees_are_coupled_to_the_noise_of_their_own_positions():
     drafter._logits = lambda feature: torch.zeros(*feature.shape[:-1], VOCAB)
     draft = drafter.propose(state, depth)
     for level in range(depth):
-        drafted = set(draft.tokens[0, draft.tree.depth[0] == level + 1].tolist())
+        drafted = set(draft.value[0, draft.tree.depth[0] == level + 1].tolist())
         assert drafted == set(state.noise.window(depth)[0, level].topk(2).indices.tolist())
 
 
@@ -288,7 +288,7 @@ def test_a_small_model_drafts_what_it_would_say_after_all_that_was_emitted(shape
             for b, row in enumerate(state.rows):
                 ids = torch.cat([alone[row], torch.tensor([list(state.tokens[row])])], dim=1)
                 said = small.generate(input_ids=ids, max_new_tokens=depth, do_sample=False)[0, ids.shape[1] :]
-                assert draft.tokens[b, 1:].tolist() == said.tolist()
+                assert draft.value[b, 1:].tolist() == said.tolist()
             return draft
 
         def observe(self, state, draft, scores, verdict, outcome):
@@ -309,7 +309,7 @@ def test_a_request_keeps_its_rotations_where_another_takes_shorter_ones():
     model, drafter = model_of("llama"), make("llama", 0)
     _, _, state, _ = opened(drafter, request_of(model, prompt("llama", ["9"]), temperature=0, max_new_tokens=9, seed=0))
     short, join, lost = drafter._turns[:8].clone(), drafter._join, []
-    expected = drafter.propose(copy.deepcopy(state), 3).tokens
+    expected = drafter.propose(copy.deepcopy(state), 3).value
 
     def interrupted(*given):
         drafter._turns = short
@@ -317,4 +317,4 @@ def test_a_request_keeps_its_rotations_where_another_takes_shorter_ones():
         return join(*given)
 
     drafter._join = interrupted
-    assert torch.equal(drafter.propose(state, 3).tokens, expected) and lost
+    assert torch.equal(drafter.propose(state, 3).value, expected) and lost

@@ -5,14 +5,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from visspec import sampling, tree
+from tests.doubles import drafted
+from visspec import tree
 from visspec.accept.exact import Exact
-from visspec.accept.rejection import SIBLINGS, Rejection, ranks, toss
+from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
 from visspec.api import zoo
+from visspec.laws import Categorical, draw, residual
 from visspec.loop.decode import settle
+from visspec.loop.orders import Raster
+from visspec.loop.pace import Pace
+from visspec.loop.pairing import Pairing
 from visspec.loop.stats import Stats
-from visspec.types import ABSENT, Draft, Request, Scores, State, Verdict
+from visspec.noise import SIBLINGS, Coins, ranks
+from visspec.tape import Ids
+from visspec.types import Request, Scores, State, Verdict
 
 V = 6
 
@@ -29,11 +36,11 @@ def one_step(rule, p, q, rows: int, seed: int = 0):
     noise = rule.make_noise([generator], V)
     window = torch.rand(rows, 2, noise.width, generator=generator)
     noise.window = lambda positions: window[:, :positions]
-    drawn = sampling.draw(q.float().expand(rows, V), window[:, 0, -1])
+    drawn = draw(q.float().expand(rows, V), window[:, 0, -1])
     tokens = torch.stack([torch.zeros_like(drawn), drawn], 1)
     logits = p.log().float().expand(rows, 2, V)
     law = torch.stack([torch.zeros(V), q.float()]).expand(rows, 2, V)
-    return drawn, rule(Draft(tokens, tree.chain(1), law), Scores(logits), noise)
+    return drawn, rule(drafted(tokens, tree.chain(1), law), Scores(Categorical(logits)), noise)
 
 
 def first_token(drawn, verdict) -> torch.Tensor:
@@ -60,7 +67,7 @@ class Careless(Rejection):
 
     def __call__(self, draft, scores, noise):
         verdict = super().__call__(draft, scores, noise)
-        again = sampling.draw(scores.p[:, 0], noise.window(1)[:, 0, SIBLINGS])
+        again = draw(scores.law.p[:, 0], noise.window(1)[:, 0, SIBLINGS])
         return type(verdict)(verdict.path, verdict.length, torch.where(verdict.length == 2, verdict.next, again))
 
 
@@ -74,7 +81,7 @@ def typical_law(rule: Typical, p, q):
     """f for every token, and the law of the output, in closed form."""
     threshold = min(rule.epsilon, float(rule.delta * torch.exp(-torch.special.entr(p).sum())))
     f = torch.where(p >= threshold, 1.0, torch.clamp(p / q, max=1.0))
-    rest = sampling.residual(p, q)
+    rest = residual(p, q)
     return f, q * f + (q * (1 - f)).sum() * rest
 
 
@@ -115,29 +122,29 @@ def test_a_strict_enough_typical_rule_is_rejection():
 
 def test_absent_nodes_are_never_accepted_and_leave_the_law_alone():
     shape = tree.static((-1, 0, 0, 1))
-    tokens = torch.tensor([[0, ABSENT, 3, 2]])
+    tokens = torch.tensor([[0, -1, 3, 2]])
     logits = torch.full((1, 4, V), -1e9)
     logits[0, 0, 3] = logits[0, 1, 2] = logits[0, 2, 4] = logits[0, 3, 1] = 0.0
     rule = Rejection()
     noise = rule.make_noise([torch.Generator().manual_seed(0)], V)
-    verdict = rule(Draft(tokens, shape), Scores(logits), noise)
+    verdict = rule(drafted(tokens, shape), Scores(Categorical(logits)), noise)
     assert verdict.path.tolist()[0][:2] == [0, 2] and verdict.length.item() == 2 and verdict.next.item() == 4
 
 
 def test_coins_belong_to_position_and_rank():
     shape = tree.static((-1, 0, 0, 1, 1, 1, 2))
     assert ranks(shape).tolist() == [[0, 0, 1, 0, 1, 2, 0]]
-    window = torch.arange(3 * (SIBLINGS + 2)).view(1, 3, -1).float()
+    noise = Coins.of(torch.arange(3 * (SIBLINGS + 2)).view(1, 3, -1).float())
     width = SIBLINGS + 2
-    assert toss(shape, window).tolist() == [[0, 0, 1, width, width + 1, width + 2, width]]
+    assert noise.toss(shape)[0].tolist() == [[0, 0, 1, width, width + 1, width + 2, width]]
 
 
 def test_greedy_needs_no_coins():
     logits = torch.randn(2, 4, V, generator=torch.Generator().manual_seed(0))
-    draft = Draft(torch.tensor([[0, 1, 2, 3], [0, 2, 1, 0]]), tree.chain(3))
-    exact = Exact()(draft, Scores(logits), None)
+    draft = drafted(torch.tensor([[0, 1, 2, 3], [0, 2, 1, 0]]), tree.chain(3))
+    exact = Exact()(draft, Scores(Categorical(logits)), None)
     for rule in (Rejection(), Typical()):
-        verdict = rule(draft, Scores(logits), None)
+        verdict = rule(draft, Scores(Categorical(logits)), None)
         assert torch.equal(verdict.path, exact.path) and torch.equal(verdict.next, exact.next)
 
 
@@ -152,13 +159,13 @@ def test_bad_rules_are_refused_in_a_sentence(text):
 def metered():
     """A state of three rows whose second has left, after two rounds of two rows."""
     request = Request({}, torch.zeros(3, 1, dtype=torch.long), max_new_tokens=9)
-    state = State(request, torch.zeros(2).long(), torch.zeros(2).long(), None, rows=[2, 0])
-    state.tokens, state.trace.origin = [[] for _ in range(3)], [[] for _ in range(3)]
-    draft = Draft(torch.tensor([[0, 1, 2], [0, 3, 4]]), tree.chain(2))
+    state = State(request, torch.zeros(2).long(), torch.zeros(2).long(), None, [2, 0], Ids(request, 3))
+    state.trace.origin = [[] for _ in range(3)]
+    draft = drafted(torch.tensor([[0, 1, 2], [0, 3, 4]]), tree.chain(2))
     for _ in range(2):
         path, length = torch.tensor([[0, 1, 2], [0, 1, -1]]), torch.tensor([3, 2])
         verdict = Verdict(path, length, torch.tensor([5, 5]), torch.tensor([0.25, 1.0]), torch.tensor([2.0, 0.5]))
-        settle(state, draft, Scores(torch.zeros(2, 3, V)), verdict)
+        settle(state, draft, Scores(Categorical(torch.zeros(2, 3, V))), verdict)
     return state
 
 
@@ -173,6 +180,6 @@ def test_meters_are_credited_to_the_rows_that_paid():
 
 
 def test_drift_and_displacement_are_reported_a_token():
-    stats = Stats.of(metered(), "", Typical())
+    stats = Stats.of(metered(), Pairing(None, None, "", Typical(), Pace(), Raster()))
     assert (stats.tokens, stats.rounds) == (10, 2)
     assert stats.drift_per_token == 0.25 and stats.displacement_per_token == 0.5

@@ -9,7 +9,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.doubles import NEW, Hostile, TreeOracle, fast, new_tokens
 from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
-from visspec.sampling import draw, residual, warp
+from visspec.laws import draw, residual
+from visspec.sampling import warp
 from visspec.types import Sampling
 
 

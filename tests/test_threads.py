@@ -13,7 +13,7 @@ import torch
 
 import visspec
 from tests import tiny_images
-from tests.doubles import Grower, stock
+from tests.doubles import Grower, drafted, stock
 from tests.tiny import llama, llava, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.accept import codebook
@@ -22,12 +22,13 @@ from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
 from visspec.api.images import ImagePipeline
+from visspec.laws import Categorical
 from visspec.models.drafters import feature_drafting
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
 from visspec.models.targets import probe
 from visspec.models.targets.hf_decoder import _Watch
-from visspec.types import Draft, Scores
+from visspec.types import Scores
 
 THREADS = 8
 TEXTS = ["a", "b c", "d e f"]
@@ -88,7 +89,7 @@ def methods() -> list[tuple]:
     grown = ImageFeatureDrafter.for_model(tiny_images.janus(), seed=4)
     grown = ImageFeatureDrafter(grown.head, tiny_images.janus(), tree="dynamic", width=2, nodes=6)
     return [
-        (None, "exact"), ("jacobi:window=4", "exact"), ("zipar:window=2", "exact"), (learned, "exact"),
+        (None, "exact"), ("jacobi:window=4", "exact"), (None, "exact", "zipar:window=2"), (learned, "exact"),
         ("jacobi:redraw=maximal,window=4", "lantern:k=4,delta=0.2"), (grown, "lantern_plus:k=3,lam=2.0"),
         ("jacobi:redraw=independent,start=random,window=4", "grouped:group=4"),
         ("jacobi:redraw=maximal,window=4,branch=2", "rejection"),
@@ -100,8 +101,9 @@ def test_eight_threads_on_one_pipeline(times, hurried):
     alone, shared = pipeline(), pipeline()
     options = [
         {"prompt": TEXTS[: 1 + i % 3], "seed": i, "drafter": drafter, "acceptance": rule, "batch_size": 2,
+         "order": order[0] if order else None,
          "temperature": (1.0, 0.7)[i % 2], "output_type": "latent"}
-        for i, (drafter, rule) in enumerate(methods() * min(times, 3))
+        for i, (drafter, rule, *order) in enumerate(methods() * min(times, 3))
     ]  # fmt: skip
     expected = [alone(**o) for o in options]
 
@@ -249,8 +251,8 @@ def test_recordings_are_replayed_by_one_thread_at_a_time(hurried):
     tree = trees.static((-1, 0, 0, 1, 1, 3))
     cases = []
     for seed in range(8):
-        draft = Draft(torch.randint(6, (2, 6), generator=g), tree)
-        scores = Scores(2.0 * torch.randn(2, 6, 6, generator=g))
+        draft = drafted(torch.randint(6, (2, 6), generator=g), tree)
+        scores = Scores(Categorical(2.0 * torch.randn(2, 6, 6, generator=g)))
         noise = rule.make_noise([torch.Generator().manual_seed(seed + 10 * b) for b in range(2)], 6)
         cases.append((draft, scores, noise, Rejection()(draft, scores, noise)))
 

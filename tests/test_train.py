@@ -30,7 +30,7 @@ def prompts(name, new=12, rows=None):
 
 
 def target_for(drafter):
-    return HFDecoder(drafter.model, drafter.feature_layers, embeddings=True)
+    return HFDecoder(drafter.model, drafter.traits.feature_layers, embeddings=True)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
@@ -45,7 +45,7 @@ def test_a_lesson_is_what_one_forward_pass_says(name):
         after = target.verify(state, visspec.tree.chain_draft(state.pending, lesson.ids[:, length + 1 : -1]))
     torch.testing.assert_close(lesson.features[:, :length], before.features)
     torch.testing.assert_close(lesson.features[:, length:], after.features, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(lesson.logits, after.logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lesson.logits, after.law.logits, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lesson.positions[..., -1], state.position.expand(lesson.positions.shape[:-1]) + 10)
 
 

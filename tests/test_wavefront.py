@@ -14,14 +14,16 @@ from visspec.accept.local import Local, spread
 from visspec.api import zoo
 from visspec.loop.decode import decode
 from visspec.loop.guard import Guarded
+from visspec.loop.orders import Islands, ZipAR, islands, zip_waves
 from visspec.loop.pace import Pace
-from visspec.loop.wavefront import Canvas, Islands, ZipAR, decode_wavefront, islands, zip_waves
+from visspec.loop.wavefront import Canvas, decode_wavefront
 from visspec.models.drafters import feature_checkpoint, lowres
+from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.drafters.lowres import LowRes
 from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
 from visspec.models.targets.image_ar import ImageAR, Layout
 from visspec.models.targets.janus import Janus
-from visspec.types import ABSENT, Capabilities, Request, Sampling
+from visspec.types import FREE, Capabilities, Drafter, DrafterTraits, Request, Sampling
 
 PLACES = SIDE * SIDE
 KINDS = [(0.0, 1.0), (0.0, 3.0), (1.0, 3.0)]  # temperature, guidance
@@ -34,7 +36,7 @@ class Lined(Janus):
     grammar = 2
 
     def layout(self, height=None, width=None):
-        return Layout((SIDE, SIDE), torch.tensor([CODES + 1, *([ABSENT] * SIDE + [CODES]) * SIDE]))
+        return Layout((SIDE, SIDE), torch.tensor([CODES + 1, *([FREE] * SIDE + [CODES]) * SIDE]))
 
     def embed(self, tokens):
         words = self.model.get_input_embeddings()(tokens.clamp(min=CODES) - CODES + 25)
@@ -85,12 +87,23 @@ def plain(*args, **options):
     return decode(ImageAR(family(options.get("kind", Janus))), None, Exact(), asked, Pace(1, False))
 
 
-def run(plan, *args, **options):
-    return decode_wavefront(ImageAR(family(options.get("kind", Janus))), plan, request(*args, **options))
+def joined(order, target):
+    """The order as a pairing has it."""
+    if isinstance(order, ZipAR):
+        return order.joined(Exact(), None)
+    order.rule.bind(target.capabilities)
+    return order.joined(order.rule, Guarded(order.drafter, target.capabilities))
 
 
-class Draft:
+def run(order, *args, **options):
+    target = ImageAR(family(options.get("kind", Janus)))
+    return decode_wavefront(target, joined(order, target), request(*args, **options))
+
+
+class Draft(Drafter):
     """A fixed draft for every prompt, right up to place `upto` of what plain decoding gives."""
+
+    traits = DrafterTraits(whole_images=True)
 
     def __init__(self, right=None, upto=0):
         self.right, self.upto = right, upto
@@ -112,7 +125,7 @@ class Chosen(Local):
         super().__init__(k=1, **options)
         self.places = places
 
-    def again(self, p_BNV, x_BN, columns):
+    def again(self, p_BNV, x_BN, real_BN, columns):
         mask = torch.zeros_like(x_BN, dtype=torch.bool)
         for b, row in enumerate(self.places):
             mask[b, row] = True
@@ -135,16 +148,16 @@ def test_revise_is_verify_where_nothing_is_missing(guidance):
     target, asked = ImageAR(family()), request(1.0, guidance)
     tokens = torch.tensor(plain(1.0, guidance).tokens)
     state, _ = target.prefill(asked)
-    state.tokens = [[0]] * 3
+    state.tape.tokens = [[0]] * 3
     places = torch.arange(PLACES).expand(3, -1)
     seen = torch.ones(3, PLACES, dtype=torch.bool)
-    revised = target.revise(state, tokens, places, seen).logits
+    revised = target.revise(state, tokens, places, seen).law.logits
     shuffled = torch.stack([torch.randperm(PLACES) for _ in range(3)])
-    again = target.revise(state, tokens.gather(1, shuffled), shuffled, seen).logits
-    one = target.revise(state, tokens[:, 5:6], places[:, 5:6], seen).logits
+    again = target.revise(state, tokens.gather(1, shuffled), shuffled, seen).law.logits
+    one = target.revise(state, tokens[:, 5:6], places[:, 5:6], seen).law.logits
     state, _ = target.prefill(asked)
-    state.tokens, state.position = [[0]] * 3, state.position + 1
-    verified = target.verify(state, trees.chain_draft(tokens[:, 0], tokens[:, 1:])).logits
+    state.tape.tokens, state.position = [[0]] * 3, state.position + 1
+    verified = target.verify(state, trees.chain_draft(tokens[:, 0], tokens[:, 1:])).law.logits
     torch.testing.assert_close(revised, verified, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(again, revised.gather(1, shuffled[..., None].expand_as(again)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(one, revised[:, 5:6], rtol=1e-4, atol=1e-4)
@@ -162,9 +175,9 @@ def test_absent_nodes_and_unseen_places_change_nothing():
         altered = tokens.clone()
         altered[:, 7] = junk
         target.revise(state, altered, places, seen)
-        holes = torch.where((places % 3 == 2) & (places != 5), ABSENT, places)
-        laws.append(target.revise(state, altered, holes, seen).logits)
-        torch.testing.assert_close(laws[-1][:, 5], target.revise(state, tokens, places, seen).logits[:, 5])
+        holes = torch.where((places % 3 == 2) & (places != 5), FREE, places)
+        laws.append(target.revise(state, altered, holes, seen).law.logits)
+        torch.testing.assert_close(laws[-1][:, 5], target.revise(state, tokens, places, seen).law.logits[:, 5])
     others = [n for n in range(PLACES) if n != 7 and (n % 3 != 2 or n == 5)]
     torch.testing.assert_close(laws[0][:, others], laws[1][:, others])
     assert not torch.allclose(laws[0][:, 7], laws[1][:, 7])
@@ -227,7 +240,8 @@ def test_every_family_has_the_limits(name):
         prompt, layout = case.prompt(rows), case.layout
         sampling = Sampling(guidance=case.guidance)
         asked = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid, fixed=layout.fixed)
-        return decode_wavefront(ImageAR(case.family), plan, asked)
+        target = ImageAR(case.family)
+        return decode_wavefront(target, joined(plan, target), asked)
 
     (high, wide), wanted = case.layout.grid, [expected(name, row) for row in range(3)]
     state = drawn(ZipAR(wide), [0, 1, 2])
@@ -235,7 +249,7 @@ def test_every_family_has_the_limits(name):
     ways = [ZipAR(1)]
     if case.family.codebook is not None:
         random = torch.randint(case.family.codes, (1, high * wide), generator=torch.Generator().manual_seed(0))
-        draft = type("D", (), {"sketch": lambda self, state: random.expand(len(state.rows), -1)})()
+        draft = type("D", (Draft,), {"sketch": lambda self, state: random.expand(len(state.rows), -1)})()
         assert drawn(Islands(Local(1.1), draft), [0, 1, 2]).tokens == wanted
         ways.append(Islands(Local(0.02, k=2, window=1), draft))
     for way in ways:
@@ -323,7 +337,7 @@ def test_drift_of_kept_codes_is_what_stock_forwards_say():
 
 
 def test_without_an_audit_zipar_claims_no_drift():
-    assert run(ZipAR(2, audit=False)).meters == {} and ZipAR.guarantee == Islands.guarantee == "approximate"
+    assert run(ZipAR(2, audit=False)).meters == {}
     assert bool((run(ZipAR(1)).meters["drift"] > run(ZipAR(SIDE)).meters["drift"] + 0.1).all())
 
 
@@ -404,7 +418,7 @@ def test_a_canvas_runs_every_final_token_once_more(monkeypatch):
 
 
 def test_a_broken_drafter_costs_speed_only():
-    class Broken:
+    class Broken(Draft):
         def __init__(self, result):
             self.result = result
 
@@ -429,7 +443,7 @@ def test_pooled_mass_counts_the_code_itself():
     rule = Local(0.5, k=2)
     rule.bind(Capabilities(vocab=4, codebook=torch.tensor([[0.0], [1.0], [5.0]])))
     p = torch.tensor([[[0.3, 0.25, 0.45, 0.0]] * 5])
-    x = torch.tensor([[0, 1, 2, 3, ABSENT]])
+    x = torch.tensor([[0, 1, 2, 3, 3]])
     assert rule.trusted(p, x).tolist() == [[True, True, True, False, False]]  # 0 and 1 pool, 2 with 1; no grammar
     drift, far = rule.cost(p, x, torch.tensor([[True, False, True, False, False]]))
     assert float(drift) == pytest.approx(0.7 + 0.55)
@@ -474,8 +488,7 @@ def test_lowres_drafts_change_nothing_under_the_exact_rule(temperature, upsample
 @pytest.mark.parametrize("rule", ["lantern:k=4,delta=0.2", "rejection", "typical", "local:tau=0.02,k=2"])
 def test_lowres_drafts_suit_every_rule(rule):
     target, rule = ImageAR(family()), zoo.acceptance(rule)
-    if hasattr(rule, "bind"):
-        rule.bind(target.capabilities)
+    rule.bind(target.capabilities)
     guarded = Guarded(drafter(window=5, upsample="latent"), target.capabilities)
     state = decode(target, guarded, rule, request(), Pace(5, False))
     guarded.finish(state)
@@ -564,7 +577,9 @@ def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
     (lambda: LowRes(Janus(janus(3), None), family()), "another codebook, expected the target's 24 codes"),
     (lambda: LowRes(Janus(sibling(8), None), family()), r"grid of \(8, 8\), expected at most the target's \(4, 4\)"),
     (lambda: ZipAR(0), "window: got 0, expected at least 1"),
-    (lambda: Islands(Local(), ZipAR()), "drafter: got ZipAR, expected one that drafts whole images"),
+    (lambda: Islands().joined(Local(), Jacobi()), "drafter: got none that drafts whole images, expected lowres"),
+    (lambda: Islands().joined(Exact(), Draft()), "acceptance: got Exact, expected local"),
+    (lambda: ZipAR().joined(Exact(), Draft()), "drafter: got one beside the order zipar, expected none"),
     (lambda: Local(tau=-0.1), "tau: got -0.1, expected a probability"),
     (lambda: Local(radius=-1), "radius: got -1, expected a number of at least 0"),
     (lambda: Local(k=0), "k: got 0, expected a number of at least 1"),
@@ -607,6 +622,5 @@ def test_requests_that_need_raster_order_are_refused(change, sentence):
 def test_zoo_names_them():
     rule = zoo.acceptance("local:tau=0.2,radius=3,k=4,rows=2,window=5")
     assert (rule.tau, rule.radius, rule.k, rule.rows, rule.window) == (0.2, 3, 4, 2, 5)
-    plan, name = zoo.drafter("zipar:window=3", janus())
-    assert (plan.window, name) == (3, "zipar")
+    assert zoo.order("zipar:window=3").window == 3 and zoo.order("raster").raster
     assert zoo.load(zoo.DRAFTERS["lowres"][0]) is LowRes

@@ -22,6 +22,8 @@ _PUBLIC = {
     "RunProduct": "visspec.accept.run_product",
     "Local": "visspec.accept.local",
     "ImagePipeline": "visspec.api.images",
+    "Acceptance": "visspec.types",
+    "Drafter": "visspec.types",
     "Sampling": "visspec.types",
     "Stats": "visspec.loop.stats",
 }

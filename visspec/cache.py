@@ -18,7 +18,7 @@ from visspec import kernels
 GROW = 128  # slots added beyond the need when the store must grow: few copies, little memory held for nothing
 
 
-def told(values: Sequence, device: torch.device | str) -> Tensor:
+def to_device(values: Sequence, device: torch.device | str) -> Tensor:
     """Numbers of the host as a small tensor. The host does not wait: a copy from pageable memory would make it wait
     for all that the device has been given to do, one from pinned memory is queued behind it.
     """
@@ -53,7 +53,7 @@ class SlotCache:
         self.nodes, self._start, self._extent = nodes, self.length, self.length + nodes
         self._slots = None
         if not self.uniform:
-            self._slots = told(self.lengths, device)[:, None] + torch.arange(nodes, device=device)
+            self._slots = to_device(self.lengths, device)[:, None] + torch.arange(nodes, device=device)
         return self._extent
 
     def open_at(self, slots: Tensor, extent: int) -> None:
@@ -98,7 +98,7 @@ class SlotCache:
             padded = [path + [0] * (longest - len(path)) for path in paths]
             moves = [[n, len(p), *q] for n, p, q in zip(self.lengths, paths, padded)]
             for stores in self._alike():
-                told_BX = told(moves, stores[0].device)
+                told_BX = to_device(moves, stores[0].device)
                 kernels.commit_kv(stores, told_BX[:, 0], told_BX[:, 2:], told_BX[:, 1])
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths)]
 
@@ -112,13 +112,13 @@ class SlotCache:
     def select(self, keep: list[int]) -> None:
         """Drop all rows but these."""
         stores = self.keys, self.values
-        at = {device: told(keep, device) for device in {tensor.device for store in stores for tensor in store}}
+        at = {device: to_device(keep, device) for device in {tensor.device for store in stores for tensor in store}}
         for store in stores:
             for layer, tensor in enumerate(store):
                 store[layer] = tensor[at[tensor.device]]
         self.lengths = [self.lengths[b] for b in keep]
         if self.padding is not None:
-            self.padding = self.padding[told(keep, self.padding.device)]
+            self.padding = self.padding[to_device(keep, self.padding.device)]
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | None, extent: int) -> Tensor:
@@ -128,7 +128,7 @@ def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | N
     ancestors and itself among the slots written in this pass. tree_ancestor is (1|B, N, N).
     """
     device, size = tree_ancestor.device, tree_ancestor.shape[-1]
-    length_B = told(lengths, device)
+    length_B = to_device(lengths, device)
     slot = torch.arange(extent, device=device)
     seen = slot < length_B[:, None]
     if padding_BS is not None:

@@ -1,6 +1,6 @@
 """Grammar tokens of images: positions whose token the layout fixes (row ends, image end). They are never drafted.
 
-`Request.fixed` holds, for every position of the output, the id it must have or ABSENT. The target's law there is a
+`Request.fixed` holds, for every position of the output, the id it must have or FREE. The target's law there is a
 point mass, and drafts are filled in before they are verified, so such tokens are always accepted.
 """
 
@@ -11,14 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from visspec.cache import told
-from visspec.types import ABSENT, Draft, State
+from visspec.cache import to_device
+from visspec.laws import Categorical
+from visspec.types import FREE, Draft, State
 
 
 def held(state: State, ahead: Tensor) -> Tensor:
-    """The fixed id, or ABSENT, at the position `ahead` (1|B, N) places after each live row's newest token: (B, N)."""
+    """The fixed id, or FREE, at the position `ahead` (1|B, N) places after each live row's newest token: (B, N)."""
     fixed = state.request.fixed
-    newest = told([[len(state.tokens[row]) - 1] for row in state.rows], fixed.device)
+    newest = to_device([[len(state.tokens[row]) - 1] for row in state.rows], fixed.device)
     return fixed[(newest + ahead).clamp(max=len(fixed) - 1)]
 
 
@@ -28,17 +29,20 @@ def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
         return logits_BNV
     following_BN = held(state, draft.tree.depth + 1)
     point = torch.full_like(logits_BNV, float("-inf")).scatter_(-1, following_BN.clamp(min=0)[..., None], 0.0)
-    return torch.where((following_BN == ABSENT)[..., None], logits_BNV, point)
+    return torch.where((following_BN == FREE)[..., None], logits_BNV, point)
 
 
 def fill(draft: Draft, state: State) -> Draft:
     """The draft with the fixed ids in place, each a point mass in q."""
     if state.request.fixed is None or draft.tree.size == 1:
         return draft
-    own_BN = held(state, draft.tree.depth)
-    own_BN = torch.where((draft.tree.depth == 0) | (draft.tokens == ABSENT), ABSENT, own_BN)
-    free_BN, q = own_BN == ABSENT, draft.q
+    own_BN, free_BN = held(state, draft.tree.depth), draft.tree.depth == 0
+    if draft.real is not None:
+        free_BN = free_BN | ~draft.real
+    free_BN = free_BN | (own_BN == FREE)
+    q = draft.q
     if q is not None:
-        point = torch.zeros_like(q).scatter_(-1, own_BN.clamp(min=0)[..., None], 1.0)
-        q = torch.where(free_BN[..., None], q, point)
-    return replace(draft, tokens=torch.where(free_BN, draft.tokens, own_BN), q=q)
+        assert isinstance(q, Categorical)
+        point = torch.zeros_like(q.p).scatter_(-1, own_BN.clamp(min=0)[..., None], 1.0)
+        q = Categorical(p=torch.where(free_BN[..., None], q.p, point))
+    return replace(draft, value=torch.where(free_BN, draft.value, own_BN), q=q)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from visspec import kernels
+from visspec.cache import to_device
+from visspec.laws import Law
 from visspec.types import Draft, Tree
 
 _branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # most children of a node, where the host knows it
@@ -104,25 +106,46 @@ def _above(tree: Tree) -> Tensor:
     return tree.parent.clamp(min=0)
 
 
+def roots(tree: Tree) -> Tensor:
+    """(1|B, N) bool: true at node 0."""
+    return kept(tree, _roots)
+
+
+def _roots(tree: Tree) -> Tensor:
+    return tree.parent < 0
+
+
 def chain(levels: int, device: str = "cpu") -> Tree:
     """The root and `levels` nodes, one below the other."""
     return static(tuple(range(-1, levels)), device)
 
 
-def root(pending_B: Tensor) -> Draft:
-    """A draft of the pending token alone: plain decoding."""
-    return Draft(pending_B[:, None], chain(0, str(pending_B.device)))
+def root(pending: Tensor) -> Draft:
+    """A draft of the pending node alone: plain decoding."""
+    return Draft(pending[:, None], chain(0, str(pending.device)))
 
 
-def undrafted(pending_B: Tensor) -> Draft:
+def undrafted(pending: Tensor) -> Draft:
     """The same for the loop itself, on a tree that no drafter holds."""
-    return Draft(pending_B[:, None], _sealed((-1,), str(pending_B.device)))
+    return Draft(pending[:, None], _sealed((-1,), str(pending.device)))
 
 
-def chain_draft(pending_B: Tensor, proposed_BT: Tensor, q_BNV: Tensor | None = None) -> Draft:
-    """A chain below the pending token; ABSENT ends a shorter row. q_BNV includes the root's unused row."""
-    tokens_BN = torch.cat([pending_B[:, None], proposed_BT], dim=1)
-    return Draft(tokens_BN, chain(proposed_BT.shape[1], str(pending_B.device)), q_BNV)
+def chain_draft(pending: Tensor, proposed: Tensor, q: Law | None = None, real: Tensor | None = None) -> Draft:
+    """A chain below the pending node, from values (B, T, *X) of its levels. q and real include the root."""
+    value = torch.cat([pending[:, None], proposed], dim=1)
+    return Draft(value, chain(proposed.shape[1], str(pending.device)), q, real)
+
+
+def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
+    """A chain from ids on the host, as many as each row has."""
+    width = max(map(len, proposed))
+    if width == 0:
+        return root(pending_B)
+    padded = to_device([ids + [0] * (width - len(ids)) for ids in proposed], pending_B.device)
+    if all(len(ids) == width for ids in proposed):
+        return chain_draft(pending_B, padded)
+    count_B1 = to_device([[len(ids)] for ids in proposed], pending_B.device)
+    return chain_draft(pending_B, padded, real=torch.arange(width + 1, device=pending_B.device) <= count_B1)
 
 
 def paths(tree: Tree) -> Tensor:

@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from visspec.laws import Categorical, Law
+
 TINY = torch.finfo(torch.float32).tiny
-ABSENT = -1  # id of a node that is not there (short rows of a ragged draft, refused proposals): it can't be accepted
+FREE = -1  # in a grammar (`Request.fixed`): a position that may hold any token
 MAX_NODES = 1024  # of a draft, its root included
 
 
@@ -69,15 +71,19 @@ class Tree:
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree of proposed tokens. `q` is the law each node was drawn from, given the siblings before it.
+    """A tree of proposed nodes. X is the shape of a node's value: () for an id.
 
-    q None says the nodes are point masses: fixed before the target's coin for that position is tossed, or coupled to
-    the very noise the target will use. Only a rule that tosses its own coins may be given a q.
+    `q` is the law that each node was drawn from, given the siblings before it. None says that nodes are point masses:
+    fixed before the target's coin for that position is tossed, or coupled to the very noise the target will use. Only a
+    rule that tosses its own coins may be given a q.
     """
 
-    tokens: Tensor  # (B, N); ABSENT where a row has no such node
+    value: Tensor  # (B, N, *X); any possible value where a node is not real
     tree: Tree
-    q: Tensor | None = None  # (B, N, V) float, row 0 unused
+    q: Law | None = None  # row 0 unused
+    real: Tensor | None = (
+        None  # (B, N) bool: false where a row has no such node, which can't be accepted; the root's is not read
+    )
 
     @property
     def levels(self) -> int:
@@ -88,16 +94,9 @@ class Draft:
 class Scores:
     """What one pass of the target says about a draft."""
 
-    logits: (
-        Tensor  # (B, N, V) float32 log-law after each node, up to a constant, warped (temperature, cuts, processors)
-    )
+    law: Law  # after each node (B, N), warped (temperature, cuts, processors)
     features: Tensor | None = None  # (B, N, F) hidden states of the declared layers, concatenated
-    aux: Mapping[str, Any] = field(default_factory=dict)  # with keep_raw: "raw", (B, N, V) unwarped
-
-    @property
-    def p(self) -> Tensor:
-        """The warped target law after each node, (B, N, V) float32."""
-        return torch.softmax(self.logits, dim=-1)
+    aux: Mapping[str, Any] = field(default_factory=dict)  # with keep_raw: "raw", (B, N, V) unwarped logits
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Verdict:
 
     path: Tensor  # (B, D)
     length: Tensor  # (B,) nodes on the path, node 0 included
-    next: Tensor  # (B,) bonus, residual or repaired token: the next pending token
+    next: Tensor  # (B, *X) bonus, residual or repaired value: the next pending node
     drift: Tensor | None = None  # (B,) estimate of this round's total variation; None for exact rules
     displacement: Tensor | None = None  # (B,) latent distance to what the exact rule would have given, expected, summed
 
@@ -137,7 +136,7 @@ class Request:
     keep_cache: bool = False  # keep keys and values of rows that leave, for whoever goes on from the answer
     media: Mapping[str, Any] = field(default_factory=dict)  # raw images and such, for drafters with eyes of their own
     copies: int = 1  # rows made of each prompt (num_return_sequences)
-    fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the token a position must hold, ABSENT where it is free
+    fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the token a position must hold, or FREE
     grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
 
     @cached_property
@@ -145,7 +144,7 @@ class Request:
         """Positions from an image's token to the one below it, read from the device once; ValueError without a grid."""
         if self.grid is None:
             raise ValueError("grid: got None, expected the rows and columns of an image")
-        ends = 0 if self.fixed is None else int((self.fixed[: self.max_new_tokens] != ABSENT).sum())
+        ends = 0 if self.fixed is None else int((self.fixed[: self.max_new_tokens] != FREE).sum())
         return self.grid[1] + (ends >= self.grid[0])  # one more where every row ends in grammar
 
 
@@ -181,21 +180,28 @@ class State:
     """The one mutable object of a request. Rows leave it as they finish; `rows` keeps their original index."""
 
     request: Request
-    pending: Tensor  # (B,) committed, not yet cached
-    position: Tensor  # (B,) position id of the pending token
+    pending: Tensor  # (B, *X) committed, not yet cached
+    position: Tensor  # (B,) position id of the pending node
     cache: Any  # the target's cache
     rows: list[int]
+    tape: Any  # what the request has produced, `tape.Ids`; the target chooses it
     noise: Any = None
-    tokens: list[list[int]] = field(default_factory=list)  # emitted tokens of every original row
-    laws: list[list[Tensor]] = field(default_factory=list)  # with keep_logits: (V,) for every emitted token
-    raw: list[list[Tensor]] = field(default_factory=list)  # with keep_raw: the same, as the target gave it
-    finished: set[int] = field(default_factory=set)  # original rows that met a stop
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
-    shown: Any = None  # what its drafter is told of the request (`view.RequestView`)
+    request_view: Any = None  # what its drafter sees of the request (`view.RequestView`)
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () count of drafted nodes that could not be, on the device
     trace: Trace = field(default_factory=Trace)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Emitted tokens of every original row."""
+        return self.tape.tokens
+
+    @property
+    def finished(self) -> set[int]:
+        """Original rows that have ended."""
+        return self.tape.finished
 
     @property
     def live(self) -> bool:
@@ -203,14 +209,12 @@ class State:
 
     @property
     def budget(self) -> int:
-        """Tokens that the hungriest live row may still gain."""
+        """Nodes that the live row with the fewest so far may still gain."""
         return self.request.max_new_tokens - min(len(self.tokens[r]) for r in self.rows)
 
     def ids(self, live_row: int) -> Tensor:
         """Prompt and emitted tokens of a live row, (1, length)."""
-        row = self.rows[live_row]
-        gained = torch.tensor([self.tokens[row]], dtype=torch.long, device=self.request.prompt.device)
-        return torch.cat([self.request.prompt[row : row + 1], gained], dim=1)
+        return self.tape.ids(self.rows[live_row])
 
 
 @dataclass(frozen=True)
@@ -224,49 +228,120 @@ class Capabilities:
     never_drafted: frozenset[int] = frozenset()  # ids that stand for image, video or audio content
     feature_layers: tuple[int, ...] = ()
     codebook: Tensor | None = None  # (codes, E) float32 as the image decoder looks codes up; ids beyond it are grammar
+    law: type[Law] = Categorical  # of its nodes
 
 
-@runtime_checkable
-class Target(Protocol):
+class Target:
+    """Base class of targets: the model whose law is kept."""
+
     capabilities: Capabilities
 
-    def prefill(self, request: Request) -> tuple[State, Scores]: ...
-    def verify(self, state: State, draft: Draft) -> Scores: ...
-    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None: ...
-    def select(self, state: State, keep: list[int]) -> None: ...
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        """Run the prompt. Scores: laws (B, 1) after it, features (B, L, F)."""
+        raise NotImplementedError
+
+    def verify(self, state: State, draft: Draft) -> Scores:
+        """One pass over all nodes of all live rows."""
+        raise NotImplementedError
+
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        """Keep the accepted nodes in the cache."""
+
+    def select(self, state: State, keep: list[int]) -> None:
+        """Drop all live rows but these."""
+
+    def revise(self, state: State, value: Tensor, where: Tensor, seen: Tensor) -> Scores:
+        """One pass over places of an image in any order. Raises ValueError for a target that can't run one."""
+        raise ValueError(f"order: got {type(self).__name__}, expected a target that can decode out of raster order")
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """A cheap proposer. `propose` may draft fewer levels than asked, never more.
+@dataclass(frozen=True)
+class DrafterTraits:
+    """What a drafter can do and needs. Pairings are checked against this once, when they are built."""
 
-    Behind the guard `state` is a `view.View`: everything can be read, `state.memory` alone can be set.
+    levels: int = 8  # greatest depth
+    feature_layers: tuple[int, ...] = ()  # hidden states of the target that it reads
+    embeddings: bool = False  # whether it reads the input embeddings of the prompt
+    samples: bool = False  # its drafts are always real draws from q
+    trees: bool = False  # its drafts branch
+    adaptive_depth: bool = True  # false: drafts improve from pass to pass, so one pass does not show what a depth gains
+    whole_images: bool = False  # it can draft a whole image (`sketch`)
 
-    Optional members: levels (8), the greatest depth; feature_layers, the hidden states it reads; samples, True where
-    its drafts are always real draws from q; trees, True where they branch; ripens, True where the depth must stay as it
-    is; attach(target), called with the model (for images its family) when the two are paired, and again when that has
-    changed device or dtype; for images sketch(state) for whole images, paint for an order of its own.
 
-    One drafter may serve many requests at once, in many threads: what belongs to a request is kept in `state.memory`.
+class Drafter:
+    """Base class of drafters: cheap proposers. `propose` may draft fewer levels than asked, never more.
+
+    `state` is a `view.View`: everything can be read, `state.memory` alone can be set. One drafter may serve many
+    requests at once, in many threads: what belongs to a request is kept in `state.memory`.
     """
 
-    needs: frozenset[str]  # of {"features", "embeddings"}: what the target must hand over
+    traits = DrafterTraits()
 
-    def start(self, state: State, scores: Scores) -> None: ...
-    def propose(self, state: State, depth: int) -> Draft: ...
-    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None: ...
-    def select(self, state: State, keep: list[int]) -> None: ...
+    def attach(self, target: Any) -> None:
+        """Called with the model (for images its family) when the two are paired, and again when its device or dtype has
+        changed.
+        """
+
+    def start(self, state: State, scores: Scores) -> None:
+        """Called after the prefill, with its scores."""
+
+    def propose(self, state: State, depth: int) -> Draft:
+        raise NotImplementedError
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Called after each round."""
+
+    def select(self, state: State, keep: list[int]) -> None:
+        """Drop all live rows but these."""
+
+    def sketch(self, state: State) -> Tensor:
+        """(B, rows * columns) codes of whole images, in raster order, for the live rows after the prefill."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Acceptance(Protocol):
-    """What of a draft is kept. Optional: bind(capabilities), called with those of the target when the two are paired,
-    on a copy of the rule that was given; chains, True for a rule that judges no trees.
-    """
+@dataclass(frozen=True)
+class RuleTraits:
+    """What an acceptance rule guarantees, judges and needs."""
 
-    guarantee: str  # "exact", "exact for the declared target" or "approximate"
-    needs: frozenset[str]  # of {"q", "neighbours", "trajectory"}
-    takes: frozenset[str]  # {"q"} where sampled drafts are judged by their law
+    guarantee: str = "approximate"  # or "exact", "exact for the declared target"
+    judges_draws: bool = False  # sampled drafts are judged by the law q that they report
+    chains_only: bool = False  # it judges no trees
+    whole_images: bool = False  # it can judge all places of a drafted image at once
+    law: type[Law] = Categorical  # of the nodes it judges
 
-    def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> Any: ...
-    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict: ...
+
+class Acceptance:
+    """Base class of acceptance rules: what of a draft is kept."""
+
+    traits = RuleTraits()
+
+    def bind(self, capabilities: Capabilities) -> None:
+        """Called with those of the target when the two are paired, on a copy of the rule that was given."""
+
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
+        """The numbers of a request, one generator a row; `width` is the law's."""
+        raise NotImplementedError
+
+    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
+        """noise None: greedy decoding."""
+        raise NotImplementedError
+
+    @property
+    def inner(self) -> Acceptance:
+        """The rule itself, without what may be wrapped around it; statistics name it."""
+        return self
+
+
+class Order:
+    """Base class: in which order the positions of an output are decided."""
+
+    raster = False  # one after the other, with drafts verified by the loop
+    drafts = True  # whether a drafter takes part
+
+    def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
+        """This order with the rule and the drafter of a pairing. Raises ValueError where it does not go with them."""
+        return self
+
+    def decode(self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, pace: Any) -> State:
+        """Decode a batch. Returns the finished state."""
+        raise NotImplementedError

@@ -20,6 +20,7 @@ FILE = {
 METHOD = {
     # what ran
     "bench": TEXT, "name": TEXT, "target": TEXT, "drafter": TEXT, "drafter_name": TEXT, "acceptance": TEXT,
+    "order": TEXT,
     "n_prompts": NUMBER, "batch_size": NUMBER, "max_new_tokens": NUMBER, "temperature": NUMBER, "seed": NUMBER,
     "provenance": OBJECT, "failures": LIST,
     # speed

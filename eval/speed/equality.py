@@ -46,24 +46,24 @@ def forced_logits(
     shape = trees.chain(0, str(device)) if shape is None else shape
     depths = shape.depth[0].tolist()
     spine = trees.paths(shape)[0][depths.index(shape.levels)].tolist()
-    found = [[scores.logits[b, -1].float().cpu()] for b in range(len(tokens))]
+    found = [[scores.law.logits[b, -1].float().cpu()] for b in range(len(tokens))]
     state.position = state.position + 1
     while True:
-        state.finished |= {r for r in state.rows if len(found[r]) == len(tokens[r])}
+        state.finished.update({r for r in state.rows if len(found[r]) == len(tokens[r])})
         retire(state, target, None)
         if not state.live:
             return [torch.stack(row) for row in found]
         ahead = [tokens[r][len(found[r]) - 1 :] for r in state.rows]
         nodes = [[row[min(d, len(row) - 1)] for d in depths] for row in ahead]
         draft = Draft(torch.tensor(nodes, device=device), shape)
-        state.pending = draft.tokens[:, 0]
+        state.pending = draft.value[:, 0]
         scores = target.verify(state, draft)
         outcome = Outcome([], [])
         for b, (r, row) in enumerate(zip(list(state.rows), ahead)):
             path = spine[: len(row) - 1]
             outcome.path.append(path)
             outcome.tokens.append(list(row[1 : len(path) + 1]))
-            found[r] += scores.logits[b, path].float().cpu().unbind()
+            found[r] += scores.law.logits[b, path].float().cpu().unbind()
             state.tokens[r] = list(tokens[r][: len(found[r])])
         target.commit(state, draft, outcome)
         state.position = state.position + torch.tensor([len(p) for p in outcome.path], device=device)

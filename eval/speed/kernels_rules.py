@@ -13,8 +13,8 @@ import torch
 from visspec import tree as trees
 from visspec.accept import codebook
 from visspec.accept.lantern import Lantern, LanternPlus
-from visspec.accept.rejection import SIBLINGS, toss
 from visspec.eval.speed.kernels_loops import LEVELS, published_loop, verification_case
+from visspec.laws import Categorical
 from visspec.types import Capabilities, Draft, Scores
 
 LEVELS_26 = (4, 8, 8, 3, 2)  # nodes per depth of the published tree of 26 nodes, root aside
@@ -53,22 +53,24 @@ def compared(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRA
     )
     rule.bind(Capabilities(vocab=V, codebook=codes_KE.to(device)))
     tree = trees.static(tuple(parent), str(device))
-    scores = Scores(p_NV.log()[None].to(device))
-    draft = Draft(tokens_BN.to(device), tree, None if q_BNV is None else q_BNV.to(device))
+    scores = Scores(Categorical(p_NV.log()[None].to(device)))
+    q = None if q_BNV is None else Categorical(p=q_BNV.to(device))
+    draft = Draft(tokens_BN.to(device), tree, q)
     noise = [rule.make_noise([torch.Generator(device).manual_seed(i)], V) for i in range(draws)]
-    windows = [n.window(tree.levels + 1) for n in noise]
-    coins = [toss(tree, w)[0].tolist() for w in windows]
+    tossed = [n.toss(tree) for n in noise]
     table = codebook.neighbours(codes_KE.to(device), rule.k + 1, V).cpu().numpy().astype("uint16")  # as published
-    q_NV, paths = None if draft.q is None else draft.q[0], case["paths"].to(device)
-    laws_PDV = scores.logits[0][paths]  # as published, beforehand
+    q_NV, paths = None if draft.q is None else draft.q.p[0], case["paths"].to(device)
+    laws_PDV = scores.law.logits[0][paths]  # as published, beforehand
     limit = {rule.bound: rule.value}
 
     def ours(i):
         return rule(draft, scores, noise[i % draws])
 
     def theirs(i):
-        uniforms = (coins[i % draws], windows[i % draws][0, 0, SIBLINGS])
-        return published_loop(draft.tokens[0], paths, laws_PDV, q_NV, table, rule.k, *uniforms, **limit)
+        coins_BN, draw_B = tossed[i % draws]
+        return published_loop(
+            draft.value[0], paths, laws_PDV, q_NV, table, rule.k, coins_BN[0].tolist(), draw_B[0], **limit
+        )
 
     return ours, theirs
 

@@ -7,6 +7,7 @@ Shapes: B rows, L prompt, T elements, d hidden size, F features.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ class FeatureDrafter(FeatureDrafting):
         config = head.config
         check_target(config, model)
         self.model, self.images = model, images and config.image_latents > 0
-        self.needs = frozenset({"features", "embeddings"} if self.images else {"features"})
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.borrowed = (embed, lm_head)
         super().__init__(head, embed, lm_head, self._like(model), width, nodes)
+        self.traits = replace(self.traits, embeddings=self.images)
 
     @classmethod
     def for_model(cls, model: nn.Module, *, seed: int = 0, **options: Any) -> FeatureDrafter:

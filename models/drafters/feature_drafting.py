@@ -18,19 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec import tree as trees
-from visspec.cache import told
+from visspec.cache import to_device
+from visspec.laws import Categorical
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.feature_head import FeatureHead, Folded, rotate, rotations, rotations_at, staggered, unit
 from visspec.sampling import propose, warp
-from visspec.types import Draft, Outcome, Scores, State, Verdict
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 GROWING = threading.Lock()  # a thread that needs fewer rotations must not put fewer in another's place
 FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
 
 
-class FeatureDrafting:
+class FeatureDrafting(Drafter):
     """A drafter around a `FeatureHead`, less the reading of prompts. width 1 drafts chains; above it, trees of at most
     `nodes` nodes grown best first.
 
@@ -46,7 +47,7 @@ class FeatureDrafting:
         config = head.config
         self.head, self.config, self.embed, self.lm_head = head.to(like.device), config, embed, lm_head
         self.width, self.nodes, self.dtype = width, nodes, like.dtype
-        self.feature_layers, self.levels = config.feature_layers, config.levels
+        self.traits = DrafterTraits(config.levels, config.feature_layers, trees=width > 1)
         self._turns = rotations(256, config.head_size, config.rope_theta, like.device)
         self.refresh()
 
@@ -133,14 +134,15 @@ class FeatureDrafting:
             return self._tree(state, memory, feature_Bd, depth)
         tokens, laws = [], []
         for level in range(depth):
-            token_B, law = self._draw(feature_Bd, state, level)
+            token_B, law = propose(self._logits(feature_Bd), state, level)
             tokens.append(token_B)
-            laws.append(law)
+            if law is not None:
+                laws.append(law)
             if level + 1 < depth:
                 entered_B = self._entered(token_B, state, level)
                 x_Bd = self._join(entered_B[:, None], feature_Bd[:, None], memory.added_at(level))
                 feature_Bd = self._level(memory, x_Bd, level)
-        q = None if laws[0] is None else torch.stack([torch.zeros_like(laws[0]), *laws], dim=1)
+        q = Categorical.chain(laws) if laws else None
         return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
@@ -149,20 +151,16 @@ class FeatureDrafting:
         width = max(counts)
         if draft.tree.chain and len(counts) == 1:
             features = scores.features[:, :width]
-            tokens = torch.cat([draft.tokens[:, 1:width], verdict.next[:, None]], dim=1)
+            tokens = torch.cat([draft.value[:, 1:width], verdict.next[:, None]], dim=1)
         else:
             path = verdict.path[:, :width].clamp(min=0)
             features = layouts.pick(scores.features, path)
             shifted = torch.cat([path[:, 1:], path[:, -1:]], dim=1)
-            tokens = draft.tokens.gather(1, shifted).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
+            tokens = draft.value.gather(1, shifted).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
         state.memory.add(tokens, features, counts)
 
     def select(self, state: State, keep: list[int]) -> None:
         state.memory.select(keep)
-
-    def _draw(self, feature_Bd: Tensor, state: State, level: int) -> tuple[Tensor, Tensor | None]:
-        """The token of a chain's level, and the law it came from."""
-        return propose(self._logits(feature_Bd), state, level)
 
     def _entered(self, token: Tensor, state: State, level: int) -> Tensor:
         """Drafted ids (B,) or (B, W) of a level as the next level reads them."""
@@ -202,7 +200,7 @@ class FeatureDrafting:
         if min(counts) == width:
             x_Bd, query = x_Nd.view(rows, width, -1)[:, -1], qkv[:, -1, :heads]
         else:
-            row, last = torch.arange(rows, device=x_Nd.device), told(counts, x_Nd.device) - 1
+            row, last = torch.arange(rows, device=x_Nd.device), to_device(counts, x_Nd.device) - 1
             x_Bd, query = x_Nd.view(rows, width, -1)[row, last], qkv[row, last, :heads]
         return self._finish(x_Bd, memory.attend(query, 0))
 
@@ -237,13 +235,11 @@ class FeatureDrafting:
     def _tree(self, state: State, memory: Memory, feature_Bd: Tensor, depth: int) -> Draft:
         """Grow a tree. Under noise a child counts by its law *given* the noise of its position."""
         growing, rows = self._growing(state, depth), feature_Bd.shape[0]
-        coupled = state.noise is not None and state.noise.kind == "gumbel"
-        window = state.noise.window(depth) if coupled else None
         feature_BWd, seen = feature_Bd[:, None], None
         for level in range(depth):
             law = warp(self._logits(feature_BWd), state.request.sampling)
-            if window is not None:
-                law = law + window[:, level, None, : law.shape[-1]]
+            if state.noise is not None:
+                law = state.noise.perturbed(law, level)
             token_BW, parent_BW = growing.grow(law.log_softmax(dim=-1))
             if level + 1 == depth:
                 break

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visspec.cache import told
+from visspec.cache import to_device
 
 GROW = 128
 
@@ -47,8 +47,8 @@ class Memory:
         self.even = min(self.lengths) == max(self.lengths) and min(self.positions) == max(self.positions)
         self.end = max(self.lengths)
         if not self.even:
-            self._length_B = told(self.lengths, device)
-            self._position_B = told(self.positions, device)
+            self._length_B = to_device(self.lengths, device)
+            self._position_B = to_device(self.positions, device)
             self._row_B = torch.arange(len(self.lengths), device=device)
 
     def reserve(self, slots: int) -> None:
@@ -77,7 +77,7 @@ class Memory:
         starts = [sum(widths[:i]) for i in range(len(widths))]
         kept = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
         longest = max(totals)
-        index = told([k + [0] * (longest - len(k)) for k in kept], token.device)
+        index = to_device([k + [0] * (longest - len(k)) for k in kept], token.device)
         rows = torch.arange(token.shape[0], device=token.device)[:, None]
         return token[rows, index], feature[rows, index], totals
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.types import ABSENT, Draft, Tree
+from visspec.laws import Categorical
+from visspec.types import Draft, Tree
 
 MOST_CHILDREN = 32  # acceptance rules keep coins for so many siblings
 SHARE = 0.6  # of a sibling in the chances of the sibling before it: decides who gets children
@@ -83,6 +84,7 @@ class Planned:
     def __init__(self, pending_B: Tensor, counts: tuple[int, ...], gumbel_BTV: Tensor | None):
         self.tree, self.levels = plan(counts, str(pending_B.device))
         self.tokens, self.laws, self.gumbel, self.done = [pending_B[:, None]], [], gumbel_BTV, 0
+        self.real = [torch.ones_like(pending_B[:, None], dtype=torch.bool)]
 
     def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
         """Add a level. Returns the new frontier's tokens (B, W) and which old frontier node each hangs from."""
@@ -93,21 +95,22 @@ class Planned:
         missing = max(level.children - logp_BWV.shape[-1], 0)
         value_BWK, child_BWK = ranking.topk(level.children - missing, dim=-1)
         value_BWK = F.pad(value_BWK, (0, missing), value=float("-inf"))
-        child_BWK = torch.where(value_BWK > float("-inf"), F.pad(child_BWK, (0, missing)), ABSENT)
+        child_BWK = F.pad(child_BWK, (0, missing))
         token_BM = child_BWK[:, level.parent, level.rank]
         self.tokens.append(token_BM)
+        self.real.append((value_BWK > float("-inf"))[:, level.parent, level.rank])
         if self.gumbel is not None:
             self.laws.append(_conditional(logp_BWV, child_BWK)[:, level.parent, level.rank])
         self.done += 1
         hangs = level.parent[level.open]
-        return token_BM[:, level.open].clamp(min=0), hangs.expand(len(token_BM), -1)
+        return token_BM[:, level.open], hangs.expand(len(token_BM), -1)
 
     def finish(self, nodes: int) -> Draft:
         """The draft. `nodes` is for grown trees."""
         q = None
         if self.laws:
-            q = torch.cat([torch.zeros_like(self.laws[0][:, :1]), *self.laws], dim=1)
-        return Draft(torch.cat(self.tokens, dim=1), self.tree, q)
+            q = Categorical(p=torch.cat([torch.zeros_like(self.laws[0][:, :1]), *self.laws], dim=1))
+        return Draft(torch.cat(self.tokens, dim=1), self.tree, q, torch.cat(self.real, dim=1))
 
 
 def _conditional(logp_BWV: Tensor, child_BWK: Tensor) -> Tensor:
@@ -115,5 +118,5 @@ def _conditional(logp_BWV: Tensor, child_BWK: Tensor) -> Tensor:
     laws, rest = [], logp_BWV
     for rank in range(child_BWK.shape[-1]):
         laws.append(rest.softmax(dim=-1).nan_to_num(0.0))
-        rest = rest.scatter(-1, child_BWK[..., rank : rank + 1].clamp(min=0), float("-inf"))
+        rest = rest.scatter(-1, child_BWK[..., rank : rank + 1], float("-inf"))
     return torch.stack(laws, dim=2)

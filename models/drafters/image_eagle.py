@@ -28,8 +28,8 @@ from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.image_head import ImageHead, ImageHeadConfig
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import Family, ImageAR
-from visspec.sampling import Noise, derived
-from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
+from visspec.noise import Gumbel, derived
+from visspec.types import FREE, Draft, Outcome, Request, Scores, State, Verdict
 
 TREES = ("chain", "dynamic", "static")
 OTHER_SCALE = 1.5  # guidance further from what was taught than this factor is warned of
@@ -40,7 +40,7 @@ class ImageMemory(Memory):
     """Memory of a request with what each position adds, by position id (P, d), and the drafter's own numbers."""
 
     places: Tensor
-    coins: Noise | None = None
+    coins: Gumbel | None = None
 
     def added(self, width: int) -> Tensor:
         return self.turns(self.places, width)
@@ -61,8 +61,6 @@ class ImageFeatureDrafter(FeatureDrafting):
     a depth. Raises ValueError for other options, or when the network was made for another target.
     """
 
-    needs = frozenset({"features"})
-
     def __init__(
         self, head: ImageHead, target: nn.Module | Family, *, tree: str = "chain", levels: int | None = None,
         width: int = 4, nodes: int = 24, shape: str | int = "8-5-4-4-3",
@@ -73,13 +71,13 @@ class ImageFeatureDrafter(FeatureDrafting):
             raise ValueError(f"levels: got {levels}, expected at least 1")
         family = target if isinstance(target, Family) else family_of(target, None)
         check_target(head.config, family)
-        self.trees = tree != "chain"
         self.counts = feature_tree.parse(shape) if tree == "static" else None
         if tree != "dynamic":
             width = max(self.counts or [1])
         table = embedding(family, head.config.vocab)
         super().__init__(head, table, head.codes, self._like(family), width, nodes)
-        self.levels = len(self.counts) if self.counts else levels or self.levels
+        levels = len(self.counts) if self.counts else levels or self.traits.levels
+        self.traits = dataclasses.replace(self.traits, levels=levels, trees=tree != "chain")
         self.warned = False
 
     @classmethod
@@ -108,8 +106,8 @@ class ImageFeatureDrafter(FeatureDrafting):
         memory = ImageMemory(self.config.heads, [p - 1 for p in state.position.tolist()])
         before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
         memory.places = torch.cat([before, places[1:], behind]).to(self.fold.qkv.dtype)
-        if self.counts and state.noise is not None and state.noise.kind == "uniform":
-            memory.coins = Noise([derived(g) for g in state.noise.generators], self.config.vocab)
+        if self.counts and state.noise is not None and state.noise.samples:
+            memory.coins = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
         self._read_prompt(state, memory, layout.lengths, x, turn, features[:, -1:])
 
     def _like(self, target: Family) -> Tensor:
@@ -147,7 +145,7 @@ class ImageFeatureDrafter(FeatureDrafting):
             state.memory.coins.advance([len(tokens) for tokens in outcome.tokens])
 
     def propose(self, state: State, depth: int) -> Draft:
-        return super().propose(state, min(depth, self.levels) if self.counts else depth)
+        return super().propose(state, min(depth, self.traits.levels) if self.counts else depth)
 
     def _growing(self, state: State, depth: int) -> Any:
         if self.counts is None:
@@ -160,7 +158,7 @@ class ImageFeatureDrafter(FeatureDrafting):
             return token
         own_B1 = held(state, torch.full((1, 1), level + 1, device=token.device))
         own = own_B1.view(-1, *[1] * (token.dim() - 1))
-        return torch.where(own == ABSENT, token, own)
+        return torch.where(own == FREE, token, own)
 
     def _logits(self, feature: Tensor) -> Tensor:
         return F.pad(super()._logits(feature), (0, self.config.vocab - self.config.codes), value=IMPOSSIBLE)

@@ -24,16 +24,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from visspec import sampling
 from visspec import tree as trees
-from visspec.cache import told
+from visspec.cache import to_device
 from visspec.grammar import held
-from visspec.types import ABSENT, Draft, Outcome, Scores, State, Tree, Verdict
+from visspec.laws import Categorical, draw, residual
+from visspec.noise import Gumbel, Noise, Uniform, derived
+from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
 STARTS = ("random", "left", "above")
 NARROWEST = 4  # positions of a window, however many rows there are
 MOST_NODES = 512  # of a proactive tree
+UNKNOWN = -1
 
 
 @dataclass
@@ -42,10 +44,10 @@ class Window:
 
     tokens: Tensor  # (B, W)
     q: Tensor | None  # (B, W, V); None where drafts are point masses or coupled to the target's own noise
-    coins: sampling.Noise | None  # the drafter's own numbers, never the rule's; None without q
+    coins: Noise | None  # the drafter's own numbers, never the rule's; None without q
 
 
-class Jacobi:
+class Jacobi(Drafter):
     """Windows of `window` positions. redraw "auto" is gumbel where the rule uses the target's noise, else maximal.
 
     nodes: positions of all rows of a pass together, above which windows get narrower, down to 4; only under rules that
@@ -55,9 +57,6 @@ class Jacobi:
     Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS, and for a tree that does not fit. The
     redraws maximal and independent are refused beside a rule without coins of its own (`exact`).
     """
-
-    needs: frozenset[str] = frozenset()
-    ripens = True  # drafts get better from pass to pass: a depth is not to be judged by one of them
 
     def __init__(
         self, window: int = 16, redraw: str = "auto", start: str = "left", branch: int = 1, deep: int = 2,
@@ -77,21 +76,22 @@ class Jacobi:
             raise ValueError("branch: got a tree for redraw 'gumbel', expected 'maximal' or 'independent'")
         if nodes < 1:
             raise ValueError(f"nodes: got {nodes}, expected at least 1")
-        self.levels, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
+        self.window, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
         self.branch, self.deep = branch, deep
-        self.trees = branch > 1
         # a rule without coins of its own could judge neither candidates beside the window nor such draws
-        self.samples = self.trees or redraw in ("maximal", "independent")
+        samples = branch > 1 or redraw in ("maximal", "independent")
+        self.traits = DrafterTraits(levels=window, samples=samples, trees=branch > 1, adaptive_depth=False)
 
     def start(self, state: State, scores: Scores) -> None:
-        rows, vocab = len(state.rows), scores.logits.shape[-1]
+        rows, vocab = len(state.rows), scores.law.width
         window = Window(state.pending.new_zeros(rows, 0), None, None)
-        width = min(self.levels, max(NARROWEST, self.nodes // max(rows, 1)))
-        if state.noise is not None and state.noise.kind == "uniform":
-            generators = [sampling.derived(parent) for parent in state.noise.generators]
-            kind = ("gumbel", vocab) if self.redraw == "gumbel" else ("uniform", 1 + self.branch)
-            coins, width = sampling.Noise(generators, kind[1], kind[0]), self.levels
-            window = Window(window.tokens, scores.logits.new_zeros(rows, 0, vocab), coins)
+        width = min(self.window, max(NARROWEST, self.nodes // max(rows, 1)))
+        if state.noise is not None and state.noise.samples:
+            generators = [derived(parent) for parent in state.noise.generators]
+            coupled = self.redraw == "gumbel"
+            coins = Gumbel(generators, vocab) if coupled else Uniform(generators, 1 + self.branch)
+            empty_BWV = torch.zeros(rows, 0, vocab, device=state.pending.device)
+            window, width = Window(window.tokens, empty_BWV, coins), self.window
         state.memory = self._extended(state, window, torch.zeros_like(state.pending), vocab, width)
 
     def propose(self, state: State, depth: int) -> Draft:
@@ -101,12 +101,13 @@ class Jacobi:
             return trees.chain_draft(state.pending, tokens)
         q = torch.cat([q[:, :1], q[:, :depth]], dim=1)  # the root's row is unused
         if self.branch == 1 or depth == 0:
-            return trees.chain_draft(state.pending, tokens, q)
+            return trees.chain_draft(state.pending, tokens, Categorical(p=q))
         deep = min(self.deep, depth)
         tree, pick = proactive(depth, deep, self.branch, str(tokens.device))
-        others_BM, laws_BMV = self._candidates(window, deep)
+        others_BM, laws_BMV, real_BM = self._candidates(window, deep)
         nodes = torch.cat([state.pending[:, None], tokens, others_BM[:, pick]], dim=1)
-        return Draft(nodes, tree, torch.cat([q, laws_BMV[:, pick]], dim=1))
+        real = torch.cat([torch.ones_like(nodes[:, : 1 + depth], dtype=torch.bool), real_BM[:, pick]], dim=1)
+        return Draft(nodes, tree, Categorical(p=torch.cat([q, laws_BMV[:, pick]], dim=1)), real)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Shift every row by what it gained, draw again where this pass gave a law, begin anew beyond the old window.
@@ -119,7 +120,7 @@ class Jacobi:
         at_BW = verdict.length[:, None] + torch.arange(width, device=verdict.length.device)
         judged_BW, stands_BW = at_BW <= draft.levels, at_BW < width
         tokens = old.tokens.gather(1, at_BW.clamp(max=width - 1))
-        logp_BWV = _take(scores.logits, at_BW)
+        logp_BWV = _take(scores.law.logits, at_BW)
         if old.q is None:
             window = Window(torch.where(judged_BW, self._coupled(logp_BWV, state), tokens), None, None)
         else:
@@ -132,7 +133,7 @@ class Jacobi:
             q_BWV = torch.where(judged_BW[..., None], p_BWV, q_BWV)
             window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.coins)
         known_B = (judged_BW | stands_BW).sum(dim=1)
-        state.memory = self._extended(state, window, known_B, scores.logits.shape[-1], width)
+        state.memory = self._extended(state, window, known_B, scores.law.width, width)
 
     def select(self, state: State, keep: list[int]) -> None:
         old: Window = state.memory
@@ -140,20 +141,21 @@ class Jacobi:
             old.coins.select(keep)
         state.memory = Window(old.tokens[keep], None if old.q is None else old.q[keep], old.coins)
 
-    def _candidates(self, window: Window, deep: int) -> tuple[Tensor, Tensor]:
-        """`branch` candidates of each of the first positions, rank by rank, and the law of each given those before it:
-        (B, deep * branch), ABSENT where nothing is left, and (B, deep * branch, V).
+    def _candidates(self, window: Window, deep: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`branch` candidates of each of the first positions, rank by rank: (B, deep * branch); the law of each given
+        those before it, (B, deep * branch, V); and which exist: where nothing is left there is none.
         """
         token_BD, law_BDV, u_BDX = window.tokens[:, :deep], window.q[:, :deep], window.coins.window(deep)
-        tokens, laws = [token_BD], [law_BDV]
+        tokens, laws, real = [token_BD], [law_BDV], [torch.ones_like(token_BD, dtype=torch.bool)]
         for rank in range(1, self.branch):
-            law_BDV = law_BDV.scatter(-1, token_BD.clamp(min=0)[..., None], 0.0)
+            law_BDV = law_BDV.scatter(-1, token_BD[..., None], 0.0)
             left_BD1 = law_BDV.sum(dim=-1, keepdim=True)
             law_BDV = law_BDV / left_BD1.clamp(min=torch.finfo(law_BDV.dtype).tiny)
-            token_BD = torch.where(left_BD1[..., 0] > 0, sampling.draw(law_BDV, u_BDX[..., 1 + rank]), ABSENT)
+            token_BD = draw(law_BDV, u_BDX[..., 1 + rank])
             tokens.append(token_BD)
             laws.append(law_BDV)
-        return torch.stack(tokens, dim=2).flatten(1), torch.stack(laws, dim=2).flatten(1, 2)
+            real.append(left_BD1[..., 0] > 0)
+        return torch.stack(tokens, 2).flatten(1), torch.stack(laws, 2).flatten(1, 2), torch.stack(real, 2).flatten(1)
 
     def _coupled(self, logp_BWV: Tensor, state: State) -> Tensor:
         """The token that each position will hold if its law stays as it is: argmax under the position's own noise."""
@@ -161,17 +163,17 @@ class Jacobi:
             return logp_BWV.argmax(dim=-1)
         return (logp_BWV + state.noise.window(logp_BWV.shape[1])[..., : logp_BWV.shape[-1]]).argmax(dim=-1)
 
-    def _drawn(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, coins: sampling.Noise) -> Tensor:
+    def _drawn(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, coins: Noise) -> Tensor:
         """Draws from p, coupled to the old draft as `redraw` says."""
         u_BWX = coins.window(p_BWV.shape[1])
         if self.redraw == "gumbel":
             return (p_BWV.log() + u_BWX).argmax(dim=-1)
         if self.redraw == "independent":
-            return sampling.draw(p_BWV, u_BWX[..., 1])
+            return draw(p_BWV, u_BWX[..., 1])
         p_BW, q_BW = (law.gather(-1, old_BW[..., None])[..., 0] for law in (p_BWV, q_BWV))
         kept_BW = stands_BW & (u_BWX[..., 0] * q_BW < p_BW)
-        rest_BWV = torch.where(stands_BW[..., None], sampling.residual(p_BWV, q_BWV), p_BWV)
-        return torch.where(kept_BW, old_BW, sampling.draw(rest_BWV, u_BWX[..., 1]))
+        rest_BWV = torch.where(stands_BW[..., None], residual(p_BWV, q_BWV), p_BWV)
+        return torch.where(kept_BW, old_BW, draw(rest_BWV, u_BWX[..., 1]))
 
     def _extended(self, state: State, window: Window, known_B: Tensor, vocab: int, width: int) -> Window:
         """The window at full width: entries from `known_B` on begin as `start` says, and q says how."""
@@ -189,7 +191,7 @@ class Jacobi:
             begun_BW = with_pending.gather(1, newest_B[:, None]).expand(rows, width)
             if self.begin == "above":
                 above_BW = self._above(state, width)
-                begun_BW = torch.where(above_BW == ABSENT, begun_BW, above_BW)
+                begun_BW = torch.where(above_BW == UNKNOWN, begun_BW, above_BW)
         tokens_BW = torch.where(fresh_BW, begun_BW, tokens_BW)
         if q_BWV is not None:
             if missing:
@@ -206,7 +208,7 @@ class Jacobi:
         begun with behind a row end. 0 where there is none.
         """
         place_W = torch.arange(width + 1, device=known_B.device)
-        free_BW = (held(state, place_W[None]) == ABSENT) & (place_W <= known_B[:, None])
+        free_BW = (held(state, place_W[None]) == FREE) & (place_W <= known_B[:, None])
         return (free_BW * place_W).amax(dim=1)
 
     def _random(self, state: State, window: Window, vocab: int, width: int) -> Tensor:
@@ -219,7 +221,7 @@ class Jacobi:
         return (u_BW2[..., 0] * vocab).long().clamp(max=vocab - 1)
 
     def _above(self, state: State, width: int) -> Tensor:
-        """The code one image row above each entry, ABSENT where that is not known yet: (B, W)."""
+        """The code one image row above each entry, UNKNOWN where that is not known yet: (B, W)."""
         if state.request.grid is None:
             raise ValueError("start: got 'above' for output without a grid, expected 'left' or 'random'")
         stride = state.request.stride
@@ -227,8 +229,8 @@ class Jacobi:
         for row in state.rows:
             known = state.tokens[row]
             wanted = range(len(known) - stride, len(known) - stride + width)
-            found.append([known[t] if 0 <= t < len(known) else ABSENT for t in wanted])
-        return told(found, state.pending.device)
+            found.append([known[t] if 0 <= t < len(known) else UNKNOWN for t in wanted])
+        return to_device(found, state.pending.device)
 
 
 @lru_cache(maxsize=256)

@@ -23,26 +23,25 @@ from torch.nn import functional as F
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
-from visspec.cache import told
 from visspec.loop.decode import decode
 from visspec.loop.pace import Pace
 from visspec.models.drafters import feature_checkpoint
 from visspec.models.nets.upsampler import Upsampler
 from visspec.models.targets.image_ar import Family, ImageAR, Prompt
-from visspec.sampling import derived as spending
-from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
+from visspec.noise import derived as spending
+from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State
 
 UPSAMPLERS = ("bicubic", "latent")
 
 
 @dataclass
 class Drawn:
-    """The draft of a request: (original rows, T) on the host, ABSENT behind the end."""
+    """The draft of a request: (original rows, T) on the host."""
 
     codes: list[list[int]]
 
 
-class LowRes:
+class LowRes(Drafter):
     """family: the sibling; target: the family it drafts for, or None until `attach`; window: codes proposed at a time,
     in the ordinary loop.
 
@@ -50,12 +49,11 @@ class LowRes:
     tokenizer or a larger grid.
     """
 
-    needs: frozenset[str] = frozenset()
-
     def __init__(self, family: Family, target: Family | None = None, window: int = 8, upsample: str | Path = "bicubic"):
         if window < 1:
             raise ValueError(f"window: got {window}, expected at least 1")
-        self.family, self.levels, self.upsample = family, window, upsample
+        self.family, self.upsample = family, upsample
+        self.traits = DrafterTraits(levels=window, whole_images=True)
         self.learned = None if upsample in UPSAMPLERS else learned(upsample, family)
         self.layout = family.layout()
         self.target: Family | None = None
@@ -73,7 +71,7 @@ class LowRes:
         fixed, total = state.request.fixed, state.request.max_new_tokens
         codes_BN = self.sketch(state)
         drawn_BT = codes_BN.new_zeros(len(state.rows), total)  # the guard puts grammar where it belongs
-        free = torch.arange(total) if fixed is None else (fixed[:total] == ABSENT).nonzero()[:, 0]
+        free = torch.arange(total) if fixed is None else (fixed[:total] == FREE).nonzero()[:, 0]
         drawn_BT[:, free[-codes_BN.shape[1] :].to(drawn_BT.device)] = codes_BN  # a preview before it is not drafted
         rows: list[list[int]] = [[] for _ in state.tokens]
         for row, codes in zip(state.rows, drawn_BT.tolist()):
@@ -82,17 +80,8 @@ class LowRes:
 
     def propose(self, state: State, depth: int) -> Draft:
         drawn: Drawn = state.memory
-        tokens = []
-        for row in state.rows:
-            ahead = drawn.codes[row][len(state.tokens[row]) :][:depth]
-            tokens.append(ahead + [ABSENT] * (depth - len(ahead)))
-        return trees.chain_draft(state.pending, told(tokens, state.pending.device))
-
-    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        pass
-
-    def select(self, state: State, keep: list[int]) -> None:
-        pass
+        ahead = [drawn.codes[row][len(state.tokens[row]) :][:depth] for row in state.rows]
+        return trees.ragged_draft(state.pending, ahead)
 
     def sketch(self, state: State) -> Tensor:
         """(B, rows * columns) drafted codes of the live rows' images, in raster order."""
@@ -110,7 +99,7 @@ class LowRes:
         prompt = self._prompt(state, sampling.guidance != 1.0)
         layout = self.layout
         request = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid)
-        if bool((layout.fixed != ABSENT).any()):
+        if bool((layout.fixed != FREE).any()):
             request.fixed = layout.fixed.to(prompt.ids.device)
         if state.noise is not None:
             request.generators = [derived(parent) for parent in state.noise.generators]

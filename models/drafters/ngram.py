@@ -7,14 +7,11 @@ on the host over ids the host already has; placeholders of images are never matc
 from __future__ import annotations
 
 from visspec import tree as trees
-from visspec.cache import told
-from visspec.types import ABSENT, Draft, Outcome, Scores, State, Verdict
+from visspec.types import Draft, Drafter, Outcome, Scores, State, Verdict
 
 
-class NGram:
+class NGram(Drafter):
     """Drafts what followed the longest match (at most `longest`, at least `shortest` tokens) in prompt + output."""
-
-    needs: frozenset[str] = frozenset()
 
     def __init__(self, longest: int = 3, shortest: int = 1):
         if not 1 <= shortest <= longest:
@@ -27,17 +24,10 @@ class NGram:
 
     def propose(self, state: State, depth: int) -> Draft:
         found = [state.memory.continuation(r, depth, self.shortest) for r in state.rows]
-        width = max(map(len, found))
-        if width == 0:
-            return trees.root(state.pending)
-        padded = [f + [ABSENT] * (width - len(f)) for f in found]
-        return trees.chain_draft(state.pending, told(padded, state.pending.device))
+        return trees.ragged_draft(state.pending, found)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         self._extend(state)
-
-    def select(self, state: State, keep: list[int]) -> None:
-        """Histories are kept by original row: nothing to do."""
 
     def _extend(self, state: State) -> None:
         for row in state.rows:

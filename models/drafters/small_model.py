@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from visspec import tree as trees
-from visspec.cache import told
+from visspec.cache import to_device
+from visspec.laws import Categorical
 from visspec.models.targets.hf_decoder import HFDecoder, describe
 from visspec.sampling import propose
-from visspec.types import ABSENT, Draft, Outcome, Request, Scores, State, Verdict
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
 VOCABULARY_PADDING = 1024  # models of one family round their vocabulary up differently; the ids in use are the same
 
 
-class SmallModel:
+class SmallModel(Drafter):
     """Chains from `small`, a loaded transformers model with the target's tokenizer.
 
     Raises ValueError when the vocabularies differ by more than padding.
     """
 
-    needs: frozenset[str] = frozenset()
-    levels = 5
+    traits = DrafterTraits(levels=5)
 
     def __init__(self, small: nn.Module, model: nn.Module):
         self.target = HFDecoder(small)
@@ -83,10 +83,10 @@ class SmallModel:
         memory: _Following = state.memory
         logits_BV = self._catch_up(state, memory)
         tokens: list[Tensor] = []
-        laws: list[Tensor | None] = []
+        laws: list[Categorical | None] = []
         for level in range(depth):
             if level:
-                logits_BV = self.target.verify(memory.own, trees.root(tokens[-1])).logits[:, -1]
+                logits_BV = self.target.verify(memory.own, trees.root(tokens[-1])).law.logits[:, -1]
                 memory.advance([1] * len(state.rows))
             token, q = propose(logits_BV[:, : self.vocab], state, level)
             tokens.append(token)
@@ -94,22 +94,23 @@ class SmallModel:
         memory.drafted = depth - 1  # the last token was proposed, not read
         return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), self._law(laws))
 
-    def _law(self, laws: list[Tensor | None]) -> Tensor | None:
-        """The laws of a chain's nodes over the target's vocabulary, (B, 1 + depth, V); None for point masses."""
-        if laws[0] is None:
+    def _law(self, laws: list[Categorical | None]) -> Categorical | None:
+        """The laws of a chain's nodes over the target's vocabulary; None for point masses."""
+        drawn = [law for law in laws if law is not None]
+        if not drawn:
             return None
-        q = torch.stack([torch.zeros_like(laws[0]), *laws], dim=1)
-        return nn.functional.pad(q, (0, self.full - q.shape[-1]))
+        q = Categorical.chain(drawn).p
+        return Categorical(p=nn.functional.pad(q, (0, self.full - q.shape[-1])))
 
     def _catch_up(self, state: State, memory: _Following) -> Tensor:
         """Read what was committed since the last draft: (B, V) logits after each row's pending token."""
         behind = memory.unread
         width = max(map(len, behind))
-        padded = [tokens + [ABSENT] * (width - len(tokens)) for tokens in behind]
-        tokens = told(padded, state.pending.device)
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in behind]
+        tokens = to_device(padded, state.pending.device)
         draft = Draft(tokens, trees.chain(width - 1, str(tokens.device)))
-        logits_BMV = self.target.verify(memory.own, draft).logits
-        last = told([len(t) - 1 for t in behind], tokens.device)
+        logits_BMV = self.target.verify(memory.own, draft).law.logits
+        last = to_device([len(t) - 1 for t in behind], tokens.device)
         memory.advance([len(t) for t in behind])
         memory.unread = [[] for _ in behind]
         return logits_BMV[torch.arange(len(behind), device=tokens.device), last]
@@ -136,7 +137,7 @@ class _Following:
     def advance(self, counts: list[int]) -> None:
         slots = self.own.cache.slots
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
-        self.own.position = self.own.position + told(counts, self.own.position.device)
+        self.own.position = self.own.position + to_device(counts, self.own.position.device)
 
     def settle(self, outcome: Outcome) -> None:
         """Keep the drafted tokens that were accepted, forget the others, note what is still to be read."""

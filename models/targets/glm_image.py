@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.models.targets.image_ar import Family, Layout, Prompt, Vocabulary, generated
-from visspec.types import ABSENT, Sampling
+from visspec.types import FREE, Sampling
 
 FACTOR = 32  # pixels per code, along a side; fixed in the model's processor
 PREVIEW = 16  # codes along a side of a square preview
@@ -51,7 +51,7 @@ class GlmImage(Family):
     def grids(self, grid: tuple[int, int], preview: tuple[int, int]) -> Layout:
         """The layout of an image grid after a preview grid, both (rows, columns)."""
         before, count = preview[0] * preview[1], grid[0] * grid[1]
-        return Layout(grid, torch.tensor([ABSENT] * (before + count) + [self.codes]), before)
+        return Layout(grid, torch.tensor([FREE] * (before + count) + [self.codes]), before)
 
     @staticmethod
     def _preview(height: int, width: int) -> tuple[int, int]:

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, told
+from visspec.cache import SlotCache, to_device
+from visspec.laws import Categorical
 from visspec.models.targets import probe, rotary, tree_attention
 from visspec.models.targets.hooks import Hooked
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers
 from visspec.sampling import process
-from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
+from visspec.tape import Ids
+from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
 # before, a list of layers gave a tuple of those alone, without the embeddings; so all are asked for (5.17 was tried)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
@@ -34,7 +36,7 @@ MOST_POSITIONS = 1 << 20  # a longer prompt is prepared like one of this length
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
 
-class HFDecoder:
+class HFDecoder(Target):
     """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
 
     `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), handed to the drafter
@@ -106,15 +108,14 @@ class HFDecoder:
         if turning.moves:
             cache.reach = int(newest.max()) + 2 - cache.slots.length
         ids = request.prompt if request.prompt.shape[1] else request.prompt.new_zeros(rows, 1)
-        state = State(request, pending=ids[:, -1], position=newest, cache=cache, rows=list(range(rows)))
-        state.tokens = [[] for _ in range(rows)]
+        state = State(request, ids[:, -1], newest, cache, list(range(rows)), Ids(request, rows))
         aux = {"positions": positions, "attention": cache.slots.padding}
         if self.embeddings:
             aux["embeddings"] = seen["inputs_embeds"]
         if request.keep_raw:
             aux["raw"] = output.logits[:, -1:]
         logits = process(output.logits[:, -1:], trees.undrafted(state.pending), state)
-        return state, Scores(logits, self._features(output, seen), aux)
+        return state, Scores(Categorical(logits), self._features(output, seen), aux)
 
     def _check_request(self, request: Request, length: int) -> None:
         """Refuse, before any pass, what this request asks of each pass beyond ids. Raises ValueError."""
@@ -159,7 +160,7 @@ class HFDecoder:
         turning = nullcontext() if state.cache.reach is None else self._steps(state.cache, tree)
         with _Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
             output = self.model(
-                input_ids=draft.tokens.clamp(min=0),
+                input_ids=draft.value,
                 position_ids=state.position[:, None] + tree.depth,
                 past_key_values=state.cache,
                 use_cache=True,
@@ -168,12 +169,12 @@ class HFDecoder:
                 **self._outputs,
             )
         aux = {"raw": output.logits} if state.request.keep_raw else {}
-        return Scores(process(output.logits, draft, state), self._features(output, seen), aux)
+        return Scores(Categorical(process(output.logits, draft, state)), self._features(output, seen), aux)
 
     def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.Steps:
         """Each node's own reach, for models whose frequencies depend on it."""
         first = [cache.reach + n for n in cache.slots.lengths]
-        reach_BN = told(first, tree.depth.device)[:, None] + tree.depth
+        reach_BN = to_device(first, tree.depth.device)[:, None] + tree.depth
         return rotary.Steps(self.rotary, reach_BN, min(first), max(first) + tree.levels)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:

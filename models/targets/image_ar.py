@@ -18,19 +18,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, told
+from visspec.cache import SlotCache, to_device
 from visspec.grammar import constrain
+from visspec.laws import Categorical
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process, warp
-from visspec.types import ABSENT, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Tree
+from visspec.tape import Ids
+from visspec.types import FREE, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target, Tree
 
 TAKES_MASKS = {"sdpa", "eager"}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of an image's tokens: `fixed` (T,) holds the grammar id of a position, or ABSENT for a code."""
+    """The order of an image's tokens: `fixed` (T,) holds the grammar id of a position, or FREE for a code."""
 
     grid: tuple[int, int]  # rows, columns of codes
     fixed: Tensor
@@ -43,7 +45,7 @@ class Layout:
     @property
     def free(self) -> Tensor:
         """Positions that hold the image's codes, (rows * columns,) int64, in raster order."""
-        return (self.fixed == ABSENT).nonzero()[self.preview :, 0]
+        return (self.fixed == FREE).nonzero()[self.preview :, 0]
 
     @classmethod
     def plain(cls, rows: int, columns: int) -> Layout:
@@ -52,7 +54,7 @@ class Layout:
     @classmethod
     def lines(cls, rows: int, columns: int, end: int | None, tail: tuple[int, ...] = ()) -> Layout:
         """Every row of codes is followed by the grammar id `end` (None: by nothing), the image by those of `tail`."""
-        row = [ABSENT] * columns + ([] if end is None else [end])
+        row = [FREE] * columns + ([] if end is None else [end])
         return cls((rows, columns), torch.tensor(row * rows + list(tail)))
 
 
@@ -139,7 +141,7 @@ class Family:
         rows, table = len(prompt.ids), prompt.positions
         if len(state.rows) < rows:
             live = [half * rows + row for half in range(len(prompt.embeds) // rows) for row in state.rows]
-            table = table.index_select(-2, told(live, table.device))
+            table = table.index_select(-2, to_device(live, table.device))
         index = index.clamp(max=table.shape[-1] - 1)  # a draft may hang over the end
         return table.gather(-1, index.expand(*table.shape[:-1], -1))
 
@@ -199,7 +201,7 @@ def generated(
 
     def allowed(row: int, ids: Tensor) -> Tensor:  # a list, as on transformers' page on Emu3, is slower
         now = min(len(ids) - length, last)
-        return codes if layout.fixed[now] == ABSENT else fixed[now : now + 1]
+        return codes if layout.fixed[now] == FREE else fixed[now : now + 1]
 
     ids = model.generate(
         **given, max_new_tokens=layout.positions, prefix_allowed_tokens_fn=allowed, **generate_options(sampling),
@@ -222,7 +224,7 @@ def counted(attention: Tensor, ahead: int) -> Tensor:
     return (torch.cat([attention, ahead_RT], dim=1).cumsum(dim=1) - 1).clamp(min=0)
 
 
-class ImageAR:
+class ImageAR(Target):
     """A `Family` as a `Target`. `features` asks for hidden states: those of both guidance rows, concatenated."""
 
     def __init__(self, family: Family, features: bool = False):
@@ -253,8 +255,7 @@ class ImageAR:
         cache.slots.open(length, self.device)
         padded = not bool(prompt.attention.all())
         newest = torch.full((rows,), length - 1, device=self.device)
-        state = State(request, prompt.ids[:, -1], newest, cache, list(range(rows)))
-        state.tokens = [[] for _ in range(rows)]
+        state = State(request, prompt.ids[:, -1], newest, cache, list(range(rows)), Ids(request, rows))
         index = torch.arange(length, device=self.device).expand(prompt.embeds.shape[0], length)
         mask = None
         if padded:
@@ -274,7 +275,7 @@ class ImageAR:
         if tree.parent.shape[0] > 1:
             tree = _repeated(tree, twice)
         extent = slots.open(tree.size, self.device)
-        embeds = self.family.embed(draft.tokens.clamp(min=0))
+        embeds = self.family.embed(draft.value)
         index = state.position[:, None] + draft.tree.depth
         if twice == 2:
             embeds, index = embeds.repeat(2, 1, 1), index.repeat(2, 1)
@@ -292,7 +293,7 @@ class ImageAR:
         slots.select([half * rows + k for half in range(twice) for k in keep])
 
     def revise(self, state: State, tokens: Tensor, places: Tensor, seen: Tensor) -> Scores:
-        """Run tokens (B, N) at given places of the image (B, N), counted in raster order, ABSENT where a row has none.
+        """Run tokens (B, N) at given places of the image (B, N), counted in raster order, -1 where a row has none.
 
         Keys and values overwrite what stands at those places. A node sees the prompt, itself, and those places before
         it that `seen` (B, T) allows. Scores for (B, N), the laws of the places that follow: mixed and warped, without
@@ -300,7 +301,7 @@ class ImageAR:
         """
         slots: SlotCache = state.cache.slots
         twice, (rows, size), start, total = _twice(state), places.shape, slots.length, seen.shape[1]
-        at_BN = torch.where(places == ABSENT, total, places)  # one slot beyond the image takes what absent nodes write
+        at_BN = torch.where(places < 0, total, places)  # one slot beyond the image takes what absent nodes write
         slots.open_at((start + at_BN).repeat(twice, 1), start + total + 1)
         place = torch.arange(total + 1, device=self.device)
         before_BNS = (place < at_BN[..., None]) & F.pad(seen, (0, 1))[:, None]
@@ -313,7 +314,7 @@ class ImageAR:
         index = (start + at_BN.clamp(max=total - 1)).repeat(twice, 1)
         hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)
         logits, uncond, features = self._parts(state, self.family.head(hidden), hidden)
-        return Scores(warp(logits, state.request.sampling, uncond), features)
+        return Scores(Categorical(warp(logits, state.request.sampling, uncond)), features)
 
     def _run(self, embeds: Tensor, mask: Tensor | None, positions: Tensor, cache: SlotLayers) -> Tensor:
         output = self.family.decoder(
@@ -328,7 +329,7 @@ class ImageAR:
 
     def _scores(self, state: State, draft: Draft, logits: Tensor, hidden: Tensor) -> Scores:
         logits, uncond, features = self._parts(state, logits, hidden)
-        return Scores(constrain(process(logits, draft, state, uncond), draft, state), features)
+        return Scores(Categorical(constrain(process(logits, draft, state, uncond), draft, state)), features)
 
     def _parts(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Logits (B, N, V) of the conditional and, under guidance, the unconditional rows, and what the drafter sees of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visspec.cache import SlotCache, told, visibility
+from visspec.cache import SlotCache, to_device, visibility
 from visspec.types import Tree
 
 MASKS_KEPT = 32
@@ -58,7 +58,7 @@ def aligned(bias: Tensor) -> Tensor:
 
 def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tensor:
     """Sliding windows, (R, N, extent) bool: a node sees what lies less than `window` tokens above it on its path."""
-    length_R = told(lengths, depth.device)
+    length_R = to_device(lengths, depth.device)
     rows, size = len(lengths), depth.shape[-1]
     depth_RN = depth.expand(rows, size)
     slot = torch.arange(extent, device=depth.device).expand(rows, extent)

@@ -24,6 +24,7 @@ from visspec.cache import SlotCache
 from visspec.models.targets import rotary
 from visspec.models.targets.hooks import HOOKING
 from visspec.models.targets.slot_layers import SlotLayer, SlotLayers
+from visspec.tape import Ids
 from visspec.types import Draft, Request, State
 
 if TYPE_CHECKING:
@@ -200,8 +201,8 @@ def _in_a_tree(target: HFDecoder) -> Tensor:
     cache = SlotLayers(2)
     cache.slots = cache.layers[0].slots = _MadeUp(values_RSE, [values_RSE.shape[1], SHORT])
     position = torch.full((2,), SHORT, device=target.device)
-    state = State(request, tokens_RN[:, 0], position, cache, rows=[0, 1])
-    logits_RNV = target.verify(state, Draft(tokens_RN, tree)).logits
+    state = State(request, tokens_RN[:, 0], position, cache, [0, 1], Ids(request, 2))
+    logits_RNV = target.verify(state, Draft(tokens_RN, tree)).law.logits
     cache.check_written(target.model, target.cached)
     return logits_RNV[:, PATH]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from visspec.cache import SlotCache, told
+from visspec.cache import SlotCache, to_device
 from visspec.types import Tree
 
 NAME = "visspec_tree"
@@ -39,7 +39,7 @@ def draft_arguments(slots: SlotCache, tree: Tree) -> dict[str, Any]:
     return {
         "attention_mask": tree.ancestor[:, None],
         "tree_ancestors": tree.ancestor,
-        "tree_lengths": told(slots.lengths, device),
+        "tree_lengths": to_device(slots.lengths, device),
         "tree_starts": None if slots.padding is None else (~slots.padding).sum(dim=1).to(device),
     }
 

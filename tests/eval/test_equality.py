@@ -184,9 +184,7 @@ class Broken(HFDecoder):
     def changed(self, tree) -> dict: ...
 
     def verify(self, state, draft):
-        return super().verify(
-            state, Draft(draft.tokens, trees.Tree(**{**vars(draft.tree), **self.changed(draft.tree)}))
-        )
+        return super().verify(state, Draft(draft.value, trees.Tree(**{**vars(draft.tree), **self.changed(draft.tree)})))
 
 
 class Flat(Broken):

@@ -27,9 +27,12 @@ from visspec.eval.speed import equality
 from visspec.eval.speed import kernels as bench_kernels
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.paired import Run
+from visspec.loop.orders import Raster, ZipAR
+from visspec.loop.pace import Pace
+from visspec.loop.pairing import Pairing
 
 SEEDS = {"plain": "none/exact", "window": "jacobi:window=6/exact", "coins": "jacobi:redraw=maximal,window=6/rejection",
-         "rows": "zipar:window=2/exact"}  # fmt: skip
+         "rows": "none/exact/zipar:window=2"}  # fmt: skip
 OPEN = {"baselines", "time_s", "provenance", "options", "arms"}  # objects whose names are data
 
 
@@ -288,9 +291,12 @@ def test_pictures_keep_to_their_captions():
 
 
 def test_who_promises_the_tokens_of_plain_decoding():
-    assert bench.promises_tokens(Exact(), False) and bench.promises_tokens(Rejection(), True)
-    assert not bench.promises_tokens(Rejection(), False)
-    assert not bench.promises_tokens(Lantern(), False) and not bench.promises_tokens(Lantern(), True)
+    def promises(rule, greedy, order=None):
+        return Pairing(None, None, "", rule, Pace(), order or Raster()).promises_tokens(greedy)
+
+    assert promises(Exact(), False) and promises(Rejection(), True)
+    assert not promises(Rejection(), False) and not promises(Exact(), True, ZipAR())
+    assert not promises(Lantern(), False) and not promises(Lantern(), True)
 
 
 def test_tau_bounds_the_ratio_over_our_own_plain_loop_only(tmp_path, caption_records):

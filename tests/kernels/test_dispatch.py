@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.doubles import drafted
 from visspec import kernels, sampling
 from visspec import tree as trees
 from visspec.accept import published
@@ -18,7 +19,8 @@ from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
 from visspec.kernels import accept, attention, chain, codebook, commit, displacement, groups, growth, losses, warp
 from visspec.kernels import neighbours as nearest
-from visspec.types import Capabilities, Draft, Sampling, Scores
+from visspec.laws import Categorical
+from visspec.types import Capabilities, Sampling, Scores
 
 KINDS = [
     {},
@@ -99,7 +101,7 @@ def round_of(seed, drawn, shared, rows=1):
     q = (p[:, above] + 1e-3).sqrt()
     q /= q.sum(-1, keepdim=True)
     tokens = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(rows, 59)
-    return cond, uncond, p, Draft(tokens, tree, q if drawn else None)
+    return cond, uncond, p, drafted(tokens, tree, q if drawn else None)
 
 
 @pytest.mark.parametrize("kind", ["static", "grown", "drawn"])
@@ -119,10 +121,10 @@ def test_a_rule_dispatches_at_most_sixty_operations(name, kind):
         noise = rule.make_noise([torch.Generator().manual_seed(seed)], V)
         for _ in range(2):  # what is kept of a shape is worked out in the first round
             with Count() as count:
-                verdict = rule(draft, Scores(sampling.warp(cond, DRAWS, uncond)), noise)
+                verdict = rule(draft, Scores(Categorical(sampling.warp(cond, DRAWS, uncond))), noise)
         assert count.calls <= (60 if kind == "grown" else most) and not count.waits
         moved += 0.0 if verdict.displacement is None else float(verdict.displacement)
-    assert moved > 0 or rule.guarantee == "exact"
+    assert moved > 0 or rule.traits.guarantee == "exact"
 
 
 @pytest.mark.parametrize("body", [published.walk, published.batched], ids=["cpu", "device"])
@@ -134,7 +136,7 @@ def test_the_published_residuals_do_not_wait_either(drawn, body, monkeypatch):
     noise = rule.make_noise([torch.Generator().manual_seed(0)], V)
     monkeypatch.setattr(published, "walk", body if body is published.walk else lambda *given: body(*given[:-1]))
     with Count() as count:
-        rule(draft, Scores(p.log()), noise)
+        rule(draft, Scores(Categorical(p.log())), noise)
     assert not count.waits
 
 
@@ -142,10 +144,10 @@ def displaced(seed=0, drawn=True, shared=True, features=4):
     """A relaxed verification with its displacement: three rows, some codes of the vocabulary without a vector."""
     g = torch.Generator().manual_seed(seed)
     _, _, p, draft = round_of(seed, drawn, shared, rows=3)
-    mass = 0.6 * p[torch.arange(3)[:, None], draft.tree.parent.clamp(min=0), draft.tokens]
+    mass = 0.6 * p[torch.arange(3)[:, None], draft.tree.parent.clamp(min=0), draft.value]
     coins, draw = torch.rand(3, 59, generator=g), torch.rand(3, generator=g)
     space = displacement.coordinates(torch.randn(V - 3, features, generator=g))
-    given = (draft.tokens, draft.tree.parent.expand(3, -1), p, draft.q, coins, draw, mass)
+    given = (draft.value, draft.tree.parent.expand(3, -1), p, draft.q and draft.q.p, coins, draw, mass)
     return (*given, None, None, None, draft.levels, 10 if shared else 58, space)
 
 

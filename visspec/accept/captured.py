@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visspec.laws import Categorical
 from visspec.tree import bounded, branch
 from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
@@ -62,17 +63,6 @@ def check_waits(call: Call) -> None:
 
 
 @dataclass
-class Numbers:
-    """Noise of one round, in a buffer."""
-
-    kind: str
-    numbers: Tensor  # (B, positions, width)
-
-    def window(self, positions: int) -> Tensor:
-        return self.numbers[:, :positions]
-
-
-@dataclass
 class Recording:
     """Buffers that a recorded verification reads, its verdict's, and the replay."""
 
@@ -81,39 +71,45 @@ class Recording:
     replay: Callable[[], None]
 
 
-class Captured:
+class Captured(Acceptance):
     """`rule` in recordings, one for each of the first `most` shapes. `record` stands in for `cuda_graph` in tests."""
 
     def __init__(self, rule: Acceptance, most: int = 16, record: Callable[[Call], tuple] | None = None):
         if most < 1:
             raise ValueError(f"most: got {most}, expected at least 1")
         self.rule, self.most, self.record = rule, most, record
-        self.guarantee, self.needs, self.takes = rule.guarantee, rule.needs, rule.takes
+        self.traits = rule.traits
         self.recordings: dict[tuple, Recording] = {}
         self.shared: dict[Any, tuple] = {}  # a pool of memory and a stream, of all recordings for one stream
 
     def bind(self, capabilities) -> None:
         """As the rule's own; recordings for another target are dropped."""
         self.recordings, self.shared = {}, {}  # a pool ends with the last recording in it
-        if hasattr(self.rule, "bind"):
-            self.rule = copy.copy(self.rule)  # its owner may bind it to another target
-            self.rule.bind(capabilities)
+        self.rule = copy.copy(self.rule)  # its owner may bind it to another target
+        self.rule.bind(capabilities)
 
-    def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> Any:
-        return self.rule.make_noise(generators, vocab)
+    @property
+    def inner(self) -> Acceptance:
+        return self.rule.inner
+
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
+        return self.rule.make_noise(generators, width)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        record = self.record or (self._graph if scores.logits.is_cuda else None)
+        logits = scores.law.logits
+        record = self.record or (self._graph if logits.is_cuda else None)
         if record is None:
             return self.rule(draft, scores, noise)
         tree = draft.tree
-        given = [draft.tokens, tree.parent, tree.depth, tree.ancestor, scores.logits]
-        given += [x for x in (draft.q, None if noise is None else noise.window(tree.levels + 1)) if x is not None]
+        given = [draft.value, tree.parent, tree.depth, tree.ancestor, logits]
+        more = draft.real, draft.q and draft.q.p, None if noise is None else noise.window(tree.levels + 1)
+        given += [x for x in more if x is not None]
         shapes = tuple((tuple(x.shape), x.dtype, x.device) for x in given)
-        kind = None if noise is None else noise.kind
+        has = tuple(x is not None for x in more)
+        kind = None if noise is None else type(noise)
         # what threads queue on different streams is not in order, so each stream has its own
-        queue = _stream(scores.logits.device) if scores.logits.is_cuda else 0
-        key = (shapes, tree.levels, tree.chain, branch(tree), draft.q is None, kind, queue)  # all the host tells it
+        queue = _stream(logits.device) if logits.is_cuda else 0
+        key = (shapes, tree.levels, tree.chain, branch(tree), has, kind, queue)  # all the host tells it
         with REPLAYING:
             held = self._held(record, given, key)
             if held is not None:
@@ -142,14 +138,15 @@ class Captured:
         return cuda_graph(call, *self.shared[here])
 
     def _recorded(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
-        _, levels, chain, most, pointed, kind, _ = key
+        _, levels, chain, most, has, kind, _ = key
         inputs = [x.clone() for x in given]
-        tokens, parent, depth, ancestor, logits, *rest = inputs
-        q = None if pointed else rest.pop(0)
-        draft = Draft(tokens, bounded(Tree(parent, depth, ancestor, levels, chain), most), q)
-        noise = None if kind is None else Numbers(kind, rest[0])
+        value, parent, depth, ancestor, logits, *rest = inputs
+        real, p, numbers = (rest.pop(0) if there else None for there in has)
+        q = None if p is None else Categorical(p=p)
+        draft = Draft(value, bounded(Tree(parent, depth, ancestor, levels, chain), most), q, real)
+        noise = None if numbers is None else kind.of(numbers)
         with torch.cuda.device_of(logits):
-            verdict, replay = record(lambda: self.rule(draft, Scores(logits), noise))
+            verdict, replay = record(lambda: self.rule(draft, Scores(Categorical(logits)), noise))
         return Recording(inputs, verdict, replay)
 
 

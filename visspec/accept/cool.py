@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from visspec.accept.rejection import Rejection, drafted, place
+from visspec.accept.rejection import Rejection, drafted
+from visspec.noise import place
 from visspec.tree import kept
-from visspec.types import Draft
+from visspec.types import Draft, RuleTraits
 
 
 class Cool(Rejection):
     """omega: the factor at depth 1 (1 is exact); nu: what is left of its excess one level deeper."""
 
-    guarantee = "approximate"
+    traits = RuleTraits(judges_draws=True)
 
     def __init__(self, omega: float = 1.1, nu: float = 0.7):
         if not omega >= 1:

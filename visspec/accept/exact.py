@@ -3,7 +3,7 @@
 With law p at a node and children x_1..x_m fixed beforehand, the target's draw y ~ p picks the child y where there is
 one, and is the corrected token where there is none. So each child is accepted with probability p(x), and the token that
 follows a rejection has the law p with all children removed, renormalised: the sequential scheme for point masses, with
-one draw. The draw uses the position's own noise (`sampling.Noise`), hence the output is token for token the output of
+one draw. The draw uses the position's own noise (`noise.Gumbel`), hence the output is token for token the output of
 plain sampling with the same seed, whatever is drafted. Greedy decoding is the case without noise.
 """
 
@@ -15,23 +15,21 @@ import torch
 from torch import Tensor
 
 from visspec import sampling
-from visspec.tree import above, paths
-from visspec.types import Draft, Scores, Tree, Verdict
+from visspec.noise import Gumbel
+from visspec.tree import above, paths, roots
+from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
 
 
-class Exact:
+class Exact(Acceptance):
     """The default rule: exact for greedy and sampling, for chains and trees. Takes point-mass or coupled drafts."""
 
-    guarantee = "exact"
-    needs: frozenset[str] = frozenset()
-    takes: frozenset[str] = frozenset()
+    traits = RuleTraits("exact")
 
-    def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> sampling.Noise:
-        return sampling.Noise(generators, vocab, "gumbel")
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Gumbel:
+        return Gumbel(generators, width)
 
-    def __call__(self, draft: Draft, scores: Scores, noise: sampling.Noise | None) -> Verdict:
-        chosen_BN = sampling.choose(scores.logits, draft.tree.depth, noise, draft.levels)
-        return follow(draft, chosen_BN)
+    def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
+        return follow(draft, sampling.choose(scores.law, draft.tree.depth, noise, draft.levels))
 
 
 def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
@@ -40,13 +38,17 @@ def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
     if tree.size == 1:  # nothing was drafted: plain decoding pays for no bookkeeping
         return Verdict(torch.zeros_like(chosen_BN), torch.ones_like(chosen_BN[:, 0]), chosen_BN[:, 0])
     if tree.chain:
-        agreed = draft.tokens[:, 1:] == chosen_BN[:, :-1]
+        agreed = draft.value[:, 1:] == chosen_BN[:, :-1]
+        if draft.real is not None:
+            agreed &= draft.real[:, 1:]
         length_B = agreed.long().cumprod(dim=1).sum(dim=1) + 1
         index = torch.arange(tree.size, device=chosen_BN.device)
         path_BD = torch.where(index < length_B[:, None], index, -1)
         return Verdict(path_BD, length_B, chosen_BN.gather(1, length_B[:, None] - 1)[:, 0])
-    agreed = draft.tokens == chosen_BN.gather(1, above(tree).expand_as(draft.tokens))
-    return deepest(tree, agreed | (tree.parent < 0), chosen_BN)
+    agreed = draft.value == chosen_BN.gather(1, above(tree).expand_as(draft.value))
+    if draft.real is not None:
+        agreed &= draft.real
+    return deepest(tree, agreed | roots(tree), chosen_BN)
 
 
 def deepest(tree: Tree, kept_BN: Tensor, next_BN: Tensor) -> Verdict:

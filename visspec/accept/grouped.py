@@ -16,13 +16,13 @@ from visspec import kernels
 from visspec.accept import codebook
 from visspec.accept.rejection import Rejection
 from visspec.tree import above
-from visspec.types import Capabilities, Draft
+from visspec.types import Capabilities, Draft, RuleTraits
 
 
 class Grouped(Rejection):
     """group 1, or as many clusters as codes: exact."""
 
-    guarantee = "approximate"
+    traits = RuleTraits(judges_draws=True)
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class Grouped(Rejection):
             if value is not None and clusters is not None:
                 raise ValueError(f"{name}: got {value} with clusters={clusters}, expected it with groups of ranks only")
         self.group, self.count, self.max_gap, self.max_distance = group, clusters, max_gap, max_distance
-        self.needs = frozenset() if clusters is None and max_distance is None else frozenset({"neighbours"})
+        self.reads_codes = clusters is not None or max_distance is not None
         self.clusters_V: Tensor | None = None
         self.embedding_VE: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
         super().bind(capabilities)
-        if self.needs:
+        if self.reads_codes:
             codes = codebook.required(capabilities, "Grouped")
             if self.count is None:
                 self.embedding_VE = codebook.padded(codes, capabilities.vocab)
@@ -57,13 +57,13 @@ class Grouped(Rejection):
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
         """q(x) p(C)/q(C) - p(x), as one fraction: a group of one adds exactly nothing."""
-        if self.needs and self.clusters_V is None and self.embedding_VE is None:
+        if self.reads_codes and self.clusters_V is None and self.embedding_VE is None:
             raise ValueError("acceptance: Grouped knows no codebook, expected bind(capabilities) first")
         rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
-        law_BNV, x_BN1 = p_BNV[rows, above(draft.tree)], draft.tokens.clamp(min=0)[..., None]
+        law_BNV, x_BN1 = p_BNV[rows, above(draft.tree)], draft.value[..., None]
         in_p, in_q = kernels.grouped_mass(
             law_BNV.flatten(0, 1),
-            None if draft.q is None else draft.q.flatten(0, 1),
+            None if draft.q is None else draft.q.p.flatten(0, 1),
             x_BN1.flatten(),
             clusters=self.clusters_V,
             group=self.group if self.count is None else None,
@@ -74,4 +74,4 @@ class Grouped(Rejection):
         here_BN1, in_p, in_q = law_BNV.gather(2, x_BN1), in_p.view_as(x_BN1), in_q.view_as(x_BN1)
         if draft.q is None:
             return (in_p - here_BN1)[..., 0]
-        return ((draft.q.gather(2, x_BN1) * in_p - here_BN1 * in_q) / in_q.clamp(min=1e-30))[..., 0]
+        return ((draft.q.p.gather(2, x_BN1) * in_p - here_BN1 * in_q) / in_q.clamp(min=1e-30))[..., 0]

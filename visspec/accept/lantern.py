@@ -24,8 +24,8 @@ from visspec.accept import codebook, published
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection, drafted
 from visspec.kernels import displacement
-from visspec.tree import above
-from visspec.types import ABSENT, Capabilities, Draft, Scores, Verdict
+from visspec.tree import above, roots
+from visspec.types import Capabilities, Draft, RuleTraits, Scores, Verdict
 
 MOST = 1024  # neighbours: published runs use 1000 at most, and the table grows with them
 
@@ -33,8 +33,7 @@ MOST = 1024  # neighbours: published runs use 1000 at most, and the table grows 
 class Lantern(Rejection):
     """k: neighbours considered; delta: the mass they may lend."""
 
-    guarantee = "approximate"
-    needs: frozenset[str] = frozenset({"neighbours"})
+    traits = RuleTraits(judges_draws=True)
     bound = "delta"
     lazy = True
 
@@ -65,7 +64,7 @@ class Lantern(Rejection):
         return self.table_Vk
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        return self.borrowed(p_BNV, draft.tokens.clamp(min=0), above(draft.tree).expand_as(draft.tokens))
+        return self.borrowed(p_BNV, draft.value, above(draft.tree).expand_as(draft.value))
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
         """The kernel sums the neighbours' mass itself, for the tried nodes only."""
@@ -83,14 +82,16 @@ class Lantern(Rejection):
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
         if draft.tree.size == 1:
             return super().greedy(draft, scores)
-        p_BNV, best_BN = scores.p, scores.logits.argmax(dim=-1)
-        above_BN = above(draft.tree).expand_as(draft.tokens)
+        p_BNV, best_BN = scores.law.p, scores.law.logits.argmax(dim=-1)
+        above_BN = above(draft.tree).expand_as(draft.value)
         wanted_BN, top_BN = best_BN.gather(1, above_BN), p_BNV.amax(dim=-1).gather(1, above_BN)
-        raised_BN = (drafted(draft, p_BNV) + self.mass(draft, p_BNV) > top_BN) & (draft.tokens != ABSENT)
-        kept_BN = (draft.tokens == wanted_BN) | raised_BN | (draft.tree.parent < 0)
+        kept_BN = (draft.value == wanted_BN) | (drafted(draft, p_BNV) + self.mass(draft, p_BNV) > top_BN)
+        if draft.real is not None:
+            kept_BN &= draft.real
+        kept_BN = kept_BN | roots(draft.tree)
         verdict = deepest(draft.tree, kept_BN, best_BN)
         on_BD, path_BD = verdict.path > 0, verdict.path.clamp(min=0)
-        x_BD, y_BD = draft.tokens.gather(1, path_BD), wanted_BN.gather(1, path_BD)
+        x_BD, y_BD = draft.value.gather(1, path_BD), wanted_BN.gather(1, path_BD)
         moved_BD = on_BD & (x_BD != y_BD)
         far_B = (displacement.between(x_BD, y_BD, self.codes) * moved_BD).sum(1)
         return Verdict(verdict.path, verdict.length, verdict.next, moved_BD.sum(1).float(), far_B)

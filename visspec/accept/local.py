@@ -24,19 +24,19 @@ from torch.nn import functional as F
 from visspec import sampling
 from visspec.accept import codebook
 from visspec.accept.exact import deepest
-from visspec.types import ABSENT, Capabilities, Draft, Scores, Verdict
+from visspec.noise import Gumbel
+from visspec.tree import above, roots
+from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
-class Local:
+class Local(Acceptance):
     """tau: pooled probability that a code needs; k: codes pooled; radius: how far a rejection spreads.
 
     rows: image rows that are verified in one pass, None for all of them. window: how far ahead the row above must be
     where a row of an island is drawn, as in ZipAR; None for raster order. tau above 1 rejects everything, 0 nothing.
     """
 
-    guarantee = "approximate"
-    needs: frozenset[str] = frozenset({"neighbours"})
-    takes: frozenset[str] = frozenset()
+    traits = RuleTraits(whole_images=True)
 
     def __init__(
         self, tau: float = 0.05, radius: int = 1, k: int = 8, rows: int | None = None, window: int | None = None
@@ -51,51 +51,51 @@ class Local:
         self.near_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Called once, when the rule is paired with a target."""
         self.codes = codebook.required(capabilities, "Local", self.k, itself=True).float()
         ids_V1 = torch.arange(capabilities.vocab, device=self.codes.device)[:, None]
         near_Vk = codebook.neighbours(self.codes, self.k - 1, capabilities.vocab) if self.k > 1 else ids_V1[:, :0]
         self.near_Vk = torch.cat([ids_V1, near_Vk.long()], dim=1)
 
-    def make_noise(self, generators: Sequence[torch.Generator], vocab: int) -> sampling.Noise:
-        return sampling.Noise(generators, vocab, "gumbel")
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Gumbel:
+        return Gumbel(generators, width)
 
     def trusted(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
-        """(B, N) whether codes x, ABSENT or an id of grammar never, have enough of the laws of their places."""
+        """(B, N) whether codes x, never an id of grammar, have enough of the laws of their places."""
         if self.near_Vk is None or self.codes is None:
             raise ValueError("acceptance: Local knows no codebook, expected bind(capabilities) first")
-        pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN.clamp(min=0)]).sum(-1)
-        return (pooled_BN >= self.tau) & (x_BN >= 0) & (x_BN < len(self.codes))
+        pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN]).sum(-1)
+        return (pooled_BN >= self.tau) & (x_BN < len(self.codes))
 
-    def again(self, p_BNV: Tensor, x_BN: Tensor, columns: int) -> Tensor:
+    def again(self, p_BNV: Tensor, x_BN: Tensor, real_BN: Tensor, columns: int) -> Tensor:
         """(B, N) places of whole image rows, in raster order, that must be drawn again."""
-        rejected_BRC = ~self.trusted(p_BNV, x_BN).unflatten(1, (-1, columns))
+        rejected_BRC = ~(self.trusted(p_BNV, x_BN) & real_BN).unflatten(1, (-1, columns))
         return spread(rejected_BRC, self.radius).flatten(1)
 
     def cost(self, p_BNV: Tensor, x_BN: Tensor, stays_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Drift and displacement (B,) of letting the marked codes x stay."""
         assert self.codes is not None
-        x_BN = x_BN.clamp(min=0)
         here_BN = p_BNV.gather(2, x_BN[..., None])[..., 0]
         last = len(self.codes) - 1
         far_BN = (p_BNV[..., : last + 1] * torch.cdist(self.codes[x_BN.clamp(max=last)], self.codes)).sum(-1)
         return ((1 - here_BN) * stays_BN).sum(1), (far_BN * stays_BN).sum(1)
 
-    def __call__(self, draft: Draft, scores: Scores, noise: sampling.Noise | None) -> Verdict:
-        tree = draft.tree
-        chosen_BN = sampling.choose(scores.logits, tree.depth, noise, draft.levels)
-        above_BN = tree.parent.expand_as(draft.tokens).clamp(min=0)
-        p_BNV = scores.p.gather(1, above_BN[..., None].expand_as(scores.logits))
-        certain_BN = (draft.tokens != ABSENT) & (draft.tokens >= len(self.codes if self.codes is not None else ()))
-        kept_BN = self.trusted(p_BNV, draft.tokens) | (certain_BN & (draft.tokens == chosen_BN.gather(1, above_BN)))
-        verdict = deepest(tree, kept_BN | (tree.parent < 0), chosen_BN)
+    def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
+        tree, x_BN = draft.tree, draft.value
+        chosen_BN = sampling.choose(scores.law, tree.depth, noise, draft.levels)
+        above_BN = above(tree).expand_as(x_BN)
+        p_BNV = scores.law.p.gather(1, above_BN[..., None].expand(-1, -1, scores.law.width))
+        certain_BN = x_BN >= len(self.codes if self.codes is not None else ())
+        kept_BN = self.trusted(p_BNV, x_BN) | (certain_BN & (x_BN == chosen_BN.gather(1, above_BN)))
+        if draft.real is not None:
+            kept_BN = kept_BN & draft.real
+        verdict = deepest(tree, kept_BN | roots(tree), chosen_BN)
         if tree.size == 1:
             return verdict
         node_BD = verdict.path.clamp(min=0)
         law_BDV = p_BNV.gather(1, node_BD[..., None].expand(-1, -1, p_BNV.shape[-1]))
         law_BDV = settled(law_BDV, noise is None)
         stays_BD = (verdict.path > 0) & ~certain_BN.gather(1, node_BD)
-        drift_B, far_B = self.cost(law_BDV, draft.tokens.gather(1, node_BD), stays_BD)
+        drift_B, far_B = self.cost(law_BDV, x_BN.gather(1, node_BD), stays_BD)
         return Verdict(verdict.path, verdict.length, verdict.next, drift_B, far_B)
 
 

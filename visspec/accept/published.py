@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visspec import sampling
 from visspec.kernels.common import host
+from visspec.laws import draw
 from visspec.types import Draft, Verdict
 
 TINY = 1e-30
@@ -51,8 +51,9 @@ def walked(
     delta: float | None, lam: float | None, logs: bool,
 ) -> Verdict:  # fmt: skip
     """The CPU path: only the nodes that are tried, on numpy views of the tensors."""
-    x_BN, over_BN = host(draft.tokens), host(draft.tree.parent.expand_as(draft.tokens))
-    q_BNV, near, coins_BN = None if draft.q is None else host(draft.q), host(table), host(coins_BN)
+    x_BN, over_BN = host(draft.value), host(draft.tree.parent.expand_as(draft.value))
+    real_BN = np.ones_like(x_BN, bool) if draft.real is None else host(draft.real)
+    q_BNV, near, coins_BN = None if draft.q is None else host(draft.q.p), host(table), host(coins_BN)
     lend = partial(_lent_on_host, k=k, codes=codes, delta=delta, lam=lam)
     path_BD = np.full((len(x_BN), draft.levels + 1), -1)
     length_B, drift_B, last = np.ones(len(x_BN), np.int64), np.zeros(len(x_BN), np.float32), []
@@ -61,7 +62,7 @@ def walked(
         path_BD[b, 0] = 0
         for n in range(1, x_BN.shape[1]):
             x = int(x_BN[b, n])
-            if over_BN[b, n] != current or x < 0:
+            if over_BN[b, n] != current or not real_BN[b, n]:
                 continue
             if q_BNV is None:
                 f, rest_V, apart = _point_on_host(x, law_V, near, lend)
@@ -76,7 +77,7 @@ def walked(
                 law_V = rest_V
         drift_B[b] = moved
         last.append(torch.from_numpy(law_V))
-    following_B = sampling.draw(torch.stack(last), draw_B.double())
+    following_B = draw(torch.stack(last), draw_B.double())
     path, length, drift = map(torch.from_numpy, (path_BD, length_B, drift_B))
     return Verdict(path, length, following_B, drift)
 
@@ -152,18 +153,19 @@ def batched(
     delta: float | None, lam: float | None,
 ) -> Verdict:  # fmt: skip
     """The path of a device: all rows at once, node by node, and nothing is read on the host."""
-    parent_BN, size = draft.tree.parent.expand_as(draft.tokens), draft.tree.size
+    parent_BN, size = draft.tree.parent.expand_as(draft.value), draft.tree.size
     lend = partial(_lent, table.long(), k, codes, delta, lam)
     law_BV, current_B = p_BNV[:, 0].double(), torch.zeros_like(parent_BN[:, 0])
     kept_BN, drift_B = torch.zeros_like(parent_BN, dtype=torch.bool), torch.zeros_like(law_BV[:, 0])
     kept_BN[:, 0] = True
     for n in range(1, size):
-        tried_B = (parent_BN[:, n] == current_B) & (draft.tokens[:, n] >= 0)
-        x_B = draft.tokens[:, n].clamp(min=0)
+        tried_B, x_B = parent_BN[:, n] == current_B, draft.value[:, n]
+        if draft.real is not None:
+            tried_B = tried_B & draft.real[:, n]
         if draft.q is None:
             f_B, rest_BV, moved_B = _point(x_B, law_BV, lend)
         else:
-            trials = [_drawn(x, law, q.double(), lend) for x, law, q in zip(x_B, law_BV, draft.q[:, n])]
+            trials = [_drawn(x, law, q.double(), lend) for x, law, q in zip(x_B, law_BV, draft.q.p[:, n])]
             f_B, rest_BV, moved_B = (torch.stack(part) for part in zip(*trials))
         kept_BN[:, n] = tried_B & (coins_BN[:, n] < f_B)
         drift_B += moved_B * tried_B
@@ -172,7 +174,7 @@ def batched(
         current_B = torch.where(kept_BN[:, n], n, current_B)
     index = torch.arange(size, device=p_BNV.device)
     path_BD = torch.where(kept_BN, index, size).sort(dim=1).values[:, : draft.levels + 1]
-    following_B = sampling.draw(law_BV, draw_B.double())
+    following_B = draw(law_BV, draw_B.double())
     return Verdict(torch.where(path_BD < size, path_BD, -1), kept_BN.sum(1), following_B, drift_B.float())
 
 

@@ -19,29 +19,26 @@ import copy
 import torch
 from torch import Tensor
 
-from visspec.accept.cool import Cool
-from visspec.accept.grouped import Grouped
-from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection, drafted
-from visspec.types import ABSENT, Capabilities, Draft
+from visspec.types import Acceptance, Capabilities, Draft, RuleTraits
 
-BASES = {"exact": Rejection, "lantern": Lantern, "lantern_plus": LanternPlus, "grouped": Grouped, "cool": Cool}
 TINY = 1e-30
 
 
 class RunProduct(Rejection):
-    """alpha: probability from which a token is confident (1: exact); base: a rule or its name, for single tokens."""
+    """alpha: probability from which a token is confident (1: exact); base: the rule for single tokens, one that adds
+    `mass` ("rejection" by default).
+    """
 
-    guarantee = "approximate"
-    chains = True  # a run is a stretch of a chain
+    traits = RuleTraits(judges_draws=True, chains_only=True)  # a run is a stretch of a chain
 
-    def __init__(self, alpha: float = 0.8, base: str | Rejection = "exact"):
+    def __init__(self, alpha: float = 0.8, base: Acceptance | None = None):
         if not 0 < alpha <= 1:
             raise ValueError(f"alpha: got {alpha}, expected a probability in (0, 1]")
-        if isinstance(base, str) and base not in BASES:
-            raise ValueError(f"base: got {base!r}, expected one of {', '.join(BASES)} or a rule")
-        self.alpha, self.base = alpha, BASES[base]() if isinstance(base, str) else base
-        self.needs = self.base.needs
+        base = Rejection() if base is None else base.inner
+        if not isinstance(base, Rejection) or base.traits.chains_only:
+            raise ValueError(f"base: got {type(base).__name__}, expected a rule that judges tokens one by one by mass")
+        self.alpha, self.base = alpha, base
 
     def bind(self, capabilities: Capabilities) -> None:
         super().bind(capabilities)
@@ -51,10 +48,11 @@ class RunProduct(Rejection):
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
         if not draft.tree.chain:
             raise ValueError(f"acceptance: RunProduct got a tree of {draft.tree.size} nodes, expected chains")
-        p_BN = drafted(draft, p_BNV).double().masked_fill(draft.tokens == ABSENT, 0.0)
+        absent_BN = draft.tree.parent < 0 if draft.real is None else ~draft.real
+        p_BN = drafted(draft, p_BNV).double().masked_fill(absent_BN, 0.0)
         q_BN = torch.ones_like(p_BN)
         if draft.q is not None:
-            q_BN = draft.q.gather(2, draft.tokens.clamp(min=0)[..., None])[..., 0].double().clamp(min=TINY)
+            q_BN = draft.q.at(draft.value).double().clamp(min=TINY)
         exact_BN, lent_BN = (p_BN / q_BN).clamp(max=1.0), self.base.mass(draft, p_BNV)
         ratio_BN = p_BN / q_BN if lent_BN is None else torch.maximum(p_BN + lent_BN, p_BN) / q_BN
         joined_BN = torch.zeros_like(p_BN, dtype=torch.bool)  # in one suffix with the node before

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visspec.accept.rejection import Rejection, drafted
 from visspec.tree import above
-from visspec.types import Draft
+from visspec.types import Draft, RuleTraits
 
 
 class Typical(Rejection):
@@ -22,7 +22,7 @@ class Typical(Rejection):
     The defaults are those of the Medusa paper's code.
     """
 
-    guarantee = "approximate"
+    traits = RuleTraits(judges_draws=True)
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3):
         if epsilon <= 0 or delta <= 0:
@@ -33,5 +33,5 @@ class Typical(Rejection):
         """1 where the node is plausible under its parent's law, else 0: (B, N) float32."""
         entropy_BN = torch.special.entr(p_BNV).sum(dim=-1)
         threshold_BN = (self.delta * torch.exp(-entropy_BN)).clamp(max=self.epsilon)
-        above_BN = above(draft.tree).expand_as(draft.tokens)
+        above_BN = above(draft.tree).expand_as(draft.value)
         return (drafted(draft, p_BNV) >= threshold_BN.gather(1, above_BN)).float()

@@ -7,19 +7,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from visspec.api import requests, zoo
 from visspec.api.copies import Copied
-from visspec.loop.decode import decode
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
+from visspec.loop.pairing import Pairing, pair
 from visspec.loop.stats import Stats
 from visspec.models.targets.hf_decoder import HFDecoder, driven
-from visspec.types import Acceptance, Capabilities, Drafter, State
+from visspec.types import Acceptance, Drafter, DrafterTraits, State
 
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_asked", "_made"})  # attributes of an Accelerated
 BUILDING = threading.RLock()  # two threads that find a model moved build one pairing
@@ -59,16 +59,6 @@ class Result:
     output: Any
     state: State
     stats: Stats
-
-
-class Pairing(NamedTuple):
-    """A target, what drafts for it and what judges; checked and built once for a dtype and a device."""
-
-    target: Any
-    drafter: Any  # a `Guarded` one, an order of decoding, or None
-    name: str  # of the drafter
-    rule: Acceptance
-    pace: Pace | None  # None where images are not decoded in raster order
 
 
 class Accelerated(Copied):
@@ -122,27 +112,20 @@ class Accelerated(Copied):
 
     def _fits(self) -> tuple:
         """What a pairing was built for: dtype, device and attention of the model, and of a smaller one that drafts."""
-        models = (m for m in (self.model, self._asked[0]) if hasattr(m, "dtype") and hasattr(m, "device"))
+        models = (m for m in (self.model, self._asked[0]) if isinstance(m, nn.Module))
         attention = "_attn_implementation"
         return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
 
     def _pair(self) -> Pairing:
-        drafter, acceptance, levels, adaptive, probe = self._asked
+        spec, acceptance, levels, adaptive, probe = self._asked
         model = driven(self.model)
-        with torch.inference_mode(False), torch.no_grad():  # whoever asks first must not forbid later training
-            inner, name = zoo.drafter(drafter, model)
-            if hasattr(inner, "attach"):
-                inner.attach(model)
-            needs = inner.needs if inner is not None else frozenset()
-            layers = getattr(inner, "feature_layers", ()) if "features" in needs else ()
-            target = HFDecoder(model, tuple(layers), embeddings="embeddings" in needs, check=probe)
-            rule = own_rule(acceptance)
-            check_pairing(inner, rule, target.capabilities)
-            guarded = None
-            if inner is not None:
-                chains = bool(getattr(rule, "chains", False))
-                guarded = Guarded(inner, target.capabilities, target.device, chains)
-        return Pairing(target, guarded, name, rule, Pace(levels or getattr(inner, "levels", 8), adaptive))
+
+        def make_target(traits: DrafterTraits) -> HFDecoder:
+            return HFDecoder(model, traits.feature_layers, traits.embeddings, check=probe)
+
+        with torch.inference_mode(False), torch.no_grad():  # what is built in a call may be trained later
+            drafter, name = zoo.drafter(spec, model)
+            return pair(drafter, name, own_rule(acceptance), model, make_target, levels=levels, adaptive=adaptive)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "model" not in self.__dict__:  # copying and pickling ask an object without contents
@@ -207,7 +190,8 @@ class _Run:
         self.stats: Any = None
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        target, drafter, name, rule, pace = self.pairing
+        pairing = self.pairing
+        target = pairing.target
         if model is not target.model:
             raise ValueError(f"model: got a call of {type(model).__name__}, expected {type(target.model).__name__}")
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
@@ -217,12 +201,10 @@ class _Run:
         if self.streamer is not None:
             request.on_tokens = requests.streaming(self.streamer, input_ids)
             self.streamer.put(input_ids.cpu())  # generate shows the prompt to a streamer it knows; not to this one
-        self.state = decode(target, drafter, rule, request, pace)
-        if drafter is not None:
-            drafter.finish(self.state)
+        self.state = pairing.decode(request)
         if self.streamer is not None:
             self.streamer.end()
-        self.stats = Stats.of(self.state, name, rule, self.tokenizer)
+        self.stats = Stats.of(self.state, pairing, self.tokenizer)
         return requests.package(self.state, input_ids, generation_config)
 
 
@@ -254,24 +236,3 @@ class Speculative:
 def own_rule(acceptance: str | Acceptance) -> Any:
     """A rule by name, or a copy of one: it will be bound to one target, and its owner may pair it with others."""
     return zoo.acceptance(acceptance) if isinstance(acceptance, str) else copy.copy(acceptance)
-
-
-def check_pairing(drafter: Drafter | None, rule: Acceptance, capabilities: Capabilities) -> None:
-    """Once, when they are built: can this rule judge this drafter's drafts, and is the target what it needs?"""
-    if drafter is not None and not hasattr(drafter, "propose"):
-        raise ValueError(f"drafter: got {type(drafter).__name__}, expected one that proposes tokens")
-    if hasattr(rule, "bind"):
-        rule.bind(capabilities)
-    if getattr(rule, "chains", False) and getattr(drafter, "trees", False):
-        raise ValueError(
-            f"drafter: {type(drafter).__name__} drafts trees, expected chains for the rule {type(rule).__name__}"
-        )
-    sampled = bool(getattr(drafter, "samples", False))
-    if "q" in rule.needs and drafter is not None and not sampled:
-        raise ValueError(
-            f"acceptance: {type(rule).__name__} needs sampled drafts, got {type(drafter).__name__} of point masses"
-        )
-    if sampled and "q" not in rule.takes:
-        raise ValueError(
-            f"drafter: {type(drafter).__name__} samples, expected point masses for the rule {type(rule).__name__}"
-        )

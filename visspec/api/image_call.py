@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from visspec.api.accelerate import Pairing
+from visspec.loop.pairing import Pairing
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.targets.image_ar import Family, Layout
 from visspec.types import Sampling, State, Trace

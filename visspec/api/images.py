@@ -17,23 +17,18 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from visspec.accept.exact import Exact
-from visspec.accept.local import Local
 from visspec.api import requests, zoo
-from visspec.api.accelerate import Pairing, check_pairing, own_rule
+from visspec.api.accelerate import own_rule
 from visspec.api.copies import Copied
 from visspec.api.image_call import ORIGINS as ORIGINS
 from visspec.api.image_call import Calls, ImageOutput, Interrupted, Job, Watch, origin_map, pass_numbers
-from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
+from visspec.loop.pairing import Pairing, pair
 from visspec.loop.stats import Stats
-from visspec.loop.wavefront import Islands, decode_wavefront
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import Family, ImageAR
-from visspec.types import Acceptance, Drafter, Request, Sampling, State
+from visspec.types import Acceptance, Drafter, DrafterTraits, Order, Request, Sampling, State
 
-KEPT = ("model", "processor", "drafter", "acceptance", "levels", "parts", "_progress", "_home")  # by copies
+KEPT = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "_progress", "_home")  # by copies
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 
@@ -41,9 +36,9 @@ class ImagePipeline(Copied):
     """A loaded image model and how it is accelerated. The model is not changed.
 
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; a call may
-    name others. parts: what some families need beside the model (a codec, a style, a negative prompt). Besides
-    drafters, `drafter` may name an order of decoding, "zipar:window=4". Raises ValueError in one sentence where the
-    parts do not fit.
+    name others. parts: what some families need beside the model (a codec, a style, a negative prompt). order: of
+    decoding, raster by default; "zipar:window=4" drafts nothing, so the drafter is left out. Raises ValueError in one
+    sentence where the parts do not fit.
     """
 
     def __init__(
@@ -54,9 +49,10 @@ class ImagePipeline(Copied):
         acceptance: str | Acceptance = "exact",
         levels: int | None = None,
         parts: dict[str, Any] | None = None,
+        order: str | Order | None = None,
     ):
         self.model, self.processor, self.parts = model, processor, parts or {}
-        self.drafter, self.acceptance, self.levels = drafter, acceptance, levels
+        self.drafter, self.acceptance, self.levels, self.order = drafter, acceptance, levels, order
         self.last_output = ImageOutput()  # finished images of the newest call, also when it was interrupted
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
@@ -68,7 +64,7 @@ class ImagePipeline(Copied):
         return {name: getattr(self, name) for name in KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*(state[name] for name in KEPT[:6]))
+        self.__init__(*(state[name] for name in KEPT[:7]))
         self._progress, self._home = state["_progress"], state["_home"]
 
     @classmethod
@@ -176,6 +172,7 @@ class ImagePipeline(Copied):
         batch_size: int = 8,
         drafter: Any = ...,
         acceptance: str | Acceptance | None = None,
+        order: str | Order | None = None,
         output_type: str = "pil",
         callback_on_step_end: Callable[[ImagePipeline, int, int, dict], dict | None] | None = None,
     ) -> ImageOutput:
@@ -192,8 +189,8 @@ class ImagePipeline(Copied):
         for part in self.stream(
             prompt, num_images_per_prompt=num_images_per_prompt, guidance_scale=guidance_scale,
             temperature=temperature, top_k=top_k, top_p=top_p, height=height, width=width, generator=generator,
-            seed=seed, batch_size=batch_size, drafter=drafter, acceptance=acceptance, output_type=output_type,
-            callback_on_step_end=callback_on_step_end,
+            seed=seed, batch_size=batch_size, drafter=drafter, acceptance=acceptance, order=order,
+            output_type=output_type, callback_on_step_end=callback_on_step_end,
         ):  # fmt: skip
             out.extend(part)
         join = {"np": np.stack, "pt": torch.stack}.get(output_type)
@@ -225,8 +222,8 @@ class ImagePipeline(Copied):
 
     def _job(
         self, prompt, *, num_images_per_prompt=1, guidance_scale=None, temperature=None, top_k=None, top_p=None,
-        height=None, width=None, generator=None, seed=None, batch_size, drafter=..., acceptance=None, output_type,
-        callback_on_step_end=None,
+        height=None, width=None, generator=None, seed=None, batch_size, drafter=..., acceptance=None, order=None,
+        output_type, callback_on_step_end=None,
     ) -> Job:  # fmt: skip
         """Everything that can be wrong is found here, before any pass."""
         texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
@@ -254,8 +251,9 @@ class ImagePipeline(Copied):
             warnings.warn(f"prompt: got {', '.join(words)}, {expected}", stacklevel=2)
         texts = [t for t in texts for _ in range(num_images_per_prompt)]
         seeds = image_seeds(generator, seed, len(texts))
+        drafter = self._default_drafter(order) if drafter is ... else drafter
         pairing = self.pairing(
-            self.drafter if drafter is ... else drafter, acceptance if acceptance is not None else self.acceptance
+            drafter, acceptance if acceptance is not None else self.acceptance, self.order if order is None else order
         )
         return Job(texts, seeds, sampling, layout, family, pairing, output_type, callback_on_step_end)
 
@@ -280,52 +278,38 @@ class ImagePipeline(Copied):
             values[name] = value
         return Sampling(guidance=float(values.pop("guidance_scale")), **values)
 
-    def pairing(self, drafter, acceptance) -> Pairing:
-        """A drafter and a rule, by name or as they are, with the target; kept, so that a pace goes on learning."""
-        key = tuple(x if isinstance(x, str | None) else id(x) for x in (drafter, acceptance))
+    def _default_drafter(self, order: Any) -> Any:
+        """The pipeline's drafter, where the order of a call drafts."""
+        found = zoo.order(self.order if order is None else order)
+        return self.drafter if found is None or found.drafts else None
+
+    def pairing(self, drafter, acceptance, order=None) -> Pairing:
+        """A drafter, a rule and an order, by name or as they are, with the target; kept, so that a pace goes on
+        learning.
+        """
+        asked = (drafter, acceptance, order)
+        key = tuple(x if isinstance(x, str | None) else id(x) for x in asked)
         with self._lock:
             if key not in self._built:
-                with torch.inference_mode(False), torch.no_grad():  # what a call builds outlives it
+                with torch.inference_mode(False), torch.no_grad():  # what is built in a call may be trained later
                     # kept with what was given: as long as that lives, its id is no other's
-                    self._built[key] = (self._pairing(drafter, acceptance), drafter, acceptance)
+                    self._built[key] = (self._pairing(*asked), asked)
             return self._built[key][0]
 
-    def _pairing(self, drafter, acceptance) -> Pairing:
-        """A fresh pairing. What decodes out of raster order comes back as a plan in the drafter's place."""
-        rule = own_rule(acceptance)
-        if not hasattr(rule, "make_noise"):
-            raise ValueError(f"acceptance: got {rule!r}, expected a rule or the name of one")
-        inner, name = self._drafter(drafter)
-        if inner is not None and not (hasattr(inner, "propose") or hasattr(inner, "paint")):
-            raise ValueError(f"drafter: got {inner!r}, expected a drafter, an order of decoding or the name of one")
-        if hasattr(inner, "attach"):
-            inner.attach(self.family)
-        target = ImageAR(self.family, features=inner is not None and "features" in inner.needs)
-        if hasattr(inner, "sketch") and isinstance(rule, Local):
-            inner = Islands(rule, inner)
-        if hasattr(inner, "paint"):
-            if not isinstance(inner, Islands) and not isinstance(rule, Exact):
-                raise ValueError(
-                    f"acceptance: got {type(rule).__name__}, expected exact: {name} accepts nothing, it decodes in"
-                    " another order"
-                )
-            inner.bind(target.capabilities)
-            return Pairing(target, inner, name, rule if isinstance(inner, Islands) else inner, None)
-        check_pairing(inner, rule, target.capabilities)
-        guarded = (
-            None
-            if inner is None
-            else Guarded(inner, target.capabilities, self.device, bool(getattr(rule, "chains", False)))
+    def _pairing(self, drafter, acceptance, order) -> Pairing:
+        def make_target(traits: DrafterTraits) -> ImageAR:
+            return ImageAR(self.family, features=bool(traits.feature_layers))
+
+        rule, (found, name) = own_rule(acceptance), self._drafter(drafter)
+        # a pace that reads clocks would make the draws of a rule with coins of its own depend on them
+        adaptive = isinstance(rule, Acceptance) and not rule.traits.judges_draws
+        return pair(
+            found, name, rule, self.family, make_target, order=zoo.order(order), levels=self.levels, adaptive=adaptive
         )
-        # a pace that reads clocks would make the draws of a rule with coins depend on them; a window that ripens over
-        # several passes is worth more than what one pass shows
-        adaptive = "q" not in rule.takes and not getattr(inner, "ripens", False)
-        pace = Pace(self.levels or getattr(inner, "levels", 8), adaptive)
-        return Pairing(target, guarded, name, rule, pace)
 
     def _drafter(self, spec) -> tuple[Any, str]:
-        """A drafter or an order of decoding, by name or as it is, and its name."""
-        if isinstance(spec, nn.Module) and not hasattr(spec, "propose"):
+        """A drafter, by name or as it is, and its name."""
+        if isinstance(spec, nn.Module):
             raise ValueError(
                 f"drafter: got a {type(spec).__name__}, expected a drafter or its name; a smaller image model drafts as"
                 " 'lowres:model=FOLDER'"
@@ -357,34 +341,30 @@ class ImagePipeline(Copied):
         request.on_round = watch = Watch(self, job, bar)
         stop: BaseException | None = None
         try:
-            if pairing.pace is None:
-                state = decode_wavefront(pairing.target, pairing.drafter, request)
+            state = pairing.decode(request)
+            if not pairing.order.raster:  # all tokens are final at once, at the end
                 bar.update(sum(map(len, state.tokens)))
-            else:
-                state = decode(pairing.target, pairing.drafter, pairing.rule, request, pairing.pace)
         except (Interrupted, KeyboardInterrupt) as ended:
             if watch.state is None:
                 raise
-            state, stop = watch.state, ended
-        if isinstance(pairing.drafter, Guarded):
-            pairing.drafter.finish(state)
+            state, stop = pairing.finish(watch.state), ended
         self.last_state = state
         return self._output(job, state, texts, seeds), stop
 
     def _output(self, job: Job, state: State, texts: list[str], seeds: list[int]) -> ImageOutput:
         """Finished rows only: an interrupted batch keeps those that were complete."""
         whole = [job.layout.positions] * 2  # a KeyboardInterrupt may come between tokens and where they are from
-        told = zip(state.tokens, state.trace.origin)
-        done = [b for b, row in enumerate(told) if [len(part) for part in row] == whole]
+        rows = zip(state.tokens, state.trace.origin)
+        done = [b for b, row in enumerate(rows) if [len(part) for part in row] == whole]
         out = ImageOutput(prompts=[texts[b] for b in done], seeds=[seeds[b] for b in done])
-        out.stats, out.traces = [Stats.of(state, job.pairing.name, job.pairing.rule)], [state.trace]
+        out.stats, out.traces = [Stats.of(state, job.pairing)], [state.trace]
         if not done:
             return out
         free = job.layout.free
         codes = torch.tensor([state.tokens[b] for b in done])[:, free]
         out.tokens = list(codes)
         out.maps = [origin_map(state.trace.origin[b], job.layout) for b in done]
-        passes = state.memory if job.pairing.pace is None else [pass_numbers(o) for o in state.trace.origin]
+        passes = [pass_numbers(o) for o in state.trace.origin] if job.pairing.order.raster else state.memory
         out.passes = [np.array(passes[b], np.int32)[free.numpy()].reshape(job.layout.grid) for b in done]
         if job.output_type == "latent":
             out.images = list(codes.view(len(done), *job.layout.grid))

@@ -219,8 +219,8 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
         return sequences
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=_steps(state.laws, longest) if state.request.keep_logits else None,
-        logits=_steps(state.raw, longest) if state.request.keep_raw else None,
+        scores=_steps(state.tape.laws, longest) if state.request.keep_logits else None,
+        logits=_steps(state.tape.raw, longest) if state.request.keep_raw else None,
         past_key_values=_cache(state) if state.request.keep_cache else None,
     )
 

@@ -1,4 +1,4 @@
-"""The one table of names: drafters, acceptance rules, shipped checkpoints. Lazy: imports nothing before its use."""
+"""The one table of names: drafters, acceptance rules, orders, presets, checkpoints. Imports nothing before its use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from visspec.checkpoint import read_json
+from visspec.types import Order
 
 ACCEPTANCE = {
     "exact": ("visspec.accept.exact:Exact", "greedy and sampling, chains and trees; token-identical to plain decoding"),
@@ -36,10 +37,6 @@ DRAFTERS = {
     "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
     "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
     "lowres": ("visspec.models.drafters.lowres:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
-    "zipar": (
-        "visspec.loop.wavefront:ZipAR",
-        "images: an order, not a drafter; a row starts `window` codes after the last",
-    ),
     "vispec": (
         "visspec.models.drafters.eagle:FeatureDrafter",
         "drafts on the embedded captioner's own features; shipped, other targets train theirs",
@@ -49,22 +46,48 @@ DRAFTERS = {
         "images: drafts on the embedded painter's own features; tree=chain, dynamic or static; shipped",
     ),
 }
-PRESETS = {  # of image generation: drafter, rule, where it is from; docs/presets.md compares them
-    "plain": ("none", "exact", "no drafting, in our loop"),
-    "gumbel": ("jacobi:window=12", "exact", "Jacobi windows coupled to the target's own noise; token-identical"),
-    "coupled": ("jacobi:redraw=maximal,window=16", "rejection", "SCD: Jacobi windows, maximal coupling"),
-    "sjd-pac": ("jacobi:redraw=maximal,window=16,branch=3", "rejection", "SJD-PAC (CVPR 2026): the same, a tree first"),
-    "sjd": ("jacobi:redraw=independent,start=random,window=16", "rejection", "SJD (ICLR 2025)"),
-    "gsd": ("jacobi:redraw=independent,start=random,window=16", "grouped:group=14", "GSD (ICCV 2025)"),
-    "sjd-sv": ("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),
-    "drafter": ("painter-eagle:levels=8", "exact", "the trained drafter, chains coupled to the target's own noise"),
-    "naive": ("painter-eagle:tree=dynamic", "rejection", "EAGLE-2 trees, exact rejection"),
-    "lantern": ("painter-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),
-    "lantern++": ("painter-eagle:tree=static", "lantern_plus:k=10,lam=2.0", "LANTERN++ (ICLR-W 2025)"),
-    "cool": ("painter-eagle", "cool:omega=1.1,nu=0.7", "COOL-SD (AAAI 2026)"),
-    "mulo": ("lowres:upsample=painter-upsampler", "local:tau=0.05,k=8,radius=1,window=2", "MuLo-SD (CVPR 2026)"),
-    "zipar": ("zipar:window=4", "exact", "ZipAR (ICML 2025)"),
-    "coupled-lantern": (
+ORDERS = {  # in which the positions of an image are decided
+    "raster": ("visspec.loop.orders:Raster", "row by row, through the loop; the default"),
+    "zipar": ("visspec.loop.orders:ZipAR", "a row starts `window` codes after the last; drafts nothing"),
+    "islands": (
+        "visspec.loop.orders:Islands",
+        "a drafted image is judged at once, what is rejected is drawn again; of lowres with local by itself",
+    ),
+}
+
+
+class Preset(NamedTuple):
+    """A published system of image generation, as values."""
+
+    drafter: str
+    acceptance: str
+    source: str
+    order: str | None = None
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, (self.drafter, self.acceptance, self.order)))
+
+
+PRESETS = {  # docs/presets.md compares them
+    "plain": Preset("none", "exact", "no drafting, in our loop"),
+    "gumbel": Preset("jacobi:window=12", "exact", "Jacobi windows coupled to the target's own noise; token-identical"),
+    "coupled": Preset("jacobi:redraw=maximal,window=16", "rejection", "SCD: Jacobi windows, maximal coupling"),
+    "sjd-pac": Preset(
+        "jacobi:redraw=maximal,window=16,branch=3", "rejection", "SJD-PAC (CVPR 2026): the same, a tree first"
+    ),
+    "sjd": Preset("jacobi:redraw=independent,start=random,window=16", "rejection", "SJD (ICLR 2025)"),
+    "gsd": Preset("jacobi:redraw=independent,start=random,window=16", "grouped:group=14", "GSD (ICCV 2025)"),
+    "sjd-sv": Preset("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),
+    "drafter": Preset(
+        "painter-eagle:levels=8", "exact", "the trained drafter, chains coupled to the target's own noise"
+    ),
+    "naive": Preset("painter-eagle:tree=dynamic", "rejection", "EAGLE-2 trees, exact rejection"),
+    "lantern": Preset("painter-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),
+    "lantern++": Preset("painter-eagle:tree=static", "lantern_plus:k=10,lam=2.0", "LANTERN++ (ICLR-W 2025)"),
+    "cool": Preset("painter-eagle", "cool:omega=1.1,nu=0.7", "COOL-SD (AAAI 2026)"),
+    "mulo": Preset("lowres:upsample=painter-upsampler", "local:tau=0.05,k=8,radius=1,window=2", "MuLo-SD (CVPR 2026)"),
+    "zipar": Preset("none", "exact", "ZipAR (ICML 2025)", "zipar:window=4"),
+    "coupled-lantern": Preset(
         "jacobi:redraw=maximal,window=16",
         "lantern:k=20,delta=0.05",
         "LANTERN on Jacobi windows",
@@ -129,9 +152,12 @@ def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: C
     """`kind(**options)`, or `start(**options)` where that builds one. Raises ValueError for an option it does not take
     and for a value that is not what the constructor's annotation says.
     """
-    for option, value in options.items():
+    for option, value in list(options.items()):
         parameter = signature(kind).parameters.get(option)
         annotated = str(parameter.annotation).removesuffix(" | None") if parameter else ""
+        if annotated == "Acceptance":
+            options[option] = acceptance(str(value), option)
+            continue
         types, words = VALUES.get(annotated, (object, "a finite number"))
         wrong = not isinstance(value, types) or (isinstance(value, bool) and annotated in ("int", "float"))
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
@@ -148,29 +174,47 @@ def _pick(table: dict, what: str, name: str):
     return table[name]
 
 
-def acceptance(text: str) -> Any:
+def acceptance(text: str, what: str = "acceptance") -> Any:
     """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
     name, options = parse(text)
-    reference, _ = _pick(ACCEPTANCE, "acceptance", name)
-    return make("acceptance", name, load(reference), options)
+    reference, _ = _pick(ACCEPTANCE, what, name)
+    return make(what, name, load(reference), options)
 
 
-def preset(name: str) -> tuple[str, str]:
-    """Drafter and rule of a preset of image generation. Raises ValueError for an unknown name."""
-    return _pick(PRESETS, "preset", name)[:2]
+def preset(name: str) -> Preset:
+    """A preset of image generation. Raises ValueError for an unknown name."""
+    return _pick(PRESETS, "preset", name)
+
+
+def method(text: str) -> dict[str, str | None]:
+    """ "drafter/rule" or "drafter/rule/order" as arguments of an `ImagePipeline`."""
+    drafter, _, rest = text.partition("/")
+    acceptance, _, order = rest.partition("/")
+    return {"drafter": drafter, "acceptance": acceptance, "order": order or None}
+
+
+def order(spec: Any) -> Any:
+    """An order by name and options, "zipar:window=4", or as it is. Raises ValueError as `acceptance`."""
+    if spec is None or isinstance(spec, Order):
+        return spec
+    name, options = parse(str(spec))
+    reference, _ = _pick(ORDERS, "order", name)
+    return make("order", name, load(reference), options)
 
 
 def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
     """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`."""
     if spec is None or spec == "none":
         return None, "none"
-    if isinstance(spec, nn.Module) and not hasattr(spec, "propose"):
+    if isinstance(spec, nn.Module):
         return load("visspec.models.drafters.small_model:SmallModel")(spec, model), type(spec).__name__
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
     if str(spec).partition(":")[0] not in DRAFTERS and Path(spec).is_dir():
         return _from_folder(Path(spec), model, {}), Path(spec).name
     name, options = parse(str(spec))
+    if name in ORDERS:
+        raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in SHIPPED:
         folder, target = (CHECKPOINTS / part for part in SHIPPED[name])
         _check_same_model(name, target, model)

@@ -139,7 +139,8 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
     """Ratios of every arm to ours, tau, the gap to ideal, times by stage."""
     ours, plain, sampled = runs["ours"], runs["plain"], temperature > 0
     against = speed.compare(runs["transformers_generate"], ours, per_token=sampled)
-    rule, fast = arms["ours"].fast.rule, arms["ours"].fast
+    fast = arms["ours"].fast
+    pairing = fast.pairing
     count = max(len(ours), 1)
     names = {stage for run in ours for stage in run.stages}
     baselines = {}
@@ -159,8 +160,8 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
     over = speed.compare(plain, ours)  # ideal and tau count in passes of our own plain loop
     record = {
         "bench": "caption",
-        "guarantee": rule.guarantee,
-        "promises_tokens": promises_tokens(rule, not sampled),
+        "guarantee": pairing.guarantee,
+        "promises_tokens": pairing.promises_tokens(not sampled),
         **against,
         "identical_to": "transformers_generate",
         **speed.tau(ours),
@@ -186,13 +187,6 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
         record["identical"], record["compared"] = baselines["plain"]["identical"], len(ours)
         record["identical_to"] = "plain (same seeds)"
     return record
-
-
-def promises_tokens(rule, greedy: bool) -> bool:
-    """Whether a rule gives the very tokens of plain decoding. One that is exact with coins of its own keeps the law
-    only; greedy decoding tosses none.
-    """
-    return rule.guarantee != "approximate" and (greedy or "q" not in rule.takes)
 
 
 def acceptance(runs: Sequence[Run]) -> list[float]:

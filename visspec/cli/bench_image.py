@@ -21,7 +21,6 @@ from tqdm import tqdm
 from visspec.api import zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.checkpoint import read_json
-from visspec.cli.bench_caption import promises_tokens
 from visspec.cli.generate import save
 from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
@@ -72,12 +71,12 @@ def spread(count: int) -> list[dict]:
 
 
 def chosen(method: str) -> tuple[str, str]:
-    """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"."""
+    """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:
-        return name, "/".join(zoo.preset(name))
+        return name, str(zoo.preset(name))
     if "/" not in pair:
-        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance")
+        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
     return name, pair
 
 
@@ -104,9 +103,9 @@ class OurArm:
 
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
-        self.drafter, self.acceptance = method.split("/", 1)
-        pairing = pipe.pairing(self.drafter, self.acceptance)  # what can't be is refused here
-        self.rule, self.whole, self.greedy = pairing.rule, pairing.pace is None, sampling.greedy
+        self.method = zoo.method(method)
+        pairing = pipe.pairing(**self.method)  # what can't be is refused here
+        self.whole, self.promise = not pairing.order.raster, pairing.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
         self.displacement: list[float] = []
@@ -116,7 +115,7 @@ class OurArm:
         seeds = [1000 * (self.seed + index) + row for row in range(len(texts))]
         start = time.perf_counter()
         out = self.pipe(
-            texts, seed=seeds, batch_size=len(texts), drafter=self.drafter, acceptance=self.acceptance,
+            texts, seed=seeds, batch_size=len(texts), **self.method,
             output_type=self.output_type, **self.options,
         )  # fmt: skip
         seconds = time.perf_counter() - start
@@ -175,8 +174,8 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     guarantee = arm.outputs[-1].stats[0].guarantee
     reach = [entry for run in found for entry in run.rounds]
     return {
-        "name": name, "drafter": arm.drafter, "acceptance": arm.acceptance,
-        "guarantee": guarantee, "promises_tokens": promises_tokens(arm.rule, arm.greedy),
+        "name": name, **arm.method, "order": arm.method["order"] or "raster",
+        "guarantee": guarantee, "promises_tokens": arm.promise,
         "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
         **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
         "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
@@ -274,8 +273,7 @@ def draw(
     """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`. Beside
     each is a JSON file with the map of its tokens.
     """
-    drafter, acceptance = method.split("/", 1)
-    whole = pipe.pairing(drafter, acceptance).pace is None
+    whole = not pipe.pairing(**zoo.method(method)).order.raster
     entries = []
     for i, prompt in enumerate(prompts):
         path = geneval.write_prompt(root, i, prompt) / "0000.png"
@@ -285,7 +283,7 @@ def draw(
         group = missing[start : start + 16]
         out = pipe(
             [picture.prompt for _, picture in group], seed=[picture.seed for _, picture in group], batch_size=16,
-            drafter=drafter, acceptance=acceptance, **options,
+            **zoo.method(method), **options,
         )  # fmt: skip
         for (path, _), image, origins in zip(group, out.images, out.maps):
             grid = accepted(origins, whole)

@@ -31,7 +31,7 @@ def run(arguments, options: dict[str, Any], load: Callable) -> int:
     request = arguments.prompt or PROMPT
     about = {
         "model": arguments.model or "captioner", "prompt": request, "drafter": drafter,
-        "acceptance": arguments.acceptance, "guarantee": fast.rule.guarantee, "sampling": options,
+        "acceptance": arguments.acceptance, "guarantee": fast.rule.traits.guarantee, "sampling": options,
         "batch_size": arguments.batch_size, "provenance": provenance(fast.model),
     }  # fmt: skip
     if arguments.model is None and (strange := foreign(arguments.image, arguments.max_pixels)) is not None:

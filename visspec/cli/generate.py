@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -18,9 +19,9 @@ MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the 
 
 def run(arguments) -> int:
     """The command. Finished images stay when it is interrupted. Returns the exit code."""
-    drafter, acceptance = method(arguments)
+    chosen = method(arguments)
     pipe = ImagePipeline.from_pretrained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype, drafter=drafter, acceptance=acceptance,
+        arguments.model, device=arguments.device, dtype=arguments.dtype, **chosen,
         trust_remote_code=arguments.trust_remote_code,
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
@@ -31,7 +32,7 @@ def run(arguments) -> int:
     )  # fmt: skip
     shown: list[Image.Image] = []
     captions: list[str] = []
-    about = {"drafter": drafter, "acceptance": acceptance, "provenance": provenance(pipe.model)}
+    about = {**chosen, "provenance": provenance(pipe.model)}
     first = first_number(arguments.out)
     with Results(arguments.json, about) as results:
         try:
@@ -65,14 +66,19 @@ def first_number(folder: Path) -> int:
     return max(numbers, default=-1) + 1
 
 
-def method(arguments) -> tuple[str, str]:
-    """Drafter and rule from --preset, or from --drafter and --acceptance."""
+def method(arguments) -> dict[str, Any]:
+    """Drafter, rule and order from --preset, or from their own options."""
+    own = {name: getattr(arguments, name) for name in ("drafter", "acceptance", "order")}
     if arguments.preset is None:
-        return arguments.drafter or "jacobi", arguments.acceptance or "exact"
-    for name in ("drafter", "acceptance"):
-        if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name}: got {getattr(arguments, name)} beside --preset, expected one of the two")
-    return zoo.preset(arguments.preset)
+        return {
+            "drafter": own["drafter"] or "jacobi",
+            "acceptance": own["acceptance"] or "exact",
+            "order": own["order"],
+        }
+    for name, value in own.items():
+        if value is not None:
+            raise ValueError(f"--{name}: got {value} beside --preset, expected one of the two")
+    return zoo.method(str(zoo.preset(arguments.preset)))
 
 
 def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:

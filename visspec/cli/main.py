@@ -139,6 +139,7 @@ def _generate(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--width", type=int, help="pixels; default: the model's own")
     sub.add_argument("--preset", help="a published method by name, see visspec list")
     sub.add_argument("--drafter", help="name with options, or folder (default: jacobi)")
+    sub.add_argument("--order", help="order of decoding, with options: zipar:window=4 (default: raster)")
     sub.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact)")
     sub.add_argument("--batch-size", type=positive, default=8)
     sub.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
@@ -356,11 +357,11 @@ def run_list(arguments) -> int:
     from visspec.api import zoo
 
     view = Table("kind", "name", Column("what it is", overflow="fold"))
-    for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE)):
+    for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE), ("order", zoo.ORDERS)):
         for name, (_, what) in entries.items():
             view.add_row(kind, name, what)
-    for name, (drafter, rule, what) in zoo.PRESETS.items():
-        view.add_row("preset", name, f"{what} ({drafter} / {rule})")
+    for name, preset in zoo.PRESETS.items():
+        view.add_row("preset", name, f"{preset.source} ({preset})")
     for folder in sorted(p for p in zoo.CHECKPOINTS.iterdir() if (p / "config.json").is_file()):
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
         view.add_row("checkpoint", folder.name, f"{size:.1f} MB, shipped with the package")

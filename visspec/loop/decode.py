@@ -1,21 +1,22 @@
 """The decode loop: draft, verify, accept, commit, observe.
 
 One loop for plain decoding (nothing drafted), text of vision-language models and discrete image tokens. It knows no
-model class: targets, drafters and rules are passed in (`types.Target`, `types.Drafter`, `types.Acceptance`). Each round
-synchronises host and device once, in `settle`; what the loop and the cache tell the device of a round (lengths, paths,
-rows) is queued from pinned memory and makes nobody wait. A request's processors, stop function and grammar wait too.
+model class: targets, drafters and rules are passed in (`types.Target`, `types.Drafter`, `types.Acceptance`). It does
+not look inside values or laws either: what a request produces is kept by its tape (`State.tape`). Each round
+synchronises host and device once, in `settle`; lengths, paths and rows are copied to the device from pinned memory,
+which does not block. A request's processors, stop function and grammar may synchronise as well.
 """
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
-from torch import Tensor
 
 from visspec import tree as trees
-from visspec.cache import told
+from visspec.cache import to_device
 from visspec.loop.pace import Pace
 from visspec.types import (
-    ABSENT,
     Acceptance,
     Draft,
     Drafter,
@@ -32,7 +33,7 @@ from visspec.types import (
 
 @torch.inference_mode()
 def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request: Request, pace: Pace) -> State:
-    """Decode a batch. Returns the finished state: `tokens` per row (stop trimmed), `trace`, `laws` when asked for.
+    """Decode a batch. Returns the finished state: its `tape` (trimmed at stops) and its `trace`.
 
     A fault of the target raises; a fault of the drafter has been turned into an empty draft before it gets here.
     """
@@ -69,11 +70,9 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
     trace = Trace()
     with trace.stage("prefill"):
         state, scores = target.prefill(request)
-        rows = len(state.rows)
-        state.trace, trace.origin = trace, [[] for _ in range(rows)]
-        state.tokens, state.laws, state.raw = ([[] for _ in range(rows)] for _ in range(3))
+        state.trace, trace.origin = trace, [[] for _ in state.rows]
         if request.generators is not None and not request.sampling.greedy:
-            state.noise = accept.make_noise(request.generators, scores.logits.shape[-1])
+            state.noise = accept.make_noise(request.generators, scores.law.width)
         draft = trees.undrafted(state.pending)
         settle(state, draft, scores, accept(draft, scores, state.noise))
     trace.rounds.clear()  # the prefill is not a round: tau counts passes over drafts
@@ -82,59 +81,43 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
 
 
 def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outcome:
-    """Bring the verdict to the host (the round's one synchronisation), trim at stops, and hand the tokens out."""
-    width, tree = verdict.path.shape[1], draft.tree
-    parts = [verdict.length[:, None], verdict.next[:, None], verdict.path, draft.tokens]
+    """Bring the verdict to the host (the round's one synchronisation) and append what each row gained, up to a stop."""
+    tree, tape, origin = draft.tree, state.tape, state.trace.origin
+    parts = [verdict.length[:, None], verdict.path]
+    if draft.real is not None:
+        parts.append(draft.real)
     if not tree.chain:
-        parts.append(tree.parent.expand_as(draft.tokens))
+        parts.append(tree.parent.expand(len(state.rows), -1))
+    parts += tape.parts(draft, verdict)
     outcome, tried = Outcome(path=[], tokens=[]), []
-    for b, (length, following, *rest) in enumerate(torch.cat(parts, dim=1).tolist()):
-        path, nodes, parents = rest[:length], rest[width : width + tree.size], rest[width + tree.size :]
-        end = path[-1]
-        below = nodes[end + 1 : end + 2] if tree.chain else [t for t, p in zip(nodes, parents) if p == end]
-        tried.append(any(t != ABSENT for t in below))
+    for b, numbers in enumerate(torch.cat(parts, dim=1).tolist()):
+        columns = iter(numbers)
+        (length,), path, *rest = (list(islice(columns, part.shape[1])) for part in parts)
+        path, end = path[:length], path[length - 1]
+        real = [True] * tree.size if draft.real is None else rest.pop(0)
+        below = range(end + 1, tree.size)[:1] if tree.chain else children(rest.pop(0), end)
+        row, gained = state.rows[b], tape.gained(path, *rest)
+        tried.append(any(real[n] for n in below))
+        last = "corrected" if tried[b] else "bonus" if length > 1 else "plain"
+        origin[row] += [*["drafted"] * (length - 1), last][: tape.append(row, gained)]
+        tape.keep(row, b, path, scores)
         outcome.path.append(path)
-        outcome.tokens.append([*(nodes[n] for n in path[1:]), following])
-        emit(state, b, outcome.tokens[b], tried[b])
-        if state.request.keep_logits:
-            add_laws(state.laws, state, b, scores.logits, path)
-        if state.request.keep_raw:
-            add_laws(state.raw, state, b, scores.aux["raw"], path)
-    for name in ("drift", "displacement"):
-        if (gained := getattr(verdict, name)) is not None:
-            meter = state.meters.setdefault(name, gained.new_zeros(len(state.tokens)))
-            meter.index_add_(0, told(state.rows, gained.device), gained)
-    state.trace.rounds.append(Round(draft.levels, [len(t) for t in outcome.tokens], tried))
+        outcome.tokens.append(gained)
+    for name, measured in (("drift", verdict.drift), ("displacement", verdict.displacement)):
+        if measured is not None:
+            meter = state.meters.setdefault(name, measured.new_zeros(len(origin)))
+            meter.index_add_(0, to_device(state.rows, measured.device), measured)
+    lengths = [len(path) for path in outcome.path]
+    state.trace.rounds.append(Round(draft.levels, lengths, tried))
     state.pending, state.position = verdict.next, state.position + verdict.length
     if state.noise is not None:
-        state.noise.advance([len(t) for t in outcome.tokens])
+        state.noise.advance(lengths)
     return outcome
 
 
-def emit(state: State, b: int, gained: list[int], tried: bool) -> None:
-    """Append a live row's new tokens up to its first stop. tried: a drafted token stood where the last one stands.
-
-    Tokens behind a stop inside an accepted block are dropped, so the output is what plain decoding gives.
-    """
-    request, row = state.request, state.rows[b]
-    tokens, origin = state.tokens[row], state.trace.origin[row]
-    last = "corrected" if tried else "bonus" if len(gained) > 1 else "plain"
-    before = len(tokens)
-    for i, token in enumerate(gained):
-        tokens.append(token)
-        origin.append(last if i == len(gained) - 1 else "drafted")
-        over = token in request.eos or len(tokens) >= request.max_new_tokens
-        if over or (request.stop is not None and request.stop(state.ids(b))):
-            state.finished.add(row)
-            break
-    if request.on_tokens is not None:
-        request.on_tokens(tokens[before:])
-
-
-def add_laws(kept: list[list[Tensor]], state: State, b: int, laws_BNV: Tensor, path: list[int]) -> None:
-    """Add to a live row's laws those that gave its new tokens."""
-    row = state.rows[b]
-    kept[row].extend(laws_BNV[b, path[: len(state.tokens[row]) - len(kept[row])]])
+def children(parents: list[int], node: int) -> list[int]:
+    """Nodes of a tree that hang from one."""
+    return [n for n, parent in enumerate(parents) if parent == node]
 
 
 def retire(state: State, target: Target, drafter: Drafter | None) -> None:
@@ -145,7 +128,7 @@ def retire(state: State, target: Target, drafter: Drafter | None) -> None:
     state.rows = [state.rows[b] for b in keep]
     if not keep:
         return
-    index = told(keep, state.pending.device)
+    index = to_device(keep, state.pending.device)
     state.pending, state.position = state.pending[index], state.position[index]
     if state.noise is not None:
         state.noise.select(keep)

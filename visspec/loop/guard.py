@@ -1,10 +1,10 @@
 """A drafter that can't hurt: whatever goes wrong in it costs speed, never output.
 
 Exceptions (out of memory included) and malformed drafts end drafting for the request; single bad nodes (ids out of
-range or standing for image content, a law q that is no law, or q = 0 at the drafted token) become ABSENT. Each is
-counted in the trace, and the first one warns. Nothing that a drafter is handed can be written through: it sees a `View`
-for the state, copies of what the loop goes on with, and tensors that the loop is done with. The target is never
-guarded: its faults are errors.
+range or standing for image content, a law q that is no law, or q = 0 at the drafted value) are marked as not real.
+Each is counted in the trace, and the first one warns. Nothing that a drafter is handed can be written through: it sees
+a `View` for the state, copies of what the loop goes on with, and tensors that the loop is done with. The target is
+never guarded: its faults are errors.
 """
 
 from __future__ import annotations
@@ -16,30 +16,26 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.cache import told
+from visspec.cache import to_device
 from visspec.grammar import fill, held
+from visspec.laws import check_tensor
 from visspec.loop.view import View, copied
-from visspec.types import ABSENT, MAX_NODES, Capabilities, Draft, Drafter, Outcome, Scores, State, Tree, Verdict
-
-SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1e-4
+from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome, Scores, State, Tree, Verdict
 
 
-class Guarded:
-    """Wraps a drafter for one target. Same protocol. chains: the rule judges no trees."""
+class Guarded(Drafter):
+    """Wraps a drafter for one target. chains: the rule judges no trees."""
 
     def __init__(
         self, drafter: Drafter, capabilities: Capabilities, device: torch.device | str = "cpu", chains: bool = False
     ):
-        self.inner, self.needs = drafter, drafter.needs
-        self.vocab = capabilities.vocab
+        self.inner, self.traits, self.law = drafter, drafter.traits, capabilities.law
         self.trees = capabilities.trees and not chains
-        self.allowed = torch.ones(self.vocab, dtype=torch.bool, device=device)
-        banned = [i for i in capabilities.never_drafted if 0 <= i < self.vocab]
-        self.allowed[banned] = False
+        self.limits = self.law.limits(capabilities.vocab, capabilities.never_drafted, device)
         self.warned = False
 
     def start(self, state: State, scores: Scores) -> None:
-        state.refused = torch.zeros((), dtype=torch.long, device=self.allowed.device)
+        state.refused = torch.zeros((), dtype=torch.long, device=self.limits.device)
         self._try(state, self.inner.start, View(state), replace(scores, aux=copied(scores.aux)))
 
     def propose(self, state: State, depth: int) -> Draft:
@@ -49,10 +45,23 @@ class Guarded:
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """The loop is done with all of these but the tree's shape, which others share, and the next token."""
         if state.drafting:
-            draft = Draft(draft.tokens, trees.shown(draft.tree), draft.q)
+            draft = Draft(draft.value, trees.shown(draft.tree), draft.q, draft.real)
             next_B = verdict.next.clone()
             verdict = Verdict(verdict.path, verdict.length, next_B, verdict.drift, verdict.displacement)
             self._try(state, self.inner.observe, View(state), draft, scores, verdict, outcome)
+
+    def sketch(self, state: State) -> Tensor:
+        """The inner drafter's image; codes that are none (-1) where it failed or drafted something else."""
+        assert state.request.grid is not None
+        rows, columns = state.request.grid
+        codes = self._try(state, self._sketched, state, (len(state.rows), rows * columns))
+        return torch.full((len(state.rows), rows * columns), -1, device=self.limits.device) if codes is None else codes
+
+    def _sketched(self, state: State, shape: tuple[int, int]) -> Tensor:
+        codes = self.inner.sketch(View(state))
+        if codes.shape != shape or codes.dtype != torch.long:
+            raise ValueError(f"codes: got shape {tuple(codes.shape)} of {codes.dtype}, expected {shape} of torch.int64")
+        return codes.to(self.limits.device)
 
     def select(self, state: State, keep: list[int]) -> None:
         self._try(state, self.inner.select, View(state), keep)
@@ -87,38 +96,37 @@ class Guarded:
         rows, like = len(state.rows), state.pending
         if type(draft) is not Draft or type(draft.tree) is not Tree:
             raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft with a Tree")
-        tokens, q = draft.tokens, draft.q
-        _check_tensor("tokens", tokens, torch.long, like)
         tree, sound = self._sound(draft.tree, rows, like)
-        if tokens.shape != (rows, tree.size):
-            raise ValueError(f"tokens: got shape {tuple(tokens.shape)}, expected {(rows, tree.size)}")
+        value, possible, allowed = self.law.drafted(draft.value, (rows, tree.size), self.limits)
         if tree.levels > depth:
             raise ValueError(f"levels: got {tree.levels}, expected at most {depth}")
         if not (self.trees or tree.chain):
             raise ValueError("tree: got a branching draft, expected a chain (target or rule takes no trees)")
         if tree.size == 1:
             return trees.undrafted(state.pending)
-        inside = (tokens >= 0) & (tokens < self.vocab)
-        wrong = ~(inside & sound) & (tokens != ABSENT)
-        may = self.allowed[tokens.clamp(0, self.vocab - 1)]
+        offered, real = True, possible & sound
+        if draft.real is not None:
+            check_tensor("real", draft.real, torch.bool, like)
+            if draft.real.shape != (rows, tree.size):
+                raise ValueError(f"real: got shape {tuple(draft.real.shape)}, expected {(rows, tree.size)}")
+            offered, real = draft.real, real & draft.real
+        wrong = ~(possible & sound) & offered
         if state.request.fixed is not None:  # where grammar holds a place any id will do: `fill` puts the right one in
-            may = may | (held(state, tree.depth) != ABSENT)
-        tokens = torch.where(inside & sound & may, tokens, ABSENT)
+            allowed = allowed | (held(state, tree.depth) != FREE)
+        real, q = real & allowed, draft.q
         if q is not None:
-            _check_tensor("q", q, None, like)
-            if q.shape != (rows, tree.size, self.vocab):
-                raise ValueError(f"q: got shape {tuple(q.shape)}, expected ({rows}, {tree.size}, {self.vocab})")
-            q = q.float()
-            lawful = _lawful(q, tokens)
-            wrong |= ~lawful & (tokens != ABSENT)
-            tokens, q = torch.where(lawful, tokens, ABSENT), torch.where(lawful[..., None], q, 0.0)
+            if type(q) is not self.law:
+                raise TypeError(f"q: got {type(q).__name__}, expected {self.law.__name__} or None")
+            q, lawful = q.checked(value, self.limits)
+            wrong, real = wrong | ~lawful & real, real & lawful
         state.refused += wrong[:, 1:].sum()
         # a row drafts no further than it would alone, so that coins fall the same in any batch
         room = [state.request.max_new_tokens - len(state.tokens[row]) - 1 for row in state.rows]
         if min(room) < tree.levels:
-            tokens = torch.where(tree.depth > told(room, tokens.device)[:, None], ABSENT, tokens)
-        tokens = torch.cat([state.pending[:, None], tokens[:, 1:]], dim=1)
-        return fill(Draft(tokens, tree, q), state)
+            real = real & (tree.depth <= to_device(room, value.device)[:, None])
+        value = value.masked_fill(~real.view(*real.shape, *[1] * (value.dim() - 2)), 0)  # ids that a target can't read
+        value = torch.cat([state.pending[:, None], value[:, 1:]], dim=1)
+        return fill(Draft(value, tree, q, real), state)
 
     def _sound(self, tree: Tree, rows: int, like: Tensor) -> tuple[Tree, Tensor | bool]:
         """The tree, on tensors of our own, with its impossible nodes hung below the root, and which nodes are not of
@@ -131,7 +139,7 @@ class Guarded:
             return _within(trees.sealed(tree)), True
         parent, depth, ancestor, levels = tree.parent, tree.depth, tree.ancestor, tree.levels
         for name, tensor in (("parent", parent), ("depth", depth), ("ancestor", ancestor)):
-            _check_tensor(name, tensor, torch.bool if name == "ancestor" else torch.long, like)
+            check_tensor(name, tensor, torch.bool if name == "ancestor" else torch.long, like)
         size = parent.shape[-1] if parent.dim() else 0
         shapes = parent.shape, depth.shape, ancestor.shape[:2], ancestor.shape[2:]
         if parent.shape not in ((1, size), (rows, size)) or shapes != (parent.shape, *[parent.shape] * 2, (size,)):
@@ -169,25 +177,9 @@ def _within(tree: Tree) -> Tree:
     return tree
 
 
-def _check_tensor(name: str, value: object, dtype: torch.dtype | None, like: Tensor) -> None:
-    """Raises ValueError for anything but a plain tensor of this dtype (None: of floats) where `like` is."""
-    if type(value) is not Tensor or value.layout != torch.strided or value.device != like.device:
-        what = f"a tensor of {value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name}: got {what}, expected a plain tensor on {like.device}")
-    if value.dtype != dtype if dtype else not value.is_floating_point():
-        raise ValueError(f"{name}: got {value.dtype}, expected {dtype or 'floats'}")
-
-
 def _said(error: Exception) -> str:
     """An exception in words; its text is the drafter's too, and may fail."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
         return type(error).__name__
-
-
-def _lawful(q: Tensor, tokens: Tensor) -> Tensor:
-    """Which nodes carry a law that could have yielded them: finite, no negatives, sum one, positive at the token."""
-    drawn = q.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
-    sums = (q.sum(dim=-1) - 1.0).abs() <= SUM_TOLERANCE
-    return q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & (drawn > 0) & (tokens >= 0)

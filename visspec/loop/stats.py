@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from visspec.loop.pairing import Pairing
 from visspec.types import Round, State
 
 COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700"}
@@ -30,6 +31,7 @@ class Stats:
     guarantee: str
     drafter: str
     acceptance: str
+    order: str  # in which positions were decided
     drift_per_token: float
     displacement_per_token: float | None  # in the codebook's space; None where the rule doesn't measure it
     faults: int
@@ -37,7 +39,7 @@ class Stats:
     pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
 
     @classmethod
-    def of(cls, state: State, drafter: str, rule, tokenizer=None) -> Stats:
+    def of(cls, state: State, pairing: Pairing, tokenizer=None) -> Stats:
         """From a finished state. With a tokenizer the pieces are text, else ids."""
         trace = state.trace
         passes = sum(len(r.gained) for r in trace.rounds)
@@ -45,7 +47,7 @@ class Stats:
         tokens = sum(map(len, state.tokens))
         drift = float(state.meters["drift"].sum()) if "drift" in state.meters else 0.0
         far = state.meters.get("displacement")
-        unmeasured = None if rule.guarantee == "approximate" else 0.0
+        unmeasured = None if pairing.guarantee == "approximate" else 0.0
         return cls(
             tokens=tokens,
             rounds=len(trace.rounds),
@@ -53,11 +55,12 @@ class Stats:
             tau_without_bonus=(gained - passes) / max(passes, 1),
             acceptance_by_depth=acceptance_by_depth(trace.rounds),
             times=dict(trace.times),
-            guarantee=rule.guarantee,
-            drafter=drafter,
-            acceptance=type(rule).__name__,
+            guarantee=pairing.guarantee,
+            drafter=pairing.name,
+            acceptance=type(pairing.rule.inner).__name__,
             drift_per_token=drift / max(tokens, 1),
             displacement_per_token=unmeasured if far is None else float(far.sum()) / max(tokens, 1),
+            order=type(pairing.order).__name__.lower(),
             faults=trace.faults,
             gave_up=trace.gave_up,
             pieces=[text_pieces(tokenizer, row, origin) for row, origin in zip(state.tokens, trace.origin)],

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visspec.laws import Categorical
+from visspec.noise import Noise
 from visspec.types import Request, Sampling, State
 
 
@@ -91,27 +93,31 @@ class FixedRows(Fixed):
 
 
 class Peek:
-    """The noise of a request: looking at numbers consumes none."""
+    """The noise of a request: reading numbers consumes none."""
 
-    def __init__(self, noise: Any):
+    def __init__(self, noise: Noise):
         self._noise = noise
         self._copies: dict[torch.Generator, torch.Generator] = {}
 
     @property
-    def kind(self) -> str:
-        return self._noise.kind
-
-    @property
-    def width(self) -> int:
-        return self._noise.width
+    def samples(self) -> bool:
+        return self._noise.samples
 
     def window(self, positions: int) -> Tensor:
         """(B, positions, width): the numbers of each row's next positions."""
         return self._noise.window(positions)
 
+    def draft(self, law: Categorical, level: int) -> tuple[Tensor, Categorical | None]:
+        """As `Noise.draft`."""
+        return self._noise.draft(law, level)
+
+    def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
+        """As `Noise.perturbed`."""
+        return self._noise.perturbed(logits_BWV, level)
+
     @property
     def generators(self) -> list[torch.Generator]:
-        """Copies of the rows' generators, to derive numbers from (`sampling.derived`).
+        """Copies of the rows' generators, to derive numbers from (`noise.derived`).
 
         A rule with coins of its own must not toss what a drafter knows: its generator skips the number that the copy
         yields first, once a request. Noise that belongs to positions is left as it is.
@@ -119,7 +125,7 @@ class Peek:
         for own in self._noise.generators:
             if own not in self._copies:
                 self._copies[own] = own.clone_state()
-                if self.kind != "gumbel":
+                if self.samples:
                     torch.randint(2**62, (), generator=own, device=own.device)
         return [self._copies[own].clone_state() for own in self._noise.generators]
 
@@ -171,8 +177,8 @@ class View:
 
     def __init__(self, state: State):
         self._state = state
-        if state.shown is None:
-            state.shown = RequestView(state.request, state.noise)
+        if state.request_view is None:
+            state.request_view = RequestView(state.request, state.noise)
 
     @property
     def memory(self) -> Any:
@@ -184,11 +190,11 @@ class View:
 
     @property
     def request(self) -> RequestView:
-        return self._state.shown
+        return self._state.request_view
 
     @property
     def noise(self) -> Peek | None:
-        return self._state.shown.peek
+        return self._state.request_view.peek
 
     @property
     def pending(self) -> Tensor:

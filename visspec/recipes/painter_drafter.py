@@ -94,7 +94,7 @@ class Validation:
 
     def __call__(self) -> dict[str, Any]:
         request = request_of(self.family, held_out(VALIDATED), HELD_OUT_SEED, self.guidance)
-        found = measure(self.target, self.drafter, Rejection(), [request], self.drafter.levels)
+        found = measure(self.target, self.drafter, Rejection(), [request], self.drafter.traits.levels)
         return {"tau_sampled": round(found.tau, 3), "by_depth": found.by_depth}
 
 
@@ -106,7 +106,7 @@ def figures(family: Family, head, count: int, guidance: float) -> dict[str, Any]
         drafter = ImageFeatureDrafter(head, family, **options)
         for rule in (Rejection(), Exact()) if name == TIMED else (Rejection(),):
             request = request_of(family, texts, HELD_OUT_SEED + 1000, guidance)
-            found = measure(target, Guarded(drafter, target.capabilities), rule, [request], drafter.levels)
+            found = measure(target, Guarded(drafter, target.capabilities), rule, [request], drafter.traits.levels)
             label = name if isinstance(rule, Rejection) else f"{name}, rule exact"
             passes = 1 + (positions - 1) / found.tau  # of a picture, the prompt's included
             entry = {"tau": found.tau, "passes": passes, "fewer": positions / passes, "by_depth": found.by_depth}
@@ -129,7 +129,7 @@ def clocked(family: Family, drafter, texts: list[str], guidance: float) -> dict[
         for target, used in ((plain, None), (fed, guarded)):
             request = request_of(family, [text], HELD_OUT_SEED + 2000 + i, guidance)
             begun = time.perf_counter()
-            decode(target, used, Rejection(), request, Pace(drafter.levels, adaptive=False))
+            decode(target, used, Rejection(), request, Pace(drafter.traits.levels, adaptive=False))
             pair.append(time.perf_counter() - begun)
         seconds.append(pair)
     ratios = [math.log(a / b) for a, b in seconds[1:]]

@@ -129,14 +129,16 @@ class Validation:
     """tau at temperature 0 and 1 on held-out requests, at the drafter's own depth."""
 
     def __init__(self, model, drafter: FeatureDrafter, held_out: Callable[[float], list[Request]]):
-        self.target = HFDecoder(model, drafter.feature_layers, embeddings=True)
+        self.target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
         self.drafter, self.held_out = drafter, held_out
 
     def __call__(self) -> dict[str, float]:
         found = {}
         for name, temperature in (("tau_greedy", 0.0), ("tau_sampled", 1.0)):
             requests_ = self.held_out(temperature)
-            found[name] = round(measure(self.target, self.drafter, Exact(), requests_, self.drafter.levels).tau, 3)
+            found[name] = round(
+                measure(self.target, self.drafter, Exact(), requests_, self.drafter.traits.levels).tau, 3
+            )
         return found
 
 

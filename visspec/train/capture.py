@@ -48,7 +48,7 @@ class Recorder:
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         assert scores.features is not None
-        self.rounds.append((list(state.rows), scores.features[:, 0], scores.logits[:, 0]))
+        self.rounds.append((list(state.rows), scores.features[:, 0], scores.law.logits[:, 0]))
 
     def select(self, state: State, keep: list[int]) -> None:
         """Rounds carry their rows: nothing to do."""
@@ -70,7 +70,7 @@ def capture(target: Target, rule: Acceptance, request: Request) -> Lesson:
     features = torch.zeros(rows, length + longest - 1, scores.features.shape[-1], dtype=scores.features.dtype)
     features = features.to(prompt.device)
     features[:, :length] = scores.features
-    logits = torch.zeros(rows, longest - 1, scores.logits.shape[-1], device=prompt.device)
+    logits = torch.zeros(rows, longest - 1, scores.law.width, device=prompt.device)
     for step, (alive, feature, law) in enumerate(recorder.rounds):
         features[alive, length + step] = feature
         logits[alive, step] = law

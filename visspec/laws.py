@@ -1,0 +1,135 @@
+"""Laws: the distribution that the value of a node is drawn from, one for each node of a batch.
+
+The loop moves laws between target, drafter and rule and never looks inside one. What can be done with a law (draw from
+it, form a residual, check what a drafter reports) is a method of its class.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1e-4
+
+
+class Law:
+    """Base class. `width` is how many random numbers one draw takes at most."""
+
+    @property
+    def width(self) -> int:
+        raise NotImplementedError
+
+    @classmethod
+    def limits(cls, vocab: int, never: frozenset[int], device: torch.device | str) -> Tensor:
+        """What `drafted` needs to know of a target, built once."""
+        raise NotImplementedError
+
+    @classmethod
+    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(values that can be read safely, which are possible (B, N) bool, which may be drafted (B, N) bool).
+
+        Raises ValueError for anything but a tensor of this kind of values for (B, N) nodes.
+        """
+        raise NotImplementedError
+
+    def checked(self, value: Tensor, limits: Tensor) -> tuple[Law, Tensor]:
+        """(the law where it could have yielded the drafted value, zero elsewhere; where that is (B, N) bool).
+
+        Raises ValueError for a law of the wrong shape or dtype.
+        """
+        raise NotImplementedError
+
+
+class Categorical(Law):
+    """Laws over V ids, from logits (log-probabilities up to a constant) or from probabilities, float32 (..., V).
+
+    The other form is computed when it is first asked for.
+    """
+
+    __slots__ = ("_logits", "_p")
+
+    def __init__(self, logits: Tensor | None = None, *, p: Tensor | None = None):
+        self._logits, self._p = logits, p
+
+    @property
+    def logits(self) -> Tensor:
+        if self._logits is None:
+            self._logits = self.p.log()
+        return self._logits
+
+    @property
+    def p(self) -> Tensor:
+        if self._p is None:
+            assert self._logits is not None
+            self._p = torch.softmax(self._logits, dim=-1)
+        return self._p
+
+    @property
+    def width(self) -> int:
+        known = self._p if self._logits is None else self._logits
+        assert known is not None
+        return known.shape[-1]
+
+    def at(self, ids: Tensor) -> Tensor:
+        """Probability of one id under each law: (...) -> (...)."""
+        return self.p.gather(-1, ids[..., None])[..., 0]
+
+    @classmethod
+    def chain(cls, laws: Sequence[Categorical]) -> Categorical:
+        """Laws (B, V) of a chain's levels as those of its nodes (B, 1 + levels, V); the root's is not used."""
+        levels = [law.p for law in laws]
+        return cls(p=torch.stack([torch.zeros_like(levels[0]), *levels], dim=1))
+
+    @classmethod
+    def limits(cls, vocab: int, never: frozenset[int], device: torch.device | str) -> Tensor:
+        """(V,) bool: ids that may be drafted."""
+        allowed_V = torch.ones(vocab, dtype=torch.bool, device=device)
+        allowed_V[[i for i in never if 0 <= i < vocab]] = False
+        return allowed_V
+
+    @classmethod
+    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        check_tensor("value", value, torch.long, limits)
+        if value.shape != shape:
+            raise ValueError(f"value: got shape {tuple(value.shape)}, expected {shape}")
+        safe = value.clamp(0, len(limits) - 1)
+        return safe, safe == value, limits[safe]
+
+    def checked(self, value: Tensor, limits: Tensor) -> tuple[Categorical, Tensor]:
+        q, shape = self.p, (*value.shape, len(limits))
+        check_tensor("q", q, None, limits)
+        if q.shape != shape:
+            raise ValueError(f"q: got shape {tuple(q.shape)}, expected {shape}")
+        q = q.float()
+        sums = (q.sum(dim=-1) - 1.0).abs() <= SUM_TOLERANCE
+        drawn = q.gather(-1, value[..., None])[..., 0] > 0
+        lawful = q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & drawn
+        return Categorical(p=torch.where(lawful[..., None], q, 0.0)), lawful
+
+
+def check_tensor(name: str, value: object, dtype: torch.dtype | None, like: Tensor) -> None:
+    """Raises ValueError for anything but a plain tensor of this dtype (None: of floats) where `like` is."""
+    if type(value) is not Tensor or value.layout != torch.strided or value.device != like.device:
+        what = f"a tensor of {value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name}: got {what}, expected a plain tensor on {like.device}")
+    if value.dtype != dtype if dtype else not value.is_floating_point():
+        raise ValueError(f"{name}: got {value.dtype}, expected {dtype or 'floats'}")
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """Inverse-CDF draw from probabilities p (..., V) with a uniform number u (...): never an id of zero probability."""
+    total = p.cumsum(dim=-1)
+    pick = torch.searchsorted(total, (u * total[..., -1])[..., None].contiguous(), right=True)[..., 0]
+    last = (p > 0).long().mul(torch.arange(p.shape[-1], device=p.device)).amax(dim=-1)
+    return torch.minimum(pick, last)
+
+
+def residual(p: Tensor, qf: Tensor) -> Tensor:
+    """The law after a rejection, proportional to [p - q f]+; p itself where nothing is left (p = q f)."""
+    rest = (p - qf).clamp_(min=0)
+    total = rest.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, rest / total.clamp(min=torch.finfo(p.dtype).tiny), p)

@@ -1,0 +1,162 @@
+"""Orders in which positions are decided: raster, ZipAR, and the islands of a drafted image (MuLo-SD)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.accept.exact import Exact
+from visspec.accept.local import Local, settled
+from visspec.loop.decode import decode
+from visspec.loop.wavefront import Canvas, Places, Plan
+from visspec.types import Acceptance, Drafter, Order, Request, State, Target
+
+
+class Raster(Order):
+    """One position after the other, through the loop: all text, and images by default."""
+
+    raster = True
+
+    def decode(self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, pace: Any) -> State:
+        return decode(target, drafter, rule, request, pace)
+
+
+class ZipAR(Plan):
+    """Place (i, j) is decided once columns j .. j + window - 1 of row i - 1 are (He et al., ICML 2025).
+
+    A window of at least the image's columns is plain raster decoding. audit: measure the drift, one pass.
+    """
+
+    drafts = False
+
+    def __init__(self, window: int = 4, audit: bool = True):
+        if window < 1:
+            raise ValueError(f"window: got {window}, expected at least 1")
+        self.window, self.audit = window, audit
+
+    def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
+        if drafter is not None:
+            raise ValueError("drafter: got one beside the order zipar, expected none: nothing is drafted in it")
+        if not isinstance(rule.inner, Exact):
+            name = type(rule.inner).__name__
+            raise ValueError(f"acceptance: got {name}, expected exact: the order zipar accepts nothing")
+        return self
+
+    def paint(self, canvas: Canvas) -> None:
+        rows = len(canvas.free) // canvas.columns
+        for wave in zip_waves(rows, canvas.columns, self.window):
+            places = [canvas.free[i * canvas.columns + j] for i, j in wave]
+            canvas.step([places] * canvas.rows)
+
+
+def zip_waves(rows: int, columns: int, window: int) -> Iterator[list[tuple[int, int]]]:
+    """The (row, column) pairs of each pass, first image row first."""
+    done = [0] * rows
+    while done[-1] < columns:
+        wave = [
+            (i, j) for i, j in enumerate(done) if j < columns and (i == 0 or done[i - 1] >= min(j + window, columns))
+        ]
+        for i, _ in wave:
+            done[i] += 1
+        yield wave
+
+
+class Islands(Plan):
+    """A drafted image, judged place by place by a `Local` rule; what it rejects is drawn again.
+
+    The places to draw fall into islands, 8-connected components. All islands go on at once, each in raster order, and
+    wait where the place before their next one is not final; with the rule's `window` the rows of an island overlap as
+    in `ZipAR`. Codes that stay keep the keys and values they were judged with, except where they precede a place that
+    is drawn again. Without a usable draft everything is drawn.
+    """
+
+    def __init__(self, rule: Local | None = None, drafter: Drafter | None = None, audit: bool = True):
+        self.rule, self.drafter, self.audit = rule, drafter, audit
+
+    def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
+        if drafter is None or not drafter.traits.whole_images:
+            raise ValueError("drafter: got none that drafts whole images, expected lowres for the order islands")
+        inner = rule.inner
+        if not isinstance(inner, Local):
+            raise ValueError(f"acceptance: got {type(inner).__name__}, expected local for the order islands")
+        return Islands(inner, drafter, self.audit)
+
+    def paint(self, canvas: Canvas) -> None:
+        state, columns = canvas.state, canvas.columns
+        with state.trace.stage("draft"):
+            drafted_BN, real_BN = self._drafted(canvas)
+        high = len(canvas.free) // columns
+        step = self.rule.rows or high
+        for top in range(0, high, step):
+            block = slice(top * columns, (top + step) * columns)
+            self._block(canvas, canvas.free[block], drafted_BN[:, block], real_BN[:, block])
+
+    def _drafted(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """(codes (B, places), which of them are drafted). A drafter that failed costs speed, not output."""
+        assert self.drafter is not None
+        drafted_BN = self.drafter.sketch(canvas.state)
+        codes = len(canvas.target.capabilities.codebook)
+        real_BN = (drafted_BN >= 0) & (drafted_BN < codes)
+        return torch.where(real_BN, drafted_BN, 0), real_BN
+
+    def _block(self, canvas: Canvas, places: Places, drafted_BN: Tensor, real_BN: Tensor) -> None:
+        logits_BNV = canvas.judge(places, drafted_BN)
+        state, greedy = canvas.state, canvas.noise_BTV is None
+        with state.trace.stage("accept"):
+            p_BNV = logits_BNV.softmax(-1)
+            again_BN = self.rule.again(p_BNV, drafted_BN, real_BN, canvas.columns)
+            costs = self.rule.cost(settled(p_BNV, greedy), drafted_BN, ~again_BN)
+            for name, gained_B in zip(("drift", "displacement"), costs):
+                state.meters[name] = state.meters.get(name, 0.0) + gained_B
+            canvas.stayed[:, places] = ~again_BN
+            todo = [[u for u, a in zip(places, row) if a] for row in again_BN.tolist()]
+        canvas.reject(todo)
+        # all before a row's first place stays, so the law that rejected it there is its law
+        first = [(b, row[0]) for b, row in enumerate(todo) if row]
+        begin = canvas.number[places[0]]
+        laws_FV = logits_BNV[[b for b, _ in first], [canvas.number[u] - begin for _, u in first]]
+        canvas.decide(first, laws_FV, canvas.pass_number())
+        for b, u in first:
+            canvas.fresh[b] = [u]
+        canvas.record([len(places) - max(len(row) - 1, 0) for row in todo], [True] * canvas.rows)
+        where = {u: divmod(canvas.number[u], canvas.columns) for u in places}
+        queues = [islands(row, where) for row in todo]
+        for row in queues:
+            if row:
+                row[0].pop(0)  # the row's first place is decided
+        while any(island for row in queues for island in row):
+            ready = [[self._ready(canvas, b, island) for island in row] for b, row in enumerate(queues)]
+            canvas.step([[u for island in row for u in island] for row in ready])
+            queues = [
+                [[u for u in island if u not in now] for island, now in zip(row, nows)]
+                for row, nows in zip(queues, ready)
+            ]
+
+    def _ready(self, canvas: Canvas, b: int, island: Places) -> Places:
+        """What can be decided now of an island's open places: one, or with a window one in each image row."""
+        known = canvas.known[b]
+        if self.rule.window is None:
+            return [u for u in island[:1] if known[canvas.free[canvas.number[u] - 1]]]
+        first: dict[int, int] = {}
+        for u in island:
+            first.setdefault(canvas.number[u] // canvas.columns, u)
+        return [u for u in first.values() if all(known[t] for t in canvas.over(u, self.rule.window))]
+
+
+def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:
+    """8-connected components of the places, `where` giving their row and column; each sorted, by first place."""
+    left, found = {where[u]: u for u in places}, []
+    while left:
+        edge, island = [next(iter(left))], []
+        while edge:
+            row, column = edge.pop()
+            u = left.pop((row, column), None)
+            if u is None:
+                continue
+            island.append(u)
+            edge += [(row + i, column + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+        found.append(sorted(island))
+    return sorted(found)

@@ -1,0 +1,96 @@
+"""A target, a drafter, a rule, a pace and an order that go together: checked once, before any pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from visspec.loop.guard import Guarded
+from visspec.loop.orders import Islands, Raster
+from visspec.loop.pace import Pace
+from visspec.types import Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
+
+
+@dataclass(frozen=True, eq=False)
+class Pairing:
+    """What decodes requests."""
+
+    target: Any  # a Target
+    drafter: Guarded | None
+    name: str  # of the drafter
+    rule: Acceptance
+    pace: Pace
+    order: Order
+
+    @property
+    def guarantee(self) -> str:
+        return self.rule.traits.guarantee if self.order.raster else "approximate"
+
+    def promises_tokens(self, greedy: bool) -> bool:
+        """Whether the tokens are those of plain decoding. A rule that is exact with coins of its own keeps the law
+        only; greedy decoding tosses none.
+        """
+        return self.guarantee != "approximate" and (greedy or not self.rule.traits.judges_draws)
+
+    def decode(self, request: Request) -> State:
+        """Decode a batch. Returns the finished state."""
+        return self.finish(self.order.decode(self.target, self.drafter, self.rule, request, self.pace))
+
+    def finish(self, state: State) -> State:
+        """Count what the drafter did wrong; also of a request that was interrupted."""
+        if self.drafter is not None:
+            self.drafter.finish(state)
+        return state
+
+
+def pair(
+    drafter: Drafter | None,
+    name: str,
+    rule: Acceptance,
+    subject: Any,
+    make_target: Callable[[DrafterTraits], Target],
+    *,
+    order: Order | None = None,
+    levels: int | None = None,
+    adaptive: bool = True,
+) -> Pairing:
+    """Check and build. `rule` is bound here, so it must be the caller's own copy.
+
+    subject: what the drafter is attached to, a model or a family; make_target builds the target for a drafter's traits.
+    order None: islands where both drafter and rule work on whole images, else raster. levels: how deep to draft at
+    most. adaptive: draft less where that is measured to be faster. Raises ValueError in one sentence.
+    """
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter: got {drafter!r}, expected a visspec.Drafter or the name of one")
+    if not isinstance(rule, Acceptance):
+        raise ValueError(f"acceptance: got {rule!r}, expected a rule or the name of one")
+    if drafter is not None:
+        drafter.attach(subject)
+    traits = DrafterTraits() if drafter is None else drafter.traits
+    target = make_target(traits)
+    rule.bind(target.capabilities)
+    check(drafter, rule, target)
+    guarded = None
+    if drafter is not None:
+        guarded = Guarded(drafter, target.capabilities, target.device, rule.traits.chains_only)
+    if order is None:
+        order = Islands() if traits.whole_images and rule.traits.whole_images else Raster()
+    pace = Pace(levels or traits.levels, adaptive and traits.adaptive_depth)
+    return Pairing(target, guarded, name, rule, pace, order.joined(rule, guarded))
+
+
+def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
+    """Can this rule judge this target's nodes and this drafter's drafts? Raises ValueError."""
+    name, law = type(rule.inner).__name__, target.capabilities.law
+    if rule.traits.law is not law:
+        raise ValueError(
+            f"acceptance: {name} judges {rule.traits.law.__name__} laws, expected {law.__name__} as the target has"
+        )
+    if drafter is None:
+        return
+    kind = type(drafter).__name__
+    if rule.traits.chains_only and drafter.traits.trees:
+        raise ValueError(f"drafter: {kind} drafts trees, expected chains for the rule {name}")
+    if drafter.traits.samples and not rule.traits.judges_draws:
+        raise ValueError(f"drafter: {kind} samples, expected point masses for the rule {name}")
