@@ -21,8 +21,6 @@ from torch import Tensor
 from visspec import checkpoint
 from visspec.api import zoo
 from visspec.files import unwritable, write_json
-from visspec.models.drafters.feature_checkpoint import PROVENANCE
-from visspec.models.drafters.feature_drafting import FeatureDrafting
 from visspec.provenance import provenance
 
 FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights
@@ -126,6 +124,9 @@ def _parts(folder: Path, entry: Any, given: Mapping[str, Any]) -> dict[str, Any]
 
 def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
     """The entry of a drafter; its weights, where it has some that are not shipped, go into `staged`."""
+    from visspec.models.drafters.feature_checkpoint import PROVENANCE
+    from visspec.models.drafters.feature_drafting import FeatureDrafting
+
     if drafter is None:
         return None
     if isinstance(drafter, (str, Path)):
@@ -221,7 +222,7 @@ def spec_of(thing: Any, what: str, table: Mapping[str, tuple]) -> str | None:
         try:
             same = zoo.parse(spec) == (name, options)
             made = zoo.make(what, name, type(thing), options) if same else None
-        except ValueError:
+        except (ValueError, TypeError, AttributeError):  # a value that is another argument's
             continue
         if made is not None and state_of(made, table) == state_of(thing, table):
             return spec
