@@ -324,7 +324,8 @@ def test_weights_of_a_drafter_go_into_the_folder(pipe, tmp_path):
     assert kept.tokens[0].equal(drawn.tokens[0]) and drawn.stats[0].drafter == "drafter"
     weights = load_file(tmp_path / "b" / "drafter" / "model.safetensors")
     assert all(weights[name].equal(value) for name, value in learned.head.state_dict().items())
-    record = json.loads((tmp_path / "b" / "drafter" / "provenance.json").read_text())
+    record = {"trained": "elsewhere"}
+    (tmp_path / "b" / "drafter" / "provenance.json").write_text(json.dumps(record))
     again.save_pretrained(tmp_path / "c")  # a drafter by folder is written as its weights
     assert json.loads((tmp_path / "c" / "drafter" / "provenance.json").read_text()) == record
     assert (
@@ -360,6 +361,7 @@ class Unknown(Rejection):
     ({"drafter": "nothing"}, "drafter: got 'nothing', expected one of none"),
     ({"drafter": "lowres:model=/etc"}, "model: got '/etc', expected no path"),
     ({"drafter": "lowres:model=.."}, "model: got '..', expected no path"),
+    ({"drafter": f"lowres:model={zoo.CHECKPOINTS}/../x"}, "model: got "),
     ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear that no name"),
     ({"drafter": type("Own", (Jacobi,), {})()}, "drafter: got a Own that no name"),
     ({"processor": Words()}, "processor: got Words"),
@@ -440,6 +442,12 @@ def test_objects_are_written_as_the_names_that_build_them(case):
 def test_every_rule_of_the_table_can_be_written():
     for name in zoo.ACCEPTANCE:
         assert image_saving.spec_of(zoo.acceptance(name), "acceptance", zoo.ACCEPTANCE) == name
+
+
+def test_presets_can_be_saved():
+    for drafter, rule, *_ in zoo.PRESETS.values():
+        assert image_saving.named("drafter", zoo.DRAFTERS, drafter) == drafter
+        assert image_saving.named("acceptance", zoo.ACCEPTANCE, rule) == rule
 
 
 def test_a_pipeline_from_another_ones_components(pipe):

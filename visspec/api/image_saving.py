@@ -151,11 +151,9 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
 
 
 def _rule_entry(rule: Any) -> str:
-    return (
-        named("acceptance", zoo.ACCEPTANCE, rule)
-        if isinstance(rule, str)
-        else _described_as(rule, "acceptance", zoo.ACCEPTANCE)
-    )
+    if isinstance(rule, str):
+        return named("acceptance", zoo.ACCEPTANCE, rule)
+    return _described_as(rule, "acceptance", zoo.ACCEPTANCE)
 
 
 def _described_as(thing: Any, what: str, table: Mapping[str, tuple]) -> str:
@@ -184,8 +182,9 @@ def named(what: str, table: Mapping[str, Any], text: str) -> str:
     if name not in table:
         raise ValueError(f"{what}: got {checkpoint.shown(text)}, expected one of {', '.join(table)}")
     for option, value in options.items():
-        shipped = isinstance(value, str) and zoo.located(value).is_relative_to(zoo.CHECKPOINTS)
-        if isinstance(value, str) and not shipped and (not re.fullmatch(r"[\w+-]+", value) or Path(value).exists()):
+        word = isinstance(value, str) and re.fullmatch(r"[\w+-]+", value)
+        shipped = word and zoo.located(value) != Path(value)
+        if isinstance(value, str) and not shipped and (not word or Path(value).exists()):
             raise ValueError(
                 f"{option}: got {checkpoint.shown(value)}, expected no path: a saved pipeline names no file outside its"
                 " own folder"
