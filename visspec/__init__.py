@@ -8,6 +8,8 @@ from typing import Any
 if find_spec(f"{__name__}.models") is None:  # ./visspec of a checkout, found before the installed package
     __path__.append(str(Path(__file__).resolve().parent.parent))  # models, kernels and eval stand beside it
 
+from visspec.api import logging as logging
+
 __version__ = "0.1.0"
 _PUBLIC = {
     "accelerate": "visspec.api.accelerate",

@@ -54,7 +54,10 @@ STYLES = {
 
 
 class Chameleon(Family):
-    """`processor` is a `ChameleonProcessor`, or anything with its `tokenizer`; `style` a name in STYLES or a Style."""
+    """`processor` is a `ChameleonProcessor`, or anything with its `tokenizer`; `style` a name in STYLES or a Style.
+
+    A negative prompt is put as a prompt is; an empty one is the style's unconditional prompt.
+    """
 
     def __init__(self, model: Any, processor: Any, codec: Any = None, style: str | Style = "anole"):
         if isinstance(style, str) and style not in STYLES:
@@ -94,20 +97,30 @@ class Chameleon(Family):
         tail = () if end is None else (end,)
         return Layout.lines(height // self.factor, width // self.factor, row_end, tail)
 
-    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
+    def prompt(
+        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
+    ) -> Prompt:
         layout = layout or self.layout()
         height, width = (side * self.factor for side in layout.grid)
-        asked = [self.style.question.format(text, height=height, width=width) for text in texts]
+        every = [*texts, *(negative or [])]
+        asked = [self.style.question.format(text, height=height, width=width) for text in every]
         words = self.asked().tokenizer(asked, add_special_tokens=False)["input_ids"]
-        return self.from_words(words, guided, layout)
+        others = [row if text.strip() else None for text, row in zip(negative or [], words[len(texts) :])]
+        return self.from_words(words[: len(texts)], guided, layout, others or None)
 
-    def from_words(self, words: list[list[int]], guided: bool, layout: Layout) -> Prompt:
-        """From the ids of each prompt's words, without special ids."""
+    def from_words(
+        self, words: list[list[int]], guided: bool, layout: Layout, negative: list[list[int] | None] | None = None
+    ) -> Prompt:
+        """From the ids of each prompt's words, without special ids, and those of the negative prompts (None: the
+        unconditional one).
+        """
         ids = self.token_ids
         header = [ids[name] for name in self.style.header(layout, max(self.style.step // self.factor, 1))]
         rows = [[ids[BOS], *row, ids[TURN], *header] for row in words]
         if guided:
-            rows += [[*(ids[name] for name in self.style.unconditional), *header]] * len(words)
+            plain = [*(ids[name] for name in self.style.unconditional), *header]
+            others = negative or [None] * len(words)
+            rows += [plain if row is None else [ids[BOS], *row, ids[TURN], *header] for row in others]
         both, seen = left_padded(rows, 0, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
         return Prompt(both[: len(words)], embeds, seen, counted(seen, layout.positions))

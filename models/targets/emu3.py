@@ -30,7 +30,8 @@ NEGATIVE = (  # the authors' own, see the model's card
 
 
 class Emu3(Family):
-    """Prompts name the size and end with the image wrapper token. `negative` is the text of the other branch.
+    """Prompts name the size and end with the image wrapper token. `negative` is the text of the other branch, where a
+    call has none of its own.
 
     `processor` is an `Emu3Processor`, or anything that takes texts as it does and whose `tokenizer` knows the ids.
     """
@@ -60,13 +61,15 @@ class Emu3(Family):
         row_end, *tail = range(self.codes, self.codes + self.grammar)
         return Layout.lines(height // self.factor, width // self.factor, row_end, tuple(tail))
 
-    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
-        layout = layout or self.layout()
+    def prompt(
+        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
+    ) -> Prompt:
+        layout, count = layout or self.layout(), len(texts)
+        others = [self.negative] * count if negative is None else negative
         # the size goes into the negative prompt too, as the authors do; transformers' page leaves it out
-        batch = self._asked([*texts, *[self.negative] * len(texts)] if guided else texts, layout)
+        batch = self._asked([*texts, *others] if guided else texts, layout)
         ids, attention = batch["input_ids"], batch["attention_mask"].bool()
-        given, negative = ids[: len(texts)], ids[len(texts) :]
-        return self.from_ids(given, attention[: len(texts)], layout, negative, attention[len(texts) :])
+        return self.from_ids(ids[:count], attention[:count], layout, ids[count:], attention[count:])
 
     def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
         given = self._asked(texts, layout)

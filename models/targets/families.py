@@ -6,7 +6,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-from visspec.models.targets.image_ar import Family
+from visspec.models.targets.image_ar import Family, Layout, Prompt
 
 FAMILIES = {
     "janus": "visspec.models.targets.janus:Janus",
@@ -31,3 +31,18 @@ def family_of(model: Any, processor: Any, **parts: Any) -> Family:
     if unknown:
         raise ValueError(f"{unknown[0]}: got one for a model of the type {kind!r}, which takes none")
     return family(model, processor, **parts)
+
+
+def prompt_of(
+    family: Family, texts: list[str], guided: bool, layout: Layout, negative: list[str] | None = None
+) -> Prompt:
+    """`family.prompt`, with a text for each unconditional row: "" stands for the model's own unconditional prompt.
+
+    Raises ValueError for a family whose unconditional prompts have no text.
+    """
+    if negative is None:
+        return family.prompt(texts, guided, layout)
+    make: Any = family.prompt
+    if "negative" not in signature(make).parameters:
+        raise ValueError(f"negative_prompt: got {negative[0]!r}, expected None: {family.name} reads none")
+    return make(texts, guided, layout, negative=negative)

@@ -15,7 +15,8 @@ from visspec.types import Sampling
 class Janus(Family):
     """Prompts end with the begin-of-image token; the unconditional prompt is the same with its words padded out.
 
-    `processor` is the model's own (`JanusProcessor`), or anything that turns texts into left-padded ids.
+    `processor` is the model's own (`JanusProcessor`), or anything that turns texts into left-padded ids. A negative
+    prompt is a prompt like any other; an empty one is the unconditional prompt.
     """
 
     def __init__(self, model: Any, processor: Any):
@@ -46,9 +47,17 @@ class Janus(Family):
             raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, as it was trained")
         return Layout.plain(self.side, self.side)
 
-    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
-        batch = self._asked(texts)
-        return self.from_ids(batch["input_ids"], batch["attention_mask"].bool(), guided)
+    def prompt(
+        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
+    ) -> Prompt:
+        if negative is None or not guided:
+            batch = self._asked(texts)
+            return self.from_ids(batch["input_ids"], batch["attention_mask"].bool(), guided)
+        batch, count = self._asked([*texts, *negative]), len(texts)
+        (ids, other), (seen, real) = (x.split(count) for x in (batch["input_ids"], batch["attention_mask"].bool()))
+        worded_B1 = torch.tensor([[bool(text.strip())] for text in negative], device=ids.device)
+        other = torch.where(worded_B1, other, self._wordless(ids))
+        return self.from_ids(ids, seen, guided, other, torch.where(worded_B1, real, seen))
 
     def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
         scale, own = sampling.guidance, generate_options(sampling)
@@ -60,14 +69,27 @@ class Janus(Family):
         batch = self.asked()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
         return {name: batch[name].to(self.decoder.device) for name in ("input_ids", "attention_mask")}
 
-    def from_ids(self, ids: Tensor, attention: Tensor, guided: bool) -> Prompt:
-        """From ids (B, L) that end with the begin-of-image token, as stock `generate` takes them."""
+    def from_ids(
+        self,
+        ids: Tensor,
+        attention: Tensor,
+        guided: bool,
+        negative: Tensor | None = None,
+        negative_attention: Tensor | None = None,
+    ) -> Prompt:
+        """From ids (B, L) that end with the begin-of-image token, as stock `generate` takes them, and negative ids of
+        the same shape (None: the unconditional prompt).
+        """
         rows = ids
         if guided:
-            kept = (ids == self.keeps[0]) | (ids == self.keeps[1])
-            rows = torch.cat([ids, torch.where(kept, ids, self.pad)])
-            attention = attention.repeat(2, 1)
+            rows = torch.cat([ids, self._wordless(ids) if negative is None else negative])
+            attention = torch.cat([attention, attention if negative_attention is None else negative_attention])
         return Prompt(ids, self.model.get_input_embeddings()(rows), attention)
+
+    def _wordless(self, ids: Tensor) -> Tensor:
+        """The unconditional prompt, as stock `generate` makes it."""
+        kept = (ids == self.keeps[0]) | (ids == self.keeps[1])
+        return torch.where(kept, ids, self.pad)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(tokens)

@@ -19,7 +19,8 @@ FACTOR = 16  # pixels per code, along a side, of the published codec
 
 
 class LlamaGenImages(Family):
-    """Prompts of a class-conditional model are class numbers ("207").
+    """Prompts of a class-conditional model are class numbers ("207"), negative ones too. An empty negative prompt is
+    the learned "nothing".
 
     processor: for captions, texts -> features (B, P, F) and which are real (B, P), padded on the right as T5's encoder
     gives them. codec: `visspec.models.nets.layouts_vq.load_llamagen_vq`.
@@ -45,26 +46,53 @@ class LlamaGenImages(Family):
             raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, the grid it was given")
         return Layout.plain(self.model.config.grid, self.model.config.grid)
 
-    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
+    def prompt(
+        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
+    ) -> Prompt:
+        condition, real = self._condition(texts, "prompt")
+        if negative is None or not guided:
+            return self.from_condition(condition, real, guided)
+        worded_B = torch.tensor([bool(text.strip()) for text in negative])
+        # what stands where there are no words is put aside below, but a prompt it must be
+        filled = [text if text.strip() else given for text, given in zip(negative, texts)]
+        return self.from_condition(condition, real, guided, *self._condition(filled, "negative_prompt"), worded_B)
+
+    def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
+        """Class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
         if self.model.config.condition == "class":
             classes = self.model.config.classes
             wrong = [text for text in texts if not (text.strip().isdecimal() and int(text) < classes)]
             if wrong:
-                raise ValueError(f"prompt: got {wrong[0]!r}, expected a class number 0..{classes - 1}")
-            return self.from_condition(torch.tensor([int(text) for text in texts]), None, guided)
+                raise ValueError(f"{name}: got {wrong[0]!r}, expected a class number 0..{classes - 1}")
+            return torch.tensor([int(text) for text in texts]), None
         if self.processor is None:
             raise ValueError("processor: got None, expected a function from texts to text features and their mask")
-        features, real = left_padded(*self.processor(texts))
-        return self.from_condition(features, real, guided)
+        return left_padded(*self.processor(texts))
 
-    def from_condition(self, condition: Tensor, attention: Tensor | None, guided: bool) -> Prompt:
-        """From class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
+    def from_condition(
+        self,
+        condition: Tensor,
+        attention: Tensor | None,
+        guided: bool,
+        negative: Tensor | None = None,
+        negative_attention: Tensor | None = None,
+        worded: Tensor | None = None,
+    ) -> Prompt:
+        """From class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left. Negative ones
+        count in the rows where `worded` (B,); elsewhere, or without any, guidance is away from the learned "nothing".
+        """
         embeds = self.model.prefix(condition.to(self.model.device), guidance=guided)
         rows, length = len(condition), embeds.shape[1]
         ids = torch.zeros(rows, length, dtype=torch.long, device=embeds.device)  # a prefix of embeddings has none
         seen = torch.ones_like(ids).bool() if attention is None else attention.to(embeds.device).bool()
         # "nothing" is seen where the caption is: the published models were sampled so
-        return Prompt(ids, embeds, seen.repeat(2, 1) if guided else seen)
+        both = seen.repeat(2, 1) if guided else seen
+        if guided and negative is not None and worded is not None:
+            own = rows + worded.nonzero()[:, 0].to(embeds.device)
+            embeds = embeds.index_copy(0, own, self.model.prefix(negative[worded].to(self.model.device)))
+            if negative_attention is not None:
+                both = both.index_copy(0, own, negative_attention[worded].to(embeds.device).bool())
+        return Prompt(ids, embeds, both)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed(tokens)

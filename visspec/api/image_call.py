@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from visspec.api import requests
 from visspec.loop.pairing import Pairing
 from visspec.loop.stats import COLOURS, Stats
+from visspec.models.targets.families import prompt_of
 from visspec.models.targets.image_ar import Family, Layout
 from visspec.types import Sampling, State, Trace
 
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
+TENSORS = ("latents", "tokens")  # what a callback may ask for
+ONE_BY_ONE = "an image is one token after another, as many as its grid has; `drafter` sets how many a pass drafts"
+NO_LATENTS = "tokens are drawn from no start; `seed` or `generator` makes them come again"
+FROM_TEXT = "prompts are texts (`prompt`, `negative_prompt`); families read ids with `from_ids`"
+TEXT_ALONE = "images are drawn from texts alone"
+MEANINGLESS = {  # arguments of diffusers' pipelines (and transformers' generate), and what to use for tokens
+    **dict.fromkeys(("num_inference_steps", "timesteps", "sigmas"), ONE_BY_ONE),
+    **dict.fromkeys(("latents",), NO_LATENTS),
+    **dict.fromkeys(("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds"), FROM_TEXT),
+    **dict.fromkeys(("negative_pooled_prompt_embeds", "prompt_attention_mask"), FROM_TEXT),
+    **dict.fromkeys(("prompt_2", "prompt_3", "negative_prompt_2", "negative_prompt_3"), "a model has one text encoder"),
+    **dict.fromkeys(("image", "mask_image", "strength", "ip_adapter_image", "control_image"), TEXT_ALONE),
+    **dict.fromkeys(("guidance_rescale", "true_cfg_scale"), "guidance mixes logits; `guidance_scale` is its scale"),
+    **dict.fromkeys(("cross_attention_kwargs", "joint_attention_kwargs"), "attention is the model's own"),
+    "eta": "no noise is added on the way; `temperature` says how much is left to chance",
+    "clip_skip": "all layers of the model count",
+    "max_sequence_length": "prompts are as long as they are, up to the model's positions",
+    **dict.fromkeys(("callback", "callback_steps"), "`callback_on_step_end` is called after every pass"),
+    "do_sample": "`temperature` 0 is greedy",
+    "max_new_tokens": ONE_BY_ONE,
+}
 
 
 @dataclass
@@ -51,6 +77,7 @@ class Job:
     """A checked call, with all that it needs of the pipeline: of what others do, only `interrupt` reaches it."""
 
     texts: list[str]
+    negatives: list[str] | None  # one for each text, "" for the model's own unconditional prompt; None: all its own
     seeds: list[int]
     sampling: Sampling
     layout: Layout
@@ -58,6 +85,7 @@ class Job:
     pairing: Pairing
     output_type: str
     callback: Callable | None
+    handed: tuple[str, ...] = TENSORS[:1]  # names of tensors, for the callback
     interrupt: bool = False
     thread: int = field(default_factory=threading.get_ident)  # that runs it, or ran its newest batch
 
@@ -77,7 +105,9 @@ class Watch:
         self.tokens = sum(map(len, state.tokens))
         self.bar.update(self.tokens - before)
         if self.job.callback is not None:
-            self.job.callback(self.pipeline, len(state.trace.rounds), self.tokens, {"state": state})
+            given = tensors_so_far(state, self.job.layout, self.job.handed)
+            back = self.job.callback(self.pipeline, len(state.trace.rounds), self.tokens, {"state": state, **given})
+            check_unchanged(back, state, given, tensors_so_far(state, self.job.layout, self.job.handed))
         if self.job.interrupt:
             raise Interrupted
 
@@ -108,3 +138,141 @@ def pass_numbers(origin: list[str]) -> list[int]:
         passes.append(now)
         now += kind != "drafted"
     return passes
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def refuse_others(others: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments of diffusers that have no meaning here, TypeError for those of nobody."""
+    for name, value in others.items():
+        if name not in MEANINGLESS:
+            raise TypeError(f"ImagePipeline got an unexpected keyword argument {name!r}")
+        if value is not None:
+            shown = repr(value) if isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
+            raise ValueError(f"{name}: got {shown}, expected none: {MEANINGLESS[name]}")
+
+
+def texts_of(prompt: Any) -> list[str]:
+    """A call's prompts. Raises ValueError for anything but a text or a list of them."""
+    texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
+    if not texts or not all(isinstance(t, str) for t in texts):
+        raise ValueError(f"prompt: got {prompt!r}, expected a text or a list of texts")
+    return texts
+
+
+def negatives_of(given: Any, texts: list[str], guidance: float, family: Family) -> list[str] | None:
+    """A negative prompt for each text, None for the model's own. Raises ValueError where it would change nothing."""
+    if given is None:
+        return None
+    found = [given] * len(texts) if isinstance(given, str) else list(given) if isinstance(given, (list, tuple)) else []
+    if not found or not all(isinstance(t, str) for t in found):
+        raise ValueError(f"negative_prompt: got {given!r}, expected a text or a list of texts, one for each prompt")
+    if len(found) != len(texts):
+        raise ValueError(f"negative_prompt: got {len(found)} texts, expected {len(texts)}, one for each prompt")
+    why = "" if family.guided else f"{family.name} has no unconditional prompt"
+    why = why or ("without guidance (guidance_scale 1) nothing is drawn away from it" if guidance == 1.0 else "")
+    worded = [text for text in found if text.strip()]
+    if why and worded:
+        raise ValueError(f"negative_prompt: got {worded[0]!r}, expected None: {why}")
+    return None if why else found
+
+
+def check_counts(**counts: Any) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
+
+
+def check_sides(**sides: Any) -> None:
+    for name, side in sides.items():
+        if side is not None and (not isinstance(side, int) or side < 1):
+            raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels")
+
+
+def warn_of_words(processor: Any, **texts: list[str]) -> None:
+    """A warning for prompts with words that no image will show."""
+    for name, those in texts.items():
+        if words := requests.unknown_words(processor, those):
+            expected = "expected words that the model was taught, no image will show others"
+            warnings.warn(f"{name}: got {', '.join(words)}, {expected}", stacklevel=3)
+
+
+def image_seeds(generator, seed, count: int) -> list[int]:
+    """One seed an image, as `requests.seeds`."""
+    return requests.seeds(generator, seed, count, "an image")
+
+
+def check_room(family: Family, texts: list[str], negatives: list[str] | None, layout: Layout, guidance: float) -> None:
+    """Raises ValueError, as `family.check`, for prompts or negative prompts that can't be drawn from."""
+    family.check(family.prompt(texts, guidance != 1.0, layout), layout, guidance)
+    if negatives is None:
+        return
+    both = prompt_of(family, texts, guidance != 1.0, layout, negatives)
+    try:
+        family.check(both, layout, guidance)
+    except ValueError as error:  # the prompts alone have passed
+        raise ValueError(f"negative_{error}") from None
+
+
+def sampling_of(given: Mapping[str, Any], model: Any, family: Family) -> Sampling:
+    """A call's settings, the model's own where it gives None. Raises ValueError that names what is off."""
+    own = getattr(model, "generation_config", None)
+    usual = {"guidance_scale": family.default_guidance, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        theirs = None if name == "guidance_scale" else getattr(own, name, None)
+        value = next((v for v in (value, theirs) if v is not None), usual[name])
+        number = isinstance(value, (int, float)) and math.isfinite(value)
+        if name == "top_p":
+            right, wanted = number and 0 < value <= 1, "a number in (0, 1]"
+        elif name == "top_k":
+            right, wanted = isinstance(value, int) and value >= 0, "a whole number of 0 or more"
+        else:
+            right, wanted = number and value >= 0, "a number of 0 or more"
+        if not right:
+            raise ValueError(f"{name}: got {value}, expected {wanted}")
+        values[name] = value
+    return Sampling(guidance=float(values.pop("guidance_scale")), **values)
+
+
+def check_callback(callback: Any, tensors: Any) -> tuple[str, ...]:
+    """The names of tensors for a callback. Raises ValueError for what can't be called, and for unknown names."""
+    if callback is not None and not callable(callback):
+        raise ValueError(f"callback_on_step_end: got {callback!r}, expected a function")
+    named = isinstance(tensors, (list, tuple)) and all(isinstance(name, str) for name in tensors)
+    if not named or not set(tensors) <= set(TENSORS):
+        raise ValueError(
+            f"callback_on_step_end_tensor_inputs: got {tensors!r}, expected a list of names among {', '.join(TENSORS)}"
+        )
+    return tuple(tensors)
+
+
+# --- what a callback is handed ----------------------------------------------------------------------------------------
+
+
+def tensors_so_far(state: State, layout: Layout, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Codes of the batch after a round, int64 on the CPU, -1 where there is none yet: "tokens" (B, rows * columns),
+    "latents" (B, rows, columns). Orders that are not raster show theirs at the end.
+    """
+    if not names:
+        return {}
+    rows = [row[: layout.positions] for row in state.tokens]
+    codes = torch.tensor([row + [-1] * (layout.positions - len(row)) for row in rows])[:, layout.free]
+    found = {"tokens": codes, "latents": codes.view(-1, *layout.grid).clone()}
+    return {name: found[name] for name in names}
+
+
+def check_unchanged(back: Any, state: State, given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Raises ValueError where a callback wants something changed: `back` is what it returned, `given` the tensors that
+    it was handed, `own` the same made anew.
+    """
+    if back is not None and not isinstance(back, dict):
+        raise ValueError(f"callback_on_step_end: got a {type(back).__name__} back, expected None or what it was handed")
+    for name, value in {**given, **(back or {})}.items():
+        same = value is state if name == "state" else isinstance(value, Tensor) and name in own
+        if not same or (name in own and not torch.equal(value, own[name])):
+            raise ValueError(
+                f"callback_on_step_end: got another {name!r} back, expected it as it was handed: tokens that are drawn"
+                " stay (`pipeline.interrupt` ends the call)"
+            )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,19 +16,21 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from visspec.api import requests, zoo
+from visspec.api import image_call, image_saving, zoo
 from visspec.api.accelerate import own_rule
 from visspec.api.copies import Copied
 from visspec.api.image_call import ORIGINS as ORIGINS
 from visspec.api.image_call import Calls, ImageOutput, Interrupted, Job, Watch, origin_map, pass_numbers
+from visspec.api.image_call import image_seeds as image_seeds
 from visspec.loop.pairing import Pairing, pair
 from visspec.loop.stats import Stats
-from visspec.models.targets.families import family_of
+from visspec.models.targets.families import family_of, prompt_of
 from visspec.models.targets.image_ar import Family, ImageAR
 from visspec.types import Acceptance, Drafter, DrafterTraits, Order, Request, Sampling, State
 
 KEPT = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "_progress", "_home")  # by copies
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+logger = logging.getLogger(__name__)
 
 
 class ImagePipeline(Copied):
@@ -40,6 +41,9 @@ class ImagePipeline(Copied):
     decoding, raster by default; "zipar:window=4" drafts nothing, so the drafter is left out. Raises ValueError in one
     sentence where the parts do not fit.
     """
+
+    model: Any
+    _callback_tensor_inputs = image_call.TENSORS  # as diffusers spells it
 
     def __init__(
         self,
@@ -64,19 +68,26 @@ class ImagePipeline(Copied):
         return {name: getattr(self, name) for name in KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*(state[name] for name in KEPT[:7]))
+        ImagePipeline.__init__(self, *(state[name] for name in KEPT[:7]))
         self._progress, self._home = state["_progress"], state["_home"]
 
     @classmethod
     def from_pretrained(cls, where: str = "painter", *, device: str = "cpu", dtype: Any = "auto", **options):
         """A shipped name ("painter"), a folder or a hub id. Safetensors only; `options` as in the constructor, and
-        `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch dtype.
+        `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch dtype. Of a folder that
+        `save_pretrained` wrote, drafter, acceptance, levels and parts are read too; those given here win.
         """
         from visspec.api.loading import load_image_model
 
         remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
+        options = image_saving.read(str(where), options)
         model, processor = load_image_model(where, device=device, dtype=dtype, trust_remote_code=remote)
         return cls(model, processor, **options)
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """What it was made from: `ImagePipeline(**pipe.components)` is another one that shares the weights."""
+        return {name: getattr(self, name) for name in KEPT[:7]}
 
     @property
     def device(self) -> torch.device:
@@ -101,12 +112,10 @@ class ImagePipeline(Copied):
     _interrupt = interrupt  # as callbacks written for diffusers spell it
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
-        """Write model and processor, for `from_pretrained`. Raises ValueError for parts that can't be written so."""
-        for name, part in (("model", self.model), ("processor", self.processor)):
-            if not hasattr(part, "save_pretrained"):
-                raise ValueError(f"{name}: got {type(part).__name__}, expected a {name} of transformers to save")
-        self.model.save_pretrained(folder, **options)
-        self.processor.save_pretrained(folder)
+        """Write model, processor, drafter, acceptance, levels and parts that are texts, for `from_pretrained`.
+        `options` go to the model's own. Raises ValueError, before anything is written, for what can't be written so.
+        """
+        image_saving.save(folder, self.components, **options)
 
     def to(self, *args, **kwargs) -> ImagePipeline:
         """Move or cast the model and what belongs to it; drafters and rules are built anew when they are next asked."""
@@ -126,6 +135,7 @@ class ImagePipeline(Copied):
         with torch.inference_mode(False), torch.no_grad():
             self.family: Family = family_of(self.model, self.processor, **self.parts)
         self._made_of = (self.model.device, self.model.dtype)
+        logger.debug("%s: made for %s, %s", self.family.name, *self._made_of)
         self._built: dict[Any, tuple] = {}
 
     @contextmanager
@@ -160,6 +170,7 @@ class ImagePipeline(Copied):
         self,
         prompt: str | Sequence[str],
         *,
+        negative_prompt: str | Sequence[str] | None = None,
         num_images_per_prompt: int = 1,
         guidance_scale: float | None = None,
         temperature: float | None = None,
@@ -174,8 +185,11 @@ class ImagePipeline(Copied):
         acceptance: str | Acceptance | None = None,
         order: str | Order | None = None,
         output_type: str = "pil",
+        return_dict: bool = True,
         callback_on_step_end: Callable[[ImagePipeline, int, int, dict], dict | None] | None = None,
-    ) -> ImageOutput:
+        callback_on_step_end_tensor_inputs: Sequence[str] = image_call.TENSORS[:1],
+        **others: Any,
+    ) -> ImageOutput | Any:
         """Draw `num_images_per_prompt` images of every prompt.
 
         Defaults of guidance_scale, temperature, top_k and top_p are the model's own generation settings; temperature 0
@@ -183,20 +197,26 @@ class ImagePipeline(Copied):
         batch it is drawn in. callback_on_step_end(pipeline, round, tokens, {"state": ...}) runs after every pass of the
         target; setting `pipeline.interrupt` in it ends this call. KeyboardInterrupt leaves finished images in
         `last_output`, also those of the batch that it ends. output_type: pil; np (B, H, W, 3) and pt (B, 3, H, W) in
-        [0, 1]; latent for codes alone.
+        [0, 1]; latent for codes alone. return_dict=False gives a tuple, (images,).
+
+        negative_prompt: what guidance leads away from, one text or one for each prompt; "" is the prompt without words,
+        None the model's own. callback_on_step_end_tensor_inputs: "latents", codes (B, rows, columns), and "tokens",
+        (B, rows * columns), -1 where none is yet, are handed beside the state; to change them is refused.
+        Arguments of diffusers that have no meaning here (`num_inference_steps`) raise ValueError, with what has.
         """
         out = self.last_output = ImageOutput()
         for part in self.stream(
-            prompt, num_images_per_prompt=num_images_per_prompt, guidance_scale=guidance_scale,
-            temperature=temperature, top_k=top_k, top_p=top_p, height=height, width=width, generator=generator,
-            seed=seed, batch_size=batch_size, drafter=drafter, acceptance=acceptance, order=order,
-            output_type=output_type, callback_on_step_end=callback_on_step_end,
+            prompt, negative_prompt=negative_prompt, num_images_per_prompt=num_images_per_prompt,
+            guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p, height=height,
+            width=width, generator=generator, seed=seed, batch_size=batch_size, drafter=drafter,
+            acceptance=acceptance, order=order, output_type=output_type, callback_on_step_end=callback_on_step_end,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs, **others,
         ):  # fmt: skip
             out.extend(part)
-        join = {"np": np.stack, "pt": torch.stack}.get(output_type)
-        if join and out.images:
-            out.images = join(out.images)
-        return out
+        join: dict[str, Callable[..., Any]] = {"np": np.stack, "pt": torch.stack}
+        if output_type in join and out.images:
+            out.images = join[output_type](out.images)
+        return out if return_dict else (out.images,)
 
     @torch.inference_mode()
     def stream(self, prompt, *, batch_size: int = 8, output_type: str = "pil", **options) -> Iterator[ImageOutput]:
@@ -221,62 +241,43 @@ class ImagePipeline(Copied):
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
 
     def _job(
-        self, prompt, *, num_images_per_prompt=1, guidance_scale=None, temperature=None, top_k=None, top_p=None,
-        height=None, width=None, generator=None, seed=None, batch_size, drafter=..., acceptance=None, order=None,
-        output_type, callback_on_step_end=None,
+        self, prompt, *, negative_prompt=None, num_images_per_prompt=1, guidance_scale=None, temperature=None,
+        top_k=None, top_p=None, height=None, width=None, generator=None, seed=None, batch_size, drafter=...,
+        acceptance=None, order=None, output_type, callback_on_step_end=None,
+        callback_on_step_end_tensor_inputs=image_call.TENSORS[:1], **others,
     ) -> Job:  # fmt: skip
         """Everything that can be wrong is found here, before any pass."""
-        texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
-        if not texts or not all(isinstance(t, str) for t in texts):
-            raise ValueError(f"prompt: got {prompt!r}, expected a text or a list of texts")
-        for name, count in (("num_images_per_prompt", num_images_per_prompt), ("batch_size", batch_size)):
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
-        if callback_on_step_end is not None and not callable(callback_on_step_end):
-            raise ValueError(f"callback_on_step_end: got {callback_on_step_end!r}, expected a function")
+        image_call.refuse_others(others)
+        texts = image_call.texts_of(prompt)
+        image_call.check_counts(num_images_per_prompt=num_images_per_prompt, batch_size=batch_size)
+        handed = image_call.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type: got {output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
         sampling = self.sampling(guidance_scale, temperature, top_k, top_p)
-        for name, side in (("height", height), ("width", width)):
-            if side is not None and (not isinstance(side, int) or side < 1):
-                raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels")
+        image_call.check_sides(height=height, width=width)
         family = self.family
         layout = family.layout(height, width)
         if family.no_pixels and output_type != "latent":
             raise ValueError(f"output_type: got {output_type!r}, expected 'latent': {family.no_pixels}")
-        longest = family.prompt(texts, sampling.guidance != 1.0, layout)
-        family.check(longest, layout, sampling.guidance)
-        if words := requests.unknown_words(self.processor, texts):
-            expected = "expected words that the model was taught, no image will show others"
-            warnings.warn(f"prompt: got {', '.join(words)}, {expected}", stacklevel=2)
+        negatives = image_call.negatives_of(negative_prompt, texts, sampling.guidance, family)
+        image_call.check_room(family, texts, negatives, layout, sampling.guidance)
+        image_call.warn_of_words(self.processor, prompt=texts, negative_prompt=negatives or [])
         texts = [t for t in texts for _ in range(num_images_per_prompt)]
+        if negatives is not None:
+            negatives = [t for t in negatives for _ in range(num_images_per_prompt)]
         seeds = image_seeds(generator, seed, len(texts))
         drafter = self._default_drafter(order) if drafter is ... else drafter
         pairing = self.pairing(
             drafter, acceptance if acceptance is not None else self.acceptance, self.order if order is None else order
         )
-        return Job(texts, seeds, sampling, layout, family, pairing, output_type, callback_on_step_end)
+        return Job(
+            texts, negatives, seeds, sampling, layout, family, pairing, output_type, callback_on_step_end, handed
+        )
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
         """The call's settings, the model's own where it says nothing. Raises ValueError that names what is off."""
-        own = getattr(self.model, "generation_config", None)
-        usual = {"guidance_scale": self.family.default_guidance, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        values: dict[str, Any] = {}
-        for name, value in given.items():
-            theirs = None if name == "guidance_scale" else getattr(own, name, None)
-            value = next((v for v in (value, theirs) if v is not None), usual[name])
-            number = isinstance(value, (int, float)) and math.isfinite(value)
-            if name == "top_p":
-                right, wanted = number and 0 < value <= 1, "a number in (0, 1]"
-            elif name == "top_k":
-                right, wanted = isinstance(value, int) and value >= 0, "a whole number of 0 or more"
-            else:
-                right, wanted = number and value >= 0, "a number of 0 or more"
-            if not right:
-                raise ValueError(f"{name}: got {value}, expected {wanted}")
-            values[name] = value
-        return Sampling(guidance=float(values.pop("guidance_scale")), **values)
+        return image_call.sampling_of(given, self.model, self.family)
 
     def _default_drafter(self, order: Any) -> Any:
         """The pipeline's drafter, where the order of a call drafts."""
@@ -329,7 +330,8 @@ class ImagePipeline(Copied):
     def _batch(self, job: Job, rows: slice, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
         """The finished images of a batch, and what ended it before all were."""
         texts, seeds, pairing = job.texts[rows], job.seeds[rows], job.pairing
-        prompt = job.family.prompt(texts, job.sampling.guidance != 1.0, job.layout)
+        negatives = job.negatives and job.negatives[rows]
+        prompt = prompt_of(job.family, texts, job.sampling.guidance != 1.0, job.layout, negatives)
         request = Request(
             inputs=prompt, prompt=prompt.ids, max_new_tokens=job.layout.positions, sampling=job.sampling,
             media={"texts": texts}, grid=job.layout.grid,
@@ -374,8 +376,3 @@ class ImagePipeline(Copied):
         if job.output_type == "pil":
             out.images = [Image.fromarray((255 * image).round().astype(np.uint8)) for image in out.images]
         return out
-
-
-def image_seeds(generator, seed, count: int) -> list[int]:
-    """One seed an image, as `requests.seeds`."""
-    return requests.seeds(generator, seed, count, "an image")

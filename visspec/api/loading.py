@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from visspec import checkpoint
 from visspec.api import zoo
+
+logger = logging.getLogger(__name__)
 
 
 def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code: bool = False):
@@ -37,10 +40,10 @@ def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str
 def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: bool):
     from safetensors import SafetensorError
     from transformers import AutoProcessor
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
 
     shipped = zoo.located(where)
     where = str(shipped) if shipped.is_relative_to(zoo.CHECKPOINTS) else where  # a hub id stays as it was written
@@ -50,8 +53,8 @@ def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: boo
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
     _check_device(device)
     precision = torch.float32 if device == "cpu" and dtype == "auto" else dtype
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what transformers would report of the tensors is said below, in one sentence
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
     try:
         model, info = kind.from_pretrained(
             where, dtype=precision, use_safetensors=True, output_loading_info=True, **options
@@ -59,13 +62,14 @@ def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: boo
     except (RuntimeError, OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"model: {where} could not be loaded, {_first_line(error)}") from None
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             name = sorted(map(str, info[what]))[0]
             raise ValueError(
                 f"model: {where} has {what.replace('_', ' ')} ({name}), expected exactly the model's tensors"
             )
+    logger.info("%s: loaded %s, %s, to %s", where, type(model).__name__, model.dtype, device)
     return model.to(device).eval(), AutoProcessor.from_pretrained(where, **options)
 
 

@@ -1,0 +1,552 @@
+"""Habits of diffusers and transformers: negative prompts, tuples, what callbacks get, saved pipelines, a logger."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import visspec
+from tests import tiny_images as tiny
+from tests.test_image_targets import TEXTS, Case, draw, made, named
+from tests.test_threads import Words
+from visspec.accept.captured import Captured
+from visspec.accept.exact import Exact
+from visspec.accept.grouped import Grouped
+from visspec.accept.lantern import Lantern
+from visspec.accept.rejection import Rejection
+from visspec.accept.run_product import RunProduct
+from visspec.api import image_call, image_saving, zoo
+from visspec.api.images import ImagePipeline
+from visspec.loop.orders import ZipAR
+from visspec.models.drafters.image_eagle import ImageFeatureDrafter
+from visspec.models.drafters.jacobi import Jacobi
+from visspec.models.targets.families import family_of, prompt_of
+from visspec.models.targets.image_ar import Family
+from visspec.types import State
+
+PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]
+WORDED = ["janus", "emu3", "anole", "lumina", "llamagen-class", "llamagen-caption"]
+
+
+def quiet(pipe: ImagePipeline) -> ImagePipeline:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@cache
+@torch.inference_mode(False)
+def drawn() -> ImagePipeline:
+    """A tiny Janus that reads letters."""
+    return quiet(ImagePipeline(tiny.janus(), Words()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("tiny-painter")
+    tiny.painter(where)
+    return where
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return quiet(ImagePipeline.from_pretrained(str(folder)))
+
+
+# --- negative prompts -------------------------------------------------------------------------------------------------
+
+
+def reading(name: str) -> Case:
+    """A family that reads texts, and three of them."""
+    if name == "janus":
+        family = family_of(tiny.janus(), Words())
+        return Case(family, family.layout(), 3.0, None, None)
+    return made(name)
+
+
+def texts_for(name: str) -> list[str]:
+    return ["3", "7", "1"] if name == "llamagen-class" else TEXTS
+
+
+def rows_of(prompt) -> list[torch.Tensor]:
+    """What each cache row reads: embeddings of its real positions."""
+    return [embeds[seen] for embeds, seen in zip(prompt.embeds, prompt.attention)]
+
+
+@pytest.mark.parametrize("name", WORDED)
+def test_unconditional_rows_read_the_negative_prompt(name):
+    """A negative prompt is read as a prompt is; an empty one is the model's own unconditional prompt."""
+    case, texts = reading(name), texts_for(name)
+    family, layout = case.family, case.layout
+    negative = [texts[2], "", texts[0]]
+    found = rows_of(prompt_of(family, texts, True, layout, negative))
+    alone = rows_of(family.prompt(texts, True, layout))
+    assert all(a.equal(b) for a, b in zip(found[:3], alone[:3]))
+    assert found[3].equal(alone[2]) and found[5].equal(alone[0])
+    if name == "emu3":
+        bare = replace(case, family=family_of(family.model, family.processor, negative="")).family
+        assert found[4].equal(rows_of(bare.prompt(texts, True, layout))[4]) and not found[4].equal(alone[4])
+    else:
+        assert found[4].equal(alone[4])
+    unguided = prompt_of(family, texts, False, layout, negative)
+    assert len(unguided.embeds) == 3 and unguided.embeds.equal(family.prompt(texts, False, layout).embeds)
+
+
+@pytest.mark.parametrize("name", WORDED)
+def test_away_from_the_prompt_itself_is_no_guidance(name):
+    """u + s (c - u) = c where both rows read the same."""
+    case, texts = reading(name), texts_for(name)
+    family, layout = case.family, case.layout
+
+    def with_negative(negative, guidance):
+        def prompt(rows):
+            chosen = None if negative is None else [negative[r] for r in rows]
+            return prompt_of(family, [texts[r] for r in rows], guidance != 1.0, layout, chosen)
+
+        return replace(case, guidance=guidance, prompt=prompt)
+
+    rows = [0, 1, 2]
+    same, none = draw(with_negative(texts, 3.0), rows)[0], draw(with_negative(None, 1.0), rows)[0]
+    assert same == none
+    other = with_negative([texts[1], "", texts[0]], 3.0)
+    together = draw(other, rows, Jacobi(6), temperature=1.0)[0]
+    assert together == [draw(other, [r], temperature=1.0)[0][0] for r in rows], "in any batch, drafted or not"
+
+
+def test_a_call_with_negative_prompts():
+    pipe, options = drawn(), {"output_type": "latent", "seed": 0}
+    usual = pipe(TEXTS, **options).tokens
+    assert all(a.equal(b) for a, b in zip(usual, pipe(TEXTS, negative_prompt="", **options).tokens))
+    found = pipe(TEXTS, negative_prompt=["blue", "", "grass"], batch_size=2, **options).tokens
+    assert found[1].equal(usual[1]) and not found[0].equal(usual[0]) and not found[2].equal(usual[2])
+    for i, negative in enumerate(["blue", None, "grass"]):
+        assert pipe(TEXTS[i], negative_prompt=negative, output_type="latent", seed=i).tokens[0].equal(found[i])
+    twice = pipe(TEXTS[:2], negative_prompt=["blue", "grass"], num_images_per_prompt=2, batch_size=3, **options)
+    assert twice.tokens[3].equal(pipe(TEXTS[1], negative_prompt=["grass"], output_type="latent", seed=3).tokens[0])
+    assert pipe(TEXTS[0], negative_prompt="", guidance_scale=1, **options).tokens
+
+
+def test_a_call_wins_over_the_negative_prompt_of_the_parts():
+    parts = quiet(ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "a blue sphere"}))
+    usual = quiet(ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "lowres, blurry."}))
+    options = {"height": 4, "width": 10, "output_type": "latent", "seed": 0}
+    other, own = parts(TEXTS[0], **options).tokens[0], usual(TEXTS[0], **options).tokens[0]
+    asked = usual(TEXTS[0], negative_prompt="a blue sphere", **options).tokens[0]
+    assert asked.equal(other) and not asked.equal(own)
+
+
+def refused(call, error=ValueError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text and not text.endswith(".")
+    return text
+
+
+def test_negative_prompts_that_are_refused(monkeypatch):
+    monkeypatch.setattr("visspec.loop.pairing.Pairing.decode", lambda *a: pytest.fail("decoding began"))
+    pipe, glm = drawn(), named("glm_image")[1]
+    classes = named("llamagen-class")[1]
+    cases = {
+        "negative_prompt: got 3, expected a text or a list": lambda: pipe("a", negative_prompt=3),
+        "negative_prompt: got ['b', 3], expected a text": lambda: pipe(["a", "c"], negative_prompt=["b", 3]),
+        "negative_prompt: got 2 texts, expected 1, one for": lambda: pipe("a", negative_prompt=["b", "c"]),
+        "negative_prompt: got 1 texts, expected 2": lambda: pipe(["a", "b"], negative_prompt=["b"]),
+        "negative_prompt: got 'b', expected None: without guidance": lambda: pipe(
+            "a", negative_prompt="b", guidance_scale=1.0
+        ),
+        "negative_prompt: got 'b', expected None: glm_image has no unconditional": lambda: glm(
+            "a", negative_prompt="b", output_type="latent"
+        ),
+        "negative_prompt: got 'b', expected a class number 0..9": lambda: classes(
+            "3", negative_prompt="b", output_type="latent"
+        ),
+        "negative_prompt: got 142 tokens and an image of 16, expected at most 128": lambda: pipe(
+            "a", negative_prompt="b" * 140
+        ),
+    }
+    for start, call in cases.items():
+        assert (text := refused(call)).startswith(start), text
+
+
+def test_a_family_of_ones_own_without_negative_prompts_is_told():
+    class Own(Family):
+        name = "own"
+
+        def prompt(self, texts, guided, layout=None):
+            return len(texts)
+
+    family = Own()
+    assert prompt_of(family, ["a"], True, None) == 1
+    assert refused(lambda: prompt_of(family, ["a"], True, None, ["b"])).startswith("negative_prompt: got 'b', expected")
+
+
+def test_words_of_negative_prompts_that_no_image_will_show_warn(pipe):
+    with pytest.warns(UserWarning, match="^negative_prompt: got moose, expected words that the model was taught"):
+        pipe(PROMPTS[0], negative_prompt="a moose", seed=0, output_type="latent")
+
+
+# --- arguments of a call ----------------------------------------------------------------------------------------------
+
+
+def test_a_tuple_instead_of_an_output(pipe):
+    out = pipe(PROMPTS[:2], seed=1, output_type="np")
+    found = pipe(PROMPTS[:2], seed=1, output_type="np", return_dict=False)
+    assert isinstance(found, tuple) and len(found) == 1 and (found[0] == out.images).all()
+    assert pipe.last_output.seeds == [1, 2]
+
+
+def test_arguments_that_mean_nothing_here(monkeypatch):
+    pipe = drawn()
+    monkeypatch.setattr("visspec.loop.pairing.Pairing.decode", lambda *a: pytest.fail("decoding began"))
+    text = refused(lambda: pipe("a", num_inference_steps=50))
+    assert text.startswith("num_inference_steps: got 50, expected none: ") and "`drafter`" in text
+    assert refused(lambda: pipe("a", latents=torch.zeros(1))).startswith("latents: got a Tensor, expected none: ")
+    for name in image_call.MEANINGLESS:
+        assert refused(lambda name=name: pipe("a", **{name: 1})).startswith(f"{name}: got 1, expected none: ")
+    assert refused(lambda: next(pipe.stream("a", eta=0.5))).startswith("eta: got 0.5")
+    assert "nothing_known" in refused(lambda: pipe("a", nothing_known=None), TypeError)
+    monkeypatch.undo()
+    assert pipe("a", latents=None, prompt_embeds=None, seed=0).tokens
+    assert not set(image_call.MEANINGLESS) & set(inspect.signature(ImagePipeline.__call__).parameters)
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_is_handed_the_codes_so_far():
+    pipe, seen = drawn(), []
+
+    def watch(pipeline, step, done, given):
+        seen.append({k: v.clone() for k, v in given.items() if k != "state"})
+        assert isinstance(given["state"], State) and pipeline is pipe
+        return given
+
+    out = pipe(TEXTS[:2], seed=0, output_type="latent", callback_on_step_end=watch, drafter="jacobi:window=4",
+               callback_on_step_end_tensor_inputs=["tokens", "latents"])  # fmt: skip
+    assert all(list(s) == ["tokens", "latents"] for s in seen)
+    last, final = seen[-1], torch.stack(out.tokens)
+    assert last["tokens"].equal(final) and last["latents"].equal(torch.stack(out.images))
+    undrawn = [int((s["tokens"] == -1).sum()) for s in seen]
+    assert undrawn == sorted(undrawn, reverse=True) and undrawn[0] > 0 == undrawn[-1]
+    for s in seen:
+        there = s["tokens"] != -1
+        assert s["tokens"][there].equal(final[there]) and s["latents"].flatten(1).equal(s["tokens"])
+    assert pipe._callback_tensor_inputs == ("latents", "tokens")
+
+
+def test_latents_are_handed_without_being_asked_for_and_nothing_else():
+    names = []
+    pipe = drawn()
+    pipe("a", seed=0, callback_on_step_end=lambda p, i, t, given: names.append(sorted(given)))
+    assert set(map(tuple, names)) == {("latents", "state")}
+    names.clear()
+    pipe("a", seed=0, callback_on_step_end=lambda p, i, t, given: names.append(sorted(given)),
+         callback_on_step_end_tensor_inputs=[])  # fmt: skip
+    assert set(map(tuple, names)) == {("state",)}
+
+
+def test_codes_of_a_layout_with_row_ends_are_handed_without_them():
+    pipe, seen = quiet(ImagePipeline(tiny.emu3(), tiny.emu3_processor())), []
+    out = pipe(TEXTS[0], height=4, width=10, output_type="latent", seed=0,
+               callback_on_step_end=lambda p, i, t, given: seen.append(given["latents"]))  # fmt: skip
+    assert seen[-1].shape == (1, 2, 5) and seen[-1][0].equal(out.images[0])
+
+
+@pytest.mark.parametrize("change", ["returned", "in place", "state", "unknown", "type"])
+def test_what_a_callback_wants_changed_is_refused(change):
+    def callback(pipeline, step, done, given):
+        if change == "in place":
+            given["latents"].zero_()
+        return {
+            "returned": {"latents": given["latents"] + 1}, "in place": None, "state": {"state": 3},
+            "unknown": {"prompt_embeds": given["latents"]}, "type": given["latents"],
+        }[change]  # fmt: skip
+
+    text = refused(lambda: drawn()("a", seed=0, callback_on_step_end=callback))
+    assert text.startswith("callback_on_step_end: got a") and "expected" in text
+    assert drawn()("a", seed=0).tokens and not drawn()._calls.jobs
+
+
+def test_names_that_no_callback_can_have():
+    for wrong in (["latents", "timesteps"], "latents", [3], None):
+        text = refused(lambda wrong=wrong: drawn()("a", callback_on_step_end_tensor_inputs=wrong))
+        assert text == (
+            f"callback_on_step_end_tensor_inputs: got {wrong!r}, expected a list of names among latents, tokens"
+        )
+
+
+# --- saved pipelines --------------------------------------------------------------------------------------------------
+
+
+def saved(pipe, where, **changes):
+    """The pipeline with other components, saved; what its file says."""
+    ImagePipeline(**(pipe.components | changes)).save_pretrained(where)
+    return json.loads((where / "visspec.json").read_text())
+
+
+def test_drafter_rule_and_levels_are_kept(pipe, tmp_path):
+    changes = {"drafter": Jacobi(5, "maximal"), "acceptance": Lantern(20, 0.25), "levels": 3}
+    entries = saved(pipe, tmp_path, **changes)
+    assert entries == {
+        "drafter": "jacobi:window=5,redraw=maximal", "acceptance": "lantern:k=20,delta=0.25",
+        "order": None, "levels": 3,
+        "parts": {},
+    }  # fmt: skip
+    again = quiet(ImagePipeline.from_pretrained(str(tmp_path)))
+    assert (again.drafter, again.acceptance, again.levels) == (entries["drafter"], entries["acceptance"], 3)
+    before = quiet(ImagePipeline(**(pipe.components | changes)))
+    options = {"seed": 4, "output_type": "latent"}
+    kept, drawn = before(PROMPTS[0], **options), again(PROMPTS[0], **options)
+    assert kept.tokens[0].equal(drawn.tokens[0]) and kept.stats[0].rounds == drawn.stats[0].rounds
+    other = ImagePipeline.from_pretrained(str(tmp_path), drafter=None, acceptance="exact")
+    assert (other.drafter, other.acceptance, other.levels) == (None, "exact", 3), "what is given wins"
+
+
+def test_weights_of_a_drafter_go_into_the_folder(pipe, tmp_path):
+    learned = ImageFeatureDrafter.for_model(pipe.family, seed=3)
+    assert saved(pipe, tmp_path / "a", drafter=learned)["drafter"] == {"folder": "drafter"}
+    shutil.move(tmp_path / "a", tmp_path / "b")  # nothing in it depends on where it lies
+    again = quiet(ImagePipeline.from_pretrained(str(tmp_path / "b")))
+    assert again.drafter == str((tmp_path / "b" / "drafter").resolve())
+    options = {"seed": 4, "output_type": "latent"}
+    kept, drawn = pipe(PROMPTS[0], drafter=learned, **options), again(PROMPTS[0], **options)
+    assert kept.tokens[0].equal(drawn.tokens[0]) and drawn.stats[0].drafter == "drafter"
+    weights = load_file(tmp_path / "b" / "drafter" / "model.safetensors")
+    assert all(weights[name].equal(value) for name, value in learned.head.state_dict().items())
+    record = {"trained": "elsewhere"}
+    (tmp_path / "b" / "drafter" / "provenance.json").write_text(json.dumps(record))
+    again.save_pretrained(tmp_path / "c")  # a drafter by folder is written as its weights
+    assert json.loads((tmp_path / "c" / "drafter" / "provenance.json").read_text()) == record
+    assert (
+        quiet(ImagePipeline.from_pretrained(str(tmp_path / "c")))(PROMPTS[0], **options)
+        .tokens[0]
+        .equal(drawn.tokens[0])
+    )
+
+
+def test_parts_that_are_no_texts_are_asked_for_again(tmp_path):
+    pipe = ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "a blue sphere"})
+    pipe.save_pretrained(tmp_path)
+    assert ImagePipeline.from_pretrained(str(tmp_path)).family.negative == "a blue sphere"
+    assert ImagePipeline.from_pretrained(str(tmp_path), parts={"negative": "x"}).family.negative == "x"
+    entries = json.loads((tmp_path / "visspec.json").read_text())
+    (tmp_path / "visspec.json").write_text(json.dumps(entries | {"parts": {"style": "lumina", "codec": None}}))
+    text = refused(lambda: ImagePipeline.from_pretrained(str(tmp_path)))
+    assert text.startswith("parts: got no codec, expected parts={'codec': ...}: ")
+    found = image_saving.read(str(tmp_path), {"parts": {"codec": 3}})
+    assert found["parts"] == {"style": "lumina", "codec": 3}
+
+
+class Unknown(Rejection):
+    pass
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"acceptance": Unknown()}, "acceptance: got a Unknown that no name"),
+    ({"acceptance": Captured(Exact())}, "acceptance: got a Captured that no name"),
+    ({"acceptance": RunProduct(0.8, Lantern(10, 0.1))}, "acceptance: got a RunProduct that no name"),
+    ({"acceptance": "nothing"}, "acceptance: got 'nothing', expected one of exact"),
+    ({"acceptance": "lantern:k=5000"}, "k: got 5000"), ({"levels": 0}, "levels: got 0"),
+    ({"drafter": "nothing"}, "drafter: got 'nothing', expected one of none"),
+    ({"drafter": "lowres:model=/etc"}, "model: got '/etc', expected no path"),
+    ({"drafter": "lowres:model=.."}, "model: got '..', expected no path"),
+    ({"drafter": f"lowres:model={zoo.CHECKPOINTS}/../x"}, "model: got "),
+    ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear that no name"),
+    ({"drafter": type("Own", (Jacobi,), {})()}, "drafter: got a Own that no name"),
+    ({"processor": Words()}, "processor: got Words"),
+])  # fmt: skip
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(pipe, tmp_path, change, words):
+    other = ImagePipeline(**pipe.components)
+    for name, value in change.items():
+        setattr(other, name, value)
+    assert (text := refused(lambda: other.save_pretrained(tmp_path / "out"))).startswith(words), text
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_a_drafter_with_weights_are_not_lost_in_silence(pipe, tmp_path):
+    head = ImageFeatureDrafter.for_model(pipe.family, seed=3).head
+    for options in ({"tree": "dynamic"}, {"tree": "static"}, {"levels": 2}):
+        other = ImagePipeline(**(pipe.components | {"drafter": ImageFeatureDrafter(head, pipe.family, **options)}))
+        text = refused(lambda other=other: other.save_pretrained(tmp_path / "out"))
+        assert text.startswith("drafter: got a ImageFeatureDrafter with ") and not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    assert refused(lambda: pipe.save_pretrained(tmp_path / "file")).startswith("folder: ")
+
+
+@pytest.mark.parametrize("entries, words", [
+    ({"seed": 3}, "checkpoint: visspec.json of "), ({"drafter": 3}, "checkpoint: drafter of "),
+    ({"drafter": {"folder": "../drafter"}}, "checkpoint: drafter of "), ({"levels": 10**9}, "levels: got 1000000000"),
+    ({"drafter": {"folder": "drafter"}}, "checkpoint: "), ({"drafter": "tests"}, "drafter: got 'tests'"),
+    ({"drafter": "lowres:model=some/where"}, "model: got 'some/where', expected no path"),
+    ({"drafter": "lowres:upsample=models"}, "upsample: got 'models', expected no path"),
+    ({"drafter": "lowres:model=\0"}, "model: got "), ({"acceptance": None}, "checkpoint: acceptance of "),
+    ({"acceptance": "lantern:k=0"}, "k: got 0"), ({"acceptance": "exact:k=3"}, "acceptance: exact does not take"),
+    ({"parts": []}, "checkpoint: parts of "), ({"parts": {"codec": 3}}, "checkpoint: parts of "),
+    ({"levels": True}, "levels: got True"), ([], "checkpoint: "), ("{", "checkpoint: "),
+    ({"parts": {"nothing": "x"}}, "nothing: got one for a model of the type 'janus'"),
+])  # fmt: skip
+def test_a_folder_that_says_something_else_is_refused(folder, tmp_path, entries, words, monkeypatch):
+    monkeypatch.chdir(visspec.api.zoo.CHECKPOINTS.parent.parent)  # where `models` and `tests` are folders
+    shutil.copytree(folder, tmp_path / "p")
+    (tmp_path / "p" / "visspec.json").write_text(entries if isinstance(entries, str) else json.dumps(entries))
+    text = refused(lambda: ImagePipeline.from_pretrained(str(tmp_path / "p")))
+    assert text.startswith(words) and ("expected" in text or "is not JSON" in text or "take" in text), text
+
+
+def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "p")
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "config.json").write_text("{}")
+    (tmp_path / "p" / "drafter").symlink_to(tmp_path / "else")
+    (tmp_path / "p" / "visspec.json").write_text('{"drafter": {"folder": "drafter"}}')
+    text = refused(lambda: ImagePipeline.from_pretrained(str(tmp_path / "p")))
+    assert text.startswith("checkpoint: ") and "expected a file inside the folder" in text
+    (tmp_path / "p" / "visspec.json").write_text(" " * (16 << 20) + "{}")
+    text = refused(lambda: image_saving.read(str(tmp_path / "p"), {}))
+    assert text.startswith("checkpoint: visspec.json has 16777218 bytes, expected at most")
+
+
+RULES = st.one_of(
+    st.builds(Exact), st.builds(Rejection), st.builds(RunProduct, st.floats(0.1, 1)),
+    st.builds(Lantern, st.integers(1, 1000), st.floats(0, 0.99), st.sampled_from([None, "repository"])),
+    st.builds(Grouped, st.integers(1, 50), st.one_of(st.none(), st.integers(1, 60))),
+)  # fmt: skip
+DRAFTERS = st.one_of(
+    st.builds(Jacobi, st.integers(2, 40), st.sampled_from(["auto", "maximal", "gumbel"]),
+              st.sampled_from(["left", "above", "random"]), nodes=st.integers(1, 90)),
+)  # fmt: skip
+ORDERS = st.builds(ZipAR, st.integers(1, 9), st.booleans())
+
+
+@settings(max_examples=60)
+@given(st.one_of(RULES.map(lambda x: ("acceptance", zoo.ACCEPTANCE, x)),
+                 DRAFTERS.map(lambda x: ("drafter", zoo.DRAFTERS, x)),
+                 ORDERS.map(lambda x: ("order", zoo.ORDERS, x))))  # fmt: skip
+def test_objects_are_written_as_the_names_that_build_them(case):
+    what, table, thing = case
+    spec = image_saving.spec_of(thing, what, table)
+    make = {"acceptance": zoo.acceptance, "order": zoo.order, "drafter": lambda text: zoo.drafter(text, None)[0]}
+    made = make[what](spec)
+    assert type(made) is type(thing) and image_saving.state_of(made, table) == image_saving.state_of(thing, table)
+
+
+def test_every_rule_of_the_table_can_be_written():
+    for name in zoo.ACCEPTANCE:
+        assert image_saving.spec_of(zoo.acceptance(name), "acceptance", zoo.ACCEPTANCE) == name
+
+
+def test_presets_can_be_saved():
+    for preset in zoo.PRESETS.values():
+        assert image_saving.named("drafter", zoo.DRAFTERS, preset.drafter) == preset.drafter
+        assert image_saving.named("acceptance", zoo.ACCEPTANCE, preset.acceptance) == preset.acceptance
+        assert preset.order is None or image_saving.named("order", zoo.ORDERS, preset.order) == preset.order
+
+
+@pytest.mark.parametrize("order", [None, "zipar:window=2", ZipAR(3, audit=False)])
+def test_the_order_is_kept(pipe, tmp_path, order):
+    other = ImagePipeline(**pipe.components | {"order": order, "parts": None})
+    other.save_pretrained(tmp_path)
+    again = image_saving.read(str(tmp_path), {})["order"]
+    assert again == (None if order is None else order if isinstance(order, str) else "zipar:window=3,audit=false")
+    with pytest.raises(ValueError, match=r"^order: got 'spiral', expected one of raster, "):
+        image_saving._order(tmp_path, "spiral")
+
+
+def test_a_pipeline_from_another_ones_components(pipe):
+    other = ImagePipeline(**pipe.components)
+    assert other.model is pipe.model and other.components == pipe.components
+    assert set(pipe.components) <= set(inspect.signature(ImagePipeline).parameters)
+
+
+# --- the logger -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logger():
+    found = logging.getLogger("visspec")
+    before = found.level, found.propagate, list(found.handlers)
+    yield found
+    found.setLevel(before[0])
+    found.propagate, found.handlers[:] = before[1], before[2]
+
+
+def test_verbosity_as_in_transformers(logger):
+    from transformers import logging as theirs
+
+    ours = visspec.logging
+    for level in ("debug", "info", "warning", "error"):
+        getattr(ours, f"set_verbosity_{level}")()
+        assert ours.get_verbosity() == getattr(ours, level.upper()) == getattr(theirs, level.upper()) == logger.level
+        ours.set_verbosity(level)
+        assert ours.get_verbosity() == getattr(ours, level.upper())
+    assert ours.get_logger() is logger and ours.get_logger("visspec.api.images").parent is logger
+    for wrong in ("loud", None, True, -1):
+        assert refused(lambda wrong=wrong: ours.set_verbosity(wrong)).startswith(f"verbosity: got {wrong!r}, expected")
+
+
+def test_loading_and_saving_are_told_to_the_logger(pipe, folder, tmp_path, logger, caplog):
+    visspec.logging.set_verbosity_info()
+    pipe.save_pretrained(tmp_path)
+    ImagePipeline.from_pretrained(str(tmp_path))
+    told = [(r.name, r.getMessage()) for r in caplog.records if r.name.startswith("visspec")]
+    assert [name for name, _ in told] == ["visspec.api.image_saving"] * 2 + ["visspec.api.loading"]
+    assert "'drafter': 'jacobi'" in told[0][1] and "JanusForConditionalGeneration" in told[2][1]
+    caplog.clear()
+    visspec.logging.set_verbosity_warning()
+    ImagePipeline.from_pretrained(str(folder))
+    assert not [r for r in caplog.records if r.name.startswith("visspec")]
+
+
+def test_stderr_is_written_to_only_where_the_application_has_no_handlers(logger, monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logging.getLogger("visspec.x").warning("nobody asked")
+    assert capsys.readouterr().err == ""
+    visspec.logging.set_verbosity_info()
+    visspec.logging.set_verbosity_info()
+    logging.getLogger("visspec.x").info("once")
+    assert capsys.readouterr().err == "[visspec] once\n" and not logger.propagate
+    visspec.logging.disable_default_handler()
+    logging.getLogger("visspec.x").info("not here")
+    assert capsys.readouterr().err == "" and logger.propagate
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    visspec.logging.set_verbosity_info()
+    assert visspec.logging.CONSOLE not in logger.handlers and logger.propagate
+
+
+def test_the_environment_sets_the_verbosity():
+    code = (
+        "import logging, sys, visspec; logging.getLogger('visspec.x').info('heard');"
+        "print(visspec.logging.get_verbosity(), 'torch' in sys.modules)"
+    )
+
+    def run(**environment):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, env=environment
+        )
+        return done.stdout.strip(), done.stderr.strip()
+
+    assert run() == ("30 False", "")
+    assert run(VISSPEC_VERBOSITY="info") == ("20 False", "[visspec] heard")
+    shown, warned = run(VISSPEC_VERBOSITY="loud")
+    assert shown == "30 False" and "VISSPEC_VERBOSITY: got 'loud', expected one of debug, info" in warned
+
+
+def test_warnings_do_not_depend_on_the_verbosity(pipe, logger):
+    visspec.logging.set_verbosity_error()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe("a moose", seed=0, output_type="latent")
+    assert [str(w.message)[:17] for w in caught] == ["prompt: got moose"]

@@ -1,0 +1,257 @@
+"""What `ImagePipeline.save_pretrained` writes beside model and processor: drafter, rule, order, levels, parts, as JSON.
+
+Drafters and rules are written as the names that build them; weights of a drafter go into a folder inside. A folder that
+is read may come from anyone: it names nothing outside itself but what `zoo` knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from inspect import signature
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from visspec import checkpoint
+from visspec.api import zoo
+from visspec.files import unwritable, write_json
+from visspec.provenance import provenance
+
+FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights
+ENTRIES = ("drafter", "acceptance", "order", "levels", "parts")
+DEEPEST = 4096  # levels that a file may ask for
+PLAIN = (bool, int, float, str, tuple, list, type(None))
+logger = logging.getLogger(__name__)
+
+
+def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> None:
+    """Write the components of a pipeline; `options` are those of the model's `save_pretrained`.
+
+    Raises ValueError for what can't be written so that `read` finds it, before anything is written.
+    """
+    root = Path(folder)
+    for name in ("model", "processor"):
+        if not hasattr(components[name], "save_pretrained"):
+            found = type(components[name]).__name__
+            raise ValueError(f"{name}: got {found}, expected a {name} of transformers to save")
+    if (why := unwritable(root, folder=True)) is not None:
+        raise ValueError(f"folder: {why}")
+    with tempfile.TemporaryDirectory() as staged:
+        settings = {
+            "drafter": _drafter_entry(components["drafter"], components["model"], Path(staged) / DRAFTER),
+            "acceptance": _rule_entry(components["acceptance"]),
+            "order": _order_entry(components["order"]),
+            "levels": _levels(root, components["levels"]),
+            # null: what is no text has to be given again
+            "parts": {name: part if isinstance(part, str) else None for name, part in components["parts"].items()},
+        }
+        components["model"].save_pretrained(folder, **options)
+        components["processor"].save_pretrained(folder)
+        if isinstance(settings["drafter"], dict):
+            shutil.copytree(Path(staged) / DRAFTER, root / DRAFTER, dirs_exist_ok=True)
+    write_json(root / FILE, settings)
+    logger.info("%s: saved with %s", root, settings)
+
+
+def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a pipeline's constructor: those that are given, and what the folder says of the others.
+
+    A folder without the file, or a hub id, says nothing. Raises ValueError as the other readers of checkpoints.
+    """
+    folder, found = zoo.located(where), dict(given)
+    if not (folder / FILE).is_file():
+        return found
+    settings = checkpoint.read_json(folder, FILE)
+    if strange := sorted(settings.keys() - set(ENTRIES)):
+        entry = checkpoint.shown(strange[0])
+        raise ValueError(f"checkpoint: {FILE} of {folder} has the unknown entry {entry}, expected {', '.join(ENTRIES)}")
+    readers = {"drafter": _drafter, "acceptance": _rule, "order": _order, "levels": _levels}
+    for name, reader in readers.items():
+        if name in settings and name not in given:
+            found[name] = reader(folder, settings[name])
+    found["parts"] = _parts(folder, settings.get("parts", {}), given.get("parts") or {})
+    logger.info("%s: read %s", folder / FILE, {name: found[name] for name in settings})
+    return found
+
+
+# --- one entry, read --------------------------------------------------------------------------------------------------
+
+
+def _drafter(folder: Path, entry: Any) -> str | None:
+    if isinstance(entry, dict) and entry == {"folder": DRAFTER}:
+        return str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
+    if entry is not None and not isinstance(entry, str):
+        expected = f"a name, null or {{'folder': {DRAFTER!r}}}"
+        raise ValueError(f"checkpoint: drafter of {folder / FILE} is {checkpoint.shown(entry)}, expected {expected}")
+    return None if entry is None else named("drafter", zoo.DRAFTERS, entry)
+
+
+def _rule(folder: Path, entry: Any) -> str:
+    if not isinstance(entry, str):
+        raise ValueError(
+            f"checkpoint: acceptance of {folder / FILE} is {checkpoint.shown(entry)}, expected the name of a rule"
+        )
+    return named("acceptance", zoo.ACCEPTANCE, entry)
+
+
+def _order(folder: Path, entry: Any) -> str | None:
+    if entry is not None and not isinstance(entry, str):
+        raise ValueError(
+            f"checkpoint: order of {folder / FILE} is {checkpoint.shown(entry)}, expected the name of an order or null"
+        )
+    return None if entry is None else named("order", zoo.ORDERS, entry)
+
+
+def _levels(folder: Path, entry: Any) -> int | None:
+    if entry is not None:
+        checkpoint.check_whole("levels", entry, 1, DEEPEST)
+    return entry
+
+
+def _parts(folder: Path, entry: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(entry, dict) or not all(isinstance(part, str | None) for part in entry.values()):
+        raise ValueError(
+            f"checkpoint: parts of {folder / FILE} is {checkpoint.shown(entry)}, expected an object of texts and nulls"
+        )
+    parts = {**entry, **given}
+    if lost := [name for name in entry if entry[name] is None and name not in given]:
+        raise ValueError(
+            f"parts: got no {lost[0]}, expected parts={{{lost[0]!r}: ...}}: {folder} was saved from a pipeline with"
+            " one, which is not in it"
+        )
+    return parts
+
+
+# --- one entry, written -----------------------------------------------------------------------------------------------
+
+
+def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
+    """The entry of a drafter; its weights, where it has some that are not shipped, go into `staged`."""
+    from visspec.models.drafters.feature_checkpoint import PROVENANCE
+    from visspec.models.drafters.feature_drafting import FeatureDrafting
+
+    if drafter is None:
+        return None
+    if isinstance(drafter, (str, Path)):
+        text = str(drafter)
+        if text.partition(":")[0] in zoo.DRAFTERS or not Path(text).is_dir():
+            return named("drafter", zoo.DRAFTERS, text)
+        known = (Path(text) / PROVENANCE).is_file()
+        record = checkpoint.read_json(Path(text), PROVENANCE) if known else provenance(model)
+        zoo.drafter(text, model)[0].save_pretrained(staged, record)
+        return {"folder": DRAFTER}
+    if isinstance(drafter, FeatureDrafting) and reference(drafter) in {row[0] for row in zoo.DRAFTERS.values()}:
+        drafter.save_pretrained(staged, provenance(model))
+        again, own = (_options(x) for x in (zoo.drafter(staged, model)[0], drafter))
+        if other := [name for name in own if own[name] != again.get(name)]:
+            found = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
+            raise ValueError(
+                f"drafter: got {found}, expected {again.get(other[0])}, as its weights alone give it back: options are"
+                " kept of drafters that are named"
+            )
+        return {"folder": DRAFTER}
+    return _described_as(drafter, "drafter", zoo.DRAFTERS)
+
+
+def _rule_entry(rule: Any) -> str:
+    if isinstance(rule, str):
+        return named("acceptance", zoo.ACCEPTANCE, rule)
+    return _described_as(rule, "acceptance", zoo.ACCEPTANCE)
+
+
+def _order_entry(order: Any) -> str | None:
+    if order is None or isinstance(order, str):
+        return None if order is None else named("order", zoo.ORDERS, order)
+    return _described_as(order, "order", zoo.ORDERS)
+
+
+def _described_as(thing: Any, what: str, table: Mapping[str, tuple]) -> str:
+    spec = spec_of(thing, what, table)
+    if spec is None:
+        raise ValueError(
+            f"{what}: got a {type(thing).__name__} that no name with options builds, expected one of {', '.join(table)}"
+            f" to write into {FILE}"
+        )
+    return spec
+
+
+def _options(drafter: Any) -> dict[str, Any]:
+    """What of a drafter around a network its constructor's options have set: its numbers and names."""
+    kept = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
+    return kept | {"traits": drafter.traits}
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def named(what: str, table: Mapping[str, Any], text: str) -> str:
+    """A name with options that means the same on any machine. Raises ValueError for one that the table does not know,
+    for options that name a path, and for a rule's options that it does not take.
+    """
+    name, options = zoo.parse(text)
+    if name not in table:
+        raise ValueError(f"{what}: got {checkpoint.shown(text)}, expected one of {', '.join(table)}")
+    for option, value in options.items():
+        word = isinstance(value, str) and re.fullmatch(r"[\w+-]+", value)
+        shipped = word and zoo.located(value) != Path(value)
+        if isinstance(value, str) and not shipped and (not word or Path(value).exists()):
+            raise ValueError(
+                f"{option}: got {checkpoint.shown(value)}, expected no path: a saved pipeline names no file outside its"
+                " own folder"
+            )
+    if table is zoo.ACCEPTANCE:
+        zoo.acceptance(text)
+    return text
+
+
+def reference(thing: Any) -> str:
+    """An object's class, as the tables of `zoo` write it."""
+    return f"{type(thing).__module__}:{type(thing).__qualname__}"
+
+
+def spec_of(thing: Any, what: str, table: Mapping[str, tuple]) -> str | None:
+    """The "name:options" from which a table of `zoo` makes an object that equals this one; None where there is none.
+
+    Constructors keep their arguments as attributes, some by another name: an argument that is no attribute may be the
+    value of any. What comes of it is made and compared.
+    """
+    name = next((name for name, row in table.items() if row[0] == reference(thing)), None)
+    if name is None:
+        return None
+    held = {key: value for key, value in vars(thing).items() if isinstance(value, PLAIN)}
+    parameters = signature(type(thing)).parameters
+    choices = [[held[key]] if key in held else [p.default, *held.values()] for key, p in parameters.items()]
+    for values in product(*choices):
+        pairs = [(key, value, p.default) for (key, p), value in zip(parameters.items(), values)]
+        options = {key: value for key, value, usual in pairs if (type(value), value) != (type(usual), usual)}
+        text = ",".join(
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
+        )
+        spec = f"{name}:{text}" if options else name
+        try:
+            same = zoo.parse(spec) == (name, options)
+            made = zoo.make(what, name, type(thing), options) if same else None
+        except (ValueError, TypeError, AttributeError):  # a value that is another argument's
+            continue
+        if made is not None and state_of(made, table) == state_of(thing, table):
+            return spec
+    return None
+
+
+def state_of(thing: Any, table: Mapping[str, tuple]) -> dict[str, Any]:
+    """What an object was made with: its attributes, and those of the table's objects in it. Tensors are left out, as
+    they come from the target that it was bound to.
+    """
+    ours = {row[0] for row in table.values()}
+    found: dict[str, Any] = {}
+    for name, value in vars(thing).items():
+        if value is not None and not isinstance(value, Tensor):
+            inner = state_of(value, table) if reference(value) in ours else value
+            found[name] = (type(value), inner)
+    return found
