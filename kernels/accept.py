@@ -57,7 +57,9 @@ def reference(
     tokens, parent, coins, draw = tokens.tolist(), parent.tolist(), coins.double().tolist(), float(draw)
     p, q = p.double().tolist(), None if q is None else q.double().tolist()
     current, path, gain, drift, siblings = 0, [0], [0.0], 0.0, 0
-    residual, left, zeroed, lent = list(p[0]), 1.0, set(), set()
+    residual, left = list(p[0]), 1.0
+    zeroed: set[int] = set()
+    lent: set[int] = set()
     for n in range(1, len(tokens)):
         if parent[n] != current or len(path) - 1 == depth or siblings == branch:
             continue
@@ -140,7 +142,10 @@ def _softmax_of(scores):
 def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
     """One row: the accepted nodes, what is left of the law after them (fp64), that law, the drift, the displacement."""
     kept, current, drift, moved = [0], 0, 0.0, 0.0
-    tried, rest, left, spent, siblings, law = set(), None, 1.0, [], 0, law_at(0)
+    tried: set[int] = set()
+    rest: np.ndarray | None = None  # of point masses it stays so
+    spent: list[np.ndarray] = []
+    left, siblings, law = 1.0, 0, law_at(0)
     lender = law
     for n in range(1, len(tokens)):
         if parent[n] != current or siblings == branch or len(kept) == columns:
@@ -182,7 +187,7 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
             left = float(rest.astype(np.float64).dot(ones(len(rest))))
         if lenders is not None and siblings < branch:  # what has been lent is lent no more
             spent.append(lenders)
-            if q is None:
+            if rest is None:
                 lender = _without(law.copy() if lender is law else lender, spent[-1:])
                 lender[x] = 0.0
             else:
@@ -549,7 +554,7 @@ def random_case(seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.f
     parent[torch.rand(rows, nodes, generator=g) < 0.05] = -1
     likely = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(rows, nodes)
     tokens = torch.where(torch.rand(rows, nodes, generator=g) < 0.2, likely.roll(1, 1), likely)
-    case = {
+    case: dict[str, torch.Tensor | float | None] = {
         "tokens": tokens,
         "parent": parent,
         "p": p.to(dtype),

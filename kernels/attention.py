@@ -248,9 +248,9 @@ def tree_attention_forward(module, query, key, value, attention_mask, scaling=No
         window = kwargs.get("sliding_window")
         fits = window is None or window >= key.shape[2]
         require(fits, "sliding_window", window, f"none, or at least the {key.shape[2]} slots of the cache")
-        relation = (kwargs.get(name) for name in ("tree_parents", "tree_ancestors", "tree_starts"))
-        tensors = (None if t is None else t.to(query.device) for t in (length, *relation))
-        out = tree_attention(query, key, value, *tensors, scaling)
+        given = (length, *(kwargs.get(name) for name in ("tree_parents", "tree_ancestors", "tree_starts")))
+        length, parents, ancestors, starts = (None if t is None else t.to(query.device) for t in given)
+        out = tree_attention(query, key, value, length, parents, ancestors, starts, scaling)
     else:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -287,12 +287,11 @@ def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
         wide = [t.repeat_interleave(H // G, 1) for t in (k, v)] if baseline == "before" else None
 
         def eager(_):
-            if baseline == "grouped":
-                keys = (k, v)
-            else:
-                keys = wide or [t.repeat_interleave(H // G, 1) for t in (k, v)]
+            pair = [k, v]
+            if baseline != "grouped":
+                pair = wide or [t.repeat_interleave(H // G, 1) for t in pair]
             attend = torch.nn.functional.scaled_dot_product_attention
-            return attend(q, *keys, attn_mask=mask, enable_gqa=baseline == "grouped")
+            return attend(q, pair[0], pair[1], attn_mask=mask, enable_gqa=baseline == "grouped")
 
         def ours(_):
             return kernels.tree_attention(q, k, v, length, ancestors=ancestors)
