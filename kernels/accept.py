@@ -462,9 +462,23 @@ torch.library.register_fake("visspec::accept_tree", _fake)
 
 
 def accept_tree(
-    tokens, parent, p, q=None, coins=None, draw=None, *, mass=None, neighbours=None, delta=None, lam=None,
-    depth=None, branch=None, space=None, scores=False, check=False,
-):  # fmt: skip
+    tokens: torch.Tensor,
+    parent: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor | None = None,
+    coins: torch.Tensor | None = None,
+    draw: torch.Tensor | None = None,
+    *,
+    mass: torch.Tensor | None = None,
+    neighbours: torch.Tensor | None = None,
+    delta: float | None = None,
+    lam: float | None = None,
+    depth: int | None = None,
+    branch: int | None = None,
+    space: torch.Tensor | None = None,
+    scores: bool = False,
+    check: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Accepts a path of the draft tree and draws the token after it.
 
     tokens (B, N) int, within the vocabulary at padding nodes too; parent (B, N), (1, N) or (N,) int: -1 at node 0, the
@@ -506,7 +520,15 @@ def accept_tree(
     return outputs[:4] if space is None else outputs
 
 
-def check_draft(shape, tokens, p, q, coins, draw, mass):
+def check_draft(
+    shape: str,
+    tokens: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    coins: torch.Tensor | None,
+    draw: torch.Tensor | None,
+    mass: torch.Tensor | None,
+) -> None:
     """Types, shapes and devices of what a tree and a chain have in common."""
     check_tensor("p", p, (None, None, None), FLOATS)
     B, N, V = p.shape
@@ -522,7 +544,7 @@ def check_draft(shape, tokens, p, q, coins, draw, mass):
         check_tensor("mass", mass, (B, N), FLOATS, p.device)
 
 
-def check_values(tokens, p, q):
+def check_values(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None) -> None:
     """Debugging check (it synchronises): rows of p and q are laws, tokens are ids of the vocabulary."""
     check_laws("p", p, law_tolerance(p.dtype))
     if q is not None:
@@ -531,7 +553,7 @@ def check_values(tokens, p, q):
     require(0 <= low and high < V, "tokens", f"ids from {low} to {high}", f"ids in [0, {V})")
 
 
-def _check_parents(parent):
+def _check_parents(parent: torch.Tensor) -> None:
     earlier = parent < torch.arange(parent.shape[-1], device=parent.device)
     require(
         bool(earlier.all()) and int(parent.min()) >= -1, "parent", "a parent at or after its node", "an earlier node"

@@ -104,15 +104,15 @@ def _round_job(device, levels, V):
         case = verification_case(device, levels, V, NEIGHBOURS)
         uncond = torch.randn(N, V, generator=torch.Generator().manual_seed(1)).to(device)
         cond = uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE  # whose guided law is the case's
-        logits = [t.to(torch.bfloat16) for t in (cond, uncond)]
+        cond, uncond = cond.to(torch.bfloat16), uncond.to(torch.bfloat16)
         table = case["neighbours"].long()
 
         def ours(i):
-            scores = kernels.guided_warp(*logits, GUIDANCE, TEMPERATURE, TOP_K, scores=True)  # as the engine
+            scores = kernels.guided_warp(cond, uncond, GUIDANCE, TEMPERATURE, TOP_K, scores=True)  # as the engine
             return _verify(case, scores.unsqueeze(0), i, scores=True)
 
         def eager(i):
-            laws = _torch_warp(*logits)
+            laws = _torch_warp(cond, uncond)
             return _verify_in_loop(loop_over_children, case, case["parent"][0], laws, table, i)
 
         return ours, eager
@@ -321,7 +321,8 @@ def _losses_job(device, R, V):
             draft.grad = None
 
         def ours(_):
-            sum(kernels.draft_losses(draft, target)).sum().backward()
+            tv, kl, ce = kernels.draft_losses(draft, target)
+            (tv + kl + ce).sum().backward()
             draft.grad = None
 
         return ours, eager
