@@ -9,6 +9,21 @@ importing a submodule would hide the function.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the names of _HOME, for tools that read the source
+    from visspec.kernels.accept import accept_tree as accept_tree
+    from visspec.kernels.attention import tree_attention as tree_attention
+    from visspec.kernels.attention import tree_attention_forward as tree_attention_forward
+    from visspec.kernels.chain import accept_chain as accept_chain
+    from visspec.kernels.codebook import codebook_neighbours as codebook_neighbours
+    from visspec.kernels.commit import commit_kv as commit_kv
+    from visspec.kernels.groups import grouped_mass as grouped_mass
+    from visspec.kernels.growth import ancestors as ancestors
+    from visspec.kernels.growth import draft_topk as draft_topk
+    from visspec.kernels.losses import draft_losses as draft_losses
+    from visspec.kernels.neighbours import neighbour_mass as neighbour_mass
+    from visspec.kernels.warp import guided_warp as guided_warp
 
 _HOME = {
     "guided_warp": "warp",
@@ -29,11 +44,11 @@ FILES = sorted(set(_HOME.values()))
 __all__ = ["FILES", *sorted(_HOME)]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__

@@ -57,7 +57,9 @@ def reference(
     tokens, parent, coins, draw = tokens.tolist(), parent.tolist(), coins.double().tolist(), float(draw)
     p, q = p.double().tolist(), None if q is None else q.double().tolist()
     current, path, gain, drift, siblings = 0, [0], [0.0], 0.0, 0
-    residual, left, zeroed, lent = list(p[0]), 1.0, set(), set()
+    residual, left = list(p[0]), 1.0
+    zeroed: set[int] = set()
+    lent: set[int] = set()
     for n in range(1, len(tokens)):
         if parent[n] != current or len(path) - 1 == depth or siblings == branch:
             continue
@@ -140,7 +142,10 @@ def _softmax_of(scores):
 def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
     """One row: the accepted nodes, what is left of the law after them (fp64), that law, the drift, the displacement."""
     kept, current, drift, moved = [0], 0, 0.0, 0.0
-    tried, rest, left, spent, siblings, law = set(), None, 1.0, [], 0, law_at(0)
+    tried: set[int] = set()
+    rest: np.ndarray | None = None  # of point masses it stays so
+    spent: list[np.ndarray] = []
+    left, siblings, law = 1.0, 0, law_at(0)
     lender = law
     for n in range(1, len(tokens)):
         if parent[n] != current or siblings == branch or len(kept) == columns:
@@ -182,7 +187,7 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
             left = float(rest.astype(np.float64).dot(ones(len(rest))))
         if lenders is not None and siblings < branch:  # what has been lent is lent no more
             spent.append(lenders)
-            if q is None:
+            if rest is None:
                 lender = _without(law.copy() if lender is law else lender, spent[-1:])
                 lender[x] = 0.0
             else:
@@ -457,9 +462,23 @@ torch.library.register_fake("visspec::accept_tree", _fake)
 
 
 def accept_tree(
-    tokens, parent, p, q=None, coins=None, draw=None, *, mass=None, neighbours=None, delta=None, lam=None,
-    depth=None, branch=None, space=None, scores=False, check=False,
-):  # fmt: skip
+    tokens: torch.Tensor,
+    parent: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor | None = None,
+    coins: torch.Tensor | None = None,
+    draw: torch.Tensor | None = None,
+    *,
+    mass: torch.Tensor | None = None,
+    neighbours: torch.Tensor | None = None,
+    delta: float | None = None,
+    lam: float | None = None,
+    depth: int | None = None,
+    branch: int | None = None,
+    space: torch.Tensor | None = None,
+    scores: bool = False,
+    check: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Accepts a path of the draft tree and draws the token after it.
 
     tokens (B, N) int, within the vocabulary at padding nodes too; parent (B, N), (1, N) or (N,) int: -1 at node 0, the
@@ -501,7 +520,15 @@ def accept_tree(
     return outputs[:4] if space is None else outputs
 
 
-def check_draft(shape, tokens, p, q, coins, draw, mass):
+def check_draft(
+    shape: str,
+    tokens: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    coins: torch.Tensor | None,
+    draw: torch.Tensor | None,
+    mass: torch.Tensor | None,
+) -> None:
     """Types, shapes and devices of what a tree and a chain have in common."""
     check_tensor("p", p, (None, None, None), FLOATS)
     B, N, V = p.shape
@@ -517,7 +544,7 @@ def check_draft(shape, tokens, p, q, coins, draw, mass):
         check_tensor("mass", mass, (B, N), FLOATS, p.device)
 
 
-def check_values(tokens, p, q):
+def check_values(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None) -> None:
     """Debugging check (it synchronises): rows of p and q are laws, tokens are ids of the vocabulary."""
     check_laws("p", p, law_tolerance(p.dtype))
     if q is not None:
@@ -526,7 +553,7 @@ def check_values(tokens, p, q):
     require(0 <= low and high < V, "tokens", f"ids from {low} to {high}", f"ids in [0, {V})")
 
 
-def _check_parents(parent):
+def _check_parents(parent: torch.Tensor) -> None:
     earlier = parent < torch.arange(parent.shape[-1], device=parent.device)
     require(
         bool(earlier.all()) and int(parent.min()) >= -1, "parent", "a parent at or after its node", "an earlier node"
@@ -549,7 +576,7 @@ def random_case(seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.f
     parent[torch.rand(rows, nodes, generator=g) < 0.05] = -1
     likely = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(rows, nodes)
     tokens = torch.where(torch.rand(rows, nodes, generator=g) < 0.2, likely.roll(1, 1), likely)
-    case = {
+    case: dict[str, torch.Tensor | float | None] = {
         "tokens": tokens,
         "parent": parent,
         "p": p.to(dtype),

@@ -11,6 +11,8 @@ second launch merges them. The tree is given by `parent`, or by the mask that `g
 B rows, H query heads, G key heads, N nodes, S slots, F features.
 """
 
+from typing import Any
+
 import torch
 
 from visspec.kernels.common import (
@@ -28,7 +30,15 @@ from visspec.kernels.common import (
 from visspec.kernels.growth import ancestors as relation
 
 
-def reference(q, k, v, length, ancestors, start=None, scaling=None):
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    length: torch.Tensor,
+    ancestors: torch.Tensor,
+    start: torch.Tensor | None = None,
+    scaling: float | None = None,
+) -> torch.Tensor:
     """The definition, one row, head and node at a time, in fp32 (fp64 for fp64 inputs)."""
     B, H, N, F = q.shape
     kind = torch.promote_types(q.dtype, torch.float32)
@@ -204,7 +214,16 @@ def _tree_attention_fake(q, k, v, length, ancestors, start, scaling):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def tree_attention(q, k, v, length, parent=None, ancestors=None, start=None, scaling=None):
+def tree_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    length: torch.Tensor,
+    parent: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    scaling: float | None = None,
+) -> torch.Tensor:
     """Attention of the tree's nodes: (B, H, N, F) in q's dtype.
 
     q (B, H, N, F); k and v (B, G, S, F), G dividing H, with the tree in slots length .. length + N; length (B,) int;
@@ -223,18 +242,27 @@ def tree_attention(q, k, v, length, parent=None, ancestors=None, start=None, sca
     require((parent is None) != (ancestors is None), "parent", "both or neither of parent and ancestors", "one of them")
     if start is not None:
         check_tensor("start", start, (B,), INTS, q.device)
-    if ancestors is None:
+    if parent is not None:
         if parent.dim() == 1 or parent.shape[0] == 1:
             parent = parent.expand(B, -1)
         check_tensor("parent", parent, (B, N), INTS, q.device)
         ancestors = relation(parent)
-    elif ancestors.shape[0] == 1:
+    elif ancestors is not None and ancestors.shape[0] == 1:
         ancestors = ancestors.expand(B, -1, -1)
     check_tensor("ancestors", ancestors, (B, N, N), (torch.bool,), q.device)
     return _tree_attention_op(q, k, v, length, ancestors, start, scaling)
 
 
-def tree_attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+def tree_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """The signature of transformers' attention interface: returns (output (B, N, H, F), None).
 
     A draft tree is announced by the forward arguments `tree_lengths` (B,) with `tree_parents` or `tree_ancestors`, and
@@ -248,9 +276,9 @@ def tree_attention_forward(module, query, key, value, attention_mask, scaling=No
         window = kwargs.get("sliding_window")
         fits = window is None or window >= key.shape[2]
         require(fits, "sliding_window", window, f"none, or at least the {key.shape[2]} slots of the cache")
-        relation = (kwargs.get(name) for name in ("tree_parents", "tree_ancestors", "tree_starts"))
-        tensors = (None if t is None else t.to(query.device) for t in (length, *relation))
-        out = tree_attention(query, key, value, *tensors, scaling)
+        given = (kwargs.get(name) for name in ("tree_parents", "tree_ancestors", "tree_starts"))
+        parents, ancestors, starts = (None if t is None else t.to(query.device) for t in given)
+        out = tree_attention(query, key, value, length.to(query.device), parents, ancestors, starts, scaling)
     else:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal

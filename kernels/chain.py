@@ -14,7 +14,15 @@ from visspec.kernels.accept import reference as tree_reference
 from visspec.kernels.common import INTS, check_tensor
 
 
-def reference(tokens, p, q, coins, draw, mass=None, count=None):
+def reference(
+    tokens: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    coins: torch.Tensor,
+    draw: torch.Tensor | float,
+    mass: torch.Tensor | None = None,
+    count: torch.Tensor | int | None = None,
+) -> tuple[list[int], int, float, list[float]]:
     """The definition, one row: a chain is the tree in which node n hangs from node n - 1."""
     parent = torch.arange(-1, len(tokens) - 1)
     if count is not None:
@@ -22,13 +30,23 @@ def reference(tokens, p, q, coins, draw, mass=None, count=None):
     return tree_reference(tokens, parent, p, q, coins, draw, mass)
 
 
-def parents(nodes, count=None, device="cpu"):
+def parents(nodes: int, count: torch.Tensor | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
     """Parents of a chain of so many nodes, (N,); with count (B,), nodes beyond each row's count are padding: (B, N)."""
     parent = torch.arange(-1, nodes - 1, device=device)
     return parent if count is None else torch.where(parent + 1 < count.unsqueeze(1), parent, -1)
 
 
-def accept_chain(tokens, p, q=None, coins=None, draw=None, *, mass=None, count=None, check=False):
+def accept_chain(
+    tokens: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor | None = None,
+    coins: torch.Tensor | None = None,
+    draw: torch.Tensor | None = None,
+    *,
+    mass: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
+    check: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Accepts a prefix of the chain and draws the token after it; shapes, results and errors as in `accept_tree`.
 
     count (B,) int: real nodes of each row, node 0 included (None, or more than N: all N).

@@ -13,7 +13,7 @@ import torch
 from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, on_device, require, tl
 
 
-def reference(codebook, k, normalise=False):
+def reference(codebook: torch.Tensor, k: int, normalise: bool = False) -> torch.Tensor:
     """The definition, in fp64 from differences: (V, k) int64."""
     e = codebook.double()
     if normalise:
@@ -102,7 +102,7 @@ def _codebook_neighbours_fake(codebook, k, normalise, chunk):
     return codebook.new_empty((codebook.shape[0], k), dtype=torch.int64)
 
 
-def codebook_neighbours(codebook, k, normalise=False, chunk=256):
+def codebook_neighbours(codebook: torch.Tensor, k: int, normalise: bool = False, chunk: int = 256) -> torch.Tensor:
     """(V, k) int64: the k nearest codes of each code, itself excluded, nearest first, equal distances by index.
 
     codebook (V, F) float; 1 <= k < V; chunk rows at a time (8 chunk V bytes of keys). Raises ValueError or TypeError.

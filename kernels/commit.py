@@ -14,7 +14,9 @@ import torch
 from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, on_device, require, tl
 
 
-def reference(kv, length, path, count):
+def reference(
+    kv: Sequence[torch.Tensor], length: torch.Tensor, path: torch.Tensor, count: torch.Tensor
+) -> list[torch.Tensor]:
     """The definition: new tensors, slot by slot."""
     out = [t.clone() for t in kv]
     for old, new in zip(kv, out):
@@ -98,11 +100,17 @@ def _commit_kv_fake(kv, length, path, count):
     return None
 
 
-def _layout(t):
+def _layout(t: torch.Tensor) -> tuple:
     return tuple(t.shape), t.stride(), t.dtype, t.device
 
 
-def commit_kv(kv, length, path, count, check=False):
+def commit_kv(
+    kv: torch.Tensor | Sequence[torch.Tensor],
+    length: torch.Tensor,
+    path: torch.Tensor,
+    count: torch.Tensor,
+    check: bool = False,
+) -> None:
     """Commits in place: kv is a tensor (B, H, S, F) or a list of them (keys and values of every layer).
 
     length (B,) int: slots in use before the draft; path (B, D) int as `accept_tree` returns it; count (B,) int: nodes

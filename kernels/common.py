@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +28,10 @@ INTS = (torch.int32, torch.int64)
 UNSIGNED = {4: np.uint32, 8: np.uint64}
 TINY = 1e-30
 LOW = 0xFFFFFFFF
+Result = TypeVar("Result")
 
 
-def jit(fn):
+def jit(fn: Callable) -> Any:
     """`triton.jit` where Triton is installed, else the plain function (never launched)."""
     return fn if triton is None else triton.jit(fn)
 
@@ -41,14 +44,14 @@ def launchable(tensor: torch.Tensor) -> None:
         raise RuntimeError(f"device: {tensor.device} without TRITON_INTERPRET=1, expected cuda")
 
 
-def on_device(launch):
+def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     """`launch` with the device of its first argument, a tensor or a list of them, as the current one.
 
     Triton launches on the current device, whatever the device of the tensors.
     """
 
     @functools.wraps(launch)
-    def guarded(first, *rest):
+    def guarded(first: torch.Tensor | Sequence[torch.Tensor], *rest: Any) -> Result:
         with torch.cuda.device_of(first if isinstance(first, torch.Tensor) else first[0]):
             return launch(first, *rest)
 
@@ -84,13 +87,19 @@ def ones(count: int) -> np.ndarray:
     return np.ones(count)
 
 
-def require(condition: bool, name: str, found, expected) -> None:
+def require(condition: bool, name: str, found: object, expected: object) -> None:
     """Raises one sentence that names the argument, the value found and the value expected."""
     if not condition:
         raise ValueError(f"{name}: found {found}, expected {expected}")
 
 
-def check_tensor(name: str, tensor, shape: tuple, dtypes: tuple, device=None) -> None:
+def check_tensor(
+    name: str,
+    tensor: object,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:
     """Checks type, dtype, shape (None matches any size) and device of one argument."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: found {type(tensor).__name__}, expected a tensor")
@@ -121,7 +130,7 @@ def known(ids: np.ndarray, count: int) -> bool:
     return np.maximum.reduce(ids.view(UNSIGNED[ids.dtype.itemsize]), axis=None, initial=0) < count
 
 
-def _differs(want, size):
+def _differs(want: int | None, size: int) -> bool:
     return want is not None and want != size
 
 

@@ -15,14 +15,14 @@ import torch
 NARROW = 32  # features up to which all distances are cheaper than picking the codes that a law can give
 
 
-def coordinates(codes):
+def coordinates(codes: torch.Tensor) -> torch.Tensor:
     """What distances are taken from: (E + 2, K) float32, the codes, their squared norms and ones, from codes (K, E)."""
     codes = codes.detach().float()
     table = torch.cat([codes.T, codes.square().sum(1)[None], codes.new_ones(1, len(codes))])
     return table if len(table) <= NARROW else table.T.contiguous().T  # one code's numbers side by side
 
 
-def mean_distance(x, rest, table):
+def mean_distance(x: int, rest: np.ndarray, table: np.ndarray) -> float:
     """Mean of ||e(x) - e(y)|| with y from a law proportional to rest (V,), on the host; 0 where nothing is left."""
     left, count = float(rest.sum()), table.shape[1]
     if x >= count or not left > 0:
@@ -37,14 +37,23 @@ def mean_distance(x, rest, table):
     return float(weight @ far) / left
 
 
-def between(x, y, codes):
+def between(x: torch.Tensor, y: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Distances of codes x and y, ids of one shape, by their vectors (K, E); 0 where one of the ids is grammar."""
     last = len(codes) - 1
     far = (codes[x.clamp(0, last)] - codes[y.clamp(0, last)]).norm(dim=-1)
     return far * ((x <= last) & (y <= last))
 
 
-def batched(tokens, parent, p, q, path, gain, table, branch):
+def batched(
+    tokens: torch.Tensor,
+    parent: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    path: torch.Tensor,
+    gain: torch.Tensor,
+    table: torch.Tensor,
+    branch: int,
+) -> torch.Tensor:
     """The meter of a device, (B,): all accepted nodes of all rows at once, and nothing is read on the host.
 
     gain (B, D), of the nodes of path (B, D); branch: most children of a node; the others as in `accept_tree`.

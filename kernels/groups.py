@@ -31,7 +31,16 @@ from visspec.kernels.common import (
 )
 
 
-def reference(p, q, token, clusters=None, group=0, max_gap=None, embedding=None, max_distance=None):
+def reference(
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    token: torch.Tensor,
+    clusters: torch.Tensor | None = None,
+    group: int = 0,
+    max_gap: float | None = None,
+    embedding: torch.Tensor | None = None,
+    max_distance: float | None = None,
+) -> torch.Tensor:
     """The definition: (R, 2) fp64, the mass of the group under p and under q (1 for a point mass)."""
     masses = []
     for r, x in enumerate(token.tolist()):
@@ -202,7 +211,16 @@ def _grouped_mass_fake(p, q, token, clusters, group, max_gap, embedding, max_dis
     return tuple(p.new_empty(token.shape[0], dtype=torch.float32) for _ in range(2))
 
 
-def grouped_mass(p, q, token, clusters=None, group=None, max_gap=None, embedding=None, max_distance=None):
+def grouped_mass(
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    token: torch.Tensor,
+    clusters: torch.Tensor | None = None,
+    group: int | None = None,
+    max_gap: float | None = None,
+    embedding: torch.Tensor | None = None,
+    max_distance: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Masses of the group of each token under p and q: two (R,) fp32 tensors.
 
     p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int. Static groups: clusters (V,) int of
@@ -225,7 +243,7 @@ def grouped_mass(p, q, token, clusters=None, group=None, max_gap=None, embedding
     if max_gap is not None:
         check_number("max_gap", max_gap, 0)
         max_gap = as_float32(max_gap)
-    if embedding is not None:
+    if embedding is not None and max_distance is not None:
         check_tensor("embedding", embedding, (V, None), FLOATS, p.device)
         check_number("max_distance", max_distance, 0)
         max_distance = float(max_distance)

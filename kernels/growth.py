@@ -27,7 +27,7 @@ GROUPS = 128  # at least, that a law is dealt out to on a CPU
 MANY = 32  # times the children that are asked for: candidates that are sorted in one go
 
 
-def reference(score, logp, width):
+def reference(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
     """The definition: (tokens (B, W K), scores (B, W K), which of them are best (B, K))."""
     tokens, totals, best = [], [], []
     for before, laws in zip(score.float(), logp.float()):
@@ -149,7 +149,7 @@ def _draft_topk_fake(score, logp, width):
     return ids, torch.empty_like(ids, dtype=torch.float32), ids.new_empty((B, min(width, children)))
 
 
-def draft_topk(score, logp, width):
+def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The children that a frontier proposes: tokens (B, W K) int64 and scores (B, W K) fp32, each node's together and
     best first, and best (B, width) int64: which of them are the best of all, best first.
 
@@ -216,7 +216,7 @@ def _ancestors_fake(parent, levels):
     return parent.new_empty((*parent.shape, parent.shape[1]), dtype=torch.bool)
 
 
-def ancestors(parent, levels=None):
+def ancestors(parent: torch.Tensor, levels: int | None = None) -> torch.Tensor:
     """(B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] says that m is n or above n.
 
     levels: a bound of the depth (default N - 1). Raises ValueError or TypeError naming the argument.

@@ -21,7 +21,7 @@ from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_p
 ELEMENTS = 1 << 18  # of a chunk of rows on the CPU
 
 
-def reference(draft, target):
+def reference(draft: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The definition; differentiable by autograd."""
     log_q, log_p = draft.log_softmax(1), target.detach().log_softmax(1)
     q, p = log_q.exp(), log_p.exp()
@@ -208,7 +208,9 @@ def _backward(ctx, grad_tv, grad_kl, grad_ce, *unused):
 _draft_losses_op.register_autograd(_backward, setup_context=_save)
 
 
-def draft_losses(draft_logits, target_logits):
+def draft_losses(
+    draft_logits: torch.Tensor, target_logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """tv, kl and soft_ce of each row, (R,) each, fp32 (fp64 for fp64 logits), differentiable in draft_logits.
 
     Both (R, V), same dtype and device. Raises ValueError or TypeError naming the argument.

@@ -34,7 +34,14 @@ EPSILON = 2.0**-52  # of fp64
 FEW = 64  # neighbours looked at first where the bound is small
 
 
-def reference(p, token, neighbours, delta=None, lam=None, row=None):
+def reference(
+    p: torch.Tensor,
+    token: torch.Tensor,
+    neighbours: torch.Tensor,
+    delta: float | None = None,
+    lam: float | None = None,
+    row: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The definition: (R,) fp64."""
     masses = []
     for r, x in enumerate(token.tolist()):
@@ -49,7 +56,7 @@ def reference_mass(law, x, near, delta, lam):
     return reference_prefix(law, near, bound)[0]
 
 
-def reference_prefix(law, near, bound):
+def reference_prefix(law: list[float], near: list[int], bound: float) -> tuple[float, int]:
     """The largest prefix sum of the neighbours' weights within the bound, and of how many neighbours it is."""
     mass = 0.0
     for count, y in enumerate(near):
@@ -79,7 +86,7 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     return summed.mul_(kept).amax(1).float()
 
 
-def prefix_mass(law, near, bound):
+def prefix_mass(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int]:
     """One row on the host: the largest prefix sum of law[near] within the bound, and of how many neighbours it is."""
     if len(near) > FEW > bound * len(law):  # of equally likely codes fewer would pass the bound
         found = _prefix(law, near[:FEW], bound)
@@ -88,7 +95,7 @@ def prefix_mass(law, near, bound):
     return _prefix(law, near, bound)
 
 
-def _prefix(law, near, bound):
+def _prefix(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int]:
     weight = _weights(law, near).astype(np.float64)
     summed = float(weight.dot(ones(len(weight))))
     if summed <= bound * (1 - len(weight) * EPSILON):  # the order of a sum turns its last bits: the definition's decide
@@ -98,7 +105,7 @@ def _prefix(law, near, bound):
     return float(running[inside - 1]) if inside else 0.0, inside
 
 
-def _weights(law, near):
+def _weights(law: np.ndarray, near: np.ndarray) -> np.ndarray:
     """law[near], where an id outside the law has no mass."""
     if near.dtype == np.uint32:
         try:
@@ -111,7 +118,7 @@ def _weights(law, near):
     return np.where(inside, law[np.where(inside, near, 0)], 0.0)
 
 
-def table_on_host(neighbours):
+def table_on_host(neighbours: torch.Tensor) -> np.ndarray:
     """The table for `prefix_mass`. int32 is read as uint32, which makes a negative id huge: `take` then refuses it."""
     stored = host(neighbours)
     return stored.view(np.uint32) if stored.dtype == np.int32 else stored
@@ -186,7 +193,14 @@ def _neighbour_mass_fake(p, token, neighbours, delta, lam, row):
     return p.new_empty(token.shape[0], dtype=torch.float32)
 
 
-def neighbour_mass(p, token, neighbours, delta=None, lam=None, row=None):
+def neighbour_mass(
+    p: torch.Tensor,
+    token: torch.Tensor,
+    neighbours: torch.Tensor,
+    delta: float | None = None,
+    lam: float | None = None,
+    row: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Mass of the neighbours of each token under its law: (R,) fp32.
 
     p (R, V), or (any, V) with row (R,) naming the law of each token; token (R,) int; neighbours (V, K) int, nearest
@@ -205,11 +219,14 @@ def neighbour_mass(p, token, neighbours, delta=None, lam=None, row=None):
     return _neighbour_mass_op(p, token, neighbours, delta, lam, row)
 
 
-def checked_bound(delta, lam):
+def checked_bound(delta: float | None, lam: float | None) -> tuple[float | None, float | None]:
     """(delta, lam) as the fp32 numbers that both paths compare with; exactly one of them must be given."""
     require((delta is None) != (lam is None), "delta", f"delta={delta} and lam={lam}", "exactly one of the two")
-    check_number("lam", lam, 1) if delta is None else check_number("delta", delta, 0)
-    return tuple(None if value is None else as_float32(value) for value in (delta, lam))
+    if delta is not None:
+        check_number("delta", delta, 0)
+    if lam is not None:
+        check_number("lam", lam, 1)
+    return None if delta is None else as_float32(delta), None if lam is None else as_float32(lam)
 
 
 def random_case(seed, rows=5, vocabulary=23, k=9, delta=None, lam=None, dtype=torch.float32, indirect=False):

@@ -32,7 +32,15 @@ WHOLE, WHOLE_TOP_P = 1 << 15, 1 << 13  # tokens of a row that the registers of o
 BLOCK = 4096  # of a longer row
 
 
-def reference(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0, scores=False):
+def reference(
+    logits: torch.Tensor,
+    uncond: torch.Tensor | None = None,
+    guidance: float = 1.0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    scores: bool = False,
+) -> torch.Tensor:
     """The definition, one row at a time."""
     rows = []
     for r, c in enumerate(logits.float()):
@@ -275,7 +283,15 @@ def _guided_warp_fake(logits, uncond, guidance, temperature, top_k, top_p, score
     return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
-def guided_warp(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=None, top_p=None, scores=False):
+def guided_warp(
+    logits: torch.Tensor,
+    uncond: torch.Tensor | None = None,
+    guidance: float = 1.0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    scores: bool = False,
+) -> torch.Tensor:
     """p (R, V) fp32 from logits (R, V) and, with guidance, the unconditional logits (R, V).
 
     scores: log p up to a constant instead (at temperature 0 the mixed logits as they are). top_k None or 0 and top_p

@@ -9,7 +9,7 @@ from transformers import JanusVQVAE
 
 from tests.laws import context_law, output_law, plain_law, total_variation
 from tests.test_law import chi_square
-from tests.tiny_images import janus, prompts
+from tests.tiny_images import emu3, emu3_processor, janus, prompts
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
@@ -358,6 +358,13 @@ def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):
     pictures = painter_drafter.Pictures(Janus(model, painter_build.build_processor(True)), 2, 3.0)
     pooled = [pictures(number) for number in range(painter_drafter.POOL)]
     assert [r.prompt.shape[1] for r in pooled] == sorted(r.prompt.shape[1] for r in pooled)
+
+
+def test_the_recipe_refuses_a_model_that_is_no_painter(tmp_path, monkeypatch):
+    monkeypatch.setattr(painter_drafter.targets, "load_image_model", lambda name: (emu3(), emu3_processor()))
+    with pytest.raises(ValueError, match=r"target: got a model of the type 'emu3', expected a painter"):
+        painter_drafter.main(["--out", str(tmp_path / "run")])
+    assert not list((tmp_path / "run").glob("*"))
 
 
 SHIPPED = zoo.CHECKPOINTS / "painter-eagle" / "config.json"

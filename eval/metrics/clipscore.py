@@ -4,9 +4,12 @@ Published numbers differ in four choices: model, prompt prefix, scale and trunca
 result; PRESETS holds those in use.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +19,9 @@ from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import weights_hash
 from visspec.eval.metrics.images import MAX_PIXELS, image_files, open_image
 from visspec.eval.metrics.results import Progress, Rows
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,9 @@ PRESETS = {
 class ClipScorer:
     """Cosines of images and texts by a transformers CLIP model and its processor; texts are cut to its length."""
 
-    def __init__(self, model: torch.nn.Module, processor: Callable, name: str):
+    def __init__(self, model: CLIPModel, processor: Callable, name: str):
         self.model, self.processor, self.name = model.eval(), processor, name
-        self.length = model.config.text_config.max_position_embeddings
+        self.length: int = model.config.get_text_config().max_position_embeddings
         self.fingerprint = digest(name, weights_hash(model), self.length)
 
     @torch.inference_mode()

@@ -4,8 +4,11 @@ Every class takes a loaded model and its processor. Only `MMDetMask2Former` with
 `original`: the Mask2Former of transformers was trained separately and scores differently.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +17,15 @@ from PIL import Image
 from visspec.eval.metrics.detection import Detection, Found, digest, file_digest
 from visspec.eval.metrics.features import weights_hash
 from visspec.eval.metrics.geneval import COLOURS, COUNTING_THRESHOLD, THRESHOLD
+
+if TYPE_CHECKING:
+    from transformers import (
+        CLIPModel,
+        GroundingDinoProcessor,
+        Mask2FormerImageProcessor,
+        Owlv2Processor,
+        PreTrainedModel,
+    )
 
 # COCO's 80 classes in COCO's order under GenEval's names: models are mapped by index, never by name.
 COCO_CLASSES = tuple(
@@ -42,8 +54,9 @@ class _ModelDetector:
     closed_set = False
     max_overlap = 1.0
     scores = (THRESHOLD, COUNTING_THRESHOLD)  # all tasks but counting, counting
+    processor: Callable
 
-    def __init__(self, model: torch.nn.Module, processor: Callable, name: str):
+    def __init__(self, model: PreTrainedModel, processor: Callable, name: str):
         self.model, self.processor, self.name = model.eval(), processor, name
         self.fingerprint = digest(name, type(self).__name__, weights_hash(model), self.scores, self.max_overlap)
 
@@ -64,8 +77,9 @@ class Mask2Former(_ModelDetector):
     """
 
     closed_set = True
+    processor: Mask2FormerImageProcessor
 
-    def __init__(self, model: torch.nn.Module, processor: Callable, name: str, classes: Sequence[str] = COCO_CLASSES):
+    def __init__(self, model: PreTrainedModel, processor: Callable, name: str, classes: Sequence[str] = COCO_CLASSES):
         super().__init__(model, processor, name)
         if model.config.num_labels != len(classes):
             raise ValueError(f"the model has {model.config.num_labels} classes, but {len(classes)} names were given")
@@ -102,6 +116,7 @@ class OwlV2(_ModelDetector):
 
     scores = (0.1, 0.2)
     max_overlap = 0.5
+    processor: Owlv2Processor
 
     @torch.inference_mode()
     def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
@@ -111,7 +126,7 @@ class OwlV2(_ModelDetector):
         # The processor pads images to a square, so boxes refer to its longer side.
         side = max(image.size)
         result = self.processor.post_process_grounded_object_detection(
-            self.model(**inputs), threshold=min(self.scores), target_sizes=torch.tensor([[side, side]])
+            self.model(**inputs), threshold=min(self.scores), target_sizes=[(side, side)]
         )[0]
         return Found(
             tuple(
@@ -127,6 +142,7 @@ class GroundingDino(_ModelDetector):
     scores = (0.3, 0.35)
     max_overlap = 0.7
     text_threshold = 0.25
+    processor: GroundingDinoProcessor
 
     @torch.inference_mode()
     def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
@@ -195,10 +211,9 @@ class MMDetMask2Former:
         boxes, masks = self.infer(np.ascontiguousarray(np.asarray(image)[..., ::-1]))
         out = []
         for label, rows, kept in zip(COCO_CLASSES, boxes, masks):
-            out += [
-                Detection(label, float(row[4]), tuple(map(float, row[:4])), np.asarray(m, bool))
-                for row, m in zip(rows, kept)
-            ]
+            for row, mask in zip(rows, kept):
+                x0, y0, x1, y1, score = map(float, row)
+                out.append(Detection(label, score, (x0, y0, x1, y1), np.asarray(mask, bool)))
         return Found(tuple(out))
 
 
@@ -214,13 +229,13 @@ class ClipColours:
         "a photo of a {colour} object",
     )
 
-    def __init__(self, model: torch.nn.Module, processor: Callable, name: str):
+    def __init__(self, model: CLIPModel, processor: Callable, name: str):
         self.model, self.processor, self.name = model.eval(), processor, name
         self.fingerprint = digest(name, weights_hash(model), self.templates)
         self.original = name == ORIGINAL_CLIP and model.config.projection_dim == 768
         self._classifiers: dict[str, torch.Tensor] = {}
 
-    def _embed(self, out: object) -> torch.Tensor:
+    def _embed(self, out: Any) -> torch.Tensor:
         tensor = out if isinstance(out, torch.Tensor) else out.pooler_output
         return torch.nn.functional.normalize(tensor.float(), dim=-1)
 

@@ -4,11 +4,13 @@ An extractor maps uint8 images (n, 3, h, w) to features (n, dim). Preprocessing 
 out in `preprocessing` and enters `fingerprint` together with a hash of the weights.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +18,9 @@ import torch
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.images import MAX_PIXELS, image_files, iter_images
 from visspec.eval.metrics.results import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 INCEPTION_SHA256 = "6726825d"  # first hex digits, also in torch-fidelity's file name
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
@@ -94,12 +99,13 @@ class RandomConv:
 class TransformersFeatures:
     """Image embeddings of a transformers model (CLIP's projection, DINOv2's class token) with its own processor."""
 
-    def __init__(self, model: torch.nn.Module, processor: Callable, name: str):
+    def __init__(self, model: PreTrainedModel, processor: Callable, name: str):
         self.model, self.processor = model.eval(), processor
         config = model.config
         vision = getattr(config, "vision_config", config)
-        self.projected = hasattr(model, "get_image_features")
-        self.dim = config.projection_dim if self.projected else vision.hidden_size
+        projected = getattr(model, "get_image_features", None)
+        self.embed: Callable[..., Any] = projected or model
+        self.dim: int = config.projection_dim if projected else vision.hidden_size
         self.name = name
         self.preprocessing = f"transformers {type(processor).__name__} {_settings(processor)}"
         self.fingerprint = digest(name, weights_hash(model), self.preprocessing)
@@ -109,11 +115,7 @@ class TransformersFeatures:
         """float32 (n, dim)."""
         pixels = self.processor(images=list(_checked(images)), return_tensors="pt")["pixel_values"]
         parameter = next(self.model.parameters())
-        pixels = pixels.to(parameter.device, parameter.dtype)
-        if self.projected:
-            out = self.model.get_image_features(pixel_values=pixels)
-        else:
-            out = self.model(pixel_values=pixels)
+        out = self.embed(pixel_values=pixels.to(parameter.device, parameter.dtype))
         if not isinstance(out, torch.Tensor):
             out = out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
         return out.float().cpu()
@@ -122,9 +124,9 @@ class TransformersFeatures:
 class Logits:
     """Logits of a transformers image classifier, in the place of features: what the Inception score reads."""
 
-    def __init__(self, model: torch.nn.Module, processor: Callable, name: str):
+    def __init__(self, model: PreTrainedModel, processor: Callable, name: str):
         self.model, self.processor, self.name = model.eval(), processor, name
-        self.dim = model.config.num_labels
+        self.dim = len(model.config.id2label or ())
         self.preprocessing = f"transformers {type(processor).__name__} {_settings(processor)}"
         self.fingerprint = digest(name, "logits", weights_hash(model), self.preprocessing)
 
@@ -155,7 +157,7 @@ class TimmFeatures:
         fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)
         if fixed:
             self.config["input_size"] = (3, *fixed)
-        self.dim = model.num_features
+        self.dim: int = model.num_features  # type: ignore[assignment]  # timm sets it on every model
         self.name = name or getattr(model, "default_cfg", {}).get("architecture", type(model).__name__)
         keys = ("input_size", "interpolation", "mean", "std")
         described = ", ".join(f"{key}={self.config[key]}" for key in keys)
@@ -171,7 +173,8 @@ class TimmFeatures:
         x = torch.nn.functional.interpolate(x, self.config["input_size"][1:], mode=mode, antialias=True).clamp(0, 1)
         mean, std = (x.new_tensor(self.config[key])[:, None, None] for key in ("mean", "std"))
         x = ((x - mean) / std).to(parameter.dtype)
-        return self.model.forward_head(self.model.forward_features(x), pre_logits=True).float().cpu()
+        features = self.model.forward_features(x)  # type: ignore[operator]  # timm's, of every model of it
+        return self.model.forward_head(features, pre_logits=True).float().cpu()  # type: ignore[operator]
 
 
 class Inception:

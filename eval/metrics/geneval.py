@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -158,8 +159,8 @@ def check_metadata(metadata: object) -> dict:
 
 def _check_position(position: object, i: int, key: str) -> None:
     known = ("left of", "right of", "above", "below")
-    good = isinstance(position, list) and len(position) == 2 and position[0] in known
-    if not good or not isinstance(position[1], int) or not 0 <= position[1] < i:
+    pair = position if isinstance(position, list) and len(position) == 2 else [None, None]
+    if pair[0] not in known or not isinstance(pair[1], int) or not 0 <= pair[1] < i:
         raise ValueError(f"metadata's {key}[{i}] needs 'position' [one of {known}, index of an earlier object]")
 
 
@@ -215,7 +216,8 @@ def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[Prompt]:
 
     Images of one prompt are counted together. ValueError for metadata in another form and where no image is there.
     """
-    folder, found = Path(folder), {}
+    folder = Path(folder)
+    found: dict[str, list[Path]] = {}
     for i, row in enumerate(rows, 1):
         try:
             metadata = check_metadata({k: v for k, v in row.items() if k != "image"})
@@ -223,10 +225,10 @@ def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[Prompt]:
             raise ValueError(f"prompts: row {i}: {error}") from None
         found.setdefault(json.dumps(metadata, sort_keys=True), []).append(inside(folder, str(row["image"])))
     out = []
-    for i, (metadata, files) in enumerate(found.items()):
+    for i, (described, files) in enumerate(found.items()):
         there = tuple(path for path in files if path.is_file())
         lost = [path.name for path in files if not path.is_file()]
-        out.append(Prompt(f"{i:05d}", json.loads(metadata), there, f"there is no image {lost[0]}" if lost else ""))
+        out.append(Prompt(f"{i:05d}", json.loads(described), there, f"there is no image {lost[0]}" if lost else ""))
     if not any(prompt.files for prompt in out):
         raise ValueError(f"prompts: {folder} holds none of the {len(rows)} images named, expected some of them")
     return out
@@ -349,7 +351,7 @@ def summarise(rows: Iterable[dict]) -> dict:
     prompts: dict[str, bool] = {}
     for row in rows:
         prompts[row["metadata"]] = prompts.get(row["metadata"], False) or bool(row["correct"])
-    tasks = {}
+    tasks: dict[str, dict[str, Any]] = {}
     for tag in tags:
         own = [row for row in rows if row["tag"] == tag]
         right = sum(bool(row["correct"]) for row in own)

@@ -127,8 +127,8 @@ def load(path: str | Path) -> Reference:
             )
             for name in ("all", "first", "second")
         ]
-        fields = [str(described[key]) for key in ("extractor", "fingerprint", "preprocessing", "content")]
-        return Reference(parts[0], (parts[1], parts[2]), *fields, tuple(described["problems"]))
+        fields = {key: str(described[key]) for key in ("extractor", "fingerprint", "preprocessing", "content")}
+        return Reference(parts[0], (parts[1], parts[2]), problems=tuple(described["problems"]), **fields)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

@@ -92,8 +92,10 @@ class GaussianStats:
         shift = mean - self.mean
         self.scatter = self.scatter + scatter + torch.outer(shift, shift) * (self.n * n / total)
         self.mean = self.mean + shift * (n / total)
-        keep = self.rows is not None and rows is not None and total <= self.dim
-        self.rows = torch.cat([self.rows, rows]) if keep else None
+        if self.rows is None or rows is None or total > self.dim:
+            self.rows = None
+        else:
+            self.rows = torch.cat([self.rows, rows])
         self.n = total
 
     @property

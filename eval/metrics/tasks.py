@@ -8,6 +8,7 @@ no rule, is the caller's function too. The shape world's caption and question ta
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ def shape_captions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
     samples = tuple(
         Sample(
             f"scene-{i}",
-            lambda s=scene: to_image(s, size),
+            partial(to_image, scene, size),
             captions.REQUESTS[0],
             (captions.caption(scene),),
             (),
@@ -231,7 +232,5 @@ def shape_questions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
     for i, scene in enumerate(_scenes(count, seed)):
         pairs = captions.questions(scene)
         question, answer = pairs[int(rng.integers(len(pairs)))]
-        samples.append(
-            Sample(f"scene-{i}", lambda s=scene: to_image(s, size), question, (answer,), (), {"scene": scene})
-        )
+        samples.append(Sample(f"scene-{i}", partial(to_image, scene, size), question, (answer,), (), {"scene": scene}))
     return Task("shape-questions", tuple(samples), 16, exact)

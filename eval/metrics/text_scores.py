@@ -66,7 +66,7 @@ def yes_no(text: str) -> str | None:
     return next((w for w in words(text) if w in ("yes", "no")), None)
 
 
-def _ngrams(tokens: Sequence[str], n: int) -> Counter:
+def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
     return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
 
 
@@ -79,7 +79,8 @@ def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]], order:
         said += len(tokens)
         length += min((len(o) for o in others), key=lambda n: (abs(n - len(tokens)), n))
         for n in range(order):
-            own, limit = _ngrams(tokens, n + 1), Counter()
+            own = _ngrams(tokens, n + 1)
+            limit: Counter[tuple[str, ...]] = Counter()
             for other in others:
                 limit |= _ngrams(other, n + 1)
             hits[n] += (own & limit).total()

@@ -95,7 +95,7 @@ def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
     return methods
 
 
-def rows_of(record: dict[str, Any], where: str, what: str) -> list[Any]:
+def rows_of(record: Mapping[str, Any], where: str, what: str) -> list[Any]:
     """The rows of a record. Raises ValueError unless they are a list that is not empty."""
     rows = record.get("rows")
     if not isinstance(rows, list) or not rows:

@@ -215,7 +215,8 @@ def waterfall(record: Mapping[str, Any]) -> Markup | None:
     steps = [(words, number(gap.get(term))) for term, words in TERMS]
     steps.append(("not explained = decode only, measured", number(record.get("speedup_decode_only"))))
     steps.append(("prefill, vision, preparation = end to end", number(record.get("speedup"))))
-    return None if any(v is None for _, v in steps) else figures.waterfall(steps)
+    known = [(words, value) for words, value in steps if value is not None]
+    return figures.waterfall(known) if len(known) == len(steps) else None
 
 
 @dataclass(frozen=True)
@@ -297,9 +298,9 @@ def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str
     keyed = [{(str(i.prompt), str(i.seed)): i for i in m.images} for m in methods]
     keys = list(dict.fromkeys(key for images in keyed for key in images))
     for m, images in zip(methods, keyed):
-        for image in m.images:  # all are checked, the shown and the others
-            if image.path:
-                pictures.inside(m.folder, image.path, f"report: {m.source}")
+        for entry in m.images:  # all are checked, the shown and the others
+            if entry.path:
+                pictures.inside(m.folder, entry.path, f"report: {m.source}")
         missing = [key for key in keys if images and key not in images]
         failures += [f"{m.source}: {m.label}: no image of seed {seed}: {prompt}" for prompt, seed in missing]
     limit = max(MOST_PICTURES // max(sum(map(bool, keyed)), 1), 1)

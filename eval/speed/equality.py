@@ -126,7 +126,8 @@ class Tiers:
 
     def __init__(self, dtype: torch.dtype, greedy: bool = True):
         self.dtype, self.greedy = dtype, greedy
-        self.gap, self.nodes = Gap(), set()
+        self.gap = Gap()
+        self.nodes: set[int] = set()
         self.identical, self.compared, self.forced = 0, 0, 0
         self.divergences: list[dict[str, Any]] = []
 

@@ -32,7 +32,7 @@ MEASURED = (
 def paired(ours, eager, clock, repeats, draws=1):
     """((seconds of each repeat, how they were timed) of ours, the same of eager), the arms alternating in order."""
     arms = [clock.arm(call, draws) for call in (ours, eager)]
-    started = ([], [])
+    started: tuple[list, list] = ([], [])
     for index in range(repeats):
         for which in (0, 1) if index % 2 else (1, 0):
             started[which].append(clock.start(arms[which][0], index))
@@ -94,12 +94,12 @@ def dispatched(case, delta=0.1):
 
     Its work there is done on numpy views, which the mode does not see; on a GPU the operator is one launch.
     """
-    arguments = (case["tokens"], case["parent"], case["p"], None, case["coins"][0], case["draw"][0], None)
-    arguments = tuple(None if a is None else a.cpu() for a in arguments)
+    tensors = (case["tokens"], case["parent"], case["p"], None, case["coins"][0], case["draw"][0], None)
     rule = (case["neighbours"].cpu(), delta, None, len(LEVELS), max(LEVELS))
-    accept.accept_tree_host(*arguments, *rule)
+    arguments = [*(None if t is None else t.cpu() for t in tensors), *rule]
+    accept.accept_tree_host(*arguments)
     with _Count() as count:
-        accept.accept_tree_host(*arguments, *rule)
+        accept.accept_tree_host(*arguments)
     return count.calls, count.waits
 
 

@@ -104,15 +104,15 @@ def _round_job(device, levels, V):
         case = verification_case(device, levels, V, NEIGHBOURS)
         uncond = torch.randn(N, V, generator=torch.Generator().manual_seed(1)).to(device)
         cond = uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE  # whose guided law is the case's
-        logits = [t.to(torch.bfloat16) for t in (cond, uncond)]
+        cond, uncond = cond.to(torch.bfloat16), uncond.to(torch.bfloat16)
         table = case["neighbours"].long()
 
         def ours(i):
-            scores = kernels.guided_warp(*logits, GUIDANCE, TEMPERATURE, TOP_K, scores=True)  # as the engine
+            scores = kernels.guided_warp(cond, uncond, GUIDANCE, TEMPERATURE, TOP_K, scores=True)  # as the engine
             return _verify(case, scores.unsqueeze(0), i, scores=True)
 
         def eager(i):
-            laws = _torch_warp(*logits)
+            laws = _torch_warp(cond, uncond)
             return _verify_in_loop(loop_over_children, case, case["parent"][0], laws, table, i)
 
         return ours, eager
@@ -287,12 +287,11 @@ def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
         wide = [t.repeat_interleave(H // G, 1) for t in (k, v)] if baseline == "before" else None
 
         def eager(_):
-            if baseline == "grouped":
-                keys = (k, v)
-            else:
-                keys = wide or [t.repeat_interleave(H // G, 1) for t in (k, v)]
+            pair = [k, v]
+            if baseline != "grouped":
+                pair = wide or [t.repeat_interleave(H // G, 1) for t in pair]
             attend = torch.nn.functional.scaled_dot_product_attention
-            return attend(q, *keys, attn_mask=mask, enable_gqa=baseline == "grouped")
+            return attend(q, pair[0], pair[1], attn_mask=mask, enable_gqa=baseline == "grouped")
 
         def ours(_):
             return kernels.tree_attention(q, k, v, length, ancestors=ancestors)
@@ -322,7 +321,8 @@ def _losses_job(device, R, V):
             draft.grad = None
 
         def ours(_):
-            sum(kernels.draft_losses(draft, target)).sum().backward()
+            tv, kl, ce = kernels.draft_losses(draft, target)
+            (tv + kl + ce).sum().backward()
             draft.grad = None
 
         return ours, eager

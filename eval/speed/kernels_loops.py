@@ -17,7 +17,7 @@ def loop_over_children(tokens, parent, p, neighbours, delta, coins, draw):
 
     tokens (N), parent (N), p (N, V), neighbours (V, K) or None, coins (N), draw ().
     """
-    children = {}
+    children: dict[int, list[int]] = {}
     for n, above in enumerate(parent.tolist()):
         children.setdefault(above, []).append(n)
     current, path = 0, [0]
@@ -60,7 +60,7 @@ def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=Tru
     prefix, accepted, best, adjusted = candidates[0, :1], 1, 0, False
 
     def law_at(path, depth):
-        return laws_PDV[path, depth] if copied else p[paths[path, depth]]
+        return p[paths[path, depth]] if laws_PDV is None else laws_PDV[path, depth]
 
     for depth in range(1, levels):
         if accepted != depth:
@@ -104,7 +104,7 @@ def published_loop(tokens, paths, scores, q, neighbours, k, coins, draw, delta=N
     point masses, neighbours (V, k + 1) a numpy array, coins a list of N floats.
     """
     candidates = torch.where(paths >= 0, tokens[paths], -1)
-    levels, prefix, accepted, best, law, adjusted = paths.shape[1], candidates[0, :1], 1, 0, None, False
+    levels, prefix, accepted, best, adjusted = paths.shape[1], candidates[0, :1], 1, 0, False
     for depth in range(1, levels):
         if accepted != depth:
             break
@@ -113,7 +113,7 @@ def published_loop(tokens, paths, scores, q, neighbours, k, coins, draw, delta=N
         law = torch.softmax(scores[torch.nonzero(same, as_tuple=True)[0][0], depth - 1], dim=0)
         for j in range(paths.shape[0]):
             if same[j]:
-                x, n = candidates[j, depth].item(), paths[j, depth]
+                x, n = int(candidates[j, depth]), paths[j, depth]
                 if x in tried or x == -1:
                     continue
                 tried.append(x)

@@ -63,8 +63,9 @@ def _moments(kind: str) -> tuple[float, float, tuple[float, float, float, float]
     axis = (np.arange(1200) + 0.5) / 500 - 1.2
     mask = inside(kind, axis[None, :], axis[:, None])
     rows, columns = np.nonzero(mask)
-    box = (axis[columns.min()], axis[rows.min()], axis[columns.max()], axis[rows.max()])
-    return float(mask.sum() / 500**2), float(axis[rows].mean()), tuple(float(v) for v in box)
+    left, right = float(axis[columns.min()]), float(axis[columns.max()])
+    top, bottom = float(axis[rows.min()]), float(axis[rows.max()])
+    return float(mask.sum() / 500**2), float(axis[rows].mean()), (left, top, right, bottom)
 
 
 def blurred(image: np.ndarray, sigma: float) -> np.ndarray:

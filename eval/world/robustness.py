@@ -146,12 +146,12 @@ def table(count: int = 368, detector: ShapeWorldDetector | None = None, seed: in
             line["right"][name] = right / len(rows)
             line.setdefault("ms", (time.process_time() - start) / len(rows) * 1e3)  # the clean column's
         rng = np.random.default_rng(seed + 3)
-        found = [
+        answers = [
             detector.detect(Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8))) for _ in range(100)
         ]
         line["pure_noise"] = {
-            "refused": sum(bool(f.refused) for f in found) / 100,
-            "with_detections": sum(bool(f.detections) for f in found) / 100,
+            "refused": sum(bool(a.refused) for a in answers) / 100,
+            "with_detections": sum(bool(a.detections) for a in answers) / 100,
         }
         out.append(line)
     return out

@@ -269,16 +269,19 @@ class Folded:
             bias = bias + for_feature @ head.img_fc.bias.float()
             for_feature, image_in = for_feature @ mix[:, :d], (for_feature @ mix[:, d:]).T
         table = None if embed_Vd is None else unit(embed_Vd.float()) @ for_embed.T + bias
-        tensors = {
-            "table": table,
-            "embed_in": for_embed.T,
-            "bias": bias,
-            "feature_in": for_feature.T,
-            "image_in": image_in,
-            "qkv": (head.qkv.weight * head.norm_in.weight * root).T,
-            "out": head.out.weight.T,
-            "gate_up": (head.gate_up.weight * head.norm_mlp.weight * root).T,
-            "down": head.down.weight.T,
-            "norm_out": head.norm_out.weight * root,
-        }
-        return cls(**{k: None if v is None else v.detach().to(dtype).contiguous() for k, v in tensors.items()})
+
+        def stored(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(dtype).contiguous()
+
+        return cls(
+            table=None if table is None else stored(table),
+            embed_in=stored(for_embed.T),
+            bias=stored(bias),
+            feature_in=stored(for_feature.T),
+            image_in=None if image_in is None else stored(image_in),
+            qkv=stored((head.qkv.weight * head.norm_in.weight * root).T),
+            out=stored(head.out.weight.T),
+            gate_up=stored((head.gate_up.weight * head.norm_mlp.weight * root).T),
+            down=stored(head.down.weight.T),
+            norm_out=stored(head.norm_out.weight * root),
+        )

@@ -89,7 +89,7 @@ def load_janus(folder: str | Path, config: JanusConfig | None = None, dtype: tor
         settings = GenerationConfig(**{name: said.get(name) for name in IDS})
     config = copy.deepcopy(config)
     # the authors store both matrices, and a tie would make one of them overwrite the other
-    config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     dtype = dtype or need(tensors, "language_model.model.embed_tokens.weight", 2, folder).dtype
     model = stock(JanusForConditionalGeneration, config, dtype)
     place(model, _named(tensors), folder)

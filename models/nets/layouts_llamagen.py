@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,17 +70,17 @@ def config_of(
             raise ValueError(f"heads: {where} has {layers} layers of width {hidden}, expected heads=... for this size")
     if heads < 1 or hidden % heads or rows % (hidden // heads) or (kv := rows * heads // hidden - heads) < 2 or kv % 2:
         raise ValueError(f"heads: got {heads} for a wqkv of {rows} x {hidden}, expected the number it was trained with")
-    fields = {"kv_heads": kv // 2, "codes": codes, "intermediate": intermediate}
+    sized = partial(
+        LlamaGenConfig, layers, heads, hidden, grid, kv_heads=kv // 2, codes=codes, intermediate=intermediate
+    )
     if "cls_embedding.uncond_embedding" in tensors:
         prefix, width = need(tensors, "cls_embedding.uncond_embedding", 2, where).shape
-        return LlamaGenConfig(
-            layers, heads, hidden, grid, condition="caption", prefix=prefix, caption_width=width, **fields
-        )
+        return sized(condition="caption", prefix=prefix, caption_width=width)
     table = need(tensors, "cls_embedding.embedding_table.weight", 2, where).shape[0]
     classes = classes or (IMAGENET if table == IMAGENET else table - 1)
     if table not in (classes, classes + 1):
         raise ValueError(f"classes: got {classes} for a table of {table} rows, expected {table - 1} or {table}")
-    return LlamaGenConfig(layers, heads, hidden, grid, classes=classes, null_class=table > classes, **fields)
+    return sized(classes=classes, null_class=table > classes)
 
 
 def _saved_config(path: Path) -> LlamaGenConfig | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from diffusers import VQModel
+from diffusers.models.autoencoders.vq_model import VQModel
 from torch import Tensor
 
 
@@ -68,7 +68,7 @@ class ImageCodec:
     @property
     def factor(self) -> int:
         """Pixels per code, along a side."""
-        return 2 ** (len(self.model.config.block_out_channels) - 1)
+        return 2 ** (len(self.model.config["block_out_channels"]) - 1)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -38,8 +38,10 @@ class Masks:
 
     def _shared(self, tree: Tree, length: int) -> Tensor:
         """The mask when all rows look alike: a view into a buffer of [zeros | tree], so that a round builds nothing."""
-        known, buffer = self._bias.get(id(tree), (None, None))
-        if known is not tree or buffer.shape[-1] - tree.size < length:
+        known = self._bias.get(id(tree))
+        if known is not None and known[0] is tree and known[1].shape[-1] - tree.size >= length:
+            buffer = known[1]
+        else:
             own = self.additive(tree.ancestor)
             buffer = torch.cat([own.new_zeros(1, 1, tree.size, 2 * length), own], dim=-1)
             if len(self._bias) >= MASKS_KEPT:

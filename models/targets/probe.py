@@ -176,7 +176,9 @@ class _Generating(SlotLayers):
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         pair = super().update(key_states, value_states, layer_idx)
-        held = self.layers[layer_idx].get_mask_sizes(key_states.shape[2])[0]
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, SlotLayer)
+        held = layer.get_mask_sizes(key_states.shape[2])[0]
         return tuple(states[:, :, -held:] for states in pair)
 
 
@@ -199,7 +201,9 @@ def _in_a_tree(target: HFDecoder) -> Tensor:
     request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
     values_RSE = _values(target)
     cache = SlotLayers(2)
-    cache.slots = cache.layers[0].slots = _MadeUp(values_RSE, [values_RSE.shape[1], SHORT])
+    first = cache.layers[0]
+    assert isinstance(first, SlotLayer)
+    cache.slots = first.slots = _MadeUp(values_RSE, [values_RSE.shape[1], SHORT])
     position = torch.full((2,), SHORT, device=target.device)
     state = State(request, tokens_RN[:, 0], position, cache, [0, 1], Ids(request, 2))
     logits_RNV = target.verify(state, Draft(tokens_RN, tree)).law.logits
@@ -266,8 +270,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     if here.get(name, here) is not value:  # other threads may be running the model
                         here[name] = value
         with torch.no_grad():
-            for buffer, before in inner:  # some are written in place
-                buffer.copy_(before)
+            for buffer, values in inner:  # some are written in place
+                buffer.copy_(values)
 
 
 def _dictionaries(module: nn.Module) -> list[tuple[dict, dict]]:

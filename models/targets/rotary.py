@@ -94,7 +94,8 @@ class _Fresh:
 
     def again(self) -> _Fresh:
         self.copy = copy.copy(self.module)
-        self.copy._buffers = {name: buffer.clone() for name, buffer in self.module._buffers.items()}
+        buffers = self.module._buffers.items()  # None stands for one that a module has only sometimes
+        self.copy._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers}
         self(self.given["position_ids"][..., :1] * 0)  # a short pass makes it forget the long ones
         return self
 

@@ -1,7 +1,9 @@
 """The package: lazy, usable without Triton, never a top-level name; its kernels compile for a GPU that is not here."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,14 @@ def test_no_function_hides_behind_its_file():
     assert all(callable(getattr(kernels, name)) for name in functions) and not set(functions) & set(kernels.FILES)
     with pytest.raises(AttributeError, match="no_such_kernel"):
         _ = kernels.no_such_kernel
+
+
+def test_the_names_for_type_checkers_are_those_of_the_table():
+    """Tools that read the source see the imports, programs the table."""
+    tree = ast.parse(Path(kernels.__file__).read_text())
+    guarded = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
+    imported = {alias.asname: node.module for node in guarded for alias in node.names}
+    assert imported == {name: f"visspec.kernels.{home}" for name, home in kernels._HOME.items()}
 
 
 COMPILE = """

@@ -27,6 +27,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,11 +82,11 @@ def average_gradients(parameters: list[nn.Parameter], workers: int) -> None:
     """Replace every gradient by its mean over the workers, in one message."""
     if workers == 1:
         return
-    parameters = [p for p in parameters if p.grad is not None]  # the same ones on every worker
-    flat = torch.cat([p.grad.flatten() for p in parameters])
+    gradients = [p.grad for p in parameters if p.grad is not None]  # of the same parameters on every worker
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
-    for p, mean in zip(parameters, flat.div_(workers).split([p.numel() for p in parameters])):
-        p.grad.copy_(mean.view_as(p))
+    for gradient, mean in zip(gradients, flat.div_(workers).split([gradient.numel() for gradient in gradients])):
+        gradient.copy_(mean.view_as(gradient))
 
 
 def descend(optimiser: torch.optim.Optimizer, parameters: list[nn.Parameter], loss: torch.Tensor, workers: int) -> None:
@@ -156,7 +157,8 @@ class CaptionStage:
         """Evaluate on held-out scenes, print one JSON line, refresh the early folder."""
         self.model.eval()
         torch.set_num_threads(self.workers)
-        record = {"stage": "caption", "step": self.step, "loss": round(sum(losses) / max(1, len(losses)), 4)}
+        record: dict[str, Any] = {"stage": "caption", "step": self.step}
+        record |= {"loss": round(sum(losses) / max(1, len(losses)), 4)}
         record |= {"rate": round(self.rate(), 6), "s": round(self.seconds)}
         record |= score_captions(self.model, self.processor, scenes)
         torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """The captioner's parts: word-level tokenizer, processor, stock LLaVA model, and how they are written to a folder."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -30,7 +31,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant :{% endif %}"
 )
 # Text models. The full one is deep on purpose: a target's depth against its drafter's is what acceleration lives on.
-TEXT = {
+TEXT: dict[bool, dict[str, Any]] = {
     False: {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 6},
     True: {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
@@ -100,7 +101,7 @@ def build_model(tower: dict[str, torch.Tensor], small: bool = False) -> LlavaFor
     config = LlavaConfig(
         vision_config=vision_config(),
         text_config=text,
-        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+        image_token_index=tokenizer.get_vocab()[IMAGE],
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
         image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2,

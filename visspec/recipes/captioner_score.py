@@ -1,6 +1,7 @@
 """How well a captioner describes held-out scenes: its words are parsed into facts and compared with the scene."""
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ MAX_NEW_TOKENS = 160
 def prompt(processor: LlavaProcessor, request: str = REQUESTS[0]) -> str:
     """The chat prompt of one image and one request, up to and including "assistant :"."""
     content = [{"type": "image"}, {"type": "text", "text": request}]
-    return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    messages = [{"role": "user", "content": content}]
+    # transformers declares contents as texts alone, and takes lists of parts
+    return processor.apply_chat_template(messages, add_generation_prompt=True)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -65,7 +68,7 @@ def score_captions(
             perfect += good == said and not lost
             lengths.append(int((row != model.generation_config.pad_token_id).sum()))
             nats += entropy
-    record = {"scenes": n, "right": right, "stated": stated, "missing": absent}
+    record: dict[str, Any] = {"scenes": n, "right": right, "stated": stated, "missing": absent}
     record |= {"accuracy": round(right / max(1, stated), 4), "perfect_captions": perfect}
     record |= {"tokens_mean": round(sum(lengths) / n, 1), "tokens_range": [min(lengths), max(lengths)]}
     if sample:

@@ -8,6 +8,7 @@ size, or nothing), where the cell is, and two facts of the whole scene (count, g
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,17 +115,19 @@ def teach_vision(
         losses = {
             name: F.cross_entropy(head(features).flatten(0, 1), labels[name].flatten()) for name, head in heads.items()
         }
+        loss = sum(losses.values(), torch.zeros(()))
         optimiser.zero_grad()
-        sum(losses.values()).backward()
+        loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         schedule.step()
         if (step + 1) % every == 0 or step + 1 == steps:
             record = {name: round(value, 4) for name, value in _accuracy(tower, heads, held_out).items()}
-            record |= {"step": step + 1, "loss": round(sum(losses.values()).item(), 4), "s": round(time.time() - begun)}
+            record |= {"step": step + 1, "loss": round(loss.item(), 4), "s": round(time.time() - begun)}
             print(json.dumps({"stage": "vision", **record}), flush=True)
-            state = {"tower": tower.state_dict(), "heads": heads.state_dict(), "optimiser": optimiser.state_dict()}
-            state |= {"schedule": schedule.state_dict(), "step": step + 1, "seconds": time.time() - begun}
+            state: dict[str, Any] = {"tower": tower.state_dict(), "heads": heads.state_dict()}
+            state |= {"optimiser": optimiser.state_dict(), "schedule": schedule.state_dict()}
+            state |= {"step": step + 1, "seconds": time.time() - begun}
             with replacing(file) as draft:
                 torch.save({**state, "accuracy": record}, draft)
     return file

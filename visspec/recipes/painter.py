@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     keep_memory()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    wanted = STAGES if options.stage == "all" else (options.stage,)
+    wanted: tuple[str, ...] = STAGES if options.stage == "all" else (options.stage,)
     if options.stage == "all" and options.lowres:
         wanted = STAGES[3:]  # on the VQ model that is there
     if "vq" in wanted:

@@ -97,7 +97,7 @@ def model_config(low: bool = False, text: dict | None = None) -> JanusConfig:
             num_image_tokens=grid(low) ** 2,
         ),
         vq_config=vq,
-        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+        image_token_id=tokenizer.get_vocab()[IMAGE],
     )
 
 

@@ -28,8 +28,10 @@ from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter, Teaching
+from visspec.models.nets.image_head import ImageHeadConfig
 from visspec.models.targets.families import family_of
-from visspec.models.targets.image_ar import Family, ImageAR
+from visspec.models.targets.image_ar import ImageAR
+from visspec.models.targets.janus import Janus
 from visspec.provenance import provenance
 from visspec.recipes.captioner import keep_memory
 from visspec.recipes.train_drafter import fresh_or_resumed, train
@@ -40,7 +42,7 @@ from visspec.types import Request, Sampling
 FIRST_SEED = 3 << 28  # noise and prompts of no other recipe, below the held-out ones
 POOL = 8  # batches of prompts drawn together and sorted by length: most batches are not padded
 VALIDATED = 8  # prompts watched during training
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "chain of 4": {"levels": 4},
     "chain of 5": {"levels": 5},
     "chain of 6": {"levels": 6},
@@ -50,12 +52,12 @@ SHAPES = {
 TIMED = "chain of 5"
 
 
-def temperature_of(family: Family) -> float:
+def temperature_of(family: Janus) -> float:
     """The painter's own temperature."""
     return float(getattr(family.model.generation_config, "temperature", None) or 1.0)
 
 
-def request_of(family: Family, texts: list[str], seed: int, guidance: float) -> Request:
+def request_of(family: Janus, texts: list[str], seed: int, guidance: float) -> Request:
     """A picture of each text, at the painter's own temperature; row b draws from the seed `seed + b`."""
     with torch.no_grad():
         prompt = family.prompt(texts, guidance != 1.0)
@@ -69,7 +71,7 @@ def request_of(family: Family, texts: list[str], seed: int, guidance: float) -> 
 class Pictures:
     """Batches of requests for pictures of the grammar's prompts: a pure function of their number."""
 
-    def __init__(self, family: Family, rows: int, guidance: float, first: int = FIRST_SEED):
+    def __init__(self, family: Janus, rows: int, guidance: float, first: int = FIRST_SEED):
         self.family, self.rows, self.guidance, self.first = family, rows, guidance, first
 
     def __call__(self, number: int) -> Request:
@@ -89,7 +91,7 @@ def held_out(count: int) -> list[str]:
 class Validation:
     """tau of chains under `rejection`, on held-out noise."""
 
-    def __init__(self, family: Family, drafter: ImageFeatureDrafter, guidance: float):
+    def __init__(self, family: Janus, drafter: ImageFeatureDrafter, guidance: float):
         self.target, self.drafter, self.family, self.guidance = Teaching(family), drafter, family, guidance
 
     def __call__(self) -> dict[str, Any]:
@@ -98,10 +100,11 @@ class Validation:
         return {"tau_sampled": round(found.tau, 3), "by_depth": found.by_depth}
 
 
-def figures(family: Family, head, count: int, guidance: float) -> dict[str, Any]:
+def figures(family: Janus, head, count: int, guidance: float) -> dict[str, Any]:
     """tau of every shape under `rejection`, of a chain under `exact`, and the clock of one picture at a time."""
     texts, positions = held_out(count), family.layout().positions
-    target, table = ImageAR(family, features=True), {}
+    target = ImageAR(family, features=True)
+    table: dict[str, dict[str, Any]] = {}
     for name, options in SHAPES.items():
         drafter = ImageFeatureDrafter(head, family, **options)
         for rule in (Rejection(), Exact()) if name == TIMED else (Rejection(),):
@@ -109,8 +112,8 @@ def figures(family: Family, head, count: int, guidance: float) -> dict[str, Any]
             found = measure(target, Guarded(drafter, target.capabilities), rule, [request], drafter.traits.levels)
             label = name if isinstance(rule, Rejection) else f"{name}, rule exact"
             passes = 1 + (positions - 1) / found.tau  # of a picture, the prompt's included
-            entry = {"tau": found.tau, "passes": passes, "fewer": positions / passes, "by_depth": found.by_depth}
-            table[label] = {k: v if k == "by_depth" else round(v, 2) for k, v in entry.items()}
+            entry = {"tau": found.tau, "passes": passes, "fewer": positions / passes}
+            table[label] = {k: round(v, 2) for k, v in entry.items()} | {"by_depth": found.by_depth}
     return {
         "prompts": count,
         "guidance": guidance,
@@ -120,7 +123,7 @@ def figures(family: Family, head, count: int, guidance: float) -> dict[str, Any]
     } | (clocked(family, ImageFeatureDrafter(head, family, **SHAPES[TIMED]), texts, guidance))
 
 
-def clocked(family: Family, drafter, texts: list[str], guidance: float) -> dict[str, Any]:
+def clocked(family: Janus, drafter, texts: list[str], guidance: float) -> dict[str, Any]:
     """Plain decoding against drafted, one picture at a time, in alternation; geometric mean of the ratios."""
     plain, fed = ImageAR(family), ImageAR(family, features=True)
     guarded, seconds = Guarded(drafter, fed.capabilities), []
@@ -216,12 +219,13 @@ def card(head, found: dict[str, Any], record: dict[str, Any], megabytes: float) 
     )
 
 
-def export(run: Path, folder: Path, family: Family, count: int) -> dict[str, Any]:
+def export(run: Path, folder: Path, family: Janus, count: int) -> dict[str, Any]:
     """Write a finished run's weights in half precision, read them back, measure them, and write the card."""
     drafter = ImageFeatureDrafter.from_pretrained(run, family)
     record = json.loads((run / PROVENANCE).read_text()) | {"stored_as": "float16"}
     drafter.save_pretrained(folder, record, torch.float16)
     stored = ImageFeatureDrafter.from_pretrained(folder, family)
+    assert isinstance(stored.config, ImageHeadConfig)
     found = figures(family, stored.head, count, stored.config.guidance)
     (folder / PROVENANCE).write_text(json.dumps(record | {"measured": found}, indent=2, default=str) + "\n")
     megabytes = (folder / "model.safetensors").stat().st_size / 1e6
@@ -265,6 +269,8 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     model, processor = targets.load_image_model(str(options.target))
     family = family_of(model, processor)
+    if not isinstance(family, Janus):
+        raise ValueError(f"target: got a model of the type {family.name!r}, expected a painter, which is a Janus")
     sizes: dict[str, Any] = {"levels": options.levels}
     if options.middle:
         sizes["intermediate"] = options.middle

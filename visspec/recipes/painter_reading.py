@@ -27,11 +27,14 @@ class Reading(nn.Module):
     head of attention is to look at the class of the new shape in the prompt.
     """
 
+    tables: torch.Tensor  # (kinds, words) number of a word among those of a kind, from 1; 0 for others
+
     def __init__(self, width: int, words: dict[str, int], side: int):
         super().__init__()
         self.span = side + 2  # codes for which a shape is new
         plural = {row["include"][0]["class"]: row["prompt"].split()[-1] for row in every("counting")}
-        kinds = [[(kind, plural[kind]) for kind in CLASSES], [(colour,) for colour in COLOURS]]
+        kinds: list[list[tuple[str, ...]]] = [[(kind, plural[kind]) for kind in CLASSES]]
+        kinds += [[(colour,) for colour in COLOURS]]
         kinds += [[(relation.split()[0],) for relation in RELATIONS], [(number,) for number in NUMBERS.values()]]
         tables = torch.zeros(len(kinds), len(words), dtype=torch.long)
         for table, names in zip(tables, kinds):

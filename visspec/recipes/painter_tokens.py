@@ -29,7 +29,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> torch.
 
 def without_words(tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor) -> torch.Tensor:
     """The unconditional form that the stock class guides against: all but bos and image start become padding."""
-    keep = (ids == tokenizer.convert_tokens_to_ids(BOS)) | (ids == tokenizer.convert_tokens_to_ids(BOI))
+    words = tokenizer.get_vocab()
+    keep = (ids == words[BOS]) | (ids == words[BOI])
     return torch.where(keep, ids, tokenizer.pad_token_id)
 
 

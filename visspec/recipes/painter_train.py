@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -92,7 +93,9 @@ class Stage:
                     print(json.dumps({"file": self.file.name, "step": self.step, **measured}), flush=True)
 
 
-def _worker(rank: int, meeting: str, make: type[Stage], options: argparse.Namespace) -> None:
+def _worker(
+    rank: int, meeting: str, make: Callable[[argparse.Namespace, int], Stage], options: argparse.Namespace
+) -> None:
     """Body of one worker process; `meeting` is a fresh file through which the workers find each other."""
     keep_memory()
     torch.set_num_threads(1)
@@ -107,7 +110,7 @@ def _worker(rank: int, meeting: str, make: type[Stage], options: argparse.Namesp
         dist.destroy_process_group()
 
 
-def in_workers(make: type[Stage], options: argparse.Namespace) -> None:
+def in_workers(make: Callable[[argparse.Namespace, int], Stage], options: argparse.Namespace) -> None:
     """Run a stage in `options.workers` processes of one thread each, which is faster here than threads."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_worker, (str(Path(folder) / "meeting"), make, options), nprocs=options.workers)

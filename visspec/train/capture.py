@@ -66,6 +66,7 @@ def capture(target: Target, rule: Acceptance, request: Request) -> Lesson:
     lengths = [len(t) for t in state.tokens]
     longest = max(lengths)
     scores = recorder.scores
+    assert scores.features is not None
     answer = torch.tensor([t + [0] * (longest - len(t)) for t in state.tokens], device=prompt.device)
     features = torch.zeros(rows, length + longest - 1, scores.features.shape[-1], dtype=scores.features.dtype)
     features = features.to(prompt.device)

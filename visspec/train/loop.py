@@ -94,7 +94,8 @@ class Trainer:
         vectors = [p for p in self.head.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98))
-        self.step, self.seconds, self.history = 0, 0.0, []
+        self.step, self.seconds = 0, 0.0
+        self.history: list[dict[str, Any]] = []
         self._group: tuple[int, list[Lesson]] = (-1, [])
         self._coming: tuple[int, Future] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1)
@@ -198,7 +199,7 @@ class Trainer:
         progress = {"step": self.step, "seconds": round(self.seconds, 1), "plan": asdict(self.plan)}
         progress["validations"] = self.history
         self.drafter.save_pretrained(self.folder, {**self.provenance, "training": progress})
-        names = {p: n for n, p in self.head.named_parameters()}
+        names: dict[Tensor, str] = {p: n for n, p in self.head.named_parameters()}
         entries = ((names[p], key, value) for p, s in self.optimiser.state.items() for key, value in s.items())
         tensors = {f"{name}/{key}": value.detach().contiguous() for name, key, value in entries}
         (self.folder / "run").mkdir(exist_ok=True)
