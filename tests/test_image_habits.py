@@ -450,7 +450,7 @@ def test_every_rule_of_the_table_can_be_written():
 
 def test_presets_can_be_saved():
     for preset in zoo.PRESETS.values():
-        assert image_saving.named("drafter", zoo.DRAFTERS, preset.drafter) == preset.drafter
+        assert image_saving.named("drafter", zoo.DRAFTERS | zoo.SHIPPED, preset.drafter) == preset.drafter
         assert image_saving.named("acceptance", zoo.ACCEPTANCE, preset.acceptance) == preset.acceptance
         assert preset.order is None or image_saving.named("order", zoo.ORDERS, preset.order) == preset.order
 

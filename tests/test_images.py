@@ -241,7 +241,7 @@ def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
 
 def test_presets_are_pairs_the_zoo_knows():
     for name, preset in zoo.PRESETS.items():
-        assert zoo.parse(preset.drafter)[0] in zoo.DRAFTERS and preset.source, name
+        assert zoo.parse(preset.drafter)[0] in zoo.DRAFTERS | zoo.SHIPPED and preset.source, name
         zoo.acceptance(preset.acceptance)
         assert zoo.order(preset.order) is None or not zoo.order(preset.order).raster
     with pytest.raises(ValueError, match=r"^preset: got 'sj', expected one of plain, "):

@@ -4,11 +4,9 @@ import functools
 
 import pytest
 import torch
-import transformers as tf
 
 from tests.test_image_targets import CASES, expected, made
-from tests.tiny import enliven
-from tests.tiny_images import BOI, BOS, CODES, EOS, PAD, SIDE, janus, prompts
+from tests.tiny_images import CODES, SIDE, janus, prompts, sibling
 from visspec.accept.exact import Exact
 from visspec.accept.local import Local, spread
 from visspec.api import zoo
@@ -46,24 +44,6 @@ class Lined(Janus):
 @functools.cache
 def family(kind=Janus):
     return kind(janus(), None)
-
-
-@functools.cache
-@torch.inference_mode(False)
-def sibling(side: int = 2, seed: int = 1):
-    """A smaller Janus with the same codes, for a smaller image."""
-    config = janus().config.to_dict()
-    config["vq_config"]["num_patches"] = side
-    config["vision_config"] |= {"image_size": 8 * side, "num_image_tokens": side * side}
-    torch.manual_seed(seed)
-    model = tf.JanusForConditionalGeneration(tf.JanusConfig(**config)).eval()
-    enliven(model, seed)
-    model.model.vqmodel.load_state_dict(janus().model.vqmodel.state_dict())
-    model.generation_config = tf.GenerationConfig(
-        bos_token_id=BOS, pad_token_id=PAD, eos_token_id=EOS, guidance_scale=3.0, max_length=64,
-        generation_kwargs={"boi_token_id": BOI},
-    )  # fmt: skip
-    return model
 
 
 def drafter(**options):

@@ -51,6 +51,24 @@ def janus(seed: int = 0):
     return model
 
 
+@functools.cache
+@torch.inference_mode(False)
+def sibling(side: int = 2, seed: int = 1):
+    """A smaller Janus with the same codes, for a smaller image."""
+    config = janus().config.to_dict()
+    config["vq_config"]["num_patches"] = side
+    config["vision_config"] |= {"image_size": 8 * side, "num_image_tokens": side * side}
+    torch.manual_seed(seed)
+    model = tf.JanusForConditionalGeneration(tf.JanusConfig(**config)).eval()
+    enliven(model, seed)
+    model.model.vqmodel.load_state_dict(janus().model.vqmodel.state_dict())
+    model.generation_config = tf.GenerationConfig(
+        bos_token_id=BOS, pad_token_id=PAD, eos_token_id=EOS, guidance_scale=3.0, max_length=64,
+        generation_kwargs={"boi_token_id": BOI},
+    )  # fmt: skip
+    return model
+
+
 def painter(where) -> None:
     """A tiny random model of the painter's kind, as a checkpoint folder."""
     from visspec.recipes.painter_build import build_processor, generation_config, model_config

@@ -89,7 +89,7 @@ def _drafter(folder: Path, entry: Any) -> str | None:
     if entry is not None and not isinstance(entry, str):
         expected = f"a name, null or {{'folder': {DRAFTER!r}}}"
         raise ValueError(f"checkpoint: drafter of {folder / FILE} is {checkpoint.shown(entry)}, expected {expected}")
-    return None if entry is None else named("drafter", zoo.DRAFTERS, entry)
+    return None if entry is None else named("drafter", zoo.DRAFTERS | zoo.SHIPPED, entry)
 
 
 def _rule(folder: Path, entry: Any) -> str:
@@ -140,8 +140,8 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
         return None
     if isinstance(drafter, (str, Path)):
         text = str(drafter)
-        if text.partition(":")[0] in zoo.DRAFTERS or not Path(text).is_dir():
-            return named("drafter", zoo.DRAFTERS, text)
+        if text.partition(":")[0] in zoo.DRAFTERS | zoo.SHIPPED or not Path(text).is_dir():
+            return named("drafter", zoo.DRAFTERS | zoo.SHIPPED, text)
         known = (Path(text) / PROVENANCE).is_file()
         record = checkpoint.read_json(Path(text), PROVENANCE) if known else provenance(model)
         zoo.drafter(text, model)[0].save_pretrained(staged, record)

@@ -37,13 +37,10 @@ DRAFTERS = {
     "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
     "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
     "lowres": ("visspec.models.drafters.lowres:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
-    "vispec": (
-        "visspec.models.drafters.eagle:FeatureDrafter",
-        "drafts on the embedded captioner's own features; shipped, other targets train theirs",
-    ),
-    "painter-eagle": (
+    "eagle": ("visspec.models.drafters.eagle:FeatureDrafter", "on the target's hidden states (EAGLE, ViSpec); trained"),
+    "image-eagle": (
         "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
-        "images: drafts on the embedded painter's own features; tree=chain, dynamic or static; shipped",
+        "images: on the target's hidden states; trained; tree=chain, dynamic or static",
     ),
 }
 ORDERS = {  # in which the positions of an image are decided
@@ -93,11 +90,11 @@ PRESETS = {  # docs/presets.md compares them
         "LANTERN on Jacobi windows",
     ),
 }
-SHIPPED = {  # drafter: its checkpoint, and the checkpoint of its target
-    "vispec": ("captioner-vispec", "captioner"),
-    "painter-eagle": ("painter-eagle", "painter"),
+SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, that of its target, what it is
+    "vispec": ("eagle", "captioner-vispec", "captioner", "the embedded captioner's"),
+    "painter-eagle": ("image-eagle", "painter-eagle", "painter", "the embedded painter's"),
 }
-KINDS = {"image_drafter": "painter-eagle"}  # kind of a drafter checkpoint: the drafter that reads it; else vispec
+KINDS = {"feature_drafter": "eagle", "image_drafter": "image-eagle"}  # of a checkpoint: the drafter that reads it
 VALUES = {  # of options, by the annotation of a constructor's argument: types and words
     "int": (int, "a whole number"),
     "float": ((int, float), "a finite number"),
@@ -210,24 +207,28 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         return load("visspec.models.drafters.small_model:SmallModel")(spec, model), type(spec).__name__
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
-    if str(spec).partition(":")[0] not in DRAFTERS and Path(spec).is_dir():
+    if str(spec).partition(":")[0] not in DRAFTERS | SHIPPED and Path(spec).is_dir():
         return _from_folder(Path(spec), model, {}), Path(spec).name
     name, options = parse(str(spec))
     if name in ORDERS:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in SHIPPED:
-        folder, target = (CHECKPOINTS / part for part in SHIPPED[name])
-        _check_same_model(name, target, model)
-        return _from_folder(folder, model, options), name
+        _, folder, target, _ = SHIPPED[name]
+        _check_same_model(name, CHECKPOINTS / target, model)
+        return _from_folder(CHECKPOINTS / folder, model, options), name
+    if name in KINDS.values():
+        expected = f"expected the folder of its weights or one of {', '.join(SHIPPED)}"
+        raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, {expected}")
     if name in DRAFTERS:
         return make("drafter", name, load(DRAFTERS[name][0]), options), name
-    raise ValueError(f"drafter: got {str(spec)!r}, expected one of {', '.join(DRAFTERS)} or a checkpoint folder")
+    known = ", ".join([*DRAFTERS, *SHIPPED])
+    raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known} or a checkpoint folder")
 
 
 def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
     """A drafter from a checkpoint folder; its options are those of its class."""
     written = read_json(folder, "config.json").get("kind")
-    reference, _ = DRAFTERS[KINDS.get(str(written), "vispec")]
+    reference, _ = DRAFTERS[KINDS.get(str(written), "eagle")]
     kind = load(reference)
     return make("drafter", folder.name, kind, options, partial(kind.from_pretrained, folder, model))
 

@@ -360,6 +360,8 @@ def run_list(arguments) -> int:
     for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE), ("order", zoo.ORDERS)):
         for name, (_, what) in entries.items():
             view.add_row(kind, name, what)
+    for name, (kind, *_, what) in zoo.SHIPPED.items():
+        view.add_row("drafter", name, f"{what} {kind}, shipped with the package")
     for name, preset in zoo.PRESETS.items():
         view.add_row("preset", name, f"{preset.source} ({preset})")
     for folder in sorted(p for p in zoo.CHECKPOINTS.iterdir() if (p / "config.json").is_file()):

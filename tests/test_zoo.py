@@ -1,0 +1,182 @@
+"""The contract of every row of the zoo's tables, each on a tiny configuration: a row without one fails here."""
+
+import pytest
+import torch
+
+import visspec
+from tests import tiny_images
+from tests.doubles import new_tokens, stock
+from tests.test_image_targets import CASES, draw, made
+from tests.tiny import model_of, prompt, shapes
+from visspec.accept.captured import Captured
+from visspec.api import zoo
+from visspec.loop.pairing import check, pair
+from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.drafters.image_eagle import ImageFeatureDrafter
+from visspec.models.drafters.lowres import LowRes
+from visspec.models.targets.families import FAMILIES
+from visspec.models.targets.image_ar import ImageAR
+from visspec.models.targets.janus import Janus
+from visspec.types import Acceptance, Drafter, Order, Request, Sampling
+
+ROWS = [0, 1, 2]
+TEXT = {"none", "ngram", "eagle", "jacobi"}  # drafters that text knows as well
+DRAFTERS = {  # of the tiny image model, from options
+    "none": lambda **options: None,
+    "ngram": lambda **options: zoo.load(zoo.DRAFTERS["ngram"][0])(**options),
+    "jacobi": lambda **options: zoo.load(zoo.DRAFTERS["jacobi"][0])(**{**options, "window": 5}),
+    "lowres": lambda **options: LowRes(Janus(tiny_images.sibling(), None), upsample="latent"),
+    "eagle": lambda **options: FeatureDrafter.for_model(model_of("llava"), image_latents=1),
+    "image-eagle": lambda **options: ImageFeatureDrafter(
+        ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
+    ),
+}
+RULES = {  # options that a codebook of 24 codes has room for
+    "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",
+}  # fmt: skip
+SMALL = {"k=100": "k=5", "k=20": "k=5", "k=10": "k=5", "k=8": "k=3"}  # a preset's neighbours, as far as codes reach
+
+
+def tiny_drafter(spec):
+    """The drafter of a zoo name, tiny; a shipped one is a fresh network of its kind."""
+    name, options = zoo.parse(spec or "none")
+    return DRAFTERS[zoo.SHIPPED[name][0] if name in zoo.SHIPPED else name](**options)
+
+
+def janus_pair(drafter, rule, order=None):
+    family = made("janus").family
+    return pair(
+        drafter, "", rule, family, lambda traits: ImageAR(family, features=bool(traits.feature_layers)), order=order
+    )
+
+
+def drawn(pairing, rows, seed=0, temperature=1.0):
+    """Tokens and state of a batch under a pairing."""
+    case = made("janus")
+    made_prompt = case.prompt(rows)
+    request = Request(
+        made_prompt, made_prompt.ids, case.layout.positions, Sampling(temperature, guidance=case.guidance),
+        grid=case.layout.grid,
+    )  # fmt: skip
+    request.generators = [torch.Generator().manual_seed(seed + r) for r in rows] if temperature else None
+    state = pairing.decode(request)
+    assert state.trace.faults == 0
+    return state.tokens, state
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
+    assert set(DRAFTERS) == set(zoo.DRAFTERS)
+    for name, (reference, what) in zoo.DRAFTERS.items():
+        assert what and (reference is None or issubclass(zoo.load(reference), Drafter)), name
+    for name, (reference, what) in zoo.ACCEPTANCE.items():
+        assert what and issubclass(zoo.load(reference), Acceptance), name
+    for name, (reference, what) in zoo.ORDERS.items():
+        assert what and issubclass(zoo.load(reference), Order), name
+    for name, (kind, folder, target, what) in zoo.SHIPPED.items():
+        assert what and kind in zoo.DRAFTERS and (zoo.CHECKPOINTS / folder / "config.json").is_file(), name
+        assert (zoo.CHECKPOINTS / target / "config.json").is_file(), name
+    assert not set(zoo.DRAFTERS) & (set(zoo.SHIPPED) | set(zoo.ORDERS))
+    assert {kind for kind, *_ in zoo.SHIPPED.values()} == set(zoo.KINDS.values()) <= set(zoo.DRAFTERS)
+    families = {type(made(name).family) for name in CASES}
+    assert {zoo.load(reference) for reference in FAMILIES.values()} == families, "an image family without a tiny model"
+
+
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) & TEXT))
+def test_a_drafter_leaves_the_text_as_it_is(name):
+    for shape in ("one", "ragged"):
+        inputs = prompt("llava", shapes("llava")[shape])
+        fast = visspec.accelerate(model_of("llava"), tiny_drafter(name), adaptive=False)
+        output = fast.generate(**inputs, max_new_tokens=16, do_sample=False)
+        assert new_tokens(output, inputs) == [row[:16] for row in stock("llava", shape)]
+        assert fast.last_stats.faults == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) - {"eagle"}))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_leaves_the_image_as_it_is(name, temperature):
+    """Greedy and drawn, in a batch and alone."""
+    expected, _ = draw(made("janus"), ROWS, temperature=temperature)
+    pairing = janus_pair(tiny_drafter(name), zoo.acceptance("exact"))
+    assert drawn(pairing, ROWS, temperature=temperature)[0] == expected
+    assert drawn(pairing, [1], seed=0, temperature=temperature)[0] == expected[1:2]
+
+
+@pytest.mark.parametrize("name", sorted(zoo.DRAFTERS))
+def test_traits_are_what_drafts_show(name):
+    drafter = tiny_drafter(name)
+    if drafter is None:
+        return
+    assert isinstance(drafter, Drafter) and drafter.traits.levels >= 1
+    assert (drafter.traits.feature_layers != ()) == (name in zoo.KINDS.values())
+    assert drafter.traits.whole_images == (type(drafter).sketch is not Drafter.sketch)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", zoo.ACCEPTANCE)
+def test_a_rule_is_what_its_traits_say(name):
+    """Exact rules measure no drift, the others do; a row does not depend on its batch; recordings change nothing."""
+    text = RULES.get(name, name)
+    rule = zoo.acceptance(text)
+    spec = "jacobi:redraw=maximal" if rule.traits.judges_draws else "jacobi"
+    tokens, state = drawn(janus_pair(tiny_drafter(spec), rule), ROWS)
+    assert ("drift" in state.meters) == (rule.traits.guarantee == "approximate")
+    assert drawn(janus_pair(tiny_drafter(spec), zoo.acceptance(text)), [2])[0] == tokens[2:]
+    captured = Captured(zoo.acceptance(text))
+    pairing = janus_pair(tiny_drafter(spec), captured)
+    assert captured.traits == rule.traits and type(captured.inner) is type(rule)
+    assert drawn(pairing, ROWS)[0] == tokens
+
+
+@pytest.mark.parametrize("name", zoo.ACCEPTANCE)
+def test_a_rule_takes_the_drafts_that_its_traits_say(name):
+    rule, target = zoo.acceptance(RULES.get(name, name)), ImageAR(made("janus").family)
+    branching, sampled = (tiny_drafter("jacobi:redraw=maximal,branch=2"), tiny_drafter("jacobi:redraw=maximal"))
+    for drafter, refused in (
+        (branching, rule.traits.chains_only or not rule.traits.judges_draws),
+        (sampled, not rule.traits.judges_draws),
+        (tiny_drafter("jacobi"), False),
+    ):
+        if refused:
+            with pytest.raises(ValueError, match=r"^drafter: .*expected"):
+                check(drafter, rule, target)
+        else:
+            check(drafter, rule, target)
+
+
+# --- orders and presets -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", zoo.ORDERS)
+def test_an_order_decides_every_place_and_knows_no_batch(name):
+    text = {"zipar": "zipar:window=2"}.get(name, name)
+    drafts, rule = {"islands": ("lowres", RULES["local"])}.get(name, ("none", "exact"))
+    tokens, alone = (
+        drawn(janus_pair(tiny_drafter(drafts), zoo.acceptance(rule), zoo.order(text)), rows)[0] for rows in (ROWS, [1])
+    )
+    assert [len(row) for row in tokens] == [made("janus").layout.positions] * 3 and alone == tokens[1:2]
+    assert zoo.order(text).raster == (tokens == draw(made("janus"), ROWS, temperature=1.0)[0])
+
+
+@pytest.mark.parametrize("name", zoo.PRESETS)
+def test_a_preset_draws(name):
+    preset = zoo.preset(name)
+    text = preset.acceptance
+    for large, small in SMALL.items():
+        text = text.replace(large, small)
+    rule = zoo.acceptance(text)
+    pairing = janus_pair(tiny_drafter(preset.drafter), rule, zoo.order(preset.order))
+    tokens, state = drawn(pairing, ROWS)
+    assert [len(row) for row in tokens] == [made("janus").layout.positions] * 3
+    assert (pairing.guarantee == "approximate") == ("drift" in state.meters)
+    again = janus_pair(tiny_drafter(preset.drafter), zoo.acceptance(text), zoo.order(preset.order))
+    assert drawn(again, ROWS)[0] == tokens
+    if pairing.promises_tokens(False):
+        assert tokens == draw(made("janus"), ROWS, temperature=1.0)[0]
