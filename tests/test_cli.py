@@ -213,7 +213,7 @@ def test_what_is_finished_is_kept_whatever_ends_the_run(error, pictures, tmp_pat
 
 
 def test_targets_are_tried_before_any_work(pictures, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("visspec.cli.main.load", lambda arguments: pytest.fail("work began"))
+    monkeypatch.setattr("visspec.api.loading.load", lambda *a, **k: pytest.fail("work began"))
     monkeypatch.setattr("visspec.cli.bench_memory.bench_memory", lambda *a, **k: pytest.fail("work began"))
     file = tmp_path / "file"
     file.write_text("")

@@ -21,7 +21,7 @@ from visspec.eval.metrics.images import MAX_PIXELS, open_image
 from visspec.eval.metrics.results import Progress, Rows
 from visspec.eval.world import captions
 from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import HELD_OUT_SEED, Scene, scene_from_seed
+from visspec.eval.world.scene import held_out_scenes
 
 Score = Callable[["Sample", str], float | None]
 
@@ -200,10 +200,6 @@ def mme_scores(samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, flo
 # --- the shape world: nothing to download ---
 
 
-def _scenes(count: int, seed: int) -> list[Scene]:
-    return [scene_from_seed(HELD_OUT_SEED + seed + i) for i in range(count)]
-
-
 def shape_captions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
     """Caption held-out scenes; the score of a caption is the F1 of its facts against the scene's."""
 
@@ -221,7 +217,7 @@ def shape_captions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
             (),
             {"scene": scene},
         )
-        for i, scene in enumerate(_scenes(count, seed))
+        for i, scene in enumerate(held_out_scenes(count, seed))
     )
     return Task("shape-captions", samples, 128, score)
 
@@ -229,7 +225,7 @@ def shape_captions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
 def shape_questions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
     """One question with an exact answer about each of `count` held-out scenes."""
     rng, samples = np.random.default_rng(seed), []
-    for i, scene in enumerate(_scenes(count, seed)):
+    for i, scene in enumerate(held_out_scenes(count, seed)):
         pairs = captions.questions(scene)
         question, answer = pairs[int(rng.integers(len(pairs)))]
         samples.append(Sample(f"scene-{i}", partial(to_image, scene, size), question, (answer,), (), {"scene": scene}))
