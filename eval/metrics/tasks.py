@@ -5,7 +5,6 @@ images it is handed their list); a judge, where a task has
 no rule, is the caller's function too. The shape world's caption and question tasks need no download.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,22 +68,6 @@ class Task:
     aggregate: Callable[[Sequence[Sample], Sequence[str]], dict[str, float]] | None = None
     suffix: str = ""  # appended to the question
     problems: tuple[str, ...] = ()
-
-    def messages(self, sample: Sample) -> list[dict]:
-        """The question in the chat form of transformers' processors: images first, or, where a sample has several and
-        its text names them all once, in order, each where the text has it.
-        """
-        text = self.prompt(sample)
-        count = len(sample.image) if isinstance(sample.image, tuple) else 1
-        pieces = re.split(r"<image (\d+)>", text)
-        if isinstance(sample.image, tuple) and pieces[1::2] == [str(i + 1) for i in range(count)]:
-            content = [
-                {"type": "image"} if i % 2 else {"type": "text", "text": piece} for i, piece in enumerate(pieces)
-            ]
-            content = [part for part in content if part.get("text") != ""]
-        else:
-            content = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": text}]
-        return [{"role": "user", "content": content}]
 
     def prompt(self, sample: Sample) -> str:
         """The whole text of a sample: question, choices, suffix."""

@@ -134,26 +134,21 @@ def run(arguments) -> int:
 
 def two_folders(arguments) -> Row:
     """fid, kid, cmmd, precision-recall."""
-    from visspec.eval.metrics import cmmd, features, fid, kid, named, precision_recall, references
+    from visspec.eval.metrics import cmmd, fid, kid, named, precision_recall, references
 
-    least = LEAST[arguments.metric]
+    least, size = LEAST[arguments.metric], arguments.batch_size
     counts = [images_in(name, getattr(arguments, name), least) for name in ("generated", "reference")]
     extractor = named.extractor(arguments.extractor, arguments.device)
+    folders = arguments.generated, arguments.reference
     with bar(sum(counts)) as progress:
         if arguments.metric == "fid":
-            cache, size = arguments.cache, arguments.batch_size
-            reference = references.from_folder(arguments.reference, extractor, cache, size, progress)
-            found = fid.from_folder(arguments.generated, reference, extractor, size, progress=progress).to_dict()
+            reference = references.from_folder(folders[1], extractor, arguments.cache, size, progress)
+            found = fid.from_folder(folders[0], reference, extractor, size, progress=progress).to_dict()
             return _row(found | {"problems": [*reference.problems, *found["problems"]]})
-        tables = features.pair(
-            arguments.generated, arguments.reference, extractor, arguments.batch_size, progress=progress
-        )
-    if arguments.metric == "kid":
-        size = arguments.subset_size or min(kid.SUBSET_SIZE, len(tables.generated), len(tables.reference))
-        found = kid.of_pair(tables, extractor, subsets=arguments.subsets, subset_size=size)
-    else:
-        found = (cmmd if arguments.metric == "cmmd" else precision_recall).of_pair(tables, extractor)
-    return _row(found)
+        if arguments.metric == "kid":
+            return _row(kid.from_folders(*folders, extractor, size, progress, arguments.subsets, arguments.subset_size))
+        metric = cmmd if arguments.metric == "cmmd" else precision_recall
+        return _row(metric.from_folders(*folders, extractor, size, progress))
 
 
 def inception_score(arguments) -> Row:
