@@ -12,9 +12,8 @@ NEEDED = (
     "torch", "transformers", "diffusers", "timm", "torchvision", "pillow", "safetensors", "tqdm", "rich", "jinja2",
 )  # fmt: skip
 OPTIONAL = {
-    "triton": "compiled kernels on a GPU",
+    "triton": "kernels on a CUDA device",
     "torch_fidelity": "FID with the original Inception weights",
-    "matplotlib": "figures of the report",
 }
 
 
@@ -41,10 +40,10 @@ def report() -> str:
     lines += [f"{name} {version(name) or 'MISSING: needed'}" for name in NEEDED]
     if torch.cuda.is_available():
         lines.append(f"device: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
-        kernels = "compiled" if importlib.util.find_spec("triton") else "torch references (triton is missing)"
+        kernels = "Triton" if importlib.util.find_spec("triton") else "triton is MISSING: needed on a CUDA device"
     else:
         lines.append("device: CPU only")
-        kernels = "torch references (no CUDA device; TRITON_INTERPRET=1 runs the Triton code slowly, for tests)"
+        kernels = "torch (no CUDA device)"
     lines.append(f"kernels: {kernels}")
     for name, use in OPTIONAL.items():
         there = importlib.util.find_spec(name) is not None
