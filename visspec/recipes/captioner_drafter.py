@@ -22,7 +22,7 @@ from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.provenance import provenance
-from visspec.recipes.captioner import keep_memory
+from visspec.recipes.stages import keep_memory
 from visspec.recipes.train_drafter import Validation, fresh_or_resumed, request_of, train
 from visspec.train.loop import Plan
 from visspec.types import Request

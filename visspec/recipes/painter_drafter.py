@@ -33,7 +33,7 @@ from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
 from visspec.provenance import provenance
-from visspec.recipes.captioner import keep_memory
+from visspec.recipes.stages import keep_memory
 from visspec.recipes.train_drafter import fresh_or_resumed, train
 from visspec.train.loop import Plan
 from visspec.train.validation import measure

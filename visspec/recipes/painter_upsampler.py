@@ -17,10 +17,10 @@ import transformers
 
 from visspec.models.drafters.feature_checkpoint import write
 from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
-from visspec.recipes.captioner import descend
 from visspec.recipes.captioner_card import revision
 from visspec.recipes.painter_build import CODES, grid
 from visspec.recipes.painter_tokens import read_tokens
+from visspec.recipes.stages import descend
 
 CARD = """---
 license: apache-2.0
