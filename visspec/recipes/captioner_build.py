@@ -133,4 +133,3 @@ def save(model: PreTrainedModel, processor: ProcessorMixin, folder: Path, dtype:
     model.save_pretrained(folder, state_dict=weights)
     model.config.dtype = before
     processor.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # written private, but packages copy the mode

@@ -33,6 +33,7 @@ from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
 from visspec.provenance import provenance
+from visspec.recipes import cards
 from visspec.recipes.stages import keep_memory
 from visspec.recipes.train_drafter import fresh_or_resumed, train
 from visspec.train.loop import Plan
@@ -229,8 +230,7 @@ def export(run: Path, folder: Path, family: Janus, count: int) -> dict[str, Any]
     found = figures(family, stored.head, count, stored.config.guidance)
     (folder / PROVENANCE).write_text(json.dumps(record | {"measured": found}, indent=2, default=str) + "\n")
     megabytes = (folder / "model.safetensors").stat().st_size / 1e6
-    (folder / "README.md").write_text(card(stored.head, found, record, megabytes))
-    (folder / "model.safetensors").chmod(0o644)
+    cards.publish(folder, card(stored.head, found, record, megabytes))
     return found
 
 
