@@ -246,14 +246,12 @@ def judge(
     own folder, by path; reports open nothing else, so of others it holds thumbnails.
     """
     prompts = spread(count)
-    extractor = RandomConv()
-    rng = np.random.default_rng(REFERENCE_SEED)
-    renders = [render(free_scene(p, rng), pipe.family.pixel_side) for p in suite() for _ in range(REFERENCES)]
-    reference = references.from_features(features(extractor, renders), extractor)
+    extractor, reference = RandomConv(), None
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
             drawn = draw(pipe, methods.get(line["name"], "none/exact"), prompts, options, seed, root)
+            reference = reference or rendered(extractor, open_image(drawn[0][0]).width)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"))
             distance = fid.from_folder(root, reference, extractor)
             line |= scores(report.summary)
@@ -312,10 +310,12 @@ def draw(
     return entries
 
 
-def features(extractor: RandomConv, images: Sequence[np.ndarray]) -> torch.Tensor:
-    """(n, d) features of uint8 (H, W, 3) arrays, 32 at a time."""
-    stack = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
-    return torch.cat([extractor(part) for part in stack.split(32)])
+def rendered(extractor: RandomConv, side: int) -> references.Reference:
+    """Several renders of each of the suite's prompts, `side` pixels wide."""
+    rng = np.random.default_rng(REFERENCE_SEED)
+    renders = [render(free_scene(p, rng), side) for p in suite() for _ in range(REFERENCES)]
+    stack = torch.from_numpy(np.stack(renders)).permute(0, 3, 1, 2)
+    return references.from_features(torch.cat([extractor(part) for part in stack.split(32)]), extractor)
 
 
 def tables(record: dict[str, Any], width: int) -> list[Table]:

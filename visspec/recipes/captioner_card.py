@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration
@@ -105,7 +106,8 @@ def finish(out: Path, small: bool, scenes: int) -> Path:
 
 def card(small: bool, model: LlavaForConditionalGeneration, vocabulary: int, record: dict) -> str:
     """The model card's text, from the provenance of the weights."""
-    name, measured, tower = NAMES[small], record["measured"], model.config.vision_config
+    name, measured = NAMES[small], record["measured"]
+    tower: Any = model.config.vision_config
     minutes = [round(record[part]["seconds"] / 60) for part in ("vision", "caption")]
     head = cards.HEAD.format(task="image-text-to-text", name=name)
     return head + CARD.format(

@@ -28,8 +28,8 @@ def identity(weights: Path) -> dict[str, Any]:
 
 def origin(model: PreTrainedModel, recipe: str, folder: Path, measured: dict, **more: Any) -> dict[str, Any]:
     """The provenance of a finished folder; `more` are the seeds and steps of the recipe's stages."""
-    versions = {"numpy": np.__version__, "pillow": PIL.__version__}
-    stored = {"compute_dtype": "bfloat16 autocast over float32 weights", "stored_dtype": "float16"}
+    versions: dict[str, Any] = {"numpy": np.__version__, "pillow": PIL.__version__}
+    stored: dict[str, Any] = {"compute_dtype": "bfloat16 autocast over float32 weights", "stored_dtype": "float16"}
     weights = identity(folder / "model.safetensors")
     return provenance(model, recipe=recipe, **versions, **more, **stored, weights=weights, measured=measured)
 

@@ -135,7 +135,7 @@ def card(low: bool, every_prompt: int, note: str, model: JanusForConditionalGene
         sizes=", ".join(str(sum(row["tag"] == tag for row in rows)) for tag in TASKS),
         vq=vq,
         text=cards.layers(TEXT[low]),
-        vocabulary=model.config.text_config.vocab_size,
+        vocabulary=model.config.get_text_config().vocab_size,
         flag=" --lowres` after the same without `--lowres" if low else "",
         minutes=sum(minutes),
         vq_minutes=minutes[0],
