@@ -123,7 +123,7 @@ class OurArm:
 
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
-        self.method = zoo.method(method)
+        self.method: dict[str, Any] = {**zoo.method(method)}
         pairing = pipe.pairing(**self.method)  # what can't be is refused here
         self.whole, self.promise = not pairing.order.raster, pairing.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
@@ -134,10 +134,8 @@ class OurArm:
         index, texts = prompt
         seeds = [1000 * (self.seed + index) + row for row in range(len(texts))]
         start = time.perf_counter()
-        out = self.pipe(
-            texts, seed=seeds, batch_size=len(texts), **self.method,
-            output_type=self.output_type, **self.options,
-        )  # fmt: skip
+        options = {**self.method, "output_type": self.output_type, **self.options}
+        out = self.pipe(texts, seed=seeds, batch_size=len(texts), **options)
         seconds = time.perf_counter() - start
         self.outputs.append(out)
         stats, trace = out.stats[0], out.traces[0]
