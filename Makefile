@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q -e ".[test,eval,report,notebook]"
+	$(BIN)/python -m pip install -q -e ".[test,eval,notebook]"
 	touch $@
 
 demo: $(VENV)/.ready
@@ -46,7 +46,7 @@ mutants: $(VENV)/.ready
 notebooks: $(VENV)/.ready
 	OMP_NUM_THREADS=2 $(BIN)/python -m visspec.recipes.notebooks
 
-DOCUMENTED := $(addprefix visspec.,api images stats types zoo accept engine sampling tree cache)
+DOCUMENTED := $(addprefix visspec.,api accept loop types sampling tree cache grammar)
 docs: $(VENV)/.ready
 	$(BIN)/python -m pip install -q pdoc
 	$(BIN)/pdoc -o out/docs $(DOCUMENTED)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # the names of _HOME, for tools that read the source
     from visspec.kernels.accept import accept_tree as accept_tree
     from visspec.kernels.attention import tree_attention as tree_attention
     from visspec.kernels.attention import tree_attention_forward as tree_attention_forward
-    from visspec.kernels.chain import accept_chain as accept_chain
     from visspec.kernels.codebook import codebook_neighbours as codebook_neighbours
     from visspec.kernels.commit import commit_kv as commit_kv
     from visspec.kernels.groups import grouped_mass as grouped_mass
@@ -28,7 +27,6 @@ if TYPE_CHECKING:  # the names of _HOME, for tools that read the source
 _HOME = {
     "guided_warp": "warp",
     "accept_tree": "accept",
-    "accept_chain": "chain",
     "neighbour_mass": "neighbours",
     "grouped_mass": "groups",
     "codebook_neighbours": "codebook",

@@ -497,7 +497,7 @@ def accept_tree(
     """
     if isinstance(parent, torch.Tensor) and parent.dim() == 2 and parent.shape[0] == 1:
         parent = parent[0]
-    check_draft("tree", tokens, p, q, coins, draw, mass)
+    _check_draft(tokens, p, q, coins, draw, mass)
     B, N, V = p.shape
     check_tensor("parent", parent, (N,) if getattr(parent, "ndim", 2) == 1 else (B, N), INTS, p.device)
     if neighbours is None:
@@ -520,8 +520,7 @@ def accept_tree(
     return outputs[:4] if space is None else outputs
 
 
-def check_draft(
-    shape: str,
+def _check_draft(
     tokens: torch.Tensor,
     p: torch.Tensor,
     q: torch.Tensor | None,
@@ -529,11 +528,11 @@ def check_draft(
     draw: torch.Tensor | None,
     mass: torch.Tensor | None,
 ) -> None:
-    """Types, shapes and devices of what a tree and a chain have in common."""
+    """Types, shapes and devices of a draft, its laws and its random numbers."""
     check_tensor("p", p, (None, None, None), FLOATS)
     B, N, V = p.shape
     if not (N > 0 and B > 0 and V > 0):
-        require(N > 0, "p", f"an empty {shape} (0 nodes)", "at least the pending token as node 0")
+        require(N > 0, "p", "an empty tree (0 nodes)", "at least the pending token as node 0")
         require(False, "p", f"shape {tuple(p.shape)}", "at least one row and one token")
     check_tensor("tokens", tokens, (B, N), INTS, p.device)
     if q is not None:
@@ -561,10 +560,13 @@ def _check_parents(parent: torch.Tensor) -> None:
     require(bool((parent[..., 0] == -1).all()), "parent", "a root with a parent", "-1 at node 0")
 
 
-def random_case(seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.float32, relaxed=False, near=None):
+def random_case(
+    seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.float32, relaxed=False, near=None,
+    chain=False,
+):  # fmt: skip
     """Arguments of `accept_tree` for the tests: random trees with padding, repeated siblings and peaked laws.
 
-    near: "delta" or "lam" adds a table of neighbours.
+    near: "delta" or "lam" adds a table of neighbours. chain: chains of different lengths instead of trees.
     """
     g = torch.Generator().manual_seed(seed)
     shape = (rows, nodes, vocabulary)
@@ -574,6 +576,9 @@ def random_case(seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.f
     parent = (torch.rand(rows, nodes, generator=g) * torch.arange(nodes)).long()
     parent[:, 0] = -1
     parent[torch.rand(rows, nodes, generator=g) < 0.05] = -1
+    if chain:
+        order = torch.arange(nodes)
+        parent = torch.where(order < torch.randint(1, nodes + 1, (rows, 1), generator=g), order - 1, -1)
     likely = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(rows, nodes)
     tokens = torch.where(torch.rand(rows, nodes, generator=g) < 0.2, likely.roll(1, 1), likely)
     case: dict[str, torch.Tensor | float | None] = {
@@ -598,6 +603,10 @@ CASES = [
     {"nodes": 7, "vocabulary": 11, "relaxed": True},
     {"nodes": 7, "vocabulary": 11, "drawn": True},
     {"nodes": 6, "vocabulary": 9, "drawn": True, "relaxed": True},
+    {"nodes": 6, "drawn": True, "chain": True},
+    {"nodes": 6, "relaxed": True, "chain": True},
+    {"nodes": 6, "vocabulary": 9, "drawn": True, "relaxed": True, "chain": True},
+    {"nodes": 9, "vocabulary": 33, "drawn": True, "chain": True, "dtype": torch.bfloat16},
     {"near": "delta"},
     {"near": "lam", "drawn": True},
     {"nodes": 6, "vocabulary": 200, "near": "lam"},

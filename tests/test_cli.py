@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import struct
+import subprocess
 import sys
 import zlib
 
@@ -213,7 +214,7 @@ def test_what_is_finished_is_kept_whatever_ends_the_run(error, pictures, tmp_pat
 
 
 def test_targets_are_tried_before_any_work(pictures, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("visspec.cli.main.load", lambda arguments: pytest.fail("work began"))
+    monkeypatch.setattr("visspec.api.loading.load", lambda *a, **k: pytest.fail("work began"))
     monkeypatch.setattr("visspec.cli.bench_memory.bench_memory", lambda *a, **k: pytest.fail("work began"))
     file = tmp_path / "file"
     file.write_text("")
@@ -311,6 +312,25 @@ def test_list_and_doctor(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "ngram" in text and "torch" in text and "will run" in text
+
+
+def test_the_doctor_asks_for_triton_where_there_is_a_cuda_device(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H100")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["doctor"]) == 0  # without Triton a CUDA tensor is refused: no other kernel takes its place
+    assert "triton is MISSING: needed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["caption", "--help"], ["nope"]])
+def test_help_is_light(argv):
+    program = (
+        "import sys\nfrom visspec.cli.main import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'PIL', 'transformers', 'diffusers', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program, *argv], check=True, capture_output=True, timeout=100)
 
 
 def test_version(capsys):

@@ -1,13 +1,19 @@
 """The wheel that users install: everything is in it and found from there, not only from a checkout."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from visspec.cli import doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("visspec", "models", "kernels", "eval", "pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -87,3 +93,34 @@ def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert "shapes" in run.stdout
+
+
+NOT_IMPORTED = {  # by our code
+    "torchvision",  # transformers' image processors import it
+    "pytest-xdist", "pytest-timeout", "ruff", "mypy",  # tools of the Makefile
+    "ipykernel",  # runs the notebooks
+}  # fmt: skip
+
+
+def test_every_dependency_is_imported_and_what_is_needed_is_named_by_the_doctor():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed, *extras = [
+        {re.match(r"[\w-]+", line)[0] for line in lines}
+        for lines in (project["dependencies"], *project["optional-dependencies"].values())
+    ]
+    folders = [ROOT / part for part in ("visspec", "models", "kernels", "eval", "tests")]
+    trees = [ast.parse(file.read_text()) for folder in folders for file in folder.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    imported = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+    skipped = {node.args[0].value.split(".")[0] for node in nodes if isinstance(node, ast.Call) and node.args
+               and ast.unparse(node.func) == "pytest.importorskip"}  # fmt: skip
+    names = {name: {"pillow": "PIL"}.get(name, name.replace("-", "_")) for name in needed.union(*extras)}
+    idle = {name for name, module in names.items() if module not in imported | skipped}
+    assert idle == NOT_IMPORTED and needed == set(doctor.NEEDED)
+
+
+def test_the_modules_that_are_documented_are_there():
+    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("DOCUMENTED")]
+    names = re.search(r"addprefix visspec\.,(.*)\)", line)[1].split()
+    assert names and all(find_spec(f"visspec.{name}") for name in names)

@@ -1,19 +1,30 @@
 """The embedded painter: its parts, its recipe on a few steps, and the shipped weights."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
-from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQVAE
+from transformers import (
+    JanusConfig,
+    JanusForConditionalGeneration,
+    JanusProcessor,
+    JanusVQVAE,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from visspec.api import zoo
 from visspec.eval.world.palette import CLASSES, COLOURS
 from visspec.eval.world.scene import HELD_OUT_SEED, Scene, Shape
 from visspec.eval.world.suite import parse, suite, vocabulary
 from visspec.recipes import (
+    captioner_build,
+    captioner_card,
     painter,
     painter_build,
+    painter_card,
     painter_data,
     painter_draw,
     painter_reading,
@@ -232,6 +243,32 @@ def test_recipe_runs_on_a_few_steps(tmp_path):
     assert "GenEval" in (folder / "README.md").read_text()
     JanusForConditionalGeneration.from_pretrained(folder)
     painter.main([*few, "--stage", "vq", "--resume"])  # nothing left to do
+
+
+@unshipped
+@pytest.mark.parametrize(("low", "folder"), SHIPPED)
+def test_cards_are_what_the_recipe_writes_of_their_provenance(low, folder):
+    text, record = (folder / "README.md").read_text(), json.loads((folder / "provenance.json").read_text())
+    every = len(suite()) // int(re.search(r"GenEval on (\d+) prompts", text)[1])
+    with torch.device("meta"):
+        model = JanusForConditionalGeneration(JanusConfig.from_pretrained(folder))
+    assert painter_card.card(low, every, text.splitlines()[-1], model, record) == text
+
+
+@unshipped
+@pytest.mark.parametrize("small", [False, True])
+def test_cards_of_captioners_are_what_the_recipe_writes_up_to_their_training(small):
+    """What follows, and a line of the small one's, was added by hand."""
+    folder = zoo.CHECKPOINTS / captioner_card.NAMES[small]
+    record = json.loads((folder / "provenance.json").read_text())
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(LlavaConfig.from_pretrained(folder))
+    text = captioner_card.card(small, model, len(captioner_build.build_tokenizer()), record)
+    written, stored = (card.partition("## Training")[0] for card in (text, (folder / "README.md").read_text()))
+    if small:
+        added = re.search(r"Greedy captions that equal .*\n\n", stored)[0]
+        stored = stored.replace(added, "")
+    assert written == stored
 
 
 @unshipped

@@ -218,7 +218,7 @@ def test_held_out_seeds_are_apart_from_training():
 @pytest.mark.slow
 def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from visspec.recipes import captioner, captioner_vision
+    from visspec.recipes import captioner, captioner_data, captioner_vision
 
     threads = torch.get_num_threads()
     monkeypatch.setattr(captioner, "score_captions", lambda *_: {"accuracy": 0.0})
@@ -232,16 +232,16 @@ def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
     again = torch.load(tmp_path / "vision.pt", weights_only=True)
     assert again["step"] == 4 and all(torch.equal(whole["tower"][k], again["tower"][k]) for k in whole["tower"])
 
-    options = argparse.Namespace(steps=8, rows=2, rate=1e-3, early=None, workers=1, small=True)
-    straight = captioner.CaptionStage(tmp_path, options, 0)
-    straight.run(every=8)
-    first = captioner.CaptionStage(tmp_path, options, 0)
-    for batch in first.encoder.batches(0, options.rows):
-        first.update(batch)
-    first.checkpoint()
-    second = captioner.CaptionStage(tmp_path, options, 0)
+    options = argparse.Namespace(out=tmp_path, steps=8, rows=2, rate=1e-3, early=None, workers=1, small=True, every=8)
+    straight = captioner.CaptionStage(options, 0)
+    straight.run()
+    first = captioner.CaptionStage(options, 0)
+    for _ in range(captioner_data.GROUP):
+        first.update()
+    first.checkpoint(0.0)
+    second = captioner.CaptionStage(options, 0)
     second.restore()
-    second.run(every=8)
+    second.run()
     torch.set_num_threads(threads)
     pairs = zip(straight.model.state_dict().values(), second.model.state_dict().values())
     assert all(torch.equal(a, b) for a, b in pairs)

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 TRIAL = 4096  # bytes written to see whether a disk has room
 
@@ -44,6 +44,12 @@ def write_json(path: str | Path | None, value: Any) -> None:
         return
     with replacing(path) as draft:
         draft.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def append_json(path: Path, value: Any) -> None:
+    """Add a value as a line to a file of JSON lines. On return the system has it, which outlives this process."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
 
 
 def is_device(path: Path) -> bool:
@@ -84,7 +90,6 @@ class Results:
     def __init__(self, path: str | Path | None, about: dict[str, Any]):
         self.path, self.about = None if path is None else Path(path), about
         self.found: list[Any] = []
-        self._lines: TextIO | None = None
 
     @property
     def part(self) -> Path | None:
@@ -97,28 +102,22 @@ class Results:
         if self.part is not None:
             self.part.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._lines = open(self.part, "x")
+                open(self.part, "x").close()
             except FileExistsError:
                 raise ValueError(
                     f"{self.path}: got {self.part} beside it, expected none: it holds the results of a run that was"
                     " killed or is at work"
                 ) from None
-            self._write(self.about)
+            append_json(self.part, self.about)
         return self
 
     def add(self, result: Any) -> None:
         """Keep one more result."""
         self.found.append(result)
-        self._write(result)
-
-    def _write(self, value: Any) -> None:
-        if self._lines is not None:
-            self._lines.write(json.dumps(value) + "\n")
-            self._lines.flush()  # to the system, which outlives a kill of this process
+        if self.part is not None:
+            append_json(self.part, result)
 
     def __exit__(self, kind, error, trace) -> None:
-        if self._lines is not None:
-            self._lines.close()
         if self.found or kind is None:
             write_json(self.path, {"results": self.found, "complete": kind is None, **self.about})
         if self.part is not None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, Pair, pair
+from visspec.eval.metrics.features import FeatureExtractor, pair
+from visspec.eval.metrics.results import Progress
 
 SIGMA = 10.0
 SCALE = 1000.0
@@ -31,12 +32,14 @@ def from_features(first: torch.Tensor, second: torch.Tensor) -> float:
     return SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y))
 
 
-def from_folders(generated: str | Path, reference: str | Path, extractor: FeatureExtractor) -> dict:
-    """The result row of two image folders."""
-    return of_pair(pair(generated, reference, extractor), extractor)
-
-
-def of_pair(tables: Pair, extractor: FeatureExtractor) -> dict:
-    """The result row of two feature tables; called CMMD without brackets only for an extractor named ORIGINAL."""
+def from_folders(
+    generated: str | Path,
+    reference: str | Path,
+    extractor: FeatureExtractor,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> dict:
+    """The result row of two image folders; called CMMD without brackets only for an extractor named ORIGINAL."""
+    tables = pair(generated, reference, extractor, batch_size, progress)
     name = "CMMD" if extractor.name == ORIGINAL else f"CMMD[{extractor.name}]"
     return tables.result(name, extractor, {"value": from_features(tables.generated, tables.reference)})

@@ -369,24 +369,3 @@ def summarise(rows: Iterable[dict]) -> dict:
         "broken": sum(bool(row.get("broken")) for row in rows),
         "tasks": tasks,
     }
-
-
-def format_summary(report: Report) -> str:
-    """The summary as text, in the order GenEval prints it."""
-    s = report.summary
-    lines = [
-        f"{report.name}",
-        f"Total images: {s['images']}",
-        f"Total prompts: {s['prompts']}",
-        f"% correct images: {s['correct_images']:.2%}",
-        f"% correct prompts: {s['correct_prompts']:.2%}",
-        "",
-    ]
-    for tag, task in s["tasks"].items():
-        strict = "" if task["strict"] is None else f"   strict {task['strict']:.2%}"
-        lines.append(f"{tag:<16} = {task['score']:.2%} ({task['correct']} / {task['images']}){strict}")
-    lines += ["", f"Overall score (avg. over tasks): {s['overall']:.5f}"]
-    if s["strict"] is not None:
-        lines.append(f"Strict score (avg. over tasks): {s['strict']:.5f}")
-    lines += [f"problem: {problem}" for problem in report.problems]
-    return "\n".join(lines)

@@ -15,16 +15,10 @@ from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.images import MAX_PIXELS, SUFFIXES, open_image
 from visspec.eval.metrics.results import Progress, Rows
 
-STYLES = ("anime", "concept-art", "paintings", "photo")
 GROUP = 80  # prompts; the published spread is over groups
 VERSIONS = ("v2.0", "v2.1")
 
 Scorer = Callable[[Sequence[Image.Image], Sequence[str]], np.ndarray]
-
-
-def score(images: Sequence[Image.Image], prompt: str, scorer: Scorer, compat: bool = False) -> np.ndarray:
-    """Preference of images for one prompt: 100 x cosine; with `compat=True` the raw cosine, as `hpsv2.score` gives."""
-    return (1.0 if compat else 100.0) * np.asarray(scorer(images, [prompt] * len(images)), float)
 
 
 def evaluate(

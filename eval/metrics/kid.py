@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, Pair, metric_name, pair
+from visspec.eval.metrics.features import FeatureExtractor, metric_name, pair
+from visspec.eval.metrics.results import Progress
 
 SUBSETS = 100
 SUBSET_SIZE = 1000
@@ -44,12 +45,18 @@ def from_features(
     return float(np.mean(values)), float(np.std(values))
 
 
-def from_folders(generated: str | Path, reference: str | Path, extractor: FeatureExtractor, **options: int) -> dict:
-    """The result row of two image folders; `options` are those of `from_features`."""
-    return of_pair(pair(generated, reference, extractor), extractor, **options)
-
-
-def of_pair(tables: Pair, extractor: FeatureExtractor, **options: int) -> dict:
-    """The result row of two feature tables."""
-    mean, std = from_features(tables.generated, tables.reference, **options)
-    return tables.result(metric_name(extractor, "KID", "KID"), extractor, {"value": mean, "std": std} | options)
+def from_folders(
+    generated: str | Path,
+    reference: str | Path,
+    extractor: FeatureExtractor,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+    subsets: int = SUBSETS,
+    subset_size: int | None = None,
+) -> dict:
+    """The result row of two image folders; a subset is of 1,000 images by default, or of all there are."""
+    tables = pair(generated, reference, extractor, batch_size, progress)
+    size = subset_size or min(SUBSET_SIZE, len(tables.generated), len(tables.reference))
+    mean, std = from_features(tables.generated, tables.reference, subsets, size)
+    values = {"value": mean, "std": std, "subsets": subsets, "subset_size": size}
+    return tables.result(metric_name(extractor, "KID", "KID"), extractor, values)

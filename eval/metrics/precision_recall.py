@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, Pair, pair
+from visspec.eval.metrics.features import FeatureExtractor, pair
+from visspec.eval.metrics.results import Progress
 
 NEIGHBOURS = 3
 
@@ -40,15 +41,15 @@ def from_features(generated: torch.Tensor, reference: torch.Tensor, k: int = NEI
 
 
 def from_folders(
-    generated: str | Path, reference: str | Path, extractor: FeatureExtractor, k: int = NEIGHBOURS
+    generated: str | Path,
+    reference: str | Path,
+    extractor: FeatureExtractor,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+    k: int = NEIGHBOURS,
 ) -> dict:
-    """The result row of two image folders."""
-    return of_pair(pair(generated, reference, extractor), extractor, k)
-
-
-def of_pair(tables: Pair, extractor: FeatureExtractor, k: int = NEIGHBOURS) -> dict:
-    """The result row of two feature tables; its value is the F score."""
+    """The result row of two image folders; its value is the F score."""
+    tables = pair(generated, reference, extractor, batch_size, progress)
     values = from_features(tables.generated, tables.reference, k)
-    return tables.result(
-        f"precision-recall[{extractor.name}]", extractor, {"value": values["f_score"]} | values | {"k": k}
-    )
+    named = {"value": values["f_score"]} | values | {"k": k}
+    return tables.result(f"precision-recall[{extractor.name}]", extractor, named)

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from visspec.files import append_json
+
 Progress = Callable[[int, int], object]  # (done, total)
 
 
@@ -50,6 +52,5 @@ class Rows:
         row = row | {"evaluator": self.evaluator}
         self.rows[row[self.key]] = row
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_json(self.path, row)
         return row

@@ -5,7 +5,6 @@ images it is handed their list); a judge, where a task has
 no rule, is the caller's function too. The shape world's caption and question tasks need no download.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from visspec.eval.metrics.images import MAX_PIXELS, open_image
 from visspec.eval.metrics.results import Progress, Rows
 from visspec.eval.world import captions
 from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import HELD_OUT_SEED, Scene, scene_from_seed
+from visspec.eval.world.scene import held_out_scenes
 
 Score = Callable[["Sample", str], float | None]
 
@@ -69,22 +68,6 @@ class Task:
     aggregate: Callable[[Sequence[Sample], Sequence[str]], dict[str, float]] | None = None
     suffix: str = ""  # appended to the question
     problems: tuple[str, ...] = ()
-
-    def messages(self, sample: Sample) -> list[dict]:
-        """The question in the chat form of transformers' processors: images first, or, where a sample has several and
-        its text names them all once, in order, each where the text has it.
-        """
-        text = self.prompt(sample)
-        count = len(sample.image) if isinstance(sample.image, tuple) else 1
-        pieces = re.split(r"<image (\d+)>", text)
-        if isinstance(sample.image, tuple) and pieces[1::2] == [str(i + 1) for i in range(count)]:
-            content = [
-                {"type": "image"} if i % 2 else {"type": "text", "text": piece} for i, piece in enumerate(pieces)
-            ]
-            content = [part for part in content if part.get("text") != ""]
-        else:
-            content = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": text}]
-        return [{"role": "user", "content": content}]
 
     def prompt(self, sample: Sample) -> str:
         """The whole text of a sample: question, choices, suffix."""
@@ -200,10 +183,6 @@ def mme_scores(samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, flo
 # --- the shape world: nothing to download ---
 
 
-def _scenes(count: int, seed: int) -> list[Scene]:
-    return [scene_from_seed(HELD_OUT_SEED + seed + i) for i in range(count)]
-
-
 def shape_captions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
     """Caption held-out scenes; the score of a caption is the F1 of its facts against the scene's."""
 
@@ -221,7 +200,7 @@ def shape_captions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
             (),
             {"scene": scene},
         )
-        for i, scene in enumerate(_scenes(count, seed))
+        for i, scene in enumerate(held_out_scenes(count, seed))
     )
     return Task("shape-captions", samples, 128, score)
 
@@ -229,7 +208,7 @@ def shape_captions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
 def shape_questions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
     """One question with an exact answer about each of `count` held-out scenes."""
     rng, samples = np.random.default_rng(seed), []
-    for i, scene in enumerate(_scenes(count, seed)):
+    for i, scene in enumerate(held_out_scenes(count, seed)):
         pairs = captions.questions(scene)
         question, answer = pairs[int(rng.integers(len(pairs)))]
         samples.append(Sample(f"scene-{i}", partial(to_image, scene, size), question, (answer,), (), {"scene": scene}))

@@ -10,7 +10,6 @@ from markupsafe import Markup
 from visspec.eval.report import figures
 from visspec.eval.report.data import interval, number, rows_of
 
-NOT_MEASURED = "not measured"
 FIELDS = (  # of a record as a whole -> words
     ("copy_bandwidth_gb_s", "copy bandwidth, GB/s"),
     ("matrix_rate_gflop_s", "rate of a large float32 product, GFLOP/s"),

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from visspec.types import Round
 
@@ -35,6 +35,7 @@ class Run:
 
 
 Arm = Callable[[Any], Run]
+Kind = TypeVar("Kind", bound=Arm)
 
 
 def interleave(
@@ -65,7 +66,7 @@ def interleave(
     return runs, failures
 
 
-def fastest(arms: Sequence[Arm], prompts: Sequence[Any]) -> Arm:
+def fastest(arms: Sequence[Kind], prompts: Sequence[Any]) -> Kind:
     """The arm that takes the least time for a few prompts after one to warm up: a baseline at its best setting.
 
     An arm that a model refuses is left out; its ValueError or RuntimeError is raised where none is left.

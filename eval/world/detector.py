@@ -97,10 +97,10 @@ def _template(kind: str, fx: int, fy: int, radius: int, sigma: float) -> np.ndar
 class _Fit:
     """Soft coverage of one component, padded, and the search for the template that explains it best."""
 
-    def __init__(self, alpha: np.ndarray, top: int, left: int, sigma: float, radii: tuple[int, int]):
+    def __init__(self, alpha: np.ndarray, sigma: float, radii: tuple[int, int]):
         self.margin = ceil(radii[1] / STEPS) + 4 + ceil(2 * sigma)
         self.alpha = np.pad(alpha, self.margin)
-        self.top, self.left, self.sigma, self.radii = top, left, sigma, radii
+        self.sigma, self.radii = sigma, radii
         self.total = float(alpha.sum())
         rows, columns = np.indices(self.alpha.shape, dtype=np.float32)
         self.x = float((self.alpha * columns).sum()) / self.total + 0.5
@@ -276,11 +276,11 @@ class ShapeDetector:
             return None
         radii = (ceil(0.6 * self.min_radius * side * STEPS), floor(1.5 * self.max_radius * side * STEPS))
         alpha = alpha.astype(np.float32)
-        fit = _Fit(alpha, int(top), int(left), sigma, radii)
+        fit = _Fit(alpha, sigma, radii)
         score, kind, (x, y, radius) = fit.best()
         if HOPELESS < score < SHARP:
             for soft in SOFT:
-                blunt = _Fit(alpha, int(top), int(left), float(np.hypot(sigma, soft)), radii)
+                blunt = _Fit(alpha, float(np.hypot(sigma, soft)), radii)
                 found = blunt.best()
                 if found[0] > score:
                     fit, (score, kind, (x, y, radius)) = blunt, found

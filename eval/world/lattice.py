@@ -5,9 +5,7 @@ together use few distinct patches, so the tokenizer is a lookup table: nothing t
 of a prompt are uniform over a finite set, so the law of the tokens can be enumerated.
 """
 
-from collections.abc import Iterator
 from functools import cache
-from hashlib import blake2b
 from itertools import product
 
 import numpy as np
@@ -24,7 +22,6 @@ TOKENS = CELLS * CELLS
 SPRITE = 3  # cells
 RADIUS = 10.0
 PLACES = CELLS - SPRITE + 1  # 6 x 6 positions of a sprite
-GROUND = 0  # the canvas's token
 
 
 def shape_at(kind: str, colour: str, place: int) -> Shape:
@@ -52,11 +49,6 @@ def codebook() -> np.ndarray:
     book = np.stack(list(seen.values()))
     book.flags.writeable = False
     return book
-
-
-def fingerprint() -> str:
-    """Hash of the codebook: tokens of two versions of the world are the same language only when it agrees."""
-    return blake2b(codebook().tobytes(), digest_size=8).hexdigest()
 
 
 def vocabulary_size() -> int:
@@ -135,30 +127,3 @@ def sample_scene(metadata: Metadata, rng: np.random.Generator, pairs: str = "any
     options = layouts(len(items), _relation(metadata))
     places = options[int(rng.integers(len(options)))]
     return _scene(items, tuple(colours_for(rng, items, pairs)), places)
-
-
-def every_scene(metadata: Metadata) -> Iterator[Scene]:
-    """The equally likely outcomes of `sample_scene` (pairs="any"): placements times colours, repeats included."""
-    items = wanted(metadata)
-    palettes = [[colour] if colour else list(COLOURS) for _, colour in items]
-    for places in layouts(len(items), _relation(metadata)):
-        for colours in product(*palettes):
-            yield _scene(items, colours, places)
-
-
-def law(metadata: Metadata) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct token sequences int64 (n, 64) of a prompt and their probabilities float64 (n,).
-
-    Meant for prompts with few outcomes: a coloured object has 36, an open one 360; ValueError above 100,000.
-    """
-    items = wanted(metadata)
-    free = sum(colour is None for _, colour in items)
-    size = len(layouts(len(items), _relation(metadata))) * len(COLOURS) ** free
-    if size > 100_000:
-        raise ValueError(f"the prompt {metadata['prompt']!r} has {size} outcomes, more than 100000")
-    count: dict[bytes, int] = {}
-    for scene in every_scene(metadata):
-        key = encode(picture(scene)).tobytes()
-        count[key] = count.get(key, 0) + 1
-    tokens = np.stack([np.frombuffer(key, np.int64) for key in count])
-    return tokens, np.array(list(count.values()), np.float64) / size

@@ -96,3 +96,8 @@ def sample_scene(rng: np.random.Generator, pairs: str = "any", counts: tuple[int
 def scene_from_seed(seed: int, pairs: str = "any") -> Scene:
     """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
     return sample_scene(np.random.default_rng(seed), pairs)
+
+
+def held_out_scenes(count: int, first: int = 0) -> list[Scene]:
+    """Held-out scenes number first..first+count, on which nothing is trained."""
+    return [scene_from_seed(HELD_OUT_SEED + first + i) for i in range(count)]

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import permutations, product
-from pathlib import Path
 
 import numpy as np
 
@@ -110,15 +109,6 @@ def suite(split: str = "all") -> list[Metadata]:
         raise ValueError(f"split must be 'all', 'train' or 'held_out', not {split!r}")
     rows = [json.loads(line) for line in _suite()]
     return rows if split == "all" else [row for row in rows if held_out(row) == (split == "held_out")]
-
-
-def write_suite(folder: str | Path, split: str = "all") -> Path:
-    """Write `evaluation_metadata.jsonl` and `object_names.txt`, GenEval's two input files; returns the folder."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "evaluation_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in suite(split)))
-    (folder / "object_names.txt").write_text("\n".join(CLASSES) + "\n")
-    return folder
 
 
 _NOUN = rf"an? (?:({'|'.join(COLOURS)}) )?({'|'.join(CLASSES)})"

@@ -47,13 +47,6 @@ class VQShape:
         ).eval()
 
 
-PUBLISHED = {
-    "llamagen-vq16": VQShape(16384, 8, attention=True),
-    "llamagen-vq8": VQShape(16384, 8, multipliers=(1, 2, 2, 4), attention=True),
-    "chameleon": VQShape(8192, 256),
-}
-
-
 class ImageCodec:
     """A stock `VQModel` between codes and pixels."""
 

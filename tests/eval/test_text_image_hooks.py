@@ -215,9 +215,3 @@ def test_hps_averages_groups_then_styles(tmp_path: Path):
         hps.evaluate(tmp_path, prompts, ByLength().cosines, "v2.1", compat=True)
     with pytest.raises(ValueError, match="not comparable"):
         hps.evaluate(tmp_path, prompts, ByLength().cosines, "2.1")
-
-
-def test_hps_single_score_is_raw_only_in_compat():
-    images = [Image.new("RGB", (4, 4))] * 2
-    assert hps.score(images, "abc", ByLength().cosines).tolist() == [3.0, 3.0]
-    assert hps.score(images, "abc", ByLength().cosines, compat=True).tolist() == [0.03, 0.03]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from visspec.kernels import accept, accept_chain, accept_tree, chain, guided_warp, neighbour_mass
+from visspec.kernels import accept, accept_tree, guided_warp, neighbour_mass
 
 KINDS = [
     {},
@@ -21,7 +21,7 @@ TABLE = torch.zeros(11, 3, dtype=torch.long)
 
 
 def row(case, b):
-    batched = ("tokens", "parent", "p", "q", "coins", "draw", "mass", "count")
+    batched = ("tokens", "parent", "p", "q", "coins", "draw", "mass")
     return {k: v[b] if k in batched and v is not None else v for k, v in case.items()}
 
 
@@ -55,24 +55,24 @@ def test_tree_decides_as_the_definition_in_every_shape(case):
             assert_row(outputs, b, accept.reference(**row(arguments, b)))
 
 
-@pytest.mark.parametrize("case", chain.CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [{"nodes": 1, "vocabulary": 5}, *(case for case in accept.CASES if case.get("chain"))], ids=str
+)
 def test_chain_decides_as_the_definition(case):
     for seed in range(40):
-        arguments = chain.random_chain(seed, rows=20, **case)
-        outputs = accept_chain(**arguments)
+        arguments = accept.random_case(seed, **{"chain": True, **case, "rows": 20})
+        outputs = accept_tree(**arguments, branch=1)
         for b in range(20):
-            assert_row(outputs, b, chain.reference(**row(arguments, b)))
+            assert_row(outputs, b, accept.reference(**row(arguments, b)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_chain_is_a_tree_of_one_branch(dtype):
     for seed in range(20):
-        case = chain.random_chain(seed, rows=20, nodes=6, drawn=True, relaxed=seed % 2 == 0, ragged=True, dtype=dtype)
-        wanted = accept_chain(**case)
-        order = torch.arange(6)
-        parent = torch.where(order < case.pop("count").unsqueeze(1), order - 1, -1)
+        case = accept.random_case(seed, rows=20, nodes=6, drawn=True, relaxed=seed % 2 == 0, chain=True, dtype=dtype)
+        wanted = accept_tree(**case)
         for branch in (1, 2):
-            found = accept_tree(**case, parent=parent, branch=branch)
+            found = accept_tree(**case, branch=branch)
             assert all(torch.equal(a, b) for a, b in zip(found[:3], wanted[:3]))
             assert torch.allclose(found[3], wanted[3], atol=1e-6)
 
@@ -128,30 +128,13 @@ def test_a_neighbour_outside_the_vocabulary_has_no_mass(drawn, kind):
             assert_row(outputs, b, accept.reference(**row(case, b)))
 
 
-def test_a_chain_has_no_more_nodes_than_its_row():
-    """A count beyond N is N: after full acceptance `next` follows the law of the last node, its token included."""
-    case = chain.random_chain(0, rows=20, nodes=3)
+def test_after_a_whole_chain_the_next_token_follows_the_law_of_its_last_node():
+    case = accept.random_case(0, rows=20, nodes=3)
     case["coins"].zero_()
-    case["tokens"] = case["p"].argmax(2).roll(1, 1)
-    wanted = accept_chain(**case)
-    found = accept_chain(**case, count=torch.full((20,), 7))
-    assert (wanted[1] == 3).all() and all(torch.equal(a, b) for a, b in zip(found, wanted))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "named"),
-    [
-        ({"tokens": torch.full((4, 7), 99)}, ValueError, "tokens: found ids from 99"),
-        ({"tokens": torch.full((4, 7), -1)}, ValueError, "tokens: found ids from -1"),
-        ({"p": torch.zeros(4, 0, 11)}, ValueError, "p: found an empty chain"),
-        ({"q": torch.full((4, 7, 11), 3 / 11), "check": True}, ValueError, "q: found a row that sums to one"),
-        ({"count": torch.ones(3, dtype=torch.long)}, ValueError, "count"),
-    ],
-    ids=str,
-)
-def test_bad_input_of_a_chain_names_the_argument(change, error, named):
-    with pytest.raises(error, match=f"^{named}"):
-        accept_chain(**{**chain.random_chain(0), **change})
+    case["tokens"], case["parent"] = case["p"].argmax(2).roll(1, 1), torch.arange(-1, 2).expand(20, 3)
+    _, length, following, _ = accept_tree(**case)
+    last = [accept.reference(**row(case, b))[1] for b in range(20)]
+    assert (length == 3).all() and following.tolist() == last
 
 
 def test_neighbours_in_one_call_equal_neighbour_mass_then_mass():
@@ -224,6 +207,7 @@ def test_rows_do_not_depend_on_their_batch():
         ({"p": torch.zeros(4, 7, 11, dtype=torch.long)}, TypeError, "p:"),
         ({"p": torch.zeros(4, 0, 11)}, ValueError, "p: found an empty tree"),
         ({"q": torch.zeros(4, 7, 10)}, ValueError, "q:"),
+        ({"q": torch.full((4, 7, 11), 3 / 11), "check": True}, ValueError, "q: found a row that sums to one"),
         ({"coins": None}, TypeError, "coins"),
         ({"draw": torch.zeros(3)}, ValueError, "draw"),
         ({"mass": torch.zeros(4, 3)}, ValueError, "mass"),
@@ -281,5 +265,5 @@ def test_warped_laws_verify_greedily():
     p = guided_warp(logits, temperature=0.0).unsqueeze(0)
     best = logits.argmax(1)
     tokens = torch.stack((torch.zeros_like(best[0]), best[0], (best[1] + 1) % 6)).unsqueeze(0)
-    path, length, following, _ = accept_chain(tokens, p, None, torch.rand(1, 3), torch.rand(1))
+    path, length, following, _ = accept_tree(tokens, torch.arange(-1, 2), p, None, torch.rand(1, 3), torch.rand(1))
     assert path.tolist() == [[0, 1, -1]] and length.tolist() == [2] and int(following) == int(best[1])

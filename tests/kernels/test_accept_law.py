@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from visspec.kernels import accept_chain, accept_tree
+from visspec.kernels import accept_tree
 
 
 def threshold(decide, count, steps=60):
@@ -103,7 +103,7 @@ def test_chain_keeps_the_target_law(seed):
     tokens = torch.tensor([[0, x] for x in range(4)])
 
     def verify(tokens, parent, p, q, coins, draw):
-        return accept_chain(tokens, p, q, coins, draw)
+        return accept_tree(tokens, parent, p, q, coins, draw, branch=1)
 
     law = q[1] @ first_token_law(verify, tokens, torch.tensor([-1, 0]), p, q.expand(4, 2, 4))
     assert (law - p[0]).abs().sum() / 2 < 1e-12

@@ -17,7 +17,7 @@ from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
-from visspec.kernels import accept, attention, chain, codebook, commit, displacement, groups, growth, losses, warp
+from visspec.kernels import accept, attention, codebook, commit, displacement, groups, growth, losses, warp
 from visspec.kernels import neighbours as nearest
 from visspec.laws import Categorical
 from visspec.types import Capabilities, Sampling, Scores
@@ -188,10 +188,10 @@ def test_no_verification_waits_for_the_device(kind):
 
 
 def test_no_other_step_waits_for_the_device():
-    case = chain.random_chain(0, drawn=True, relaxed=True, ragged=True)
+    case = accept.random_case(0, drawn=True, relaxed=True, chain=True)
     near = nearest.random_case(0, lam=2.0)
     with Count() as count:
-        kernels.accept_chain(**case)
+        kernels.accept_tree(**case, branch=1)
         nearest.neighbour_mass_torch(**near, row=None)
         warp.guided_warp_torch(torch.randn(2, 30), torch.randn(2, 30), 3.0, 0.7, 9, 0.9, False)
     assert not count.waits

@@ -74,7 +74,9 @@ def test_grouped_mass_relaxes_acceptance():
     laws = [law.unsqueeze(1).expand(50, 2, 8) for law in (p, q)]
     for shift, expected in ((-1e-4, 2), (1e-4, 1)):
         coins = (f + shift).unsqueeze(1).expand(50, 2)
-        length = kernels.accept_chain(tokens, *laws, coins.contiguous(), torch.zeros(50), mass=mass)[1]
+        length = kernels.accept_tree(
+            tokens, torch.tensor([-1, 0]), *laws, coins.contiguous(), torch.zeros(50), mass=mass
+        )[1]
         assert (length == expected)[f < 1].all()
 
 

@@ -6,7 +6,6 @@ import torch
 from visspec.kernels import (
     accept,
     attention,
-    chain,
     codebook,
     commit,
     displacement,
@@ -116,14 +115,6 @@ def test_ids_outside_the_vocabulary_have_no_mass():
         assert all(mass[0] > 0 and mass[1:].tolist() == [0.0] * 4 for mass in masses)
 
 
-def test_accept_chain_counts_no_more_nodes_than_its_row():
-    case = chain.random_chain(0, rows=6, nodes=3)
-    case["coins"].zero_()
-    wanted = accept.accept_tree_triton(*tree_arguments(to_device({**case, "parent": chain.parents(3)})))
-    case["parent"] = chain.parents(3, torch.full((6,), 7))
-    assert_same_decisions(accept.accept_tree_triton(*tree_arguments(to_device(case))), wanted)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,16 +133,6 @@ def test_out_of_range_token_is_never_accepted():
     arguments["coins"].zero_()
     path, length, following, *_ = accept.accept_tree_triton(*tree_arguments(arguments))
     assert length.tolist() == [1, 1] and path[:, 1:].eq(-1).all() and ((following >= 0) & (following < 5)).all()
-
-
-@pytest.mark.parametrize("case", chain.CASES, ids=ids(chain.CASES))
-def test_accept_chain(case):
-    for seed in SEEDS:
-        arguments = chain.random_chain(seed, **case)
-        wanted = chain.accept_chain(**arguments)
-        arguments["parent"] = chain.parents(arguments["tokens"].shape[1], arguments.pop("count", None))
-        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
-        assert_same_decisions(found, wanted)
 
 
 @pytest.mark.parametrize("case", neighbours.CASES, ids=ids(neighbours.CASES))

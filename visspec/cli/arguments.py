@@ -1,6 +1,10 @@
-"""Types of arguments that several commands take."""
+"""Arguments that several commands take, their types, and the model they name. Imports nothing heavy."""
+
+from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 
 def positive(text: str) -> int:
@@ -23,3 +27,42 @@ def temperature(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text}, expected 0 (greedy) or more")
     return value
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Where and in which dtype a model runs."""
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")
+
+
+def add_captioning(parser: argparse.ArgumentParser) -> None:
+    """The model that captions, its drafter and rule, and how it decodes."""
+    parser.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
+    parser.add_argument(
+        "--drafter", help="name with options, or folder (default: vispec for the embedded model, else ngram)"
+    )
+    parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
+    add_hardware(parser)
+    parser.add_argument("--batch-size", type=positive, default=1)
+    parser.add_argument("--max-new-tokens", type=positive, default=128)
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompt", default=None, help="what to ask of each image")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+
+
+def add_drawing(parser: argparse.ArgumentParser) -> None:
+    """How images are drawn."""
+    parser.add_argument("--guidance-scale", type=float, help="default: the model's own")
+    parser.add_argument("--temperature", type=temperature, help="0 is greedy; default: the model's own")
+    parser.add_argument("--seed", type=int, default=0)
+    add_hardware(parser)
+
+
+def load(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
+    """(model, processor, drafter name) of the vision-language model that `arguments` name."""
+    from visspec.api import loading
+
+    hardware = {name: getattr(arguments, name) for name in ("device", "dtype", "trust_remote_code")}
+    return *loading.load(arguments.model, **hardware), arguments.drafter or ("ngram" if arguments.model else "vispec")

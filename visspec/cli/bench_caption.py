@@ -6,6 +6,7 @@ prompt. Every arm goes through the same `model.generate` entry, so preparation a
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,16 +14,22 @@ from typing import Any
 
 import torch
 from PIL import Image
+from rich.console import Console
+from rich.table import Table
 from tqdm import tqdm
 
 from visspec import tree as trees
-from visspec.api import requests
+from visspec.api import loading, requests, zoo
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, prepare
+from visspec.cli.arguments import add_captioning, load, positive
 from visspec.eval.report.images import small_png
 from visspec.eval.speed import equality
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.paired import Run
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import held_out_scenes
+from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth, text_pieces
 from visspec.provenance import provenance
 
@@ -31,6 +38,28 @@ ASSISTANT_LENGTHS = (3, 5, 8)
 TEXTS = 8  # captions kept word by word in the record
 OTHER_TOKENS = "exact in law, with random numbers of its own: other tokens than plain decoding by design"
 FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, those whose outputs differ
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--images", type=positive, default=64, help="how many held-out scenes")
+    parser.add_argument("--threads", type=positive, help="torch threads")
+    add_captioning(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    model, processor, drafter = load(arguments)
+    small = zoo.CHECKPOINTS / "captioner-small"
+    assistant = loading.load(str(small))[0] if not arguments.model and small.is_dir() else None
+    record = bench_caption(
+        model, processor, [to_image(scene) for scene in held_out_scenes(arguments.images)], drafter=drafter,
+        assistant=assistant, acceptance=arguments.acceptance, batch_size=arguments.batch_size,
+        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed,
+        request=arguments.prompt or PROMPT,
+    )  # fmt: skip
+    Console().print(table(record))
+    write_json(arguments.json, record)
 
 
 def bench_caption(
@@ -181,8 +210,8 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
         "drafter_name": fast.name,
     }
     record["measured_over_ideal"] = over["speedup_decode_only"] / record["ideal_speedup"]
-    found = (speed.in_words(record["speedup"]), speed.suspicion(over["speedup"], over["speedup_ci95"], record["tau"]))
-    record["in_words"] = "; ".join(filter(None, found))
+    doubt = speed.suspicion(over["speedup"], over["speedup_ci95"], record["tau"])
+    record["in_words"] = "; ".join(filter(None, (speed.in_words(record["speedup"]), doubt)))
     if sampled:
         record["identical"], record["compared"] = baselines["plain"]["identical"], len(ours)
         record["identical_to"] = "plain (same seeds)"
@@ -211,10 +240,8 @@ def thumbnails(runs: Sequence[Run], groups: Sequence[Sequence]) -> list[str | No
     return [small_png(image) if isinstance(image, Image.Image) else None for image in shown[:TEXTS]]
 
 
-def table(record: dict[str, Any]):
+def table(record: dict[str, Any]) -> Table:
     """A rich table of a record, for the terminal."""
-    from rich.table import Table
-
     view = Table(
         title=f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"
     )

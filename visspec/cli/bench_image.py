@@ -6,6 +6,7 @@ same seeds, judged by the shape world's detector, and a Frechet distance against
 
 from __future__ import annotations
 
+import argparse
 import math
 import tempfile
 import time
@@ -16,11 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from tqdm import tqdm
 
 from visspec.api import zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.checkpoint import read_json
+from visspec.cli.arguments import add_drawing, positive
 from visspec.cli.generate import save
 from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
@@ -46,8 +50,22 @@ SHOWN = 8  # images a method keeps in the record
 REFERENCE_SEED = 20261121
 
 
-def run(arguments) -> dict[str, Any]:
-    """The command: returns the JSON object, one row a method."""
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=positive, default=24, help="prompts of the shape world's suite")
+    parser.add_argument("--model", default="painter")
+    parser.add_argument("--method", action="append", help="preset or name=drafter/rule; repeat; default: all")
+    parser.add_argument("--quality", type=int, default=0, help="images a method for GenEval and FD (0: none)")
+    parser.add_argument("--batch-size", type=positive, default=1, help="images at a time in the speed part")
+    parser.add_argument("--images", type=Path, help="keep the images of the quality part in this folder; it resumes")
+    parser.add_argument("--threads", type=positive, help="torch threads")
+    parser.add_argument("--json", type=Path)
+    add_drawing(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print and write the record, one row a method."""
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     methods = dict(chosen(m) for m in arguments.method or zoo.PRESETS)
     pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
@@ -62,7 +80,9 @@ def run(arguments) -> dict[str, Any]:
     if arguments.quality:
         home = arguments.json.resolve().parent if arguments.json else None
         judge(pipe, record, methods, options, arguments.quality, arguments.seed, arguments.images, home)
-    return record
+    console = Console()
+    console.print(*tables(record, console.width))
+    write_json(arguments.json, record)
 
 
 def spread(count: int) -> list[dict]:
@@ -103,7 +123,7 @@ class OurArm:
 
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
-        self.method = zoo.method(method)
+        self.method: dict[str, Any] = {**zoo.method(method)}
         pairing = pipe.pairing(**self.method)  # what can't be is refused here
         self.whole, self.promise = not pairing.order.raster, pairing.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
@@ -114,10 +134,8 @@ class OurArm:
         index, texts = prompt
         seeds = [1000 * (self.seed + index) + row for row in range(len(texts))]
         start = time.perf_counter()
-        out = self.pipe(
-            texts, seed=seeds, batch_size=len(texts), **self.method,
-            output_type=self.output_type, **self.options,
-        )  # fmt: skip
+        options = {**self.method, "output_type": self.output_type, **self.options}
+        out = self.pipe(texts, seed=seeds, batch_size=len(texts), **options)
         seconds = time.perf_counter() - start
         self.outputs.append(out)
         stats, trace = out.stats[0], out.traces[0]
@@ -226,14 +244,12 @@ def judge(
     own folder, by path; reports open nothing else, so of others it holds thumbnails.
     """
     prompts = spread(count)
-    extractor = RandomConv()
-    rng = np.random.default_rng(REFERENCE_SEED)
-    renders = [render(free_scene(p, rng), pipe.family.pixel_side) for p in suite() for _ in range(REFERENCES)]
-    reference = references.from_features(features(extractor, renders), extractor)
+    extractor, reference = RandomConv(), None
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
             drawn = draw(pipe, methods.get(line["name"], "none/exact"), prompts, options, seed, root)
+            reference = reference or rendered(extractor, open_image(drawn[0][0]).width)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"))
             distance = fid.from_folder(root, reference, extractor)
             line |= scores(report.summary)
@@ -292,26 +308,24 @@ def draw(
     return entries
 
 
-def features(extractor: RandomConv, images: Sequence[np.ndarray]) -> torch.Tensor:
-    """(n, d) features of uint8 (H, W, 3) arrays, 32 at a time."""
-    stack = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
-    return torch.cat([extractor(part) for part in stack.split(32)])
+def rendered(extractor: RandomConv, side: int) -> references.Reference:
+    """Several renders of each of the suite's prompts, `side` pixels wide."""
+    rng = np.random.default_rng(REFERENCE_SEED)
+    renders = [render(free_scene(p, rng), side) for p in suite() for _ in range(REFERENCES)]
+    stack = torch.from_numpy(np.stack(renders)).permute(0, 3, 1, 2)
+    return references.from_features(torch.cat([extractor(part) for part in stack.split(32)]), extractor)
 
 
-def tables(record: dict[str, Any], width: int) -> list:
+def tables(record: dict[str, Any], width: int) -> list[Table]:
     """The rich table of a record, or one of speed and one of quality where it does not fit into `width` columns."""
-    from rich.console import Console
-
     whole = table(record)
     if Console(width=10 * width).measure(whole).maximum <= width:
         return [whole]
     return [table(record, SPEED), table(record, QUALITY)]
 
 
-def table(record: dict[str, Any], heads: Sequence[str] = HEADS):
+def table(record: dict[str, Any], heads: Sequence[str] = HEADS) -> Table:
     """A rich table of a record: the field's own columns, those that are named."""
-    from rich.table import Table
-
     title = f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
     if stock := record["stock"]:
         title += f", stock with its {stock['cache']} cache"

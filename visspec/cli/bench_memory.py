@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
-from visspec.provenance import provenance
+from visspec.cli.arguments import positive
+from visspec.files import write_json
 
 ARMS = ("transformers_generate", "plain", "ours")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--images", type=positive, default=8)
+    parser.add_argument("--batch-size", type=positive, default=1)
+    parser.add_argument("--drafter", default="vispec")
+    parser.add_argument("--json", type=Path)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    record = bench_memory(arguments.images, arguments.drafter, batch_size=arguments.batch_size)
+    for name, row in record["arms"].items():
+        print(f"{name}: peak {row['peak_mb']:.1f} MB, of which decoding {row['working_mb']:.1f} MB")
+    print(f"peak over transformers' generate: {record['peak_over_plain']:.3f}")
+    write_json(arguments.json, record)
 
 
 def bench_memory(images: int = 4, drafter: str = "vispec", max_new_tokens: int = 128, batch_size: int = 1) -> dict:
@@ -18,6 +36,8 @@ def bench_memory(images: int = 4, drafter: str = "vispec", max_new_tokens: int =
     `peak_over_plain` compares whole processes, drafter weights included; `working_over_plain` what decoding added to a
     process that had loaded model and drafter.
     """
+    from visspec.provenance import provenance
+
     found = {arm: _in_a_process(arm, images, drafter, max_new_tokens, batch_size) for arm in ARMS}
     plain = found["transformers_generate"]
     return {
@@ -44,17 +64,17 @@ def _in_a_process(*arguments: Any) -> dict[str, float]:
 
 
 def _measure(send, arm: str, images: int, drafter: str, max_new_tokens: int, batch_size: int) -> None:
-    from visspec.api import loading as targets
+    from visspec.api import loading
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
     from visspec.eval.world.render import to_image
-    from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+    from visspec.eval.world.scene import held_out_scenes
 
-    model, processor = targets.load()
+    model, processor = loading.load()
     generate = model.generate
     if arm != "transformers_generate":
         generate = accelerate(model, None if arm == "plain" else drafter).generate
-    scenes = [to_image(scene_from_seed(HELD_OUT_SEED + i)) for i in range(images)]
+    scenes = [to_image(scene) for scene in held_out_scenes(images)]
     before = _peak_mb()
     for start in range(0, images, batch_size):
         inputs = prepare(processor, scenes[start : start + batch_size], PROMPT, model)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from visspec.api.accelerate import accelerate
-from visspec.api.captions import PROMPT, caption_files
-from visspec.eval.metrics.images import open_image
-from visspec.eval.world.detector import ShapeDetector
+from visspec.cli.arguments import add_captioning, load, positive
 from visspec.files import Results
-from visspec.provenance import provenance
 
 LOOKS = 4  # files looked at, at most, to see whether the embedded captioner was made for such images
 SIDE = 96  # pixels of a rendered scene
@@ -24,8 +19,25 @@ FOREIGN = (
 )
 
 
-def run(arguments, options: dict[str, Any], load: Callable) -> int:
-    """The command, with generate's `options`. Finished captions are kept whatever ends it. Returns the exit code."""
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("image", nargs="+", type=Path, help="PNG, JPEG or WEBP files")
+    parser.add_argument("--max-pixels", type=positive, default=64_000_000)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--stats", action="store_true", help="print rounds, tau and times of the last batch")
+    add_captioning(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Finished captions are kept whatever ends it. Returns the exit code."""
+    options = decode_options(arguments)
+
+    from tqdm import tqdm
+
+    from visspec.api.accelerate import accelerate
+    from visspec.api.captions import PROMPT, caption_files
+    from visspec.provenance import provenance
+
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
     request = arguments.prompt or PROMPT
@@ -59,8 +71,31 @@ def run(arguments, options: dict[str, Any], load: Callable) -> int:
     return 0 if not failed else 1 if failed < len(results.found) else 2
 
 
+def decode_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """generate's keyword arguments. Raises ValueError for sampling options that contradict greedy decoding."""
+    sampled = arguments.temperature > 0
+    for name in ("top_k", "top_p"):
+        value = getattr(arguments, name)
+        if value is not None and not sampled:
+            raise ValueError(
+                f"--{name.replace('_', '-')}: got {value} at temperature 0, expected a temperature above 0"
+            )
+    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
+        raise ValueError(f"--top-p: got {arguments.top_p}, expected a number in (0, 1]")
+    if arguments.top_k is not None and arguments.top_k < 0:
+        raise ValueError(f"--top-k: got {arguments.top_k}, expected 0 (off) or more")
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": sampled}
+    if sampled:
+        cuts = {"top_k": arguments.top_k or 0, "top_p": arguments.top_p or 1.0}
+        options |= {"temperature": arguments.temperature, **cuts, "seed": arguments.seed}
+    return options
+
+
 def foreign(paths: Sequence[Path], max_pixels: int) -> Path | None:
     """The first of the first few images that is no rendered scene of shapes; files that can't be read are passed by."""
+    from visspec.eval.metrics.images import open_image
+    from visspec.eval.world.detector import ShapeDetector
+
     detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # of caption scenes
     for path in paths[:LOOKS]:
         try:

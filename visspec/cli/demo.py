@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import base64
+import argparse
 import html
-import io
 import time
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from visspec.api import loading as targets
-from visspec.api.accelerate import accelerate
-from visspec.api.captions import PROMPT, prepare
-from visspec.eval.speed.paired import geometric_mean, in_words
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
-from visspec.loop.stats import COLOURS, MEANING, coloured
+from visspec.cli.arguments import positive
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>visspec demo</title>
@@ -30,13 +18,31 @@ figcaption{{flex:1;min-width:16rem}}</style>
 """
 
 
-def run(count: int, out: Path) -> int:
-    """Caption `count` held-out scenes both ways, print and write out/index.html. Returns 0 when all words are equal."""
-    console = Console()
-    model, processor = targets.load()
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--images", type=positive, default=4, help="how many scenes")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where the pictures and the page go")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Caption held-out scenes both ways, print and write out/index.html. Returns 0 when all words are equal."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from visspec.api import loading
+    from visspec.api.accelerate import accelerate
+    from visspec.api.captions import PROMPT, prepare
+    from visspec.eval.speed.paired import geometric_mean, in_words
+    from visspec.eval.world.render import to_image
+    from visspec.eval.world.scene import held_out_scenes
+    from visspec.loop.stats import COLOURS, MEANING
+
+    console, count, out = Console(), arguments.images, arguments.out
+    model, processor = loading.load()
     fast = accelerate(model, "vispec", tokenizer=processor.tokenizer)
     options = {"max_new_tokens": 128, "do_sample": False}
-    images = [to_image(scene_from_seed(HELD_OUT_SEED + 500 + i)) for i in range(count)]
+    images = [to_image(scene) for scene in held_out_scenes(count, first=500)]
     inputs = [prepare(processor, [image], PROMPT, model) for image in images]
     for generate in (model.generate, fast.generate, fast.generate):
         generate(**inputs[0], **options)
@@ -52,12 +58,14 @@ def run(count: int, out: Path) -> int:
         equal += same
         ratios.append((middle - start) / (end - middle))
         stats, pieces = ours.stats, ours.stats.pieces[0]
-        console.print(f"[bold]scene {i + 1}[/bold] ", _rich(pieces), "\n")
+        console.print(
+            f"[bold]scene {i + 1}[/bold] ", Text.assemble(*((piece, COLOURS[o]) for piece, o in pieces)), "\n"
+        )
         view.add_row(
             str(i + 1), f"{1e3 * (middle - start):.0f} ms", f"{1e3 * (end - middle):.0f} ms",
             f"{ratios[-1]:.2f}", f"{stats.tau:.2f}", "yes" if same else "NO",
         )  # fmt: skip
-        figures.append(_figure(image, pieces))
+        figures.append(figure(image, pieces))
     summary = (
         f"{count} captions against transformers' generate on {torch.get_num_threads()} threads: "
         f"{in_words(geometric_mean(ratios))}; {equal} of {count} word for word the same."
@@ -72,18 +80,12 @@ def run(count: int, out: Path) -> int:
     return 0 if equal == count else 1
 
 
-def _rich(pieces: list[tuple[str, str]]) -> Text:
-    text = Text()
-    for piece, origin in pieces:
-        text.append(piece, style=COLOURS[origin])
-    return text
+def figure(image, pieces: list[tuple[str, str]]) -> str:
+    """HTML of a scene and its caption, coloured by the origin of its pieces."""
+    from visspec.eval.report.images import small_png
+    from visspec.loop.stats import coloured
 
-
-def _figure(image, pieces: list[tuple[str, str]]) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    data = base64.b64encode(buffer.getvalue()).decode()
     return (
-        f'<figure><img alt="a rendered scene of coloured shapes" src="data:image/png;base64,{data}">'
+        f'<figure><img alt="a rendered scene of coloured shapes" src="data:image/png;base64,{small_png(image)}">'
         f"<figcaption>{coloured(pieces)}</figcaption></figure>"
     )

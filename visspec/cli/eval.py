@@ -6,8 +6,10 @@ their rows to a file beside the images (`--results`) and continue from it.
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,9 @@ TASKS = {  # reader of `eval.metrics.readers`: the flags it takes, in order
 }
 
 
-def options(sub) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """The metrics as commands below `visspec eval`."""
-    metrics = sub.add_subparsers(dest="metric", required=True, metavar="metric")
+    metrics = parser.add_subparsers(dest="metric", required=True, metavar="metric")
     for name, what in (
         ("fid", "Frechet distance"),
         ("kid", "kernel distance"),
@@ -132,26 +134,21 @@ def run(arguments) -> int:
 
 def two_folders(arguments) -> Row:
     """fid, kid, cmmd, precision-recall."""
-    from visspec.eval.metrics import cmmd, features, fid, kid, named, precision_recall, references
+    from visspec.eval.metrics import cmmd, fid, kid, named, precision_recall, references
 
-    least = LEAST[arguments.metric]
+    least, size = LEAST[arguments.metric], arguments.batch_size
     counts = [images_in(name, getattr(arguments, name), least) for name in ("generated", "reference")]
     extractor = named.extractor(arguments.extractor, arguments.device)
+    folders = arguments.generated, arguments.reference
     with bar(sum(counts)) as progress:
         if arguments.metric == "fid":
-            cache, size = arguments.cache, arguments.batch_size
-            reference = references.from_folder(arguments.reference, extractor, cache, size, progress)
-            found = fid.from_folder(arguments.generated, reference, extractor, size, progress=progress).to_dict()
-            return _row(found.pop("name"), found | {"problems": [*reference.problems, *found["problems"]]})
-        tables = features.pair(
-            arguments.generated, arguments.reference, extractor, arguments.batch_size, progress=progress
-        )
-    if arguments.metric == "kid":
-        size = arguments.subset_size or min(kid.SUBSET_SIZE, len(tables.generated), len(tables.reference))
-        found = kid.of_pair(tables, extractor, subsets=arguments.subsets, subset_size=size)
-    else:
-        found = (cmmd if arguments.metric == "cmmd" else precision_recall).of_pair(tables, extractor)
-    return _row(found.pop("name"), found)
+            reference = references.from_folder(folders[1], extractor, arguments.cache, size, progress)
+            found = fid.from_folder(folders[0], reference, extractor, size, progress=progress).to_dict()
+            return _row(found | {"problems": [*reference.problems, *found["problems"]]})
+        if arguments.metric == "kid":
+            return _row(kid.from_folders(*folders, extractor, size, progress, arguments.subsets, arguments.subset_size))
+        metric = cmmd if arguments.metric == "cmmd" else precision_recall
+        return _row(metric.from_folders(*folders, extractor, size, progress))
 
 
 def inception_score(arguments) -> Row:
@@ -162,7 +159,7 @@ def inception_score(arguments) -> Row:
     with bar(count) as progress:
         model = named.classifier(arguments.model, arguments.device)
         found = score.from_folder(arguments.generated, model, arguments.splits, progress)
-    return _row(found.pop("name"), found)
+    return _row(found)
 
 
 # --- images and prompts ---------------------------------------------------------------------------------------------
@@ -172,14 +169,14 @@ def clip_score(arguments) -> Row:
     from visspec.eval.metrics import clipscore, named
 
     count = images_in("generated", arguments.generated)
-    texts = {row["image"]: row["prompt"] for row in prompt_rows(arguments.prompts)}
+    texts = {row["image"]: row["prompt"] for row in rows_with("prompt", arguments.prompts, "--prompts")}
     scorer = named.clip(arguments.model, arguments.device)
     with bar(count) as progress:
         found = clipscore.from_folder(
             arguments.generated, texts, scorer, clipscore.PRESETS[arguments.dialect],
             results=results(arguments, "clipscore"), progress=progress,
         )  # fmt: skip
-    return _row(found.pop("name"), found)
+    return _row(found)
 
 
 def human_preference(arguments) -> Row:
@@ -198,7 +195,7 @@ def human_preference(arguments) -> Row:
             arguments.generated, prompts, scorer.cosines, arguments.version,
             results=results(arguments, "hps"), model=scorer.fingerprint, progress=progress,
         )  # fmt: skip
-    return _row(f"{found.pop('name')}[{scorer.name}]", found | {"model": scorer.name})
+    return _row(found | {"name": f"{found['name']}[{scorer.name}]", "model": scorer.name})
 
 
 def gen_eval(arguments) -> Row:
@@ -208,7 +205,7 @@ def gen_eval(arguments) -> Row:
     images_in("generated", arguments.generated)
     where: Any = arguments.generated
     if arguments.prompts is not None:
-        rows = prompt_rows(arguments.prompts)
+        rows = rows_with("prompt", arguments.prompts, "--prompts")
         try:
             rows = [row if "include" in row else suite.parse(row["prompt"]) | {"image": row["image"]} for row in rows]
         except ValueError as error:
@@ -219,8 +216,10 @@ def gen_eval(arguments) -> Row:
         report = geneval.evaluate(where, results(arguments, "geneval"), detector, colours, progress=progress)
     s = report.summary
     tasks = {name: task["score"] for name, task in s["tasks"].items()}
-    found = {"value": s["overall"], "n": s["images"], "prompts": s["prompts"], "strict": s["strict"], "tasks": tasks}
-    return _row(report.name, found | {"detector": detector.name, "problems": report.problems})
+    return _row(
+        {"name": report.name, "value": s["overall"], "n": s["images"], "prompts": s["prompts"], "strict": s["strict"],
+         "tasks": tasks, "detector": detector.name, "problems": report.problems}
+    )  # fmt: skip
 
 
 def dense_prompts(arguments) -> Row:
@@ -234,7 +233,7 @@ def dense_prompts(arguments) -> Row:
             items, arguments.generated, answer, name, arguments.resolution,
             results=results(arguments, "dpg"), progress=progress,
         )  # fmt: skip
-    return _row(found.pop("name"), found)
+    return _row(found)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ def dense_prompts(arguments) -> Row:
 def caption_scores(arguments) -> Row:
     from visspec.eval.metrics import tasks
 
-    captions = {row["image"]: row["caption"] for row in caption_rows(arguments.generated)}
+    captions = {row["image"]: row["caption"] for row in rows_with("caption", arguments.generated, "generated")}
     references = reference_texts(arguments.references)
     shared = [name for name in captions if name in references]
     problems = [f"{name} has no reference" for name in captions if name not in references]
@@ -254,8 +253,8 @@ def caption_scores(arguments) -> Row:
         )
     samples = [tasks.Sample(name, Path(name), "", tuple(references[name])) for name in shared]
     found = tasks.caption_scores(samples, [captions[name] for name in shared])
-    row = {"value": found["cider_d"], "n": len(shared), "n_reference": sum(len(references[n]) for n in shared)}
-    return _row("CIDEr-D", row | found | {"problems": problems})
+    counts = {"n": len(shared), "n_reference": sum(len(references[name]) for name in shared)}
+    return _row({"name": "CIDEr-D", "value": found["cider_d"]} | counts | found | {"problems": problems})
 
 
 def answered(arguments) -> Row:
@@ -277,8 +276,8 @@ def answered(arguments) -> Row:
         found = tasks.run(task, answer, arguments.results or Path(f"{task.name}.jsonl"), name, progress=progress)
     named = {k: v for k, v in found.items() if k not in ("task", "model", "n", "score", "problems")}
     value = found["score"] if found["score"] is not None else named.get("mme", named.get("cider_d"))
-    row = {"value": value, "n": found["n"], "model": name, **named, "problems": found["problems"]}
-    return _row(f"{task.name}[{name}]", row)
+    row = {"name": f"{task.name}[{name}]", "value": value, "n": found["n"], "model": name}
+    return _row(row | named | {"problems": found["problems"]})
 
 
 def answerer(arguments, max_new_tokens: int) -> tuple[Callable[[Any, str], str], str]:
@@ -317,23 +316,14 @@ def images_in(argument: str, folder: Path, least: int = 1) -> int:
     return count
 
 
-def prompt_rows(path: Path) -> list[Row]:
-    """Rows of {image, prompt, ...}: JSONL, or the JSON that `visspec generate` writes."""
-    rows = _rows(path, "--prompts")
-    out = [{**row, "image": Path(str(row.get("image") or row.get("path") or "")).name} for row in rows]
-    if not out or not all(row["image"] and isinstance(row.get("prompt"), str) for row in out):
-        raise ValueError(f"--prompts: got {path}, expected rows of {{image, prompt}}")
-    return [{k: v for k, v in row.items() if k not in ("path", "seed", "nfe")} for row in out]
-
-
-def caption_rows(path: Path) -> list[Row]:
-    """Rows of {image, caption}: JSONL, or the JSON that `visspec caption` writes, less the files that failed."""
-    rows = [row for row in _rows(path, "generated") if not row.get("error")]
-    out = [{"image": Path(str(row.get("image") or row.get("path") or "")).name, **row} for row in rows]
-    out = [row | {"image": Path(str(row["image"])).name} for row in out]
-    if not out or not all(row["image"] and isinstance(row.get("caption"), str) for row in out):
-        raise ValueError(f"generated: got {path}, expected rows of {{image, caption}}")
-    return out
+def rows_with(field: str, path: Path, argument: str) -> list[Row]:
+    """Rows of {image, field, ...}: JSONL, or the JSON that `visspec generate` and `visspec caption` write, less the
+    files that failed.
+    """
+    rows = [row | {"image": _image(row)} for row in _rows(path, argument) if not row.get("error")]
+    if not rows or not all(row["image"] and isinstance(row.get(field), str) for row in rows):
+        raise ValueError(f"{argument}: got {path}, expected rows of {{image, {field}}}")
+    return [{k: v for k, v in row.items() if k not in ("path", "seed", "nfe")} for row in rows]
 
 
 def reference_texts(path: Path) -> dict[str, list[str]]:
@@ -346,12 +336,15 @@ def reference_texts(path: Path) -> dict[str, list[str]]:
             texts.setdefault(str(names.get(row["image_id"], row["image_id"])), []).append(row["caption"])
         return texts
     for row in _rows(path, "--references"):
-        name = Path(str(row.get("image") or row.get("path") or "")).name
-        several = row.get("captions") or ([row["caption"]] if isinstance(row.get("caption"), str) else None)
+        name, several = _image(row), row.get("captions") or [row.get("caption")]
         if not name or not _texts(several):
             raise ValueError(f"--references: got {path}, expected rows of {{image, captions}}")
         texts.setdefault(name, []).extend(several)
     return texts
+
+
+def _image(row: Row) -> str:
+    return Path(str(row.get("image") or row.get("path") or "")).name
 
 
 def _rows(path: Path, argument: str) -> list[Row]:
@@ -381,28 +374,23 @@ def results(arguments, metric: str) -> Path:
     return arguments.results or arguments.generated.with_name(f"{arguments.generated.name}.{metric}.jsonl")
 
 
-def _row(name: str, values: Row) -> Row:
+def _row(values: Row) -> Row:
     """The metric's row: its full name, value and counts first."""
-    first = {"metric": name, "value": values.get("value"), "n": values.get("n")}
+    first = {"metric": values["name"], "value": values.get("value"), "n": values.get("n")}
     if "n_reference" in values:
         first["n_reference"] = values["n_reference"]
-    return first | {k: v for k, v in values.items() if k not in first}
+    return first | {k: v for k, v in values.items() if k not in (*first, "name")}
 
 
-class bar:
+@contextmanager
+def bar(total: int) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal: called with (done, total), which may start again for a second folder."""
+    from tqdm import tqdm
 
-    def __init__(self, total: int):
-        from tqdm import tqdm
+    with tqdm(total=total or None, unit="img", leave=False, disable=not sys.stderr.isatty()) as shown:
 
-        self.bar = tqdm(total=total or None, unit="img", leave=False, disable=not sys.stderr.isatty())
+        def step(done: int, total: int) -> None:
+            shown.total, shown.n = total, done
+            shown.refresh()
 
-    def __enter__(self) -> Callable[[int, int], None]:
-        return self.step
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.close()
-
-    def step(self, done: int, total: int) -> None:
-        self.bar.total, self.bar.n = total, done
-        self.bar.refresh()
+        yield step

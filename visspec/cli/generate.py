@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
-from visspec.api import zoo
-from visspec.api.grid import grid, origin_image
-from visspec.api.images import ImageOutput, ImagePipeline
+from visspec.cli.arguments import add_drawing, positive
 from visspec.files import Results, replacing
-from visspec.provenance import provenance
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from visspec.api.images import ImageOutput
 
 MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the batch an image was drawn in
 
 
-def run(arguments) -> int:
-    """The command. Finished images stay when it is interrupted. Returns the exit code."""
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="+", help="what to draw")
+    parser.add_argument("-n", type=positive, default=1, help="images of each prompt")
+    parser.add_argument("-o", "--out", type=Path, default=Path("out/images"), help="folder of the PNG files")
+    parser.add_argument("--grid", type=Path, help="also write one picture of all images")
+    parser.add_argument("--maps", action="store_true", help="beside each image, where its tokens came from")
+    parser.add_argument("--model", default="painter", help="shipped name, folder or hub id of an image model")
+    add_drawing(parser)
+    parser.add_argument("--top-k", type=int, help="default: the model's own")
+    parser.add_argument("--top-p", type=float, help="default: the model's own")
+    parser.add_argument("--height", type=int, help="pixels; default: the model's own")
+    parser.add_argument("--width", type=int, help="pixels; default: the model's own")
+    parser.add_argument("--preset", help="a published method by name, see visspec list")
+    parser.add_argument("--drafter", help="name with options, or folder (default: jacobi)")
+    parser.add_argument("--order", help="order of decoding, with options: zipar:window=4 (default: raster)")
+    parser.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact)")
+    parser.add_argument("--batch-size", type=positive, default=8)
+    parser.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
+    parser.add_argument("--json", type=Path, help="write seeds, passes, guarantee, drift and displacement to this file")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Finished images stay when it is interrupted."""
+    from visspec.api.grid import grid
+    from visspec.api.images import ImagePipeline
+    from visspec.provenance import provenance
+
     chosen = method(arguments)
     pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, **chosen,
@@ -57,7 +83,6 @@ def run(arguments) -> int:
             if shown and arguments.grid:
                 save(grid(shown, captions), arguments.grid)
                 print(f"{arguments.grid}: all {len(shown)}")
-    return 0
 
 
 def first_number(folder: Path) -> int:
@@ -66,15 +91,13 @@ def first_number(folder: Path) -> int:
     return max(numbers, default=-1) + 1
 
 
-def method(arguments) -> dict[str, Any]:
+def method(arguments: argparse.Namespace) -> dict[str, Any]:
     """Drafter, rule and order from --preset, or from their own options."""
+    from visspec.api import zoo
+
     own = {name: getattr(arguments, name) for name in ("drafter", "acceptance", "order")}
     if arguments.preset is None:
-        return {
-            "drafter": own["drafter"] or "jacobi",
-            "acceptance": own["acceptance"] or "exact",
-            "order": own["order"],
-        }
+        return own | {"drafter": own["drafter"] or "jacobi", "acceptance": own["acceptance"] or "exact"}
     for name, value in own.items():
         if value is not None:
             raise ValueError(f"--{name}: got {value} beside --preset, expected one of the two")
@@ -83,6 +106,8 @@ def method(arguments) -> dict[str, Any]:
 
 def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:
     """The image with the map of its tokens' origins to the right."""
+    from visspec.api.grid import grid, origin_image
+
     return grid([image, origin_image(part.maps[i], image.width)], columns=2)
 
 

@@ -67,6 +67,11 @@ def word_tokenizer(names: list[str], length: int, **extra: str) -> PreTrainedTok
     )
 
 
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """The ids that configurations of models and of generation name."""
+    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
 def build_processor() -> LlavaProcessor:
     """Tokenizer, image processor and chat template as one LlavaProcessor; it expands <image> to one token a patch."""
     images = CLIPImageProcessor(
@@ -92,10 +97,8 @@ def build_model(tower: dict[str, torch.Tensor], small: bool = False) -> LlavaFor
     text = LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=False,
+        **special_ids(tokenizer),
         **TEXT[small],
     )
     config = LlavaConfig(
@@ -114,13 +117,7 @@ def build_model(tower: dict[str, torch.Tensor], small: bool = False) -> LlavaFor
     missing_keys, unexpected = target.load_state_dict(taught.state_dict(), strict=False)
     if missing_keys or unexpected:
         raise RuntimeError(f"the tower does not fit: missing {missing_keys}, unexpected {unexpected}")
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=160,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=160, **special_ids(tokenizer))
     return model
 
 
@@ -133,4 +130,3 @@ def save(model: PreTrainedModel, processor: ProcessorMixin, folder: Path, dtype:
     model.save_pretrained(folder, state_dict=weights)
     model.config.dtype = before
     processor.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # written private, but packages copy the mode

@@ -1,30 +1,20 @@
 """The last stage of the captioner recipe: a complete folder, measured after it was written and read back."""
 
-import hashlib
 import json
-import platform
-import subprocess
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import PIL
 import torch
-import transformers
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from visspec.files import write_json
+from visspec.recipes import cards
 from visspec.recipes.captioner_build import TEXT, build_model, build_processor, save
 from visspec.recipes.captioner_score import score_answers, score_captions
 
 MEASURED_FROM = 1000  # the first held-out scenes were watched during training; these were not
 
-CARD = """---
-license: apache-2.0
-pipeline_tag: image-text-to-text
-library_name: transformers
----
-
-# visspec {name}
-
+CARD = """
 A `LlavaForConditionalGeneration` of {parameters:.1f} million parameters, trained from zero, that describes pictures of
 visspec's *shape world*: three to six coloured shapes in a 3x3 layout on a grey ground, 96 x 96 pixels.
 {role}
@@ -80,6 +70,7 @@ Data, seeds and steps: `visspec/recipes/captioner.py`; versions and digests: `pr
 It knows nothing but the shape world. On any other picture it will describe shapes that are not there. Captions are what
 it was made for: short questions were a small part of its training, and it answers many of them wrongly.
 """
+NAMES = {False: "captioner", True: "captioner-small"}
 ROLES = {
     False: "It is the target of visspec's demonstrations and tests: deep for its width, as real targets are.",
     True: "It is the assistant (draft model) of `captioner`: the same words, the same eyes, two text layers. "
@@ -87,51 +78,9 @@ ROLES = {
 }
 
 
-def revision() -> str:
-    """Git revision of this source tree, or `unknown` outside one."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def identity(weights: Path) -> dict:
-    """Name, size and digest of a weight file."""
-    return {
-        "file": weights.name,
-        "bytes": weights.stat().st_size,
-        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
-    }
-
-
-def _provenance(vision: dict, text: dict, weights: Path, measured: dict) -> dict:
-    """What made these weights, in plain JSON values."""
-    return {
-        "recipe": "visspec.recipes.captioner",
-        "git_revision": revision(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": np.__version__,
-            "pillow": PIL.__version__,
-        },
-        "device": f"cpu, {platform.machine()}, 2 cores",
-        "seeds": {"vision": 0, "caption": 1},
-        "vision": {"steps": vision["step"], "seconds": round(vision["seconds"]), "accuracy": vision["accuracy"]},
-        "caption": {"steps": text["step"], "seconds": round(text["seconds"])},
-        "compute_dtype": "bfloat16 autocast over float32 weights",
-        "stored_dtype": "float16",
-        "weights": identity(weights),
-        "measured": measured,
-    }
-
-
 def finish(out: Path, small: bool, scenes: int) -> Path:
     """Write `out`/captioner(-small) from the last checkpoints, read it back, measure it and describe it; its path."""
-    name = "captioner-small" if small else "captioner"
-    folder = out / name
+    folder = out / NAMES[small]
     vision = torch.load(out / "vision.pt", weights_only=True)
     text = torch.load(out / ("caption-small.pt" if small else "caption.pt"), weights_only=True)
     model = build_model(vision["tower"], small)
@@ -144,27 +93,37 @@ def finish(out: Path, small: bool, scenes: int) -> Path:
     sampled = score_captions(model, processor, scenes, MEASURED_FROM, sample=True)
     answers = score_answers(model, processor, scenes, MEASURED_FROM)
     measured = {"greedy": greedy, "temperature_1": sampled, "questions": answers}
-    record = _provenance(vision, text, folder / "model.safetensors", measured)
-    (folder / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
-    tower = model.config.vision_config
-    minutes = [round(part["seconds"] / 60) for part in (vision, text)]
-    card = CARD.format(
+    record = cards.origin(
+        model, "visspec.recipes.captioner", folder, measured, seeds={"vision": 0, "caption": 1},
+        vision={"steps": vision["step"], "seconds": round(vision["seconds"]), "accuracy": vision["accuracy"]},
+        caption={"steps": text["step"], "seconds": round(text["seconds"])},
+    )  # fmt: skip
+    write_json(folder / "provenance.json", record)
+    cards.publish(folder, card(small, model, len(processor.tokenizer), record))
+    print(json.dumps({"stage": "finish", "folder": str(folder), **measured}), flush=True)
+    return folder
+
+
+def card(small: bool, model: LlavaForConditionalGeneration, vocabulary: int, record: dict) -> str:
+    """The model card's text, from the provenance of the weights."""
+    name, measured = NAMES[small], record["measured"]
+    tower: Any = model.config.vision_config
+    minutes = [round(record[part]["seconds"] / 60) for part in ("vision", "caption")]
+    head = cards.HEAD.format(task="image-text-to-text", name=name)
+    return head + CARD.format(
         name=name,
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
         role=ROLES[small],
-        scenes=scenes,
+        scenes=measured["greedy"]["scenes"],
         first=MEASURED_FROM,
-        g=greedy,
-        s=sampled,
-        a=answers,
+        g=measured["greedy"],
+        s=measured["temperature_1"],
+        a=measured["questions"],
         vision=f"{tower.num_hidden_layers} layers of width {tower.hidden_size}, patches of {tower.patch_size} pixels",
-        text="{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads".format(**TEXT[small]),
-        vocabulary=len(processor.tokenizer),
+        text=cards.layers(TEXT[small]),
+        vocabulary=vocabulary,
         flag=" --small --stage caption, then --stage finish" if small else "",
         minutes=sum(minutes),
         vision_minutes=minutes[0],
         caption_minutes=minutes[1],
     )
-    (folder / "README.md").write_text(card)
-    print(json.dumps({"stage": "finish", "folder": str(folder), **measured}), flush=True)
-    return folder

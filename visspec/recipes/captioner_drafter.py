@@ -22,9 +22,8 @@ from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.provenance import provenance
-from visspec.recipes.captioner import keep_memory
-from visspec.recipes.train_drafter import Validation, fresh_or_resumed, request_of, train
-from visspec.train.loop import Plan
+from visspec.recipes.stages import keep_memory
+from visspec.recipes.train_drafter import Validation, fresh_or_resumed, parser_of, plan_of, request_of, train
 from visspec.types import Request
 
 FIRST_SEED = 3 << 28  # scenes of neither stage of the captioner's own training, still below the held-out ones
@@ -76,27 +75,13 @@ def export(run: Path, folder: Path, model, levels: int) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Train the embedded captioner's drafter on two CPU cores.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target", type=Path, default=zoo.CHECKPOINTS / "captioner")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=48, help="captions that the target writes together")
-    parser.add_argument("--rows", type=int, default=8, help="captions of a training step")
-    parser.add_argument("--group", type=int, default=8)
+    parser = parser_of(
+        "Train the embedded captioner's drafter on two CPU cores.",
+        target=zoo.CHECKPOINTS / "captioner", steps=3000, batch=48, group=8, opening=0.6, rate=2e-3, levels=12,
+        middle=512, save_every=200,
+    )  # fmt: skip
     parser.add_argument("--latents", type=int, default=8, help="elements that an image run is compressed to")
     parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="hidden states of the target to draft on")
-    parser.add_argument("--loss", default="tv", choices=("tv", "soft_ce", "kl"))
-    parser.add_argument("--opening", type=float, default=0.6, help="share of steps on soft_ce before --loss")
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--unroll", type=int, default=5)
-    parser.add_argument("--reuse", type=int, default=4)
-    parser.add_argument("--levels", type=int, default=12, help="depth that the drafter asks for; not trained")
-    parser.add_argument("--middle", type=int, default=512, help="width of the MLP")
-    parser.add_argument("--validate-every", type=int, default=500)
-    parser.add_argument("--threads", type=int, default=1, help="of each of the two: training, and answering ahead")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--export", type=Path, help="folder for the finished weights, in half precision")
     return parser
 
 
@@ -111,15 +96,10 @@ def main(arguments: list[str] | None = None) -> None:
         image_latents=options.latents, feature_layers=tuple(options.layers), levels=options.levels,
         intermediate=options.middle,
     )  # fmt: skip
-    plan = Plan(
-        steps=options.steps, unroll=options.unroll, loss=options.loss, opening=options.opening, rate=options.rate,
-        batch=options.batch, rows=options.rows, group=options.group, reuse=options.reuse, seed=options.seed,
-        validate_every=options.validate_every, autocast=True, ahead=True,
-    )  # fmt: skip
     record = provenance(model, seed=options.seed, recipe="captioner_drafter", batch=options.batch)
     validate = Validation(model, drafter, held_out(model, processor, 8, 1))
     scenes = Scenes(model, processor, options.batch)
-    train(validate.target, drafter, scenes, plan, options.out, record, validate, options.resume)
+    train(validate.target, drafter, scenes, plan_of(options), options.out, record, validate, options.resume)
     if options.export:
         export(options.out, options.export, model, options.levels)
 

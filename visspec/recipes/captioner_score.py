@@ -9,7 +9,7 @@ from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from visspec.eval.world.captions import REQUESTS, missing, questions, score
 from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import HELD_OUT_SEED, Scene, scene_from_seed
+from visspec.eval.world.scene import Scene, held_out_scenes
 
 MAX_NEW_TOKENS = 160
 
@@ -57,7 +57,7 @@ def score_captions(
     nats: list[float] = []
     text = ""
     for start in range(first, first + n, batch):
-        scenes = [scene_from_seed(HELD_OUT_SEED + i) for i in range(start, min(first + n, start + batch))]
+        scenes = held_out_scenes(min(batch, first + n - start), start)
         requests = [REQUESTS[i % len(REQUESTS)] for i in range(len(scenes))]
         new, entropies = _generate(model, processor, scenes, requests, sample)
         for row, scene, entropy in zip(new, scenes, entropies):
@@ -83,7 +83,7 @@ def score_answers(
     rng = np.random.default_rng(first)
     right = 0
     for start in range(first, first + n, 64):
-        scenes = [scene_from_seed(HELD_OUT_SEED + i) for i in range(start, min(first + n, start + 64))]
+        scenes = held_out_scenes(min(64, first + n - start), start)
         asked = [(turns := questions(scene))[int(rng.integers(len(turns)))] for scene in scenes]
         new, _ = _generate(model, processor, scenes, [question for question, _ in asked], False)
         for row, (_, answer) in zip(new, asked):

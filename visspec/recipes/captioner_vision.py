@@ -18,7 +18,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
 from visspec.eval.world.render import render
-from visspec.eval.world.scene import COUNTS, GRID, HELD_OUT_SEED, Scene, scene_from_seed
+from visspec.eval.world.scene import COUNTS, GRID, Scene, held_out_scenes, scene_from_seed
 from visspec.files import replacing
 
 IMAGE_SIZE = 96
@@ -105,7 +105,7 @@ def teach_vision(
         optimiser.load_state_dict(saved["optimiser"])
         schedule.load_state_dict(saved["schedule"])
         first, begun = saved["step"], begun - saved["seconds"]
-    held_out = [scene_from_seed(HELD_OUT_SEED + i) for i in range(256)]
+    held_out = held_out_scenes(256)
     for step in range(first, steps):
         scenes = [scene_from_seed(step * batch + i) for i in range(batch)]
         labels = patch_labels(scenes)

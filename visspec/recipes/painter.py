@@ -27,13 +27,12 @@ from pathlib import Path
 
 import torch
 
-from visspec.recipes.captioner import keep_memory
 from visspec.recipes.painter_card import finish, remeasure
 from visspec.recipes.painter_composed import ComposedStage, DecoderStage
 from visspec.recipes.painter_draw import DrawStage
 from visspec.recipes.painter_tokens import write_tokens
-from visspec.recipes.painter_train import in_workers
 from visspec.recipes.painter_vq import VQStage
+from visspec.recipes.stages import in_workers, keep_memory
 
 STAGES = ("vq", "composed", "decoder", "tokens", "draw", "finish")
 REMEASURE = "remeasure"  # a finished folder, on more prompts

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from visspec.eval.world.suite import vocabulary
-from visspec.recipes.captioner_build import BOS, EOS, IMAGE, PAD, UNK, word_tokenizer
+from visspec.recipes.captioner_build import BOS, EOS, IMAGE, PAD, UNK, special_ids, word_tokenizer
 from visspec.recipes.painter_data import SIDE
 
 BOI, EOI = "<begin_of_image>", "<end_of_image>"
@@ -80,9 +80,7 @@ def model_config(low: bool = False, text: dict | None = None) -> JanusConfig:
         text_config=LlamaConfig(
             vocab_size=len(tokenizer),
             max_position_embeddings=256,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            **special_ids(tokenizer),
             **sizes,
         ),
         vision_config=JanusVisionConfig(
@@ -111,9 +109,7 @@ def generation_config(low: bool = False, guidance: float = GUIDANCE, temperature
         top_p=1.0,
         guidance_scale=guidance,
         max_length=16 + grid(low) ** 2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **special_ids(tokenizer),
         generation_kwargs={"boi_token_id": tokenizer.convert_tokens_to_ids(BOI)},
     )
 

@@ -2,20 +2,18 @@
 
 import argparse
 import json
-import platform
 from pathlib import Path
 
 import numpy as np
-import PIL
 import torch
-import transformers
 from PIL import Image
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.api.grid import grid as pictures_in_grid
 from visspec.eval.world.suite import TASKS, suite
+from visspec.files import write_json
+from visspec.recipes import cards
 from visspec.recipes.captioner_build import save
-from visspec.recipes.captioner_card import identity, revision
 from visspec.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid
 from visspec.recipes.painter_codes import measure
 from visspec.recipes.painter_data import SIDE
@@ -25,14 +23,7 @@ from visspec.recipes.painter_vq import VQ_FILES, load_vq
 
 SEED = 0  # of the measured pictures
 
-CARD = """---
-license: apache-2.0
-pipeline_tag: text-to-image
-library_name: transformers
----
-
-# visspec {name}
-
+CARD = """
 A `JanusForConditionalGeneration` of {parameters:.1f} million parameters, trained from zero, that draws visspec's
 *shape world* from GenEval's sentences: one to four coloured shapes on a grey, often textured ground, {side} x {side}
 pixels, {tokens} image tokens.
@@ -95,6 +86,7 @@ It knows only the suite's grammar. Words outside its vocabulary are read as unkn
 that were not asked for.
 {note}
 """
+NAMES = {False: "painter", True: "painter-lowres"}
 ROLES = {
     False: "It is the image target of visspec's demonstrations and tests.",
     True: "It is the low-resolution sibling of `painter`: the same words and the same VQ weights, a smaller text model "
@@ -111,36 +103,6 @@ def sheet(pictures: np.ndarray, prompts: list[str], file: Path, columns: int = 4
     page.quantize(192).save(file, optimize=True)
 
 
-def _provenance(options: argparse.Namespace, vq: dict, text: dict, weights: Path, measured: dict) -> dict:
-    """What made these weights, in plain JSON values."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    return {
-        "recipe": "visspec.recipes.painter",
-        "git_revision": revision(),
-        "versions": versions | {"transformers": transformers.__version__, "pillow": PIL.__version__},
-        "device": f"cpu, {platform.machine()}, 2 cores",
-        "seeds": {"vq": 0, "draw": 1, "measured": SEED},
-        "vq": {
-            "steps": vq["vq.pt"]["step"],
-            "later": {name: part["step"] for name, part in vq.items() if name != "vq.pt"},
-            "earlier": options.earlier_vq[0],
-            "seconds": round(sum(part["seconds"] for part in vq.values())) + options.earlier_vq[1],
-            "rows": options.vq_rows * options.workers,
-        },
-        "draw": {
-            "steps": text["step"] + options.earlier[0],
-            "seconds": round(text["seconds"]) + options.earlier[1],
-            "rows": options.rows * options.workers,
-            "pairs": int((options.first + options.pairs) * sum(SHARES.values())),
-            "loss": text["loss"],
-        },
-        "compute_dtype": "bfloat16 autocast over float32 weights",
-        "stored_dtype": "float16",
-        "weights": identity(weights),
-        "measured": measured,
-    }
-
-
 def _row(name: str, record: dict) -> str:
     """One line of the card's table."""
     return f"| {name} | **{record['geneval']:.3f}** | {record['images']:.3f} | " + " | ".join(
@@ -148,13 +110,14 @@ def _row(name: str, record: dict) -> str:
     ) + " |"  # fmt: skip
 
 
-def _card(options: argparse.Namespace, model, record: dict) -> str:
-    """The model card's text."""
-    low, measured, rows = options.lowres, record["measured"], suite()[:: options.every_prompt]
+def card(low: bool, every_prompt: int, note: str, model: JanusForConditionalGeneration, record: dict) -> str:
+    """The model card's text, from the provenance of the weights."""
+    measured, rows = record["measured"], suite()[::every_prompt]
     vq, drawn, best = measured["decoded"], record["draw"], measured["pictures"]
     minutes = [round(record[part]["seconds"] / 60) for part in ("vq", "draw")]
-    return CARD.format(
-        name="painter-lowres" if low else "painter",
+    head = cards.HEAD.format(task="text-to-image", name=NAMES[low])
+    return head + CARD.format(
+        name=NAMES[low],
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
         role=ROLES[low],
         side=SIDE[low],
@@ -171,8 +134,8 @@ def _card(options: argparse.Namespace, model, record: dict) -> str:
         temperature=best["temperature"],
         sizes=", ".join(str(sum(row["tag"] == tag for row in rows)) for tag in TASKS),
         vq=vq,
-        text="{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads".format(**TEXT[low]),
-        vocabulary=model.config.text_config.vocab_size,
+        text=cards.layers(TEXT[low]),
+        vocabulary=model.config.get_text_config().vocab_size,
         flag=" --lowres` after the same without `--lowres" if low else "",
         minutes=sum(minutes),
         vq_minutes=minutes[0],
@@ -181,14 +144,14 @@ def _card(options: argparse.Namespace, model, record: dict) -> str:
         seen=drawn["steps"] * drawn["rows"],
         pairs=drawn["pairs"],
         loss=drawn["loss"],
-        note=options.note,
+        note=note,
     )
 
 
 def finish(options: argparse.Namespace) -> Path:
     """Write `out`/painter(-lowres) from the last checkpoints, read it back, measure it and describe it; its path."""
     low = options.lowres
-    folder = options.out / ("painter-lowres" if low else "painter")
+    folder = options.out / NAMES[low]
     text = torch.load(options.out / ("draw-lowres.pt" if low else "draw.pt"), weights_only=True)
     model = build_model(load_vq(options.out, low).state_dict(), low)
     model.load_state_dict(text["model"])
@@ -212,22 +175,38 @@ def finish(options: argparse.Namespace) -> Path:
         sheet(drawn, shown, file)
     files = [file for name in VQ_FILES if (file := options.out / name).exists()]
     vq = {file.name: torch.load(file, weights_only=True) for file in files}
-    record = _provenance(options, vq, text, folder / "model.safetensors", measured)
-    (folder / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
+    record = cards.origin(
+        model, "visspec.recipes.painter", folder, measured, seeds={"vq": 0, "draw": 1, "measured": SEED},
+        vq={
+            "steps": vq["vq.pt"]["step"],
+            "later": {name: part["step"] for name, part in vq.items() if name != "vq.pt"},
+            "earlier": options.earlier_vq[0],
+            "seconds": round(sum(part["seconds"] for part in vq.values())) + options.earlier_vq[1],
+            "rows": options.vq_rows * options.workers,
+        },
+        draw={
+            "steps": text["step"] + options.earlier[0],
+            "seconds": round(text["seconds"]) + options.earlier[1],
+            "rows": options.rows * options.workers,
+            "pairs": int((options.first + options.pairs) * sum(SHARES.values())),
+            "loss": text["loss"],
+        },
+    )  # fmt: skip
+    write_json(folder / "provenance.json", record)
     return remeasure(options)
 
 
 def remeasure(options: argparse.Namespace) -> Path:
     """Measure a finished folder at its own guidance and temperature on `options.every_prompt`, and write its card."""
     low = options.lowres
-    folder = options.out / ("painter-lowres" if low else "painter")
+    folder = options.out / NAMES[low]
     model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     own, record = model.generation_config, json.loads((folder / "provenance.json").read_text())
     rows, processor = suite()[:: options.every_prompt], JanusProcessor.from_pretrained(folder)
     measured = record["measured"]
     measured["pictures"] = score(model, processor, rows, own.guidance_scale, SEED, own.temperature)
     measured["decoded"] = measure(model.model.vqmodel, low, options.every_prompt)
-    (folder / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
-    (folder / "README.md").write_text(_card(options, model, record))
+    write_json(folder / "provenance.json", record)
+    cards.publish(folder, card(low, options.every_prompt, options.note, model, record))
     print(json.dumps({"folder": str(folder), **measured}), flush=True)
     return folder

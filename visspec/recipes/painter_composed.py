@@ -12,8 +12,8 @@ from transformers import JanusVQVAE
 from visspec.eval.world.scene import Scene
 from visspec.recipes.painter_codes import compose, composed, decoded, measure
 from visspec.recipes.painter_data import FIRST_SEED, SIDE, pair, pixels
-from visspec.recipes.painter_train import Stage
 from visspec.recipes.painter_vq import LOW_EVERY, Codebook, load_vq, picture_loss, quantised
+from visspec.recipes.stages import Stage
 
 RESTARTS = 0.5  # share of the steps in which unused codes restart
 

@@ -33,9 +33,9 @@ from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
 from visspec.provenance import provenance
-from visspec.recipes.captioner import keep_memory
-from visspec.recipes.train_drafter import fresh_or_resumed, train
-from visspec.train.loop import Plan
+from visspec.recipes import cards
+from visspec.recipes.stages import keep_memory
+from visspec.recipes.train_drafter import fresh_or_resumed, parser_of, plan_of, train
 from visspec.train.validation import measure
 from visspec.types import Request, Sampling
 
@@ -229,35 +229,18 @@ def export(run: Path, folder: Path, family: Janus, count: int) -> dict[str, Any]
     found = figures(family, stored.head, count, stored.config.guidance)
     (folder / PROVENANCE).write_text(json.dumps(record | {"measured": found}, indent=2, default=str) + "\n")
     megabytes = (folder / "model.safetensors").stat().st_size / 1e6
-    (folder / "README.md").write_text(card(stored.head, found, record, megabytes))
-    (folder / "model.safetensors").chmod(0o644)
+    cards.publish(folder, card(stored.head, found, record, megabytes))
     return found
 
 
 def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Train the embedded painter's drafter on two CPU cores.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target", default="painter", help="shipped name or folder of the painter")
+    parser = parser_of(
+        "Train the embedded painter's drafter on two CPU cores.",
+        target="painter", steps=2000, batch=64, group=4, opening=0.5, rate=1.5e-3, levels=5, middle=None,
+    )  # fmt: skip
     parser.add_argument("--start", type=Path, help="drafter folder whose weights the run starts from")
     parser.add_argument("--note", help="sentence for the card, say on what --start was trained")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=64, help="pictures that the target draws together")
-    parser.add_argument("--rows", type=int, default=8, help="pictures of a training step")
-    parser.add_argument("--group", type=int, default=4)
-    parser.add_argument("--reuse", type=int, default=4)
-    parser.add_argument("--loss", default="tv", choices=("tv", "soft_ce", "kl"))
-    parser.add_argument("--opening", type=float, default=0.5, help="share of steps on soft_ce before --loss")
-    parser.add_argument("--rate", type=float, default=1.5e-3)
-    parser.add_argument("--unroll", type=int, default=5)
-    parser.add_argument("--middle", type=int, help="width of the MLP; default the target's")
-    parser.add_argument("--levels", type=int, default=5, help="depth that the drafter asks for; not trained")
-    parser.add_argument("--validate-every", type=int, default=500)
-    parser.add_argument("--save-every", type=int, default=100)
-    parser.add_argument("--threads", type=int, default=1, help="of each of the two: training, and drawing ahead")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--export", type=Path, help="folder for finished weights in half precision and their card")
     parser.add_argument("--prompts", type=int, default=16, help="prompts that finished weights are measured on")
     return parser
 
@@ -278,17 +261,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.start and not options.resume:
         drafter.head.load_state_dict(ImageFeatureDrafter.from_pretrained(options.start, family).head.state_dict())
         drafter.refresh()
-    plan = Plan(
-        steps=options.steps, unroll=options.unroll, loss=options.loss, opening=options.opening, rate=options.rate,
-        batch=options.batch, rows=options.rows, group=options.group, reuse=options.reuse, seed=options.seed,
-        validate_every=options.validate_every, save_every=options.save_every, autocast=True, ahead=True,
-    )  # fmt: skip
     guidance = drafter.config.guidance
     record = provenance(model, seed=options.seed, recipe="painter_drafter", target=Path(options.target).name)
     record |= {"note": options.note} if options.note else {}
     validate = Validation(family, drafter, guidance)
     pictures = Pictures(family, options.batch, guidance, FIRST_SEED + (options.seed << 20))
-    train(validate.target, drafter, pictures, plan, options.out, record, validate, options.resume, Rejection())
+    train(
+        validate.target, drafter, pictures, plan_of(options), options.out, record, validate, options.resume, Rejection()
+    )
     if options.export:
         print(json.dumps(export(options.out, options.export, family, options.prompts)))
 

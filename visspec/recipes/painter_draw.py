@@ -16,8 +16,8 @@ from visspec.recipes.painter_data import FIRST_SEED
 from visspec.recipes.painter_reading import Reading, progress
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
 from visspec.recipes.painter_tokens import KINDS, prompt_ids, read_tokens, without_words
-from visspec.recipes.painter_train import Stage
 from visspec.recipes.painter_vq import load_vq
+from visspec.recipes.stages import Stage
 
 DROPPED = 0.1  # share of rows whose prompt is replaced by padding, for classifier-free guidance
 READING_WEIGHT = 0.2  # of the throw-away heads' loss

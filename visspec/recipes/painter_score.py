@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 
 from visspec.eval.metrics.detection import DetectedColours, ShapeWorldDetector
-from visspec.eval.metrics.geneval import judge, kept
-from visspec.eval.world.suite import TASKS, Metadata
+from visspec.eval.metrics.geneval import judge, kept, summarise
+from visspec.eval.world.suite import Metadata
 
 JUDGED_AT = 96  # smaller pictures are enlarged to this side before the detector sees them
 
@@ -34,7 +34,6 @@ def verdicts(pictures: np.ndarray, rows: Sequence[Metadata]) -> list[bool]:
 
 def summary(right: Sequence[bool], rows: Sequence[Metadata]) -> dict:
     """Right verdicts by task, their unweighted mean (GenEval's overall score), and the share of all prompts."""
-    tasks = {tag: [ok for ok, row in zip(right, rows) if row["tag"] == tag] for tag in TASKS}
-    shares = {tag: sum(oks) / len(oks) for tag, oks in tasks.items() if oks}
-    out = {"geneval": round(sum(shares.values()) / len(shares), 4), "images": round(sum(right) / len(right), 4)}
-    return out | {"tasks": {tag: round(share, 4) for tag, share in shares.items()}}
+    found = summarise({"tag": row["tag"], "metadata": row["prompt"], "correct": ok} for ok, row in zip(right, rows))
+    tasks = {tag: round(task["score"], 4) for tag, task in found["tasks"].items()}
+    return {"geneval": round(found["overall"], 4), "images": round(found["correct_images"], 4), "tasks": tasks}

@@ -9,11 +9,11 @@ import torch
 import torch.multiprocessing as mp
 from transformers import JanusVQVAE, PreTrainedTokenizerFast
 
-from visspec.recipes.captioner import keep_memory
 from visspec.recipes.painter_build import BOI, BOS, build_tokenizer
 from visspec.recipes.painter_codes import composed
 from visspec.recipes.painter_data import FIRST_SEED, SIDE, bound_pair, pair
 from visspec.recipes.painter_vq import load_vq
+from visspec.recipes.stages import keep_memory
 
 KINDS = {"tokens": pair, "bound": bound_pair}  # of pairs: every task's, and the one task's that takes longest to learn
 SHARES = {"tokens": 1.0, "bound": 0.5}  # pairs of a kind for each that --pairs asks for

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
 
 from visspec.models.drafters.feature_checkpoint import write
 from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
-from visspec.recipes.captioner import descend
-from visspec.recipes.captioner_card import revision
+from visspec.provenance import provenance
+from visspec.recipes import cards
 from visspec.recipes.painter_build import CODES, grid
 from visspec.recipes.painter_tokens import read_tokens
+from visspec.recipes.stages import descend
 
 CARD = """---
 license: apache-2.0
@@ -92,18 +92,16 @@ def main(arguments: list[str] | None = None) -> None:
             print(json.dumps({"step": step + 1, "loss": round(loss.item(), 4)}), flush=True)
     seconds = time.time() - begun
     measured = score(model, held)
-    record = {
-        "recipe": "visspec.recipes.painter_upsampler", "git_revision": revision(), "seed": 0, "steps": options.steps,
-        "rows": options.rows, "seconds": round(seconds), "measured": measured,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }  # fmt: skip
+    record = provenance(
+        recipe="visspec.recipes.painter_upsampler", seed=0, steps=options.steps, rows=options.rows,
+        seconds=round(seconds), measured=measured,
+    )  # fmt: skip
     write(options.out, model, record, torch.float16)
     card = CARD.format(
         parameters=sum(p.numel() for p in trained) / 1e6, pictures=len(held["small"]), steps=options.steps,
         rows=options.rows, minutes=round(seconds / 60, 1), **measured,
     )  # fmt: skip
-    (options.out / "README.md").write_text(card)
-    (options.out / "model.safetensors").chmod(0o644)
+    cards.publish(options.out, card)
     print(json.dumps({"out": str(options.out), **measured}), flush=True)
 
 

@@ -17,7 +17,7 @@ from transformers import JanusVQVAE
 from visspec.recipes.painter_build import vq_config
 from visspec.recipes.painter_codes import decoded, inked, latents, measure, nearest
 from visspec.recipes.painter_data import FIRST_SEED, SIDE, crowded, pair, pixels
-from visspec.recipes.painter_train import Stage
+from visspec.recipes.stages import Stage
 
 WARM = 0.05  # share of the steps before codes replace the encoder's outputs
 RESTARTS = 0.8  # share of the steps in which unused codes restart

@@ -40,7 +40,6 @@ class Recorder:
 
     def start(self, state: State, scores: Scores) -> None:
         self.scores, self.first = scores, state.position
-        self.alive = list(state.rows)
         self.rounds: list[tuple[list[int], Tensor, Tensor]] = []
 
     def propose(self, state: State, depth: int) -> Draft:

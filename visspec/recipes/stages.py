@@ -1,6 +1,11 @@
-"""What both training stages of the painter share: learning rate, checkpoints, and several one-thread processes."""
+"""What the training stages of captioner and painter share: learning rate, checkpoints, several one-thread processes.
+
+Each worker is one process with one thread: at this size that is faster than two threads inside each operation, and it
+suffers less from other work on the machine. Workers hold equal weights and average their gradients.
+"""
 
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -15,7 +20,36 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from visspec.files import replacing
-from visspec.recipes.captioner import descend, keep_memory
+
+
+def keep_memory() -> None:
+    """Let glibc keep freed memory: large tensors are otherwise mapped and zeroed by the kernel at every step."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 1 << 28)):  # no mmap, no trim, grow by 256 MiB
+            libc.mallopt(option, value)
+    except OSError:
+        pass
+
+
+def average_gradients(parameters: list[nn.Parameter], workers: int) -> None:
+    """Replace every gradient by its mean over the workers, in one message."""
+    if workers == 1:
+        return
+    gradients = [p.grad for p in parameters if p.grad is not None]  # of the same parameters on every worker
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, mean in zip(gradients, flat.div_(workers).split([gradient.numel() for gradient in gradients])):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def descend(optimiser: torch.optim.Optimizer, parameters: list[nn.Parameter], loss: torch.Tensor, workers: int) -> None:
+    """One step down a loss: gradients averaged over the workers and clipped to norm 1."""
+    optimiser.zero_grad()
+    loss.backward()
+    average_gradients(parameters, workers)
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimiser.step()
 
 
 class Stage:
@@ -24,6 +58,8 @@ class Stage:
     A subclass sets `parts`, whatever has state_dict and load_state_dict and must survive a restart, and defines
     `loss()`, the loss of the next batch, and `report()`, called on every worker, what is to be known of the model.
     """
+
+    warm = 0.04  # share of the steps in which the learning rate rises
 
     def __init__(
         self, options: argparse.Namespace, rank: int, file: str, steps: int, peak: float, trained: list[nn.Parameter],
@@ -47,8 +83,8 @@ class Stage:
         raise NotImplementedError
 
     def rate(self) -> float:
-        """Learning rate: linear warm-up over 4 % of the steps, then a cosine down to 2 % of the peak."""
-        warm = max(1, int(0.04 * self.steps))
+        """Learning rate: linear warm-up, then a cosine down to 2 % of the peak."""
+        warm = max(1, int(self.warm * self.steps))
         done = max(0.0, (self.step - warm) / max(1, self.steps - warm))
         return self.peak * min((self.step + 1) / warm, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
@@ -111,6 +147,6 @@ def _worker(
 
 
 def in_workers(make: Callable[[argparse.Namespace, int], Stage], options: argparse.Namespace) -> None:
-    """Run a stage in `options.workers` processes of one thread each, which is faster here than threads."""
+    """Run a stage in `options.workers` processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_worker, (str(Path(folder) / "meeting"), make, options), nprocs=options.workers)

@@ -1,0 +1,29 @@
+"""`visspec list`: names of drafters, rules, presets and checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from visspec.api import zoo
+
+    view = Table("kind", "name", Column("what it is", overflow="fold"))
+    for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE), ("order", zoo.ORDERS)):
+        for name, (_, what) in entries.items():
+            view.add_row(kind, name, what)
+    for name, (kind, *_, what) in zoo.SHIPPED.items():
+        view.add_row("drafter", name, f"{what} {kind}, shipped with the package")
+    for name, preset in zoo.PRESETS.items():
+        view.add_row("preset", name, f"{preset.source} ({preset})")
+    for folder in sorted(p for p in zoo.CHECKPOINTS.iterdir() if (p / "config.json").is_file()):
+        size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
+        view.add_row("checkpoint", folder.name, f"{size:.1f} MB, shipped with the package")
+    Console().print(view)

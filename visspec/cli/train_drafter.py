@@ -1,0 +1,28 @@
+"""`visspec train drafter`: distil a feature drafter for a target, in process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from visspec.cli.arguments import add_hardware, positive
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, help="folder or hub id of the target")
+    parser.add_argument("--data", required=True, type=Path, help="folder of images, or JSONL of {image, prompt}")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--steps", type=positive, default=2000)
+    parser.add_argument("--loss", default="tv", choices=["tv", "soft_ce", "kl"])
+    parser.add_argument("--image-latents", type=positive, default=1, help="vectors that stand for an image (1)")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="of the target's own answers (256)")
+    parser.add_argument("--seed", type=int, default=0)
+    add_hardware(parser)
+    parser.add_argument("--resume", action="store_true")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from visspec.recipes import train_drafter
+
+    options = {k: v for k, v in vars(arguments).items() if k not in ("command", "what", "run")}
+    train_drafter.run(**options)
