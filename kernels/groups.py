@@ -7,7 +7,7 @@ A drafted x is accepted with probability min(1, p(C)/q(C)), C the group of x:
               without those whose p differs from p(x) by more than `max_gap`
               or whose embedding lies farther than `max_distance` from that of x
 
-Windows of ranks are no partition, so the dynamic ratio may fall below the exact one: pass
+Windows of ranks are not a partition, so the dynamic ratio may be below the exact one: pass
 mass = q(x) p(C)/q(C) - p(x) to `accept_tree` or `accept_chain`, which clamp it. R rows, V vocabulary, F features.
 """
 
@@ -52,7 +52,7 @@ def reference(p, q, token, clusters=None, group=0, max_gap=None, embedding=None,
 
 
 def _reach(max_distance):
-    """The largest squared distance inside the group, as the fp32 number that a kernel is given."""
+    """The largest squared distance inside the group, as the fp32 number passed to a kernel."""
     return as_float32(max_distance**2)
 
 
@@ -76,7 +76,7 @@ def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_dis
 
 
 def _window(p, token, half):
-    """Ids (R, 2 half + 1) of x and of the ranks above and below it, and which of them exist; no sort of the law."""
+    """Ids (R, 2 half + 1) of x and of the ranks above and below it, and which of them exist; does not sort the law."""
     key = sortable(p.float(), torch.arange(p.shape[1], device=p.device))
     here = key.gather(1, token.unsqueeze(1))
     ends = torch.iinfo(torch.int64)
@@ -208,7 +208,7 @@ def grouped_mass(p, q, token, clusters=None, group=None, max_gap=None, embedding
     p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int. Static groups: clusters (V,) int of
     non-negative ids. Dynamic: group >= 0 ranks around x, max_gap in probability, embedding (V, F) with max_distance
     (not squared). Raises ValueError or TypeError naming the argument; on a CPU also for token ids out of range, which
-    CUDA gives the masses 0.
+    CUDA returns masses of 0 for them.
     """
     check_tensor("p", p, (None, None), FLOATS)
     R, V = p.shape

@@ -6,7 +6,7 @@ With n_1, n_2, ... the neighbours of x, nearest first, and c_j = p(n_1) + ... + 
                     m the largest j with c_j <= (lam - 1) p(x)     (LANTERN++, Park et al., ICLR-W 2025)
 
 and x is accepted with probability min(1, (p(x) + mass)/q(x)). delta bounds the total variation between p and the law in
-which x has taken its neighbours' mass. R rows, V vocabulary, K neighbours.
+which the mass of the neighbours is moved to x. R rows, V vocabulary, K neighbours.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ from visspec.kernels.common import (
 )
 
 EPSILON = 2.0**-52  # of fp64
-FEW = 64  # neighbours looked at first where the bound is small
+FEW = 64  # neighbours read first if the bound is small
 
 
 def reference(p, token, neighbours, delta=None, lam=None, row=None):
@@ -50,7 +50,7 @@ def reference_mass(law, x, near, delta, lam):
 
 
 def reference_prefix(law, near, bound):
-    """The largest prefix sum of the neighbours' weights within the bound, and of how many neighbours it is."""
+    """The largest prefix sum of the neighbours' weights within the bound, and its length."""
     mass = 0.0
     for count, y in enumerate(near):
         weight = law[y] if 0 <= y < len(law) else 0.0
@@ -80,8 +80,8 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
 
 
 def prefix_mass(law, near, bound):
-    """One row on the host: the largest prefix sum of law[near] within the bound, and of how many neighbours it is."""
-    if len(near) > FEW > bound * len(law):  # of equally likely codes fewer would pass the bound
+    """One row on the host: the largest prefix sum of law[near] within the bound, and its length."""
+    if len(near) > FEW > bound * len(law):  # for a uniform law FEW neighbours reach the bound
         found = _prefix(law, near[:FEW], bound)
         if found[1] < FEW:
             return found
@@ -91,7 +91,7 @@ def prefix_mass(law, near, bound):
 def _prefix(law, near, bound):
     weight = _weights(law, near).astype(np.float64)
     summed = float(weight.dot(ones(len(weight))))
-    if summed <= bound * (1 - len(weight) * EPSILON):  # the order of a sum turns its last bits: the definition's decide
+    if summed <= bound * (1 - len(weight) * EPSILON):  # rounding depends on the order of the sum: use the definition's
         return summed, len(weight)
     running = weight.cumsum()
     inside = int(running.searchsorted(bound, side="right"))
@@ -112,7 +112,7 @@ def _weights(law, near):
 
 
 def table_on_host(neighbours):
-    """The table for `prefix_mass`. int32 is read as uint32, which makes a negative id huge: `take` then refuses it."""
+    """The table for `prefix_mass`. int32 is read as uint32, so that a negative id is huge and `take` raises."""
     stored = host(neighbours)
     return stored.view(np.uint32) if stored.dtype == np.int32 else stored
 
@@ -122,7 +122,7 @@ def _neighbour_mass_kernel(
     p, token, neighbours, row, out, laws, V, K, delta, lam,
     ROW: tl.constexpr, LAM: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per drafted token: prefix scan in chunks, left as soon as the bound is passed."""
+    """One program per drafted token: prefix scan in chunks, which ends when the bound is passed."""
     r = tl.program_id(0).to(tl.int64)
     x = tl.load(token + r).to(tl.int64)
     known = (x >= 0) & (x < V)
@@ -189,9 +189,9 @@ def _neighbour_mass_fake(p, token, neighbours, delta, lam, row):
 def neighbour_mass(p, token, neighbours, delta=None, lam=None, row=None):
     """Mass of the neighbours of each token under its law: (R,) fp32.
 
-    p (R, V), or (any, V) with row (R,) naming the law of each token; token (R,) int; neighbours (V, K) int, nearest
+    p (R, V), or (any, V) with row (R,), the index of each token's law; token (R,) int; neighbours (V, K) int, nearest
     first, self excluded; exactly one of delta >= 0 and lam >= 1. A neighbour outside the vocabulary has no mass. Raises
-    ValueError or TypeError naming the argument; on a CPU also for token and row ids out of range, which CUDA gives 0.
+    ValueError or TypeError naming the argument; on a CPU also for ids out of range (0 on CUDA).
     """
     check_tensor("p", p, (None, None), FLOATS)
     check_tensor("token", token, (None,), INTS, p.device)
