@@ -1,11 +1,11 @@
 """Fused kernels, one file each: formula, `reference` in torch, Triton kernel, launcher, test cases.
 
-Imported as `visspec.kernels`, never as top-level `kernels`: that name belongs to a Hugging Face package, and with the
-repository root on `sys.path` transformers' probe for it would find this folder. Run python with `-P`.
+Import it as `visspec.kernels`, not as top-level `kernels`: a Hugging Face package has that name, and if the repository
+root is on `sys.path`, transformers imports this folder instead. Run python with `-P`.
 
-Every public function runs on every device through one `torch.library` operator: torch on a CPU, Triton on CUDA. The
-package is lazy: a file is imported when one of its names is first used. No function has the name of its file, because
-importing a submodule would hide the function.
+Every public function supports every device through one `torch.library` operator: torch on a CPU, Triton on CUDA. A file
+is imported when one of its names is first used. No function has the name of its file, because importing a submodule
+would hide the function.
 """
 
 from importlib import import_module

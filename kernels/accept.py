@@ -1,21 +1,21 @@
-"""Acceptance of a draft tree and the token after it, in one pass without a host synchronisation.
+"""Acceptance of a draft tree and sampling of the next token, in one pass without a host synchronisation.
 
-At a node with target law p the siblings are tried in index order with a residual law r, r = p before the first:
+At a node with target law p the siblings are tested in index order against a residual law r, r = p before the first:
 
     point mass    accept x with probability r(x),              else r <- r without x, renormalised
     drawn from q  accept x with probability min(1, r(x)/q(x)), else r <- [r - q]+, renormalised
 
-and after the last one `next` is drawn from r by inverse CDF (the bonus token where a node has no children). This keeps
+and after the last one `next` is drawn from r by inverse CDF (the bonus token if a node has no children). This preserves
 the law of the target (Leviathan et al. 2023, Chen et al. 2023; trees: SpecInfer, EAGLE). A relaxed rule adds a mass to
 r(x): f = min(1, (r(x) + mass)/q(x)), never below the exact f, with the residual unchanged, and `drift` sums
-f - min(1, r(x)/q(x)) over the tried nodes. Given `neighbours`, the mass is LANTERN's (`neighbour_mass`) under r: later
-siblings borrow from what is left, and a code within the bound of an earlier sibling lends them nothing.
+f - min(1, r(x)/q(x)) over the tested nodes. With `neighbours` the mass is LANTERN's (`neighbour_mass`) under r: later
+siblings use the residual, and a code within the bound of an earlier sibling has no mass for them.
 
-Closed forms, so that a sibling needs no pass over V. Point mass: r(x_j) = p(x_j) / (1 - sum of the earlier siblings'
+Closed forms avoid a pass over V for each sibling. Point mass: r(x_j) = p(x_j) / (1 - sum of the earlier siblings'
 p). Drawn: with M_0 = 1, u_j = u_{j-1} - M_{j-1} q_j and M_j = sum [u_j]+, the residual is [u_j]+ / M_j.
 
-Laws are read as they are stored, their sums are kept in fp64, so the launch geometry cannot turn a decision.
-An all-zero residual (rounding only) falls back to the most likely token of the node's law.
+Laws are read in their dtype and summed in fp64, so the launch geometry does not change a decision.
+An all-zero residual (due to rounding) falls back to the most likely token of the node's law.
 B rows, N draft nodes, V vocabulary, D = depth + 1, K neighbours.
 """
 
@@ -51,8 +51,8 @@ def reference(
 ):
     """The definition, one row at a time in Python floats: tokens (N), parent (N), p and q (N, V), coins (N), draw.
 
-    Returns the accepted path (list of nodes), the next token, the drift, and of each node of the path the chance that
-    the exact rule would have rejected it, see `displacement`.
+    Returns the accepted path (list of nodes), the next token, the drift, and for each node of the path the probability
+    that the exact rule would have rejected it, see `displacement`.
     """
     tokens, parent, coins, draw = tokens.tolist(), parent.tolist(), coins.double().tolist(), float(draw)
     p, q = p.double().tolist(), None if q is None else q.double().tolist()
@@ -70,16 +70,16 @@ def reference(
         extra = 0.0 if mass is None else float(mass[n])
         if neighbours is not None and x not in zeroed:
             bound = as_float32(delta) * left if lam is None else (as_float32(lam) - 1.0) * max(residual[x], 0.0)
-            weights = [0.0 if y in lent else max(r, 0.0) for y, r in enumerate(residual)]
+            weights = [0.0 if y in used else max(r, 0.0) for y, r in enumerate(residual)]
             borrowed, count = reference_prefix(weights, neighbours[x].tolist(), bound)
             extra = borrowed / max(left, TINY)
-            lent.update(neighbours[x, :count].tolist())
+            used.update(neighbours[x, :count].tolist())
         if q is None and x in zeroed:
             extra = 0.0
         f = max(exact, min(1.0, exact + extra / (1.0 if q is None else max(q[n][x], TINY))))
         drift += f - exact
         if coins[n] < f:
-            current, residual, left, zeroed, lent, siblings = n, list(p[n]), 1.0, set(), set(), 0
+            current, residual, left, zeroed, used, siblings = n, list(p[n]), 1.0, set(), set(), 0
             path.append(n)
             gain.append((f - exact) / f)
         elif q is None:
@@ -105,9 +105,9 @@ def _draw(residual, law, draw):
 def accept_tree_host(
     tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
 ):
-    """The CPU path: a walk over the nodes that can be reached, on numpy views of the tensors.
+    """The CPU path: a loop over the reachable nodes, on numpy views of the tensors.
 
-    A CPU has no device to wait for, and a walk reads the laws, drafts and neighbours of the tried nodes only.
+    On a CPU there is no synchronisation to avoid, and only the rows of the tested nodes are read.
     """
     B, N, V = p.shape
     check_ids("tokens", tokens, V)
@@ -135,12 +135,12 @@ def _rows_of(p):
 
 
 def _softmax_of(scores):
-    """As `_rows_of`, from log-laws: those of nodes that nobody reaches are never worked out."""
+    """Like `_rows_of`, from log-laws; the softmax is computed for reached nodes only."""
     return lambda b: lambda n: widen(host(torch.softmax(scores[b, n], -1)))
 
 
 def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
-    """One row: the accepted nodes, what is left of the law after them (fp64), that law, the drift, the displacement."""
+    """One row: the accepted nodes, the residual after them (fp64), its law, the drift, the displacement."""
     kept, current, drift, moved = [0], 0, 0.0, 0.0
     tried: set[int] = set()
     rest: np.ndarray | None = None  # of point masses it stays so
@@ -161,23 +161,23 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
             drawn = widen(q[n])
             qx, room = float(drawn[x]), px if rest is None else float(rest[x])
         f = exact = min(1.0, max(room, 0.0) / max(left * qx, TINY))
-        lenders = None
+        used = None
         if near is not None and exact < 1.0:
             table, delta, lam = near
             bound = left * delta if lam is None else (lam - 1.0) * max(room, 0.0)
-            added, count = prefix_mass(lender, table[x], bound)
-            f, lenders = max(exact, min(1.0, exact + added / max(left * qx, TINY))), table[x, :count]
+            added, count = prefix_mass(source, table[x], bound)
+            f, used = max(exact, min(1.0, exact + added / max(left * qx, TINY))), table[x, :count]
         elif mass is not None:
             f = max(exact, min(1.0, exact + mass[n] / max(qx, TINY)))
         drift += f - exact
         if coins[n] < f:
-            if space is not None and f > exact:  # y is drawn from what is left after a rejection of x
+            if space is not None and f > exact:  # y is drawn from the residual after a rejection of x
                 over = law if rest is None else rest
                 over = _zeroed(law.copy(), (*tried, x)) if q is None else _less(over, drawn, left)
                 moved += (f - exact) / f * mean_distance(x, over, space)
             kept.append(n)
             tried, rest, left, spent, siblings, current, law = set(), None, 1.0, [], 0, n, law_at(n)
-            lender = law
+            source = law
             continue
         if q is None:
             tried.add(x)
@@ -191,12 +191,12 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
                 lender = _without(law.copy() if lender is law else lender, spent[-1:])
                 lender[x] = 0.0
             else:
-                lender = _without(rest.copy(), spent)
+                source = _without(rest.copy(), spent)
     return kept, _zeroed((law if rest is None else rest).astype(np.float64), tried), law, drift, moved
 
 
 def _less(law, drawn, left):
-    """[law - left * drawn]+, in the type of the law."""
+    """[law - left * drawn]+, in the dtype of the law."""
     rest = drawn if left == 1.0 else np.multiply(drawn, left, dtype=law.dtype)
     rest = np.subtract(law, rest, dtype=law.dtype)
     return np.maximum(rest, 0.0, out=rest)
@@ -209,7 +209,7 @@ def _zeroed(weights, ids):
 
 
 def _without(weights, spent):
-    """The weights, 0 at the ids of these arrays; those outside the vocabulary are passed over."""
+    """Sets the weights at these ids to 0, in place; ids outside the vocabulary are ignored."""
     for ids in spent:
         if not known(ids, len(weights)):
             ids = ids[(ids >= 0) & (ids < len(weights))]
@@ -230,7 +230,7 @@ def _draw_by_blocks(weights, law, draw):
     running = inside.cumsum()
     if block:
         running += ends[block - 1]
-    # The two sums may differ in their last bit: never beyond the last token that has a weight.
+    # The two sums may differ in their last bit: clamp to the last token with a non-zero weight.
     place = min(int(running.searchsorted(draw * ends[-1], side="right")), int(inside.nonzero()[0][-1]))
     return 128 * block + place
 
@@ -242,7 +242,7 @@ def _accept_tree_kernel(  # noqa: C901
     DRAWN: tl.constexpr, MASS: tl.constexpr, NEAR: tl.constexpr, LAM: tl.constexpr, ONCE: tl.constexpr,
     TINY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: walk the nodes, try the children of the current one, draw the next token."""
+    """One program per row: loop over the nodes, test the children of the current one, draw the next token."""
     row = tl.program_id(0).to(tl.int64)
     kind = scratch.dtype.element_ty
     nodes = tl.arange(0, BLOCK_N)
@@ -263,11 +263,11 @@ def _accept_tree_kernel(  # noqa: C901
         for start in range(0, V, BLOCK_V):
             at = start + tl.arange(0, BLOCK_V)
             tl.store(rest + at, tl.load(laws + at, mask=at < V, other=0.0).to(kind), mask=at < V)
-    spoken = marks + row * V  # 1 + the node at which a code has lent, or was rejected as a point mass
+    used_at = marks + row * V  # 1 + the node at which a code was used, or rejected as a point mass
     if ONCE:
         for start in range(0, V, BLOCK_V):
             at = start + tl.arange(0, BLOCK_V)
-            tl.store(spoken + at, tl.zeros((BLOCK_V,), tl.int32), mask=at < V)
+            tl.store(used_at + at, tl.zeros((BLOCK_V,), tl.int32), mask=at < V)
     if DRAWN or ONCE:
         tl.debug_barrier()
     for n in range(1, N):
@@ -318,13 +318,13 @@ def _accept_tree_kernel(  # noqa: C901
                     else:
                         weight = tl.load(law + near, mask=near_ok, other=0.0).to(tl.float64)
                     if ONCE:
-                        weight = tl.where(tl.load(spoken + near, mask=near_ok, other=0) == cur + 1, 0.0, weight)
+                        weight = tl.where(tl.load(used_at + near, mask=near_ok, other=0) == cur + 1, 0.0, weight)
                     summed = total + tl.cumsum(weight, 0)
                     kept = summed <= bound
                     extra = tl.maximum(extra, tl.max(tl.where(kept, summed, 0.0), 0))
                     total += tl.sum(weight, 0)
-                    if ONCE:  # what an accepted node has borrowed is never asked for again
-                        tl.store(spoken + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=near_ok & kept & valid)
+                    if ONCE:  # an accepted node's marks are not read again
+                        tl.store(used_at + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=near_ok & kept & valid)
                     k += BLOCK_K
                     limit = tl.where(total <= bound, limit, 0)
             exact = tl.where(valid, exact, 0.0)
@@ -350,7 +350,7 @@ def _accept_tree_kernel(  # noqa: C901
                 spent += tl.where(valid, px, 0.0)
                 if ONCE:
                     if not DRAWN:
-                        tl.store(spoken + safe, cur + 1, mask=valid)
+                        tl.store(used_at + safe, cur + 1, mask=valid)
                     tl.debug_barrier()
                 if DRAWN:
                     before = tl.where(nodes == n, left, before)
@@ -432,7 +432,7 @@ def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delt
 def accept_tree_device(
     tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
 ):
-    """The path of a device: the launch, and what the displacement takes."""
+    """The CUDA path: the launch, then the displacement."""
     if scores:
         p = torch.softmax(p, -1)
     rule = (mass, neighbours, delta, lam, depth, branch)
@@ -449,7 +449,7 @@ def _fake(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth
     return path, ids, torch.empty_like(ids), *(tokens.new_empty(B, dtype=torch.float32) for _ in range(2))
 
 
-# Not `custom_op`: its wrapper alone takes 40 us a call, a tenth of a verification as the engine makes it.
+# Not `custom_op`: its wrapper takes 40 us per call, a tenth of a verification in the engine.
 torch.library.define(
     "visspec::accept_tree",
     "(Tensor tokens, Tensor parent, Tensor p, Tensor? q, Tensor coins, Tensor draw, Tensor? mass, Tensor? neighbours,"
@@ -482,18 +482,18 @@ def accept_tree(
     """Accepts a path of the draft tree and draws the token after it.
 
     tokens (B, N) int, within the vocabulary at padding nodes too; parent (B, N), (1, N) or (N,) int: -1 at node 0, the
-    pending token, and at padding nodes; others after their parent. p (B, N, V): law after each node. q (B, N, V): law
-    from which each node was drawn given its earlier siblings; None: nodes are point masses. coins (B, N) and draw (B,):
-    uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN) or lam (LANTERN++), see
-    `neighbour_mass`, here of the residual. depth: longest path without the root (default N - 1); branch: most children
-    of a node that are tried (default N - 1). Deeper nodes and later siblings are left out, as if they were padding.
-    space (E + 2, K): what `displacement.coordinates` gives of a codebook. scores: p holds log-laws, whose softmax is
-    taken where it is needed.
+    pending token, and at padding nodes; a parent precedes its children. p (B, N, V): law after each node. q (B, N, V):
+    law from which each node was drawn given its earlier siblings; None: nodes are point masses. coins (B, N) and draw
+    (B,): uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN) or lam (LANTERN++), see
+    `neighbour_mass`, here of the residual. depth: maximum path length without the root (default N - 1); branch: maximum
+    number of children tested per node (default N - 1). Deeper nodes and later siblings are treated as padding. space
+    (E + 2, K): the result of `displacement.coordinates` for a codebook. scores: p contains log-laws; their softmax is
+    computed here.
 
     Returns path (B, depth + 1) int64 padded with -1 and starting with node 0, length (B,) int64 (node 0 counted),
     next (B,) int64, drift (B,) fp32, and with `space` the displacement (B,) fp32. Raises ValueError or TypeError naming
-    the argument; with check=True also for laws that do not sum to one, a parent that is not an earlier node, and a
-    token outside the vocabulary (on a CPU always; CUDA never accepts one).
+    the argument; with check=True also if a law does not sum to one, a parent is not an earlier node, or a token is
+    outside the vocabulary (on a CPU always; CUDA never accepts such a token).
     """
     if isinstance(parent, torch.Tensor) and parent.dim() == 2 and parent.shape[0] == 1:
         parent = parent[0]

@@ -56,7 +56,7 @@ def reference(
 
 
 def tree_attention_torch(q, k, v, length, ancestors, start, scaling):
-    """The CPU path: heads of a group become rows of one matrix, and torch's attention reads each key head once."""
+    """The CPU path: the heads of a group are rows of one matrix, so torch's attention reads each key head once."""
     B, H, N, F = q.shape
     G, S = k.shape[1:3]
     slot = torch.arange(S, device=q.device)
@@ -228,7 +228,7 @@ def tree_attention(
 
     q (B, H, N, F); k and v (B, G, S, F), G dividing H, with the tree in slots length .. length + N; length (B,) int;
     parent (N,) or (1|B, N) int, or ancestors (1|B, N, N) bool; start (B,) int: first prefix slot (left padding);
-    scaling defaults to F ** -0.5. length + N <= S is the caller's word. Raises ValueError or TypeError by argument.
+    scaling defaults to F ** -0.5. length + N <= S is not checked. Raises ValueError or TypeError.
     """
     check_tensor("q", q, (None, None, None, None), FLOATS)
     B, H, N, F = q.shape
@@ -265,9 +265,9 @@ def tree_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The signature of transformers' attention interface: returns (output (B, N, H, F), None).
 
-    A draft tree is announced by the forward arguments `tree_lengths` (B,) with `tree_parents` or `tree_ancestors`, and
-    `tree_starts` for left padding; a window shorter than the cache is refused then. Without them (the prefill, the
-    vision tower) it is plain attention under `attention_mask`, causal where there is none. Soft caps are refused.
+    A draft tree is passed by the forward arguments `tree_lengths` (B,) with `tree_parents` or `tree_ancestors`, and
+    `tree_starts` for left padding; a window shorter than the cache then raises ValueError. Without them (prefill,
+    vision tower) it is plain attention with `attention_mask`, causal if that is None. Soft caps are not supported.
     """
     for name in ("softcap", "s_aux"):
         require(kwargs.get(name) is None, name, "a value", "None: this is plain softmax attention")

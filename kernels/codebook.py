@@ -1,11 +1,11 @@
-"""The k nearest codes of every code, the table LANTERN's rule reads.
+"""The k nearest codes of every code, the table used by LANTERN's rule.
 
     d(i, j) = |e_i|^2 + |e_j|^2 - 2 e_i . e_j,   i's row: the k smallest d(i, j), j != i, nearest first
 
-Equal distances go by index. `normalise` first scales every code to unit length, as LlamaGen's and Janus's decoders do
-on lookup (the published tables skip it). Rows are processed in chunks: distances become sortable 64-bit keys (ordered
-bits of the distance above the index), so the result does not depend on how ties are sorted.
-V codes, F features, k neighbours; arithmetic in fp32.
+Equal distances are ordered by index. `normalise` first scales every code to unit length, as LlamaGen's and Janus's
+decoders do on lookup (the published tables don't). Rows are processed in chunks: distances become sortable 64-bit keys
+(ordered bits of the distance above the index), so the result does not depend on how ties are sorted. V codes, F
+features, k neighbours; arithmetic in fp32.
 """
 
 import torch

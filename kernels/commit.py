@@ -33,9 +33,9 @@ def commit_kv_torch(kv, length, path, count):
     column = torch.arange(D, device=path.device)
     moved = column < count.unsqueeze(1)
     target = first + torch.where(moved, column, 0)
-    # A row that keeps nothing rewrites its first slot with itself.
+    # A row that keeps nothing writes its first slot to itself.
     source = first + torch.where(moved, path, path[:, :1] * moved[:, :1])
-    if B == 1:  # half the time of the general indexing
+    if B == 1:  # takes half the time of general indexing
         for t in kv:
             t[0].index_copy_(1, target[0], t[0].index_select(1, source[0]))
         return
@@ -51,7 +51,7 @@ def _commit_kernel(
 ):  # fmt: skip
     """One program per (tensor, row, head): ascending copy, a block of path columns at a time."""
     base = tl.load(pointers + tl.program_id(0)).to(tl.pointer_type(like.dtype.element_ty))
-    if ALIGNED:  # a loaded address says nothing about its alignment
+    if ALIGNED:  # the compiler can't infer the alignment of a loaded address
         base = tl.multiple_of(base, 16)
     b = tl.program_id(1).to(tl.int64)
     base += b * stride_b + tl.program_id(2).to(tl.int64) * stride_h
@@ -63,7 +63,7 @@ def _commit_kernel(
         source = tl.load(path + b * D + j, mask=j < kept, other=-1).to(tl.int64)
         moves = (source > j)[:, None] & (lanes < F)[None, :]
         rows = tl.load(base + source[:, None] * stride_s + lanes[None, :], mask=moves)
-        tl.debug_barrier()  # a slot may be the source of one row and the target of another
+        tl.debug_barrier()  # a slot may be the source of one row and the destination of another
         tl.store(base + j.to(tl.int64)[:, None] * stride_s + lanes[None, :], rows, mask=moves)
 
 
@@ -74,7 +74,7 @@ def _addresses(pointers, device):
 
 
 def commit_kv_triton(kv, length, path, count):
-    """One launch for all tensors of one shape: their addresses travel in a table."""
+    """One launch for all tensors of one shape: their addresses are passed in a table."""
     launchable(kv[0])
     B, H, _, F = kv[0].shape
     D = path.shape[1]

@@ -1,4 +1,4 @@
-"""What the kernel files share: the optional Triton import, the device of a launch, one-sentence argument checks."""
+"""Shared by the kernel files: the optional Triton import, the device of a launch, argument checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a torch-only machine: every operator keeps its torch body
+except ImportError:  # without Triton every operator uses its torch implementation
 
     class _Absent:
         """Stands in for Triton so that kernel signatures still parse."""
@@ -37,7 +37,7 @@ def jit(fn: Callable) -> Any:
 
 
 def launchable(tensor: torch.Tensor) -> None:
-    """Refuses to launch a Triton kernel where it cannot run."""
+    """Raises RuntimeError if a Triton kernel cannot run."""
     if triton is None:
         raise RuntimeError("triton: not installed, expected it for a CUDA tensor")
     if not tensor.is_cuda and not triton.knobs.runtime.interpret:
@@ -47,7 +47,7 @@ def launchable(tensor: torch.Tensor) -> None:
 def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     """`launch` with the device of its first argument, a tensor or a list of them, as the current one.
 
-    Triton launches on the current device, whatever the device of the tensors.
+    Triton launches on the current device, not on the device of the tensors.
     """
 
     @functools.wraps(launch)
@@ -63,19 +63,19 @@ def next_power_of_2(n: int) -> int:
 
 
 def as_float32(value: float) -> float:
-    """The value a Triton scalar argument really has: both paths compare with the same number."""
+    """The fp32 value of a Triton scalar argument, so that both paths compare with the same number."""
     return ctypes.c_float(value).value
 
 
 def host(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as numpy sees it, without a copy on a CPU; bf16, which numpy lacks, as its 16 bits."""
+    """The tensor as a numpy array, without a copy on a CPU; bf16, which numpy lacks, as its 16 bits."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def widen(stored: np.ndarray) -> np.ndarray:
-    """Values of an array from `host` in fp32, or fp64 if they are; the array itself where nothing is to be done."""
+    """An array from `host` in fp32, or in fp64 if it is; the array itself if no conversion is needed."""
     if stored.dtype == np.uint16:
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float32) if stored.dtype == np.float16 else stored
@@ -83,7 +83,7 @@ def widen(stored: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache
 def ones(count: int) -> np.ndarray:
-    """So many ones in fp64, to sum by a dot product with them."""
+    """A vector of ones in fp64, to sum by a dot product."""
     return np.ones(count)
 
 
@@ -120,13 +120,13 @@ def check_number(name: str, value: float, low: float = -math.inf, high: float = 
 
 
 def check_ids(name: str, ids: torch.Tensor, count: int) -> None:
-    """Refuses ids outside [0, count) on a CPU, where looking costs no wait; on a device the kernels mask them."""
+    """Raises ValueError for ids outside [0, count) on a CPU, where no sync is needed; CUDA kernels mask them."""
     if ids.device.type == "cpu" and not known(stored := host(ids), count):
         require(False, name, f"ids from {int(stored.min())} to {int(stored.max())}", f"ids in [0, {count})")
 
 
 def known(ids: np.ndarray, count: int) -> bool:
-    """Whether all ids of an array are in [0, count), in one pass: read without a sign, a negative one is huge."""
+    """Whether all ids of an array are in [0, count), in one pass: as unsigned numbers, negative ids are huge."""
     return np.maximum.reduce(ids.view(UNSIGNED[ids.dtype.itemsize]), axis=None, initial=0) < count
 
 
@@ -135,7 +135,7 @@ def _differs(want: int | None, size: int) -> bool:
 
 
 def check_laws(name: str, law: torch.Tensor, tolerance: float) -> None:
-    """Debugging check (it synchronises): rows are finite, non-negative and sum to one within `tolerance`."""
+    """Debugging check (synchronises): rows are finite, non-negative and sum to one within `tolerance`."""
     total = law.double().sum(-1)
     worst = float((total - 1).abs().max()) if total.numel() else 0.0
     finite = bool(torch.isfinite(law).all()) and bool((law >= 0).all())

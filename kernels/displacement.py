@@ -1,25 +1,25 @@
-"""How far relaxed acceptance moves an image in the decoder's latent space: E ||e(x) - e(y)||, summed over a round.
+"""Displacement of relaxed acceptance in the decoder's latent space: E ||e(x) - e(y)||, summed over a round.
 
-x was accepted with probability f where the exact rule has f*. Toss both with one coin: given that x was accepted, the
-exact rule would have rejected it with probability (f - f*)/f, the gain of the node, and drawn y from its residual. This
-meter adds the gain times the mean of ||e(x) - e(y)|| over y for every accepted node. Total variation says how much mass
-a rule displaces (all rules pay alike for acceptance); this says how far. Ids behind the codes (grammar) are nowhere.
+x was accepted with probability f, by the exact rule with f*. With the same random number for both, given that x was
+accepted, the exact rule would have rejected it with probability (f - f*)/f, the gain of the node, and drawn y from its
+residual. The displacement is the sum over accepted nodes of the gain times the mean of ||e(x) - e(y)|| over y. Total
+variation measures how much mass a rule moves, displacement how far. Ids above the codes (grammar) have no vector.
 
-A part of `accept_tree`: its walk on a CPU has the residual at hand, a device works it out for all accepted nodes at
-once. B rows, N nodes, D path nodes, V vocabulary, K codes, E features.
+Computed by `accept_tree`: on a CPU its loop over the nodes has the residual already, on CUDA all accepted nodes are
+computed at once. B rows, N nodes, D path nodes, V vocabulary, K codes, E features.
 """
 
 import numpy as np
 import torch
 
-NARROW = 32  # features up to which all distances are cheaper than picking the codes that a law can give
+NARROW = 32  # up to so many features, distances to all codes are cheaper than selecting codes
 
 
 def coordinates(codes: torch.Tensor) -> torch.Tensor:
     """What distances are taken from: (E + 2, K) float32, the codes, their squared norms and ones, from codes (K, E)."""
     codes = codes.detach().float()
     table = torch.cat([codes.T, codes.square().sum(1)[None], codes.new_ones(1, len(codes))])
-    return table if len(table) <= NARROW else table.T.contiguous().T  # one code's numbers side by side
+    return table if len(table) <= NARROW else table.T.contiguous().T  # contiguous per code
 
 
 def mean_distance(x: int, rest: np.ndarray, table: np.ndarray) -> float:
@@ -56,7 +56,7 @@ def batched(
 ) -> torch.Tensor:
     """The meter of a device, (B,): all accepted nodes of all rows at once, and nothing is read on the host.
 
-    gain (B, D), of the nodes of path (B, D); branch: most children of a node; the others as in `accept_tree`.
+    gain (B, D), of the nodes of path (B, D); branch: maximum number of children; the others as in `accept_tree`.
     """
     node, above = path[:, 1:].clamp(min=0), path[:, :-1].clamp(min=0)
     rows = torch.arange(len(p), device=p.device)[:, None]
@@ -78,7 +78,7 @@ def batched(
 
 
 def _after_siblings(law, q, earlier, rows, most):
-    """The renormalised residual (B, D, V) under which a node was tried after its drawn siblings, `most` at most.
+    """The renormalised residual (B, D, V) under which a node was tested after its sampled siblings, `most` at most.
 
     earlier (B, D, N) marks them. With u_0 = p, M_0 = 1, u_j = u_{j-1} - M_{j-1} q_j and M_j = sum [u_j]+, it is
     [u_j]+ / M_j.

@@ -61,7 +61,7 @@ def reference(
 
 
 def _reach(max_distance):
-    """The largest squared distance inside the group, as the fp32 number that a kernel is given."""
+    """The largest squared distance inside the group, as the fp32 number passed to a kernel."""
     return as_float32(max_distance**2)
 
 
@@ -85,7 +85,7 @@ def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_dis
 
 
 def _window(p, token, half):
-    """Ids (R, 2 half + 1) of x and of the ranks above and below it, and which of them exist; no sort of the law."""
+    """Ids (R, 2 half + 1) of x and of the ranks above and below it, and which of them exist; does not sort the law."""
     key = sortable(p.float(), torch.arange(p.shape[1], device=p.device))
     here = key.gather(1, token.unsqueeze(1))
     ends = torch.iinfo(torch.int64)
@@ -226,7 +226,7 @@ def grouped_mass(
     p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int. Static groups: clusters (V,) int of
     non-negative ids. Dynamic: group >= 0 ranks around x, max_gap in probability, embedding (V, F) with max_distance
     (not squared). Raises ValueError or TypeError naming the argument; on a CPU also for token ids out of range, which
-    CUDA gives the masses 0.
+    CUDA returns masses of 0 for them.
     """
     check_tensor("p", p, (None, None), FLOATS)
     R, V = p.shape

@@ -1,8 +1,8 @@
-"""Growth of a draft tree on the device: the children that a frontier proposes, and which nodes stand above which.
+"""Growth of a draft tree on the device: the children that a frontier proposes, and the ancestors of every node.
 
 Child v of a frontier node w scores s_w + log p_w(v), with s_w its cumulative log-probability and p_w the law after it.
-Every frontier node proposes its K likeliest children; the K best of all proposals are the next frontier (the dynamic
-tree of EAGLE-2, Li et al. 2024). Equal scores stand in the order of (frontier position, token).
+Every frontier node proposes its K most likely children; the K best of all proposals are the next frontier (the dynamic
+tree of EAGLE-2, Li et al. 2024). Equal scores are ordered by (frontier position, token).
 B rows, W frontier nodes, K children, V vocabulary, N draft nodes.
 """
 
@@ -23,8 +23,8 @@ from visspec.kernels.common import (
     tl,
 )
 
-GROUPS = 128  # at least, that a law is dealt out to on a CPU
-MANY = 32  # times the children that are asked for: candidates that are sorted in one go
+GROUPS = 128  # minimum number of groups per row on a CPU
+MANY = 32  # candidates sorted at once, as a multiple of the number of children
 
 
 def reference(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
@@ -40,7 +40,7 @@ def reference(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torc
 
 
 def draft_topk_host(score, logp, width):
-    """The CPU path: the few sums of each law that can be among its best, then their order."""
+    """The CPU path: select the few candidates of each row that can be among its best, then sort them."""
     (B, W, V), keep = logp.shape, min(width, logp.shape[2])
     total = (logp.float() + score.float().unsqueeze(2)).contiguous().view(B * W, V).numpy()
     token, scores = (found.reshape(B, W * keep) for found in _likeliest(total, keep))
@@ -51,8 +51,8 @@ def draft_topk_host(score, logp, width):
 def _likeliest(total, keep):
     """Indices and values (R, keep) of the largest numbers of each row (R, V), equal ones in their order.
 
-    The row is dealt out to groups. The best of `keep` groups are as many numbers, so nothing below the least of them is
-    among the `keep` largest of the row: a few numbers more than `keep` are left to sort.
+    The row is split into groups. The maxima of the `keep` best groups are `keep` numbers, so nothing below the smallest
+    of them is among the `keep` largest of the row, and only slightly more than `keep` numbers are sorted.
     """
     R, V = total.shape
     groups = min(V, max(GROUPS, 8 * keep))
@@ -61,7 +61,7 @@ def _likeliest(total, keep):
     flat = np.flatnonzero(~(total < floor))  # a NaN too
     among = total.ravel()[flat]
     require(not np.isnan(among).any(), "logp", "NaN, there or in score", "logarithms of probabilities")
-    if len(flat) > MANY * R * keep:  # as where many are minus infinity
+    if len(flat) > MANY * R * keep:  # e.g. many are minus infinity
         index = np.stack([_first(each, keep) for each in total])
         return index, np.take_along_axis(total, index, 1)
     row = flat // V
@@ -71,7 +71,7 @@ def _likeliest(total, keep):
 
 
 def _first(row, keep):
-    """Indices of one row, with no more equal numbers sorted than are asked for."""
+    """Indices for one row; of equal numbers only as many as needed are sorted."""
     edge = np.partition(row, len(row) - keep)[len(row) - keep]
     above, level = (row > edge).nonzero()[0], (row == edge).nonzero()[0]
     at = np.concatenate((above, level[: keep - len(above)]))
@@ -105,7 +105,7 @@ def _children_kernel(score, logp, token, best, V, KEEP: tl.constexpr, BLOCK_V: t
 
 @jit
 def _best_kernel(total, best, M, K, BLOCK_M: tl.constexpr):
-    """One program per row: a proposal's place is the number of those before it."""
+    """One program per row: the rank of a proposal is the number of those before it."""
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, BLOCK_M)
     mine = tl.load(total + row * M + each, mask=each < M, other=float("-inf"))
@@ -153,8 +153,8 @@ def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[tor
     """The children that a frontier proposes: tokens (B, W K) int64 and scores (B, W K) fp32, each node's together and
     best first, and best (B, width) int64: which of them are the best of all, best first.
 
-    score (B, W): cumulative log-probabilities; logp (B, W, V): log-law after each node; K is width, or V where that is
-    less. Raises ValueError or TypeError naming the argument; on a CPU also for NaN.
+    score (B, W): cumulative log-probabilities; logp (B, W, V): log-law after each node; K is min(width, V). Raises
+    ValueError or TypeError naming the argument; on a CPU also for NaN.
     """
     check_tensor("logp", logp, (None, None, None), FLOATS)
     B, W, V = logp.shape
@@ -165,7 +165,7 @@ def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[tor
 
 
 def ancestors_host(parent, levels):
-    """The CPU path: all nodes walk up together; a column that is cut off takes what is above a root."""
+    """The CPU path: all nodes move up one level at a time; the extra column, cut off, is above the roots."""
     B, N = parent.shape
     above, mask = np.full((B, N + 1), -1), np.zeros((B, N, N + 1), dtype=bool)
     above[:, :N] = host(parent)
@@ -182,7 +182,7 @@ def ancestors_host(parent, levels):
 
 @jit
 def _ancestors_kernel(parent, mask, N, levels, BLOCK_N: tl.constexpr):
-    """One program per node: a walk up to the root."""
+    """One program per node: follow the parents to the root."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     nodes = tl.arange(0, BLOCK_N)
     seen = (nodes == n).to(tl.int8)
@@ -219,7 +219,7 @@ def _ancestors_fake(parent, levels):
 def ancestors(parent: torch.Tensor, levels: int | None = None) -> torch.Tensor:
     """(B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] says that m is n or above n.
 
-    levels: a bound of the depth (default N - 1). Raises ValueError or TypeError naming the argument.
+    levels: upper bound of the depth (default N - 1). Raises ValueError or TypeError naming the argument.
     """
     check_tensor("parent", parent, (None, None), INTS)
     levels = max(parent.shape[1] - 1, 0) if levels is None else int(levels)

@@ -45,11 +45,11 @@ def draft_losses_torch(draft, target):
     for rows, (log_q, log_p, q, p) in _chunks(draft, kind, 4):
         d, t = draft[rows].to(kind), target[rows].to(kind)
         torch.softmax(d, 1, out=q), torch.softmax(t, 1, out=p)
-        # One exponential an element: the logarithms are differences.
+        # One exponential per element: the logarithms are differences.
         sum_d, sum_t = d.amax(1) - q.amax(1).log_(), t.amax(1) - p.amax(1).log_()
         torch.sub(d, sum_d.unsqueeze(1), out=log_q), torch.sub(t, sum_t.unsqueeze(1), out=log_p)
         if min(float(d.amin()), float(t.amin())) == float("-inf"):
-            # Where p is 0 nothing is added, not even for a forbidden token.
+            # Tokens with p = 0 add nothing, even if q is 0 (-inf logits).
             impossible = p == 0
             log_q.masked_fill_(impossible, 0.0), log_p.masked_fill_(impossible, 0.0)
         soft_ce = -torch.linalg.vecdot(log_q, p)

@@ -6,7 +6,7 @@ With n_1, n_2, ... the neighbours of x, nearest first, and c_j = p(n_1) + ... + 
                     m the largest j with c_j <= (lam - 1) p(x)     (LANTERN++, Park et al., ICLR-W 2025)
 
 and x is accepted with probability min(1, (p(x) + mass)/q(x)). delta bounds the total variation between p and the law in
-which x has taken its neighbours' mass. R rows, V vocabulary, K neighbours.
+which the mass of the neighbours is moved to x. R rows, V vocabulary, K neighbours.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ from visspec.kernels.common import (
 )
 
 EPSILON = 2.0**-52  # of fp64
-FEW = 64  # neighbours looked at first where the bound is small
+FEW = 64  # neighbours read first if the bound is small
 
 
 def reference(
@@ -98,7 +98,7 @@ def prefix_mass(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float,
 def _prefix(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int]:
     weight = _weights(law, near).astype(np.float64)
     summed = float(weight.dot(ones(len(weight))))
-    if summed <= bound * (1 - len(weight) * EPSILON):  # the order of a sum turns its last bits: the definition's decide
+    if summed <= bound * (1 - len(weight) * EPSILON):  # rounding depends on the order of the sum: use the definition's
         return summed, len(weight)
     running = weight.cumsum()
     inside = int(running.searchsorted(bound, side="right"))
@@ -129,7 +129,7 @@ def _neighbour_mass_kernel(
     p, token, neighbours, row, out, laws, V, K, delta, lam,
     ROW: tl.constexpr, LAM: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per drafted token: prefix scan in chunks, left as soon as the bound is passed."""
+    """One program per drafted token: prefix scan in chunks, which ends when the bound is passed."""
     r = tl.program_id(0).to(tl.int64)
     x = tl.load(token + r).to(tl.int64)
     known = (x >= 0) & (x < V)
@@ -203,9 +203,9 @@ def neighbour_mass(
 ) -> torch.Tensor:
     """Mass of the neighbours of each token under its law: (R,) fp32.
 
-    p (R, V), or (any, V) with row (R,) naming the law of each token; token (R,) int; neighbours (V, K) int, nearest
+    p (R, V), or (any, V) with row (R,), the index of each token's law; token (R,) int; neighbours (V, K) int, nearest
     first, self excluded; exactly one of delta >= 0 and lam >= 1. A neighbour outside the vocabulary has no mass. Raises
-    ValueError or TypeError naming the argument; on a CPU also for token and row ids out of range, which CUDA gives 0.
+    ValueError or TypeError naming the argument; on a CPU also for ids out of range (0 on CUDA).
     """
     check_tensor("p", p, (None, None), FLOATS)
     check_tensor("token", token, (None,), INTS, p.device)

@@ -7,7 +7,7 @@
                                  rounded to fp32, is <= 1 - top_p as an fp32 number; keep at least the last
     p = softmax(z)               or z itself (`scores`), cut tokens at -inf; at temperature 0 the mixed logits
 
-Order and tie rules are those of transformers' warpers. A token that either branch forbids (-inf) stays forbidden.
+Order and tie rules are those of transformers' warpers. A token that is -inf in either branch stays -inf.
 On CUDA the k-th value and the nucleus are found by bisection on the ordered bits of z, not by sorting, in one read of
 the logits up to 32,768 tokens (8,192 with top-p).
 R rows, V vocabulary; arithmetic in fp32, running sums of fp32 probabilities in fp64.
@@ -28,8 +28,8 @@ from visspec.kernels.common import (
     tl,
 )
 
-WHOLE, WHOLE_TOP_P = 1 << 15, 1 << 13  # tokens of a row that the registers of one program hold
-BLOCK = 4096  # of a longer row
+WHOLE, WHOLE_TOP_P = 1 << 15, 1 << 13  # maximum row length held in the registers of one program
+BLOCK = 4096  # block size for longer rows
 
 
 def reference(
@@ -60,7 +60,7 @@ def reference(
 
 
 def _tail(top_p):
-    """The mass that top-p may drop: torch compares an fp32 tensor with a number as with an fp32 number, Triton too."""
+    """The mass that top-p may drop, in fp32: torch and Triton compare an fp32 tensor with a number in fp32."""
     return as_float32(1.0 - top_p)
 
 
@@ -80,7 +80,7 @@ def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, score
         return torch.zeros_like(z).scatter_(1, z.argmax(1, keepdim=True), 1.0)
     if not scores:
         return z.softmax(1)
-    return z.clone() if z.data_ptr() == logits.data_ptr() else z  # an operator gives back none of its arguments
+    return z.clone() if z.data_ptr() == logits.data_ptr() else z  # an operator must not return its arguments
 
 
 def _cut(z, temperature, top_k, top_p):
@@ -111,7 +111,7 @@ def _value(rank):
 
 @jit
 def _stored(out, at, V):
-    """Ranks of a block; beyond the row the least of all, which no float has."""
+    """Ranks of a block; beyond the row the minimum, which is the rank of no float."""
     return tl.where(at < V, _rank(tl.load(out + at, mask=at < V, other=0.0)), -2147483648)
 
 
@@ -136,8 +136,8 @@ def _guided_warp_kernel(  # noqa: C901
     GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCORES: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. WHOLE: the ranks of z stay in registers; else z comes in blocks, which `out` holds until the
-    last pass. `rest` is the mass that top-p may drop.
+    """One program per row. WHOLE: the ranks of z stay in registers; otherwise z is processed in blocks, stored in `out`
+    until the last pass. `rest` is the mass that top-p may drop.
     """
     row = tl.program_id(0).to(tl.int64) * V
     logits += row
@@ -162,7 +162,7 @@ def _guided_warp_kernel(  # noqa: C901
         tl.debug_barrier()
     floor = tl.full((), -2147483648, tl.int64)
     if TOP_K and not GREEDY:
-        # The largest rank that at least top_k tokens reach; where exactly so many do, a smaller one will do.
+        # The largest rank reached by at least top_k tokens; if exactly top_k reach it, a smaller one is equivalent.
         high = tl.full((), 2147483647, tl.int64)
         while floor < high:
             middle = floor + (high - floor + 1) // 2
@@ -184,7 +184,7 @@ def _guided_warp_kernel(  # noqa: C901
             kept = (rank >= least) & (at < V)
             total += tl.sum(tl.where(kept, tl.exp(_value(rank) - peak), 0.0).to(tl.float64), 0)
     if TOP_P and not GREEDY:
-        # The smallest rank whose running sum, itself included, exceeds rest; its ties go by index.
+        # The smallest rank whose running sum, itself included, exceeds rest; ties are ordered by index.
         below = tl.full((), 0.0, tl.float64)
         whole = total.to(tl.float32) + tl.zeros((BLOCK_V,), tl.float32)
         low = floor
@@ -294,8 +294,8 @@ def guided_warp(
 ) -> torch.Tensor:
     """p (R, V) fp32 from logits (R, V) and, with guidance, the unconditional logits (R, V).
 
-    scores: log p up to a constant instead (at temperature 0 the mixed logits as they are). top_k None or 0 and top_p
-    None or 1 switch a step off. Raises ValueError or TypeError naming the argument.
+    scores: return log p up to a constant instead (at temperature 0 the mixed logits). top_k None or 0 and top_p None or
+    1 disable that step. Raises ValueError or TypeError naming the argument.
     """
     check_tensor("logits", logits, (None, None), FLOATS)
     require(logits.shape[1] > 0, "logits", f"shape {tuple(logits.shape)}", "at least one token")

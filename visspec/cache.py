@@ -1,4 +1,4 @@
-"""Keys and values addressed by slot: rollback is not advancing a length.
+"""Key-value cache addressed by slot; rejected tokens are dropped by not advancing a row's length.
 
 Every layer holds (B, H, S, E) tensors. Row b owns slots [0, length_b); a draft's node n is written at slot
 length_b + n, and `commit` moves the accepted nodes down to the front of that range. Keys are rotated at depth-based
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visspec import kernels
 
-GROW = 128  # slots added beyond the need when the store must grow: few copies, little memory held for nothing
+GROW = 128  # extra slots allocated when the cache grows, so that it is copied rarely
 
 
 def to_device(values: Sequence, device: torch.device | str) -> Tensor:
@@ -28,20 +28,20 @@ def to_device(values: Sequence, device: torch.device | str) -> Tensor:
 
 
 class SlotCache:
-    """Preallocated keys and values of all layers of one request. Layers appear as they are first written."""
+    """Preallocated keys and values of all layers of one request. A layer is allocated when it is first written."""
 
     def __init__(self, rows: int):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.lengths = [0] * rows  # committed slots of each row, on the host
         self.padding: Tensor | None = None  # (B, L) bool: which prompt slots are real; None when all are
-        self.nodes = 0  # slots a row that this pass writes
-        self._slots: Tensor | None = None  # (B, N) where this pass writes, when rows differ
+        self.nodes = 0  # slots per row written by this pass
+        self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
         self._start = self._extent = 0
 
     @property
     def length(self) -> int:
-        """The longest row."""
+        """Length of the longest row."""
         return max(self.lengths)
 
     @property
@@ -49,7 +49,7 @@ class SlotCache:
         return min(self.lengths) == max(self.lengths)
 
     def open(self, nodes: int, device: torch.device | str) -> int:
-        """Announce a pass that writes `nodes` slots a row. Returns the extent: slots that the pass will see."""
+        """Start a pass that writes `nodes` slots per row. Returns its extent: the number of slots it attends to."""
         self.nodes, self._start, self._extent = nodes, self.length, self.length + nodes
         self._slots = None
         if not self.uniform:
@@ -57,8 +57,8 @@ class SlotCache:
         return self._extent
 
     def open_at(self, slots: Tensor, extent: int) -> None:
-        """Announce a pass that writes at the given slots (B, N), overwriting them, and sees `extent` of them. It
-        advances no row: nothing is committed afterwards.
+        """Start a pass that overwrites the given slots (B, N) and attends to `extent` slots. It must not be followed by
+        `commit`: row lengths do not change.
         """
         self.nodes, self._slots, self._extent = slots.shape[1], slots, extent
 
@@ -83,7 +83,7 @@ class SlotCache:
 
     def _allocate(self, like: Tensor, slots: int) -> Tensor:
         rows, heads, _, size = like.shape
-        # zeros, not empty: masked slots still enter 0 * value products, and stale NaN would poison them
+        # zeros, not empty: masked slots are multiplied by 0, and 0 * NaN is NaN
         return torch.zeros(rows, heads, slots + GROW, size, dtype=like.dtype, device=like.device)
 
     def _grown(self, old: Tensor) -> Tensor:
@@ -103,14 +103,14 @@ class SlotCache:
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths)]
 
     def _alike(self) -> list[list[Tensor]]:
-        """Keys and values of all layers, those of one device and shape together."""
+        """Keys and values of all layers, grouped by device and shape."""
         groups: dict[tuple, list[Tensor]] = {}
         for store in (*self.keys, *self.values):
             groups.setdefault((store.device, store.shape, store.dtype), []).append(store)
         return list(groups.values())
 
     def select(self, keep: list[int]) -> None:
-        """Drop all rows but these."""
+        """Keep only these rows."""
         stores = self.keys, self.values
         at = {device: to_device(keep, device) for device in {tensor.device for store in stores for tensor in store}}
         for store in stores:
@@ -122,7 +122,7 @@ class SlotCache:
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | None, extent: int) -> Tensor:
-    """Which slots each draft node may attend: (B, N, extent) bool.
+    """Attention mask of the draft nodes: (B, N, extent) bool, true where a node attends to a slot.
 
     Committed slots of its row that are not padding (`padding_BS`: true for real prompt slots, S prompt slots), and its
     ancestors and itself among the slots written in this pass. tree_ancestor is (1|B, N, N).

@@ -1,6 +1,6 @@
-"""Checkpoint folders that can be trusted: safetensors only, nothing outside the folder, strict shapes.
+"""Checks of checkpoint folders: safetensors only, no files outside the folder, strict names and shapes.
 
-Used by every loader of ours. Raises ValueError in one sentence before any weight is read.
+Used by all loaders. Errors are ValueErrors of one sentence, raised before any weight is read.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor, nn
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_JSON_BYTES = 16 << 20
-LITEMA = "model_ema."  # before names without dots
-AVERAGED = ("ema.", "ema_model.", LITEMA)  # what training scripts put before the names of averaged weights
-COUNTERS = ("decay", "num_updates")  # of LitEma, beside its weights
-LARGEST = 1 << 24  # of a size in a configuration: more than any model has, and no product of two overflows
+LITEMA = "model_ema."  # prefix of names without dots
+AVERAGED = ("ema.", "ema_model.", LITEMA)  # prefixes of averaged weights in training checkpoints
+COUNTERS = ("decay", "num_updates")  # stored by LitEma with its weights
+LARGEST = 1 << 24  # upper limit of sizes in a configuration; products of two don't overflow
 
 
 def shown(value: Any) -> str:
-    """A value in an error's sentence: on one line, and not all of a long one."""
+    """A value for an error message: on one line, truncated if long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_whole(name: str, value: Any, low: int = 1, high: int = LARGEST) -> None:
-    """Raises ValueError for an entry of a configuration that is no whole number from low to high."""
+    """Raises ValueError if an entry of a configuration is not an integer from low to high."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name}: got {shown(value)}, expected a whole number from {low} to {high}")
 
 
 def check_wholes(name: str, values: Any, low: int, high: int, most: int = 1024) -> tuple[int, ...]:
-    """A list of at most so many whole numbers, as a tuple. Raises ValueError as `check_whole`."""
+    """A list of at most `most` integers, as a tuple. Raises ValueError as `check_whole` does."""
     if not isinstance(values, (list, tuple)) or len(values) > most:
         raise ValueError(f"{name}: got {shown(values)}, expected a list of at most {most} whole numbers")
     for value in values:
@@ -46,13 +46,13 @@ def check_wholes(name: str, values: Any, low: int, high: int, most: int = 1024) 
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises ValueError for an entry of a configuration that is no finite number above 0."""
+    """Raises ValueError if an entry of a configuration is not a finite number above 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{name}: got {shown(value)}, expected a finite number above 0")
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder, refused when it is absolute, climbs out, or is a link to elsewhere."""
+    """The path of file `name` in a folder. Raises ValueError if it is outside the folder or links outside."""
     root = folder.resolve()
     path = (root / name).resolve()
     if not path.is_relative_to(root):
@@ -61,7 +61,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict:
-    """A JSON object of a checkpoint folder."""
+    """Read a JSON object from a checkpoint folder."""
     path = inside(folder, name)
     if not path.is_file():
         raise ValueError(f"checkpoint: {folder} has no {name}, expected a folder written by save_pretrained")
@@ -77,7 +77,7 @@ def read_json(folder: Path, name: str) -> dict:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, following its index. Pickled weights alone are refused."""
+    """The safetensors files of a folder, or those of its index. Raises ValueError if it has only pickled weights."""
     index = sorted(p.name for p in folder.glob("*.safetensors.index.json"))
     if index:
         named = read_json(folder, index[0]).get("weight_map")
@@ -95,7 +95,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_folder(folder: str | Path) -> Path:
-    """A model folder before transformers opens it: it exists, its weights are safetensors, and all lie inside it."""
+    """Check a model folder before transformers opens it: it exists, and its weights are safetensors inside it."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"checkpoint: {path} is not a folder, expected one with config.json and .safetensors")
@@ -121,7 +121,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a folder, from the headers of its files: nothing is allocated."""
+    """Names and shapes of all tensors of a folder, read from the file headers only."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
         try:
@@ -133,10 +133,10 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def unwrapped(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
-    """Tensors by the names that the model alone would give them, without what torch.compile (`_orig_mod.`), data
-    parallelism (`module.`) and averaging (`ema.`) put before all of them.
+    """Tensors by the model's own names, without the prefixes added by torch.compile (`_orig_mod.`), data parallelism
+    (`module.`) and weight averaging (`ema.`).
 
-    Raises ValueError for two sets of weights in one, and for names without dots, as LitEma writes them.
+    Raises ValueError if there are two sets of weights, or names without dots as written by LitEma.
     """
     plain, averaged = weight_sets(tensors, where)
     if plain and averaged:
@@ -148,10 +148,10 @@ def unwrapped(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Ten
 
 
 def weight_sets(tensors: Mapping[str, Tensor], where: str | Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights, averaged weights) of a state dict, either may be empty, without the wrappers' parts in their names.
+    """(weights, averaged weights) of a state dict, without the prefixes of wrappers; either may be empty.
 
-    Averaged weights have one of AVERAGED before their names; LITEMA stays, for `with_dots`. Raises ValueError where two
-    tensors get one name.
+    Averaged weights have one of the prefixes AVERAGED; LITEMA is kept, for `with_dots`. Raises ValueError if two
+    tensors get the same name.
     """
     named = _stripped(tensors, where)
     prefix = next((p for p in AVERAGED if any(name.startswith(p) for name in named)), None)
@@ -164,8 +164,8 @@ def weight_sets(tensors: Mapping[str, Tensor], where: str | Path) -> tuple[dict[
 
 
 def with_dots(averaged: Mapping[str, Tensor], plain: Iterable[str], where: str | Path) -> dict[str, Tensor]:
-    """Averaged weights by the names of the others: LitEma leaves the dots out, and with them what names the model
-    within its trainer (`model.`). Raises ValueError where the others do not tell.
+    """Averaged weights with the names of the plain ones: LitEma removes the dots and the model's prefix (`model.`).
+    Raises ValueError if the names can't be inferred from the plain weights.
     """
     if not all(name.startswith(LITEMA) for name in averaged):
         return dict(averaged)
@@ -184,7 +184,7 @@ def with_dots(averaged: Mapping[str, Tensor], plain: Iterable[str], where: str |
 
 
 def _stripped(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
-    """Without `_orig_mod.` anywhere, and without `module.` where all names begin with it."""
+    """Remove `_orig_mod.` everywhere, and `module.` if all names begin with it."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         short = re.sub(r"(^|\.)_orig_mod\.", r"\1", name)
@@ -197,15 +197,15 @@ def _stripped(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Ten
 
 
 def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) -> None:
-    """Refuse values that a tensor of a module can't stand for: integers for weights and the reverse, NaN, infinity, and
-    what is beyond its dtype. Raises ValueError that names the tensor.
+    """Raises ValueError if values don't fit a tensor of the module: integers for floats or the reverse, NaN, infinity,
+    or values out of the range of its dtype.
     """
     if value.is_floating_point() != wanted.is_floating_point():
         found, expected = (str(t.dtype).removeprefix("torch.") for t in (value, wanted))
         raise ValueError(f"checkpoint: tensor {name!r} of {where} has the dtype {found}, expected {expected}")
     if not value.is_floating_point() or not value.numel():
         return
-    wide = value if value.element_size() > 1 else value.float()  # float8 has no minimum
+    wide = value if value.element_size() > 1 else value.float()  # float8 does not support aminmax
     low, high = wide.aminmax()
     if not bool((low.isfinite() & high.isfinite()).all()):
         raise ValueError(f"checkpoint: tensor {name!r} of {where} has values that are not finite, expected numbers")
@@ -215,7 +215,7 @@ def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) ->
 
 
 def check_shapes(module: nn.Module, shapes: dict[str, tuple[int, ...]], where: str | Path) -> None:
-    """Raises ValueError unless these are the names and shapes of the module's tensors; it may be on `meta`."""
+    """Raises ValueError unless names and shapes equal those of the module, which may be on `meta`."""
     wanted = module.state_dict()
     missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     if missing or extra:
@@ -227,7 +227,7 @@ def check_shapes(module: nn.Module, shapes: dict[str, tuple[int, ...]], where: s
 
 
 def load_strictly(module: nn.Module, tensors: dict[str, Tensor], where: str | Path) -> None:
-    """Copy tensors into a module that must want exactly these names and shapes; values become the module's dtype."""
+    """Copy tensors into a module with exactly these names and shapes, cast to the module's dtype."""
     check_shapes(module, {name: tuple(value.shape) for name, value in tensors.items()}, where)
     wanted = module.state_dict()
     for name, value in tensors.items():

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and results that are kept while they grow."""
+"""Atomic file writes, and results that are saved one by one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-TRIAL = 4096  # bytes written to see whether a disk has room
+TRIAL = 4096  # bytes written to test whether a disk is full
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A name beside `path` to write to; it is moved over `path` when the block ends well.
+    """Context manager: a temporary path beside `path`, moved to `path` if the block does not raise.
 
-    A kill leaves the former file, or none; an error leaves nothing behind. Folders above are made. A link stays one,
-    and what is no file (a pipe, /dev/stdout) is written to as it is.
+    If the process is killed, `path` is unchanged. An error leaves no file. Parent folders are created. Symbolic links
+    are followed, and special files (a pipe, /dev/stdout) are written directly.
     """
     path = Path(path)
     if is_device(path):
@@ -39,7 +39,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def write_json(path: str | Path | None, value: Any) -> None:
-    """Write a value as JSON; nothing where no file is asked for."""
+    """Write a value as JSON; does nothing if `path` is None."""
     if path is None:
         return
     with replacing(path) as draft:
@@ -53,13 +53,13 @@ def append_json(path: Path, value: Any) -> None:
 
 
 def is_device(path: Path) -> bool:
-    """Something to write to that is neither a file nor a folder; nothing can be moved over it."""
+    """Whether the path is neither a file nor a folder, such as a pipe; it can't be replaced by a move."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def unwritable(path: Path, folder: bool = False) -> str | None:
-    """Why a file can't be written, or no file into a folder; None where it can. Found by trying, before any work:
-    what is there is not touched, nothing is left behind.
+    """Why a file can't be written, or a file can't be created in a folder; None if it can. It is tested by writing a
+    temporary file; existing files are not changed.
     """
     try:
         if path.exists() and path.is_dir() != folder:
@@ -80,11 +80,11 @@ def unwritable(path: Path, folder: bool = False) -> str | None:
 
 
 class Results:
-    """Results that grow into one JSON object, {"results": [...], "complete": ..., **about}; none of them is lost.
+    """Context manager for results written as one JSON object, {"results": [...], "complete": ..., **about}.
 
-    A context. Each result is written to PATH.part as it is added, one JSON line below a line of `about`; at the end,
-    also that by an error, the object is written to PATH and PATH.part goes. After a kill, or where PATH can't be
-    written, PATH.part is there. Without a path nothing is kept. Raises ValueError where PATH.part is already there.
+    Each result is appended to PATH.part as a JSON line, after a first line with `about`. At the end, also after an
+    error, the object is written to PATH and PATH.part is removed. If the process is killed, or PATH can't be written,
+    PATH.part remains. Without a path nothing is written. Raises ValueError if PATH.part already exists.
     """
 
     def __init__(self, path: str | Path | None, about: dict[str, Any]):
@@ -93,7 +93,7 @@ class Results:
 
     @property
     def part(self) -> Path | None:
-        """Where the lines go; None for no path and for what is no file."""
+        """The file for the lines; None without a path and for special files."""
         if self.path is None or is_device(self.path):
             return None
         return self.path.with_name(f"{self.path.name}.part")
@@ -112,7 +112,7 @@ class Results:
         return self
 
     def add(self, result: Any) -> None:
-        """Keep one more result."""
+        """Add a result."""
         self.found.append(result)
         if self.part is not None:
             append_json(self.part, result)

@@ -1,4 +1,4 @@
-"""Where a number or a checkpoint comes from: versions, device, driver, dtype, attention, threads, seed, git, date."""
+"""Provenance of a number or a checkpoint: versions, device, driver, dtype, attention, threads, seed, git, date."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 
 def provenance(model=None, device: torch.device | None = None, **more: Any) -> dict[str, Any]:
-    """A JSON-able record of this process on the model's device, or on `device`, by default a CPU.
+    """A JSON-serialisable record of this process for the model's device, or for `device` (default: CPU).
 
-    `more` is added as it is (seed, command, ...). On a GPU the device is named, with driver, CUDA and Triton.
+    `more` is added unchanged (seed, command, ...). For a GPU the record includes its name, driver, CUDA and Triton.
     """
     record: dict[str, Any] = {
         "visspec": __import__("visspec").__version__,
@@ -35,7 +35,7 @@ def provenance(model=None, device: torch.device | None = None, **more: Any) -> d
 
 
 def device_record(device: torch.device) -> dict[str, Any]:
-    """The device by name; of a GPU also the versions of driver, CUDA and Triton, None for what nobody tells."""
+    """The device by name; for a GPU also the versions of driver, CUDA and Triton, None if unknown."""
     if device.type != "cuda":
         return {"device": str(device)}
     return {
@@ -47,7 +47,7 @@ def device_record(device: torch.device) -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
-    """The GPU driver's, as `nvidia-smi` says: torch knows only which CUDA version the driver supports."""
+    """The version of the GPU driver from `nvidia-smi`; torch only has the supported CUDA version."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         said = _said(query, timeout=30)
@@ -57,7 +57,7 @@ def driver_version() -> str | None:
 
 
 def triton_version() -> str | None:
-    for name in ("triton", "pytorch-triton"):  # the second beside nightly builds of torch
+    for name in ("triton", "pytorch-triton"):  # the second is used by nightly builds of torch
         try:
             return metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -66,7 +66,7 @@ def triton_version() -> str | None:
 
 
 def git_revision() -> str:
-    """The commit of the source checkout, with "+" when it has changes; "" for an installed wheel."""
+    """The commit of the source checkout, with "+" if it has changes; "" for an installed wheel."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return ""

@@ -1,7 +1,7 @@
-"""CLIPScore (Hessel et al. 2021, arXiv 2104.08718) and its dialects: cosine of CLIP's image and text embeddings.
+"""CLIPScore (Hessel et al. 2021, arXiv 2104.08718) and its variants: cosine of CLIP's image and text embeddings.
 
 Published numbers differ in four choices: model, prompt prefix, scale and truncation. All four are recorded in every
-result; PRESETS holds those in use.
+result; PRESETS contains the common ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PRESETS = {
 
 
 class ClipScorer:
-    """Cosines of images and texts by a transformers CLIP model and its processor; texts are cut to its length."""
+    """Cosines of images and texts by a transformers CLIP model and its processor; texts are truncated to its length."""
 
     def __init__(self, model: CLIPModel, processor: Callable, name: str):
         self.model, self.processor, self.name = model.eval(), processor, name
@@ -81,11 +81,11 @@ def from_folder(
     results: str | Path | None = None,
     progress: Progress | None = None,
 ) -> dict:
-    """Mean score of a folder's images against captions keyed by file name; broken or unpaired files are problems.
+    """Mean score of a folder's images with captions keyed by file name; broken or unpaired files are problems.
 
     `compat=True` takes a sequence and pairs it with the naturally sorted files by position, as some published scripts
-    do: one missing image then shifts every later pair, so different counts are refused here. Cosines are appended to
-    the JSONL file `results`, and pairs of unchanged bytes that are there are not scored again.
+    do. A missing image would shift all later pairs, so different counts raise ValueError. Cosines are appended to the
+    JSONL file `results`; pairs already in it with unchanged bytes are not scored again.
     """
     files = image_files(folder)
     problems: list[str] = []

@@ -1,6 +1,6 @@
 """CMMD (Jayasumana et al. 2024, arXiv 2401.09603): MMD^2 of normalised CLIP embeddings with a Gaussian kernel, x 1000.
 
-The paper uses CLIP ViT-L/14 at 336 pixels; with any other extractor the number is not comparable to theirs.
+The paper uses CLIP ViT-L/14 at 336 pixels; values of other extractors are not comparable to the paper's.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def _mean_kernel(x: torch.Tensor, y: torch.Tensor, rows: int = 2048) -> float:
 
 
 def from_features(first: torch.Tensor, second: torch.Tensor) -> float:
-    """CMMD of two embedding tables (n, d), (m, d); rows are normalised here; the biased estimate, as published."""
+    """CMMD of two embedding tables (n, d), (m, d); rows are normalised; the biased estimate, as in the paper."""
     if not len(first) or not len(second):
         raise ValueError(f"CMMD needs images on both sides, not {len(first)} and {len(second)}")
     x, y = (torch.nn.functional.normalize(t.double(), dim=1) for t in (first, second))

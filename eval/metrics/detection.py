@@ -1,4 +1,4 @@
-"""What GenEval asks of a detector and of a colour classifier, and the shape world's answer to both."""
+"""Interfaces of GenEval's detector and colour classifier, and their implementation for rendered shapes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from PIL import Image
 
 from visspec.eval.world.detector import OFF_PALETTE, ShapeDetector
 
-UNKNOWN = "unknown"  # the colour of an object whose colour is none of the ten
+UNKNOWN = "unknown"  # for objects with none of the ten colours
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class Detection:
 
 @dataclass(frozen=True)
 class Found:
-    """A detector's answer for one image; a non-empty `refused` says why the image fails whatever was found."""
+    """A detector's result for one image. If `refused` is not empty, it is the reason why the image fails."""
 
     detections: tuple[Detection, ...]
     refused: str = ""
 
 
 class Detector(Protocol):
-    """`closed_set` tells whether every class was looked for, not only the prompt's; only then is `strict` defined.
+    """`closed_set`: whether all classes are detected, not only those of the prompt; `strict` needs it.
 
-    `fingerprint` identifies weights and settings. `original` is True for GenEval's own detector alone.
+    `fingerprint` identifies weights and settings. `original` is True only for GenEval's own detector.
     """
 
     name: str
     fingerprint: str
     closed_set: bool
     original: bool
-    max_overlap: float  # boxes of one class overlapping more than this are merged; 1.0 keeps all
+    max_overlap: float  # boxes of one class overlapping more than this are merged; 1.0 disables merging
 
     def threshold(self, tag: str) -> float:
         """Scores must exceed this for a task."""
@@ -53,7 +53,7 @@ class Detector(Protocol):
 
 
 class ColourClassifier(Protocol):
-    """Names the colour of detected objects; `original` is True for GenEval's own classifier alone."""
+    """Names the colour of detected objects; `original` is True only for GenEval's own classifier."""
 
     name: str
     fingerprint: str
@@ -78,7 +78,7 @@ def file_digest(path: str | Path, algorithm: str = "sha256") -> str:
 
 
 class ShapeWorldDetector:
-    """The exact detector of the shape world behind GenEval's interface; it sees all eight classes and their colours."""
+    """The exact detector of rendered shapes with GenEval's interface; detects all eight classes and their colours."""
 
     name = "shapes"
     closed_set = True
@@ -95,7 +95,7 @@ class ShapeWorldDetector:
         return 0.0
 
     def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> Found:
-        """Every shape of the image; refused when too many pixels stay unexplained."""
+        """All shapes of the image; refused if too many pixels are unexplained."""
         seen = self.detector.analyse(image)
         detections = tuple(
             Detection(s.label, s.score, s.box, mask > 0.5, s.colour if s.off_palette < OFF_PALETTE else UNKNOWN)
@@ -110,7 +110,7 @@ class ShapeWorldDetector:
 
 
 class DetectedColours:
-    """Colours the detector itself measured."""
+    """Colours measured by the detector."""
 
     name = "detected"
     fingerprint = "detected-1"

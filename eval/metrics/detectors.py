@@ -1,4 +1,4 @@
-"""Open-vocabulary and COCO detectors for GenEval through transformers, the original's through mmdet, CLIP for colours.
+"""Detectors for GenEval: open-vocabulary and COCO with transformers, the original with mmdet; CLIP for colours.
 
 Every class takes a loaded model and its processor. Only `MMDetMask2Former` with the original's checkpoint is
 `original`: the Mask2Former of transformers was trained separately and scores differently.
@@ -48,7 +48,7 @@ def box_of(mask: np.ndarray) -> tuple[float, float, float, float]:
 
 
 class _ModelDetector:
-    """What the three transformers detectors share: a device, a name, a fingerprint, GenEval's thresholds."""
+    """Base class of the transformers detectors: device, name, fingerprint, GenEval's thresholds."""
 
     original = False
     closed_set = False
@@ -65,15 +65,15 @@ class _ModelDetector:
         return next(self.model.parameters()).device
 
     def threshold(self, tag: str) -> float:
-        """Scores must exceed it; counting has its own."""
+        """Scores must exceed it; counting has a separate one."""
         return self.scores[tag == "counting"]
 
 
 class Mask2Former(_ModelDetector):
     """Instance segmentation by transformers' Mask2Former, all classes of its head.
 
-    Queried at the lowest threshold in use (the processor's default of 0.5 would drop detections above 0.3), with binary
-    maps (else overlapping masks overwrite each other); boxes come from the masks.
+    Called with the lowest threshold in use (the processor's default of 0.5 would drop detections above 0.3) and with
+    binary maps (otherwise overlapping masks overwrite each other). Boxes are computed from the masks.
     """
 
     closed_set = True
@@ -109,9 +109,9 @@ class Mask2Former(_ModelDetector):
 
 
 class OwlV2(_ModelDetector):
-    """OWLv2, asked only for the prompt's classes, in one pass; easier than a closed set, so `strict` is undefined.
+    """OWLv2, queried for the prompt's classes only, in one pass; not a closed set, so `strict` is undefined.
 
-    Its scores are low by nature (default threshold 0.1) and it has no suppression of overlaps, which counting needs.
+    Its scores are low (default threshold 0.1), and it doesn't suppress overlaps, which counting needs.
     """
 
     scores = (0.1, 0.2)
@@ -137,7 +137,7 @@ class OwlV2(_ModelDetector):
 
 
 class GroundingDino(_ModelDetector):
-    """Grounding DINO, asked for the prompt's classes as one sentence; its phrases are mapped back to classes."""
+    """Grounding DINO, queried with the prompt's classes as one sentence; its phrases are mapped back to classes."""
 
     scores = (0.3, 0.35)
     max_overlap = 0.7
@@ -146,7 +146,7 @@ class GroundingDino(_ModelDetector):
 
     @torch.inference_mode()
     def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
-        """Instances of the given classes; a phrase that fits none of them is left out."""
+        """Instances of the given classes; phrases that match no class are dropped."""
         text = " ".join(f"{name.lower()}." for name in classes)
         inputs = self.processor(images=image, text=text, return_tensors="pt").to(self.device)
         result = self.processor.post_process_grounded_object_detection(
@@ -220,7 +220,7 @@ class MMDetMask2Former:
 class ClipColours:
     """GenEval's colour classifier: the object on grey #999, cut to its box, against three templates and ten colours.
 
-    `original` when the model is OpenAI's ViT-L/14, told by `name` and by the width of its projection.
+    `original` if the model is OpenAI's ViT-L/14, identified by `name` and the width of its projection.
     """
 
     templates = (

@@ -1,7 +1,7 @@
 """DPG-Bench (Hu et al. 2024, arXiv 2403.05135): dense prompts broken into yes/no questions with dependencies.
 
 The questions are the published CSV; the answering model is the caller's function `(image, question) -> text` (the
-original uses mPLUG-large). A question counts when the answer is exactly "yes" and no question it depends on failed.
+original uses mPLUG-large). A question passes if the answer is exactly "yes" and no question it depends on failed.
 Images are `<item_id>.png`, one picture or a 2 x 2 grid of four samples.
 """
 
@@ -40,7 +40,7 @@ class Item:
 
 
 def read_items(path: str | Path, compat: bool = False) -> list[Item]:
-    """Items of `dpg_bench.csv`; `compat=True` loses the first row, as the published script does."""
+    """Items of `dpg_bench.csv`; `compat=True` skips the first row, as the published script does."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -65,9 +65,9 @@ def read_items(path: str | Path, compat: bool = False) -> list[Item]:
 
 
 def propagated(item: Item, answers: dict[int, bool]) -> dict[int, bool]:
-    """Answers with every question failed that has a failed parent, in the questions' order, so failures are inherited.
+    """Answers after dependencies: a question with a failed parent fails, in the order of the questions.
 
-    Parents that are not asked don't count.
+    Parents that are not asked are ignored.
     """
     out = dict(answers)
     for q in item.questions:
@@ -109,9 +109,9 @@ def evaluate(
 ) -> dict:
     """Mean score in per cent over items (each the mean over its crops and questions), and by category.
 
-    An image that cannot be read scores 0 and is a problem. `compat=True` repeats the published script: such items
-    leave the mean, as do items with a parent that is not asked, and categories use the answers of the last crop
-    without propagation. Answers are appended to the JSONL file `results` and not asked for again.
+    An unreadable image scores 0 and is listed as a problem. `compat=True` reproduces the published script: such items
+    are excluded from the mean, as are items with a parent that is not asked, and categories use the answers of the last
+    crop without propagation. Answers are appended to the JSONL file `results` and reused.
     """
     scores: list[float] = []
     categories: dict[str, list[float]] = {}

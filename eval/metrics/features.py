@@ -1,7 +1,7 @@
-"""Feature extractors behind one protocol, and the fixed random convolution that needs no download.
+"""Feature extractors with a common protocol, and a fixed random convolution that needs no download.
 
-An extractor maps uint8 images (n, 3, h, w) to features (n, dim). Preprocessing is part of the metric, so it is written
-out in `preprocessing` and enters `fingerprint` together with a hash of the weights.
+An extractor maps uint8 images (n, 3, h, w) to features (n, dim). Preprocessing is part of the metric, so it is
+described in `preprocessing` and included in `fingerprint`, with a hash of the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 
 
 class FeatureExtractor(Protocol):
-    """`fingerprint` identifies weights and preprocessing: features of two fingerprints are never compared."""
+    """`fingerprint` identifies weights and preprocessing; features with different ones are not comparable."""
 
     name: str
     dim: int
@@ -39,7 +39,7 @@ class FeatureExtractor(Protocol):
 
 
 def metric_name(extractor: FeatureExtractor, verified: str = "FID", other: str = "FD") -> str:
-    """`FID` for the Inception weights whose hash was checked, else `FD[name]`; the other metrics pass their names."""
+    """`FID` for the Inception weights with the checked hash, else `FD[name]`; other metrics pass their own names."""
     genuine = isinstance(extractor, Inception) and extractor.verified
     return verified if genuine else f"{other}[{extractor.name}]"
 
@@ -62,7 +62,7 @@ def _checked(images: torch.Tensor) -> torch.Tensor:
 class RandomConv:
     """Four fixed random 3x3 convolutions with stride 2 and ReLU; mean and standard deviation over space, 256 values.
 
-    The weights come from numpy's legacy RandomState, whose stream never changes, and their hash is asserted.
+    The weights are from numpy's legacy RandomState, whose stream is stable, and their hash is checked.
     """
 
     name = "random-conv"
@@ -122,7 +122,7 @@ class TransformersFeatures:
 
 
 class Logits:
-    """Logits of a transformers image classifier, in the place of features: what the Inception score reads."""
+    """Logits of a transformers image classifier as features, for the Inception score."""
 
     def __init__(self, model: PreTrainedModel, processor: Callable, name: str):
         self.model, self.processor, self.name = model.eval(), processor, name
@@ -146,14 +146,14 @@ def _settings(processor: object) -> str:
 
 
 class TimmFeatures:
-    """Pooled features of a timm model such as `vit_large_patch14_dinov2.lvd142m`, resized and normalised as it asks."""
+    """Pooled features of a timm model such as `vit_large_patch14_dinov2.lvd142m`, resized and normalised for it."""
 
     def __init__(self, model: torch.nn.Module, name: str | None = None):
         from timm.data import resolve_model_data_config
 
         self.model = model.eval()
         self.config = resolve_model_data_config(model)
-        # A model made with its own img_size keeps the pretrained size in its configuration.
+        # A model created with another img_size still has the pretrained size in its configuration.
         fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)
         if fixed:
             self.config["input_size"] = (3, *fixed)
@@ -178,9 +178,9 @@ class TimmFeatures:
 
 
 class Inception:
-    """torch-fidelity's port of the 2015-12-05 Inception graph; `path` is its weight file, which we never download.
+    """torch-fidelity's port of the 2015-12-05 Inception graph; `path` is its weight file, which is not downloaded.
 
-    `verified` is True when the file's SHA-256 begins with INCEPTION_SHA256; without it the result is not called FID.
+    `verified` is True if the file's SHA-256 begins with INCEPTION_SHA256; otherwise the result is not called FID.
     """
 
     name = "inception-v3-compat"
@@ -214,7 +214,7 @@ class Inception:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What `gather` met: number of images, hash of their bytes in order, a sentence for every file left out."""
+    """Result of `gather`: number of images, hash of their bytes in order, a sentence for every skipped file."""
 
     n: int
     content: str
@@ -229,9 +229,9 @@ def gather(
     max_pixels: int = MAX_PIXELS,
     progress: Progress | None = None,
 ) -> Gathered:
-    """Features of a folder's images, in natural order, given to `sink` in batches; unusable files are listed.
+    """Features of a folder's images, in natural order, passed to `sink` in batches; unusable files are listed.
 
-    A batch ends early where the image size changes.
+    A new batch begins if the image size changes.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
@@ -242,7 +242,7 @@ def gather(
     def flush() -> int:
         try:
             features = extractor(_stack([pixels for _, pixels in batch]))
-        except ValueError as error:  # all images of a batch have one size, which the extractor refuses
+        except ValueError as error:  # the size of the batch is not supported by the extractor
             broken.extend((path, f"{path}: {error}") for path, _ in batch)
             return 0
         sink(features)
@@ -277,7 +277,7 @@ def _stack(batch: list[np.ndarray]) -> torch.Tensor:
 def table(
     folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, progress: Progress | None = None
 ) -> tuple[torch.Tensor, Gathered]:
-    """All features of a folder (n, dim), for the metrics that need the rows, and what `gather` met."""
+    """All features of a folder (n, dim), for the metrics that need the rows, and the result of `gather`."""
     parts: list[torch.Tensor] = []
     gathered = gather(folder, extractor, parts.append, batch_size, progress=progress)
     return torch.cat(parts), gathered
@@ -285,7 +285,7 @@ def table(
 
 @dataclass(frozen=True)
 class Pair:
-    """Feature tables of a generated and a reference folder, with the sentences a result must carry."""
+    """Feature tables of a generated and a reference folder, with the problems to report."""
 
     generated: torch.Tensor
     reference: torch.Tensor
@@ -305,7 +305,7 @@ def pair(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> Pair:
-    """Features of two folders by one extractor; different counts are a problem, as most metrics depend on N."""
+    """Features of two folders by one extractor; different counts are a problem, because most metrics depend on N."""
     (x, first), (y, second) = (table(folder, extractor, batch_size, progress) for folder in (generated, reference))
     problems = [*first.problems, *second.problems]
     if len(x) != len(y):

@@ -2,7 +2,7 @@
 
 It is called FID (Heusel et al. 2017, arXiv 1706.08500) only with the 2048 pool features of the 2015-12-05 Inception
 graph, checked by hash; with any other extractor it is `FD[extractor]`. It is biased upward by roughly 1/N: compare
-equal N only, and read it beside the noise floor, the distance between two halves of the reference.
+equal N only, and relative to the noise floor, the distance between two halves of the reference.
 """
 
 from dataclasses import asdict, dataclass
@@ -55,7 +55,7 @@ def from_features(first: torch.Tensor, second: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class FrechetResult:
-    """A distance with all that is needed to read it.
+    """A distance with the data needed to interpret it.
 
     `noise_floor` is the distance between the reference's two halves of `noise_floor_n` images each; `noise_floor_here`
     scales it, as 1/N, to the two counts of this comparison.
@@ -85,7 +85,7 @@ class FrechetResult:
 
 
 def compare(stats: GaussianStats, reference: Reference, extractor: FeatureExtractor, problems=()) -> FrechetResult:
-    """Distance of statistics to a reference; ValueError if another extractor made the reference."""
+    """Distance of statistics to a reference; ValueError if the reference was made with another extractor."""
     reference.require(extractor)
     floor = frechet_distance(*reference.halves)
     half = min(part.n for part in reference.halves)
@@ -116,7 +116,7 @@ def from_folder(
     max_pixels: int = MAX_PIXELS,
     progress: Progress | None = None,
 ) -> FrechetResult:
-    """Distance of a folder's images to a reference; broken files are listed in `problems` and left out of N."""
+    """Distance of a folder's images to a reference; broken files are listed in `problems` and excluded from N."""
     stats = GaussianStats(extractor.dim)
     gathered: Gathered = gather(folder, extractor, stats.update, batch_size, max_pixels, progress)
     return compare(stats, reference, extractor, gathered.problems)

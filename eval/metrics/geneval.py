@@ -2,10 +2,10 @@
 
 Rules, thresholds, folder layout, result rows and summary are those of the authors' repository (djghosh13/geneval);
 the code is ours, the detector and the colour classifier are arguments. `strict` is our addition: exactly the requested
-objects and nothing else.
+objects and no others.
 
 Layout: `<root>/00000/metadata.jsonl` (one JSON object) and `<root>/00000/samples/0000.png` ...; unknown metadata fields
-are kept and ignored. Rows are appended to a JSONL file row by row, so a run that was killed continues.
+are kept and ignored. Rows are appended to a JSONL file one by one, so an interrupted run can be resumed.
 """
 
 import json
@@ -140,7 +140,7 @@ def strictly(objects: dict[str, list[Detection]], metadata: dict) -> bool:
 
 
 def check_metadata(metadata: object) -> dict:
-    """The metadata unchanged if its known fields have GenEval's form; a ValueError in one sentence if not."""
+    """Returns the metadata if its known fields have GenEval's form; raises ValueError otherwise."""
     if not isinstance(metadata, dict):
         raise ValueError(f"metadata must be a JSON object, not {type(metadata).__name__}")
     for key, kind in (("tag", str), ("prompt", str), ("include", list)):
@@ -165,7 +165,7 @@ def _check_position(position: object, i: int, key: str) -> None:
 
 
 def write_prompt(root: str | Path, index: int, metadata: dict) -> Path:
-    """Make `<root>/<index>/` with its metadata file; returns the `samples` folder for the images `0000.png` ...."""
+    """Create `<root>/<index>/` with its metadata file; returns the `samples` folder for the images `0000.png` ...."""
     folder = Path(root) / f"{index:05d}"
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     (folder / "metadata.jsonl").write_text(json.dumps(metadata) + "\n")
@@ -174,7 +174,7 @@ def write_prompt(root: str | Path, index: int, metadata: dict) -> Path:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt folder: its name, metadata, image files in order; `problem` is a sentence when it can't be used."""
+    """One prompt folder: its name, metadata, image files in order; `problem` is the reason if it can't be used."""
 
     name: str
     metadata: dict
@@ -214,7 +214,7 @@ def read_prompts(root: str | Path) -> list[Prompt]:
 def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[Prompt]:
     """Prompts of images that lie in one folder; each row is GenEval's metadata with the image's file name as "image".
 
-    Images of one prompt are counted together. ValueError for metadata in another form and where no image is there.
+    Images of one prompt are counted together. ValueError for metadata in another form or if no image exists.
     """
     folder = Path(folder)
     found: dict[str, list[Path]] = {}
@@ -254,7 +254,7 @@ class Report:
 
 
 def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector, colours: ColourClassifier, **limits):
-    """One result row in GenEval's form, plus `strict` (None when the detector was not asked for every class)."""
+    """One result row in GenEval's form, plus `strict` (None if the detector is not a closed set)."""
     row = {"filename": filename, "tag": metadata["tag"], "prompt": metadata["prompt"]}
     row["metadata"] = json.dumps(metadata)
     classes = sorted({item["class"] for key in ("include", "exclude") for item in metadata.get(key, [])})
@@ -280,12 +280,11 @@ def evaluate(
     max_pixels: int = MAX_PIXELS,
     progress: Progress | None = None,
 ) -> Report:
-    """Score every image under `root`, or of prompts read before, appending a row to the JSONL file `results` as each
-    one is finished.
+    """Score every image under `root`, or of the given prompts, and append each row to the JSONL file `results`.
 
-    Images already in `results` with unchanged bytes are not scored again. A broken image is a row that is not correct
-    and a problem; a folder without usable metadata or images is a problem. Detector and colours default to the shape
-    world's. `progress` is called with (done, total).
+    Images already in `results` with unchanged bytes are not scored again. A broken image counts as not correct and is
+    listed as a problem, as is a folder without usable metadata or images. Detector and colours default to those of the
+    rendered shapes. `progress` is called with (done, total).
     """
     detector, colours = detector or ShapeWorldDetector(), colours or DetectedColours()
     prompts = read_prompts(root) if isinstance(root, (str, Path)) else list(root)
@@ -318,7 +317,7 @@ def _image_key(path: Path, metadata: dict) -> str:
 
 
 def _uneven(prompts: list[Prompt]) -> list[str]:
-    """A sentence for every folder whose number of images differs from the commonest."""
+    """A sentence for every folder whose number of images differs from the most common one."""
     counts = [len(prompt.files) for prompt in prompts if prompt.files]
     usual = max(set(counts), key=lambda n: (counts.count(n), n))
     return [
@@ -341,7 +340,7 @@ def _name(prompts: list[Prompt], detector: Detector, colours: ColourClassifier) 
 def summarise(rows: Iterable[dict]) -> dict:
     """Counts and shares in GenEval's terms; `overall` is the unweighted mean of the tasks present.
 
-    `strict` and `strict_tasks` are None when any row lacks a strict verdict.
+    `strict` and `strict_tasks` are None if any row has no strict verdict.
     """
     rows = list(rows)
     if not rows:

@@ -2,7 +2,7 @@
 
 The scorer is the caller's function `(images, prompts) -> cosines`, for example `clipscore.ClipScorer.cosines` with the
 preference-tuned CLIP-H. Scores of v2.0 and v2.1 weights are not comparable, so `version` is required and printed.
-Images are `<style>/<index:05d>.jpg`, prompts are given in order.
+Images are `<style>/<index:05d>.jpg`, in the order of the prompts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +35,9 @@ def evaluate(
 ) -> dict:
     """100 x mean cosine by style with the spread over groups of 80 prompts, and the mean of the styles.
 
-    A missing or broken image is a problem and leaves its pair out. `compat=True` is the published script: only `.jpg`
-    names, and the first file that cannot be read ends the run. Cosines are appended to the JSONL file `results` and
-    read from it for the same `model` and unchanged images.
+    A missing or broken image is listed as a problem and its pair is skipped. `compat=True` reproduces the published
+    script: only `.jpg` names, and the first unreadable file raises. Cosines are appended to the JSONL file `results`
+    and read from it for the same `model` and unchanged images.
     """
     if version not in VERSIONS:
         raise ValueError(f"version must be one of {VERSIONS}, not {version!r}: their scores are not comparable")

@@ -1,7 +1,7 @@
-"""Safe opening of image files, shared by every metric and by the command line: three formats, a pixel cap, no surprise.
+"""Safe opening of image files for all metrics and the command line: three formats and a pixel limit.
 
-A file that cannot be read is an exception with one sentence that names it (`open_image`) or an entry of a list
-(`load_folder`), never silently missing.
+An unreadable file raises an exception that names it (`open_image`) or is added to a list (`iter_images`); it is never
+skipped silently.
 """
 
 import re
@@ -17,11 +17,10 @@ MAX_PIXELS = 64_000_000
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The first frame of a PNG, JPEG or WEBP file as a loaded RGB image, upright as its EXIF orientation asks.
+    """The first frame of a PNG, JPEG or WEBP file as a loaded RGB image, rotated by its EXIF orientation.
 
-    Transparent pixels are laid over white. Raises FileNotFoundError when there is no such file and ValueError, with
-    one sentence naming the file, for one that may not be read, another format, a broken or truncated file, or more than
-    `max_pixels` pixels.
+    Transparent pixels are composited over white. Raises FileNotFoundError if the file doesn't exist, and ValueError for
+    missing permissions, another format, a broken or truncated file, or more than `max_pixels` pixels.
     """
     path = Path(path)
     if max_pixels < 1:
@@ -41,7 +40,7 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except Image.UnidentifiedImageError:
         raise ValueError(f"{path} is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image") from None
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, MemoryError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the system's word, not the decoder's
+        if isinstance(error, OSError) and error.errno is not None:  # raised by the system, not by the decoder
             raise ValueError(f"{path} could not be read ({error.strerror})") from None
         raise ValueError(f"{path} is broken or truncated and cannot be decoded ({error})") from None
     return image
@@ -74,7 +73,7 @@ def natural_key(path: str | Path) -> list[tuple[int, int, str]]:
 
 
 def image_files(folder: str | Path, recursive: bool = True) -> list[Path]:
-    """Files of a folder with an image suffix, in natural order; hidden files are left out.
+    """Files of a folder with an image suffix, in natural order; hidden files are skipped.
 
     Raises FileNotFoundError when the folder does not exist and ValueError when it holds no image.
     """
@@ -91,7 +90,7 @@ def image_files(folder: str | Path, recursive: bool = True) -> list[Path]:
 
 
 def inside(folder: str | Path, name: str) -> Path:
-    """A file of a folder; ValueError when the name leads out of it."""
+    """A file of a folder; ValueError if the name leads outside it."""
     folder = Path(folder)
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -102,7 +101,7 @@ def inside(folder: str | Path, name: str) -> Path:
 def iter_images(
     files: list[Path], broken: list[tuple[Path, str]], max_pixels: int = MAX_PIXELS
 ) -> Iterator[tuple[Path, Image.Image]]:
-    """Open files one at a time, in order; a file that cannot be read is appended to `broken` with the reason."""
+    """Open files one at a time, in order; unreadable files are appended to `broken` with the reason."""
     for path in files:
         try:
             image = open_image(path, max_pixels)

@@ -1,4 +1,4 @@
-"""95 % intervals of shares: of one, and of the mean of several, as benchmarks average tasks."""
+"""95 % intervals of shares: of one, and of the mean of several, as in benchmarks that average tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def wilson(hits: float, n: int) -> tuple[float, float]:
 def of_mean_share(counts: Sequence[tuple[float, int]]) -> tuple[float, float]:
     """Interval of the unweighted mean of independent shares, given as (hits, n) of each.
 
-    The distances of Wilson's limits from each share are added as squares, below and above apart (Zou and Donner 2008).
+    The distances of Wilson's limits from each share are added in quadrature, below and above (Zou and Donner 2008).
     """
     shares = [hits / n for hits, n in counts]
     limits = [wilson(hits, n) for hits, n in counts]

@@ -31,7 +31,7 @@ def polynomial_mmd(x: torch.Tensor, y: torch.Tensor) -> float:
 def from_features(
     first: torch.Tensor, second: torch.Tensor, subsets: int = SUBSETS, subset_size: int = SUBSET_SIZE, seed: int = SEED
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the estimate over subsets; ValueError when a side is smaller than a subset."""
+    """Mean and standard deviation of the estimate over subsets; ValueError if a side is smaller than a subset."""
     if min(len(first), len(second)) < subset_size:
         raise ValueError(
             f"subset_size must be at most the number of images, {len(first)} and {len(second)}, not {subset_size}"

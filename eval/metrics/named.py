@@ -1,7 +1,6 @@
-"""Extractors, detectors and CLIP models by the name a shell gives: an embedded one, a folder or a hub id.
+"""Extractors, detectors and CLIP models by name: an included one, a folder or a hub id.
 
-Safetensors only, and no code that comes with a model. What can't be loaded is a ValueError of one sentence that begins
-with the argument's name.
+Safetensors only, and no remote code. Raises ValueError, starting with the argument's name, if a model can't be loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from visspec.eval.metrics import clipscore, detection, detectors, features
 
 
 def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
-    """ "random-conv" (embedded), "inception" or "inception:FILE", "timm:NAME", or a transformers model with an image
+    """ "random-conv" (included), "inception" or "inception:FILE", "timm:NAME", or a transformers model with an image
     processor (CLIP, DINOv2, ...).
     """
     kind, _, rest = spec.partition(":")
@@ -48,7 +47,7 @@ DETECTORS: dict[str, tuple[type, str]] = {  # name: class, transformers' class o
 
 
 def detector(spec: str, device: str = "cpu") -> detection.Detector:
-    """ "shapes" (embedded), "KIND:MODEL" with a kind of DETECTORS, or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
+    """ "shapes" (included), "KIND:MODEL" with a kind of DETECTORS, or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
     kind, _, rest = spec.partition(":")
     if spec == "shapes":
         return detection.ShapeWorldDetector()
@@ -63,7 +62,7 @@ def detector(spec: str, device: str = "cpu") -> detection.Detector:
 
 
 def colours(spec: str, device: str = "cpu") -> detection.ColourClassifier:
-    """ "detected" (what the detector itself measured), or a CLIP model."""
+    """ "detected" (measured by the detector), or a CLIP model."""
     if spec == "detected":
         return detection.DetectedColours()
     return detectors.ClipColours(*_transformers("colours", spec, "CLIPModel", "CLIPProcessor", device), spec)
@@ -89,6 +88,6 @@ def _transformers(argument: str, spec: str, model: str, processor: str, device: 
 def _tried(argument: str, spec: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except Exception as error:  # hubs, files, formats and missing packages each raise their own
+    except Exception as error:  # hubs, files, formats and missing packages raise different types
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{argument}: got {spec!r}, expected one that can be loaded ({said})") from None

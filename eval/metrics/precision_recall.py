@@ -1,7 +1,7 @@
 """Precision and recall of generated images (Kynkaanniemi et al. 2019, arXiv 1904.06991) on any features.
 
 Precision: share of generated features inside the reference's manifold, the union of balls around reference features
-that reach their k-th nearest other. Recall: the same with the roles exchanged.
+with the distance to their k-th nearest neighbour as radius. Recall: the same with the roles exchanged.
 """
 
 from pathlib import Path

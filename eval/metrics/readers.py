@@ -1,7 +1,7 @@
 """Readers of locally stored benchmarks: COCO captions, TextVQA, VQAv2, GQA, ScienceQA, MME, MMMU.
 
-Nothing is downloaded. Files have the form in which the benchmark is published; a sample whose image is missing is
-listed in the task's `problems`. Unknown fields are ignored; a missing one is a ValueError naming the file.
+Nothing is downloaded. Files must have the published format. A sample with a missing image is listed in the task's
+`problems`. Unknown fields are ignored; a missing one raises ValueError with the name of the file.
 """
 
 import ast
@@ -24,7 +24,7 @@ from visspec.eval.metrics.tasks import (
 
 MAX_BYTES = 1_000_000_000
 SHORT = "\nAnswer the question using a single word or phrase."
-MMMU_IMAGES = 7  # of a question, at most
+MMMU_IMAGES = 7  # maximum per question
 LETTER = "\nAnswer with the option's letter from the given choices directly."
 
 
@@ -45,7 +45,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def _task(name: str, source: Path, samples: Callable[[], Iterable[Sample]], tokens: int, score, **more) -> Task:
-    """Build a task, turning a missing field into a sentence and leaving out samples without an image file."""
+    """Build a task; raises ValueError for a missing field and skips samples without an image file."""
     try:
         found = list(samples())
     except (KeyError, TypeError, AttributeError, IndexError, SyntaxError) as error:
@@ -134,7 +134,7 @@ def scienceqa(problems: str | Path, images: str | Path, split: str = "test") -> 
 def mme(root: str | Path) -> Task:
     """The benchmark's folders: `<category>/<name>.txt` with `question TAB Yes|No` lines beside `<name>.png|jpg`.
 
-    Categories that keep them in `questions_answers_YN/` and `images/` are read as well.
+    Categories with folders `questions_answers_YN/` and `images/` are supported too.
     """
     root = Path(root)
     if not root.is_dir():
@@ -175,7 +175,7 @@ def mmmu(rows: str | Path, images: str | Path) -> Task:
     def samples():
         for row in data:
             options = row.get("options") or []
-            options = ast.literal_eval(options) if isinstance(options, str) else options  # published as Python's text
+            options = ast.literal_eval(options) if isinstance(options, str) else options  # a Python literal
             more = [row[name] for name in (f"image_{i}" for i in range(2, MMMU_IMAGES + 1)) if row.get(name)]
             paths = tuple(inside(images, name) for name in [row["image_1"], *more])
             image = paths if more else paths[0]

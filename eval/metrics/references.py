@@ -1,7 +1,7 @@
 """Cached statistics of a reference image set: a safetensors file with a JSON file beside it, keyed by content.
 
 The key hashes the images' bytes, the extractor's fingerprint and this format's version, so a changed image or another
-extractor never meets an old entry. Files are written under a temporary name and renamed.
+extractor never uses an old entry. Files are written under a temporary name and renamed.
 """
 
 import json
@@ -22,7 +22,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Reference:
-    """Statistics of all images and of its two halves (every second image), and what made them."""
+    """Statistics of all images and of its two halves (every second image), and the extractor."""
 
     stats: GaussianStats
     halves: tuple[GaussianStats, GaussianStats]
@@ -73,7 +73,7 @@ def from_folder(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> Reference:
-    """Reference of a folder's images, read from the cache folder if the same images and extractor are there."""
+    """Reference of a folder's images, read from the cache folder if it has one for these images and extractor."""
     if cache is None:
         collect = _Halves(extractor.dim)
         gathered = gather(folder, extractor, collect.add, batch_size, progress=progress)
@@ -91,7 +91,7 @@ def from_folder(
 
 
 def save(reference: Reference, path: str | Path) -> None:
-    """Write `path` (.safetensors) and its JSON; a reader never sees half a file."""
+    """Write `path` (.safetensors) and its JSON file atomically."""
     from safetensors.torch import save as to_bytes
 
     path = Path(path)
@@ -108,7 +108,7 @@ def save(reference: Reference, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Reference:
-    """Read what `save` wrote; ValueError in one sentence when a file is damaged or the two do not belong together."""
+    """Read files written by `save`; ValueError if one is damaged or the two do not belong together."""
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 

@@ -1,5 +1,5 @@
-"""Result rows of a metric that judges one item at a time: a JSONL file that grows row by row, so that a run that was
-killed continues where it was.
+"""Result rows of a metric that scores one item at a time, appended to a JSONL file, so that an interrupted run can be
+resumed.
 """
 
 import json
@@ -12,10 +12,10 @@ Progress = Callable[[int, int], object]  # (done, total)
 
 
 class Rows:
-    """Rows by key, read from and appended to `path`; in memory alone where it is None.
+    """Rows by key, read from and appended to `path`; only in memory if it is None.
 
-    Every row carries `evaluator`, a digest of what judged it: rows of another one are refused, since they can't be
-    mixed. A last line cut short by a kill is removed. Raises ValueError for a file that holds anything else.
+    Every row has a field `evaluator`, a digest of model and settings; rows of another evaluator raise ValueError. An
+    incomplete last line is removed. Raises ValueError for a file with other content.
     """
 
     def __init__(self, path: str | Path | None, evaluator: str, key: str = "id"):
@@ -24,7 +24,7 @@ class Rows:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._read(self.path)
-            self.path.open("a").close()  # a file that can't be written is found before any work
+            self.path.open("a").close()  # raises before any work if the file can't be written
 
     def _read(self, path: Path) -> None:
         data = path.read_bytes() if path.exists() else b""
@@ -48,7 +48,7 @@ class Rows:
             self.rows[name] = row
 
     def add(self, row: dict) -> dict:
-        """Keep a finished row, in the file before this returns."""
+        """Add a row and write it to the file."""
         row = row | {"evaluator": self.evaluator}
         self.rows[row[self.key]] = row
         if self.path is not None:

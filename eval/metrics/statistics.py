@@ -1,11 +1,11 @@
 """Mean and covariance of features, streamed, merged across shards, in float64 and always centred.
 
-Raw second moments lose digits when features are far from zero; centred scatter matrices merged pairwise (Chan, Golub
-and LeVeque 1979) do not. While fewer rows than dimensions have been seen the rows are kept as well, because the
+Raw second moments lose precision if features are far from zero; centred scatter matrices merged pairwise (Chan, Golub
+and LeVeque 1979) do not. Up to as many rows as dimensions, the rows are kept as well, because the
 distance of rank-deficient Gaussians is computed from them (`fid.trace_of_root`).
 
-Every image counts once. With ids given to `update`, repeats within an object are dropped; repeats between objects
-can no longer be taken out, so merging them is refused: split the images with `shard`.
+Every image counts once. With ids passed to `update`, repeats within an object are dropped. Repeats between objects
+can't be removed, so merging such objects raises: split the images with `shard`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ Item = TypeVar("Item")
 
 
 def shard(items: Sequence[Item], rank: int, world: int) -> Sequence[Item]:
-    """A process's share of a list: every item in exactly one share, none padded (torch's DistributedSampler repeats
-    items until all shares are equal, and a mean over repeats is not the mean).
+    """One process's shard of a list: every item is in exactly one shard, without padding (torch's DistributedSampler
+    repeats items to make shards equal, which changes the mean).
     """
     if not 0 <= rank < world:
         raise ValueError(f"rank must lie in 0..{world - 1}, not {rank}")
@@ -30,7 +30,7 @@ class GaussianStats:
     """n, mean (d,) and centred scatter (d, d) = sum of (x - mean)(x - mean)^T, float64 on the CPU.
 
     `rows` holds the n <= d feature rows (n, d), or None once there are more; `ids` the 8-byte digests of the ids seen,
-    where they were given. Merging is associative and commutative up to rounding.
+    if they were given. Merging is associative and commutative up to rounding.
     """
 
     def __init__(self, dim: int):
@@ -46,7 +46,7 @@ class GaussianStats:
     def update(self, features: torch.Tensor, ids: Iterable[str] | None = None) -> "GaussianStats":
         """Add a batch (n, d) of any floating dtype; ValueError for another width or a value that is not finite.
 
-        ids names each row's image; rows of images that this object has seen are left out.
+        ids: the image of each row; rows of images that were added before are skipped.
         """
         if features.ndim != 2 or features.shape[1] != self.dim:
             raise ValueError(f"features must be (n, {self.dim}), not {tuple(features.shape)}")
@@ -62,7 +62,7 @@ class GaussianStats:
         return self
 
     def _new(self, ids: list[str], rows: int) -> list[int]:
-        """Indices of the rows whose ids are seen for the first time, which are then noted."""
+        """Indices of the rows with new ids, which are then stored."""
         if len(ids) != rows:
             raise ValueError(f"different counts: {len(ids)} ids and {rows} feature rows")
         found = []
@@ -74,7 +74,7 @@ class GaussianStats:
         return found
 
     def merge(self, other: "GaussianStats") -> "GaussianStats":
-        """Add what another object has seen; the other stays as it is. ValueError if they have seen the same images."""
+        """Merge another object, which is not changed. ValueError if both contain the same image."""
         if other.dim != self.dim:
             raise ValueError(f"statistics of {other.dim} dimensions cannot be merged into {self.dim}")
         if twice := len(self.ids & other.ids):
@@ -106,7 +106,7 @@ class GaussianStats:
         return self.scatter / (self.n - 1)
 
     def factor(self) -> torch.Tensor | None:
-        """Centred rows over sqrt(n - 1), (n, d), whose Gram matrix is the covariance; None once rows are dropped."""
+        """Centred rows over sqrt(n - 1), (n, d), whose Gram matrix is the covariance; None if rows are not kept."""
         return None if self.rows is None or self.n < 2 else (self.rows - self.mean) / (self.n - 1) ** 0.5
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -117,7 +117,7 @@ class GaussianStats:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, torch.Tensor]) -> "GaussianStats":
-        """The object a state was taken from; ValueError when shapes or dtypes do not fit."""
+        """Restore an object from its state; ValueError if shapes or dtypes do not match."""
         missing = {"n", "mean", "scatter"} - state.keys()
         if missing:
             raise ValueError(f"statistics lack {', '.join(sorted(missing))}")
@@ -135,7 +135,7 @@ class GaussianStats:
 
 
 def merged(parts: list[GaussianStats]) -> GaussianStats:
-    """One object for all parts, merged as a balanced tree; the parts stay as they are."""
+    """Merge all parts as a balanced tree; the parts are not changed."""
     if not parts:
         raise ValueError("there are no statistics to merge")
     layer = [GaussianStats(parts[0].dim).merge(part) for part in parts]

@@ -1,8 +1,8 @@
-"""Vision-language tasks: samples with images and answers, a prompt, a scorer, a loop that survives being killed.
+"""Vision-language tasks: samples with images and answers, a prompt, a scorer, and a resumable evaluation loop.
 
-A task is data and two functions. `generate(image, question) -> text` is the caller's model (for samples of several
-images it is handed their list); a judge, where a task has
-no rule, is the caller's function too. The shape world's caption and question tasks need no download.
+A task is data and two functions. `generate(image, question) -> text` is the caller's model (for samples with several
+images it gets a list); for tasks without a rule the judge is also passed by the caller. The caption and question tasks
+on rendered shapes need no download.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ Score = Callable[["Sample", str], float | None]
 
 @dataclass(frozen=True)
 class Sample:
-    """One question about one image, or several; `image` is a file, a function that draws it, or a tuple of files.
+    """One question about one image, or several; `image` is a file, a function that renders it, or a tuple of files.
 
-    With a tuple, `<image 1>`, `<image 2>`, ... in question and choices say where each image belongs.
+    With a tuple, `<image 1>`, `<image 2>`, ... in question and choices mark the place of each image.
     """
 
     id: str
@@ -41,13 +41,13 @@ class Sample:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Its image files, in order; empty where the image is drawn."""
+        """Its image files, in order; empty if the image is rendered."""
         if isinstance(self.image, tuple):
             return self.image
         return () if callable(self.image) else (Path(self.image),)
 
     def open(self, max_pixels: int = MAX_PIXELS) -> Any:
-        """The image, RGB; a list of them where the sample has a tuple."""
+        """The image, RGB; a list if the sample has a tuple."""
         if isinstance(self.image, tuple):
             return [open_image(path, max_pixels) for path in self.image]
         return self.image() if callable(self.image) else open_image(self.image, max_pixels)
@@ -55,10 +55,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """`score` gives 0..1 for one answer, or None where only `aggregate` or a judge can tell.
+    """`score` gives 0..1 for one answer, or None if only `aggregate` or a judge can score it.
 
-    `aggregate` maps (samples, texts) to named numbers; without it the mean score is reported. `problems` lists what the
-    reader had to leave out.
+    `aggregate` maps (samples, texts) to named numbers; without it the mean score is reported. `problems` lists the
+    samples skipped by the reader.
     """
 
     name: str
@@ -96,8 +96,8 @@ def run(
 ) -> dict:
     """Answer every sample, appending a row to the JSONL file `results` as each is finished; returns the summary.
 
-    Rows of an earlier run of the same task and `model` are kept, one for each id: files of several processes put one
-    after the other are one run, without the repeats of a padding sampler. A broken image is a listed problem, score 0.
+    Rows of an earlier run of the same task and `model` are kept, one per id, so the files of several processes can be
+    concatenated; repeats of a padding sampler are dropped. A broken image scores 0 and is listed as a problem.
     """
     if not task.samples:
         raise ValueError(f"the task {task.name} has no sample")
@@ -156,7 +156,7 @@ def yes_or_no(sample: Sample, text: str) -> float:
 
 
 def caption_scores(samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, float]:
-    """Corpus BLEU-4, mean ROUGE-L and mean CIDEr-D. METEOR and SPICE are not here: see `text_scores`."""
+    """Corpus BLEU-4, mean ROUGE-L and mean CIDEr-D. METEOR and SPICE are not supported: see `text_scores`."""
     truths = [sample.answers for sample in samples]
     rouge = [text_scores.rouge_l(text, truth) for text, truth in zip(texts, truths)]
     cider = text_scores.cider_d(texts, truths)

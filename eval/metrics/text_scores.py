@@ -1,9 +1,9 @@
 """Rule-based scores of generated text: VQA accuracy, letters and yes/no, BLEU, ROUGE-L and CIDEr-D.
 
 Captions are split into lower-case words without punctuation; the published COCO scores use a Java tokenizer, so ours
-differ from them by small amounts and are comparable among themselves. METEOR and SPICE are absent: the published ones
-are Java programs, and the METEOR of nltk needs the files of WordNet, which it downloads. Where they are wanted, the
-task's result file has every text; give it to the authors' evaluation.
+differ from them by small amounts and are comparable among themselves. METEOR and SPICE are not supported: the published
+versions are Java programs, and nltk's METEOR downloads WordNet. To compute them, use the texts in the task's result
+file with the authors' evaluation.
 """
 
 import math
@@ -40,7 +40,7 @@ def vqa_accuracy(prediction: str, answers: Sequence[str]) -> float:
 
 
 def letter(text: str, choices: Sequence[str]) -> str | None:
-    """The letter of the option a text names, alone or as in "the answer is B", else the one choice it spells."""
+    """The option letter in a text, alone or as in "the answer is B", else that of the only choice it contains."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(choices)]
     patterns = (
         rf"^\W*([{letters}])(?:\W|$)",
@@ -50,7 +50,7 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
     )
     for i, pattern in enumerate(patterns):
         found = re.search(pattern, text.strip())
-        # "A cat" opens with an article, not with an answer.
+        # "A cat" begins with an article, not with an option letter.
         if found and not (i == 0 and re.match(r"A\s+[a-z]", text.strip())):
             return found[1]
     named = [c for c, choice in zip(letters, choices) if normalised(choice) and _contains(text, choice)]
@@ -62,7 +62,7 @@ def _contains(text: str, choice: str) -> bool:
 
 
 def yes_no(text: str) -> str | None:
-    """`yes` or `no`, whichever word comes first; None when neither does."""
+    """`yes` or `no`, whichever word comes first; None if there is neither."""
     return next((w for w in words(text) if w in ("yes", "no")), None)
 
 
@@ -110,7 +110,7 @@ def rouge_l(prediction: str, references: Sequence[str], beta: float = 1.2) -> fl
 def cider_d(predictions: Sequence[str], references: Sequence[Sequence[str]], sigma: float = 6.0) -> list[float]:
     """CIDEr-D of every prediction (Vedantam et al. 2015): clipped TF-IDF cosine over 1- to 4-grams, times 10.
 
-    Document frequencies come from the references given here, so the score of one caption depends on the whole set.
+    Document frequencies are computed from these references, so the score of a caption depends on the whole set.
     """
     _same_length(predictions, references)
     truths = [[words(t) for t in group] for group in references]

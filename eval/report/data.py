@@ -1,4 +1,4 @@
-"""Result files of the benches, read and checked: what the report may rely on. Every complaint names file and field."""
+"""Reads and checks result files of the benches for the report. Errors name file and field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from visspec.eval.report.records import Picture
 
 MAX_BYTES = 256 << 20
 LARGEST = 1e12
-KINDS = ("caption", "image")  # benches of methods; `kernels` has a table of its own, any other bench is listed
+KINDS = ("caption", "image")  # benches of methods; `kernels` has a separate table, other benches are listed
 REQUIRED = {"caption": ("speedup", "tau", "baselines", "provenance"), "image": ("rows",)}
 
 
@@ -24,7 +24,7 @@ class Method:
     number: int
     kind: str
     record: dict[str, Any]
-    folder: Path  # where its image paths start
+    folder: Path  # base of its image paths
     source: str
     images: list[Picture] = field(default_factory=list)
 
@@ -36,7 +36,7 @@ class Method:
 
     @property
     def n(self) -> int:
-        """Prompts behind its figures."""
+        """Number of prompts."""
         for found in (self.record.get("compared"), len(self.record.get("ratios") or ()), self.record.get("n_prompts")):
             if prompts := number(found):
                 return int(prompts)
@@ -44,7 +44,7 @@ class Method:
 
 
 def number(value: Any) -> float | None:
-    """A number that can be drawn, or None for anything else (null, NaN, absent, beyond `LARGEST`)."""
+    """A number that can be plotted, or None for anything else (null, NaN, absent, beyond `LARGEST`)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
         return None
     return float(value)
@@ -90,7 +90,7 @@ def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
         images = pictures_of(row, where)
         shared = {k: record[k] for k in ("provenance", "target", "batch_size", "temperature") if k in record}
         methods.append(Method(i, kind, shared | row, path.parent, path.name, images))
-    if record.get("failures"):  # of the whole bench: shown once, with the first method
+    if record.get("failures"):  # for the whole bench: shown once, with the first method
         methods[0].record["failures"] = [*record["failures"], *(methods[0].record.get("failures") or [])]
     return methods
 
@@ -104,8 +104,8 @@ def rows_of(record: Mapping[str, Any], where: str, what: str) -> list[Any]:
 
 
 def pictures_of(row: dict[str, Any], where: str) -> list[Picture]:
-    """The images of a row. Bare paths become entries: pictures of one number belong to one prompt and seed, and
-    `verdicts`, where the row has them, go with them in the same order.
+    """The images of a row. Plain paths become entries: images with the same index belong to one prompt and seed, and
+    `verdicts`, if the row has them, are in the same order.
     """
     images, verdicts = row.get("images") or [], row.get("verdicts")
     if verdicts is not None and (not isinstance(verdicts, list) or len(verdicts) != len(images)):
@@ -120,7 +120,7 @@ def pictures_of(row: dict[str, Any], where: str) -> list[Picture]:
 
 
 def check(record: Any, where: str) -> None:
-    """Known fields have the types that the report draws; unknown fields are left alone."""
+    """Checks the types of known fields; unknown fields are ignored."""
     _expect(record, dict, where)
     types: dict[str, type | tuple[type, ...]] = {
         records.NUMBER: (int, float), records.INTERVAL: list, records.NUMBERS: list, records.LIST: list,
@@ -145,7 +145,7 @@ def check(record: Any, where: str) -> None:
 
 
 def check_maps(record: Mapping[str, Any], where: str) -> None:
-    """The counts of an acceptance map, where it has them, are of its size."""
+    """Checks that the counts of an acceptance map, if any, have its size."""
     grid, count = record.get("acceptance_map"), record.get("acceptance_map_n")
     if grid and count and (len(grid), len(grid[0])) != (len(count), len(count[0])):
         got = f"{len(count)} x {len(count[0])}"
@@ -153,7 +153,7 @@ def check_maps(record: Mapping[str, Any], where: str) -> None:
 
 
 def check_texts(record: Mapping[str, Any], where: str) -> None:
-    """Texts in pieces of [text, origin], and as many thumbnails where there are any."""
+    """Checks texts, lists of [text, origin], and that there are as many thumbnails, if any."""
     texts, thumbnails = record.get("texts") or [], record.get("thumbnails")
     for row in texts:
         _expect(row, list, f"{where}: texts")

@@ -1,7 +1,7 @@
 """Figures of the report as inline SVG: no script, 340 units wide, so that text stays readable on a phone.
 
-Colours are never the only cue: points carry numbers, bars carry values, cells carry n. What rests on fewer than
-`FEW` observations is drawn in grey.
+Colours are never the only cue: points carry numbers, bars carry values, cells carry n. Values from fewer than
+`FEW` observations are grey.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FEW = 20  # observations below which a figure is grey
 INK, FAINT, RULE, GREY = "#1b1b1b", "#5f5f5f", "#d9d9d9", "#9a9a9a"
 BLUE, ORANGE, GREEN = "#0b5cad", "#b34700", "#00724d"
 CIVIDIS = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 175, 111), (254, 232, 56))  # safe for all colour vision
-LARGEST_GRID = 32  # a larger acceptance map is pooled down to this many cells a side
+LARGEST_GRID = 32  # larger acceptance maps are pooled to this many cells per side
 
 Interval = tuple[float, float] | None
 
@@ -30,7 +30,7 @@ def svg(height: float, parts: Sequence[Markup], label: str) -> Markup:
 def text(
     x: float, y: float, words: str, anchor: str = "start", colour: str = INK, size: float = 11, halo: bool = True
 ) -> Markup:
-    """Words; the halo keeps them readable where lines cross, and is off for words that stand on a colour."""
+    """Text; the halo keeps it readable over lines, and is off for text on a colour."""
     mark = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}" fill="{}" font-size="{}"{}>{}</text>')
     return mark.format(x, y, anchor, colour, size, Markup(' class="halo"') if halo else "", words)
 
@@ -63,7 +63,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 class Scale:
-    """Values to units: linear, or with equal ratios at equal distances."""
+    """Maps values to units: linear or logarithmic."""
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False):
         self.log = log
@@ -76,7 +76,7 @@ class Scale:
 
 
 def bounds(values: Sequence[float], margin: float = 0.06, log: bool = False) -> tuple[float, float]:
-    """The range of some values with a margin, never empty; values of one sign keep to its side of zero."""
+    """The range of values with a margin, never empty; if all have one sign, it doesn't include the other."""
     low, high = min(values), max(values)
     if log:
         factor = max(high / low, 1.2) ** margin
@@ -87,7 +87,7 @@ def bounds(values: Sequence[float], margin: float = 0.06, log: bool = False) -> 
 
 
 def strip(entries: Sequence[tuple[str, Sequence[float], float, Interval]]) -> Markup:
-    """Paired ratios, one dot a prompt, one strip a method; mean and 95 % interval below. Log axis; 1 is no gain.
+    """Paired ratios, one dot per prompt, one strip per method; mean and 95 % interval below. Log axis; 1 is no gain.
 
     entries: (label, ratios, geometric mean, interval).
     """
@@ -113,7 +113,7 @@ def strip(entries: Sequence[tuple[str, Sequence[float], float, Interval]]) -> Ma
 
 
 def waterfall(steps: Sequence[tuple[str, float]]) -> Markup:
-    """From the first value to the last, step by step: what each term takes (orange) or gives (green)."""
+    """From the first value to the last, step by step: the loss (orange) or gain (green) of each term."""
     x = Scale(0, max(v for _, v in steps) * 1.02, LEFT, RIGHT - 38)
     parts, before = [], 0.0
     for i, (name, value) in enumerate(steps):
@@ -177,7 +177,7 @@ def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
         parts.append(text(x + pitch / 2, bottom - height - 4, f"{rate:.2f}", "middle", size=9))
         parts.append(text(x + pitch / 2, bottom + 13, str(i + 1), "middle", FAINT))
         if n is not None:
-            lower = 10 * (i % 2) if pitch < 34 else 0  # narrow bars: every other n a line down
+            lower = 10 * (i % 2) if pitch < 34 else 0  # narrow bars: every other n one line lower
             parts.append(text(x + pitch / 2, bottom + 25 + lower, f"n={n}", "middle", FAINT, 9))
     parts.append(text(LEFT, 10, "bar: accepted / reached; orange: accepted / drafts", colour=FAINT, size=10))
     parts.append(text(RIGHT, bottom + 49, "depth in the draft", "end", FAINT))
@@ -185,9 +185,9 @@ def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
 
 
 def heat(total: Sequence[Sequence[float]], count: Sequence[Sequence[int]]) -> Markup:
-    """Mean acceptance over the token grid. total and count are sums over images, one entry a token (row, column).
+    """Mean acceptance over the token grid. total and count are sums over images, one entry per token (row, column).
 
-    Cells of few observations are grey. Small grids print value and n in each cell, large ones carry them as titles.
+    Cells with few observations are grey. Small grids print value and n in each cell, large ones have them as titles.
     """
     sums, counts = pooled(total), pooled(count)
     rows, columns = len(sums), max(map(len, sums))
@@ -214,7 +214,7 @@ def heat(total: Sequence[Sequence[float]], count: Sequence[Sequence[int]]) -> Ma
 
 
 def pooled(grid: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The grid with its cells summed in blocks, so that no side is longer than LARGEST_GRID."""
+    """The grid summed in blocks, so that no side is longer than LARGEST_GRID."""
     rows, columns = len(grid), max(map(len, grid))
     block = max(-(-rows // LARGEST_GRID), -(-columns // LARGEST_GRID))
     small = [[0.0] * -(-columns // block) for _ in range(-(-rows // block))]

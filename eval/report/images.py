@@ -17,14 +17,14 @@ from visspec.eval.report.figures import rgb
 from visspec.eval.report.records import Picture
 
 SIDE = 128  # longest side of a thumbnail, pixels
-SMALL = 96  # of one that a result file holds
+SMALL = 96  # of one in a result file
 NOT_DRAFTED = "#e6e6e6"
-LOSSLESS = 4096  # bytes up to which a thumbnail stays a PNG
+LOSSLESS = 4096  # maximum size of a PNG thumbnail, bytes
 MAX_PIXELS = 16_000_000
 
 
 def inside(folder: Path, name: str, where: str) -> Path:
-    """The file `name` beside a result file. Raises ValueError when it is absolute, climbs out or links to elsewhere."""
+    """The path of file `name` beside a result file. Raises ValueError if it is outside the folder or links outside."""
     path = (folder / name).resolve()
     if Path(name).is_absolute() or not path.is_relative_to(folder.resolve()):
         raise ValueError(f"{where}: got the image path {name!r}, expected one inside the folder of the JSON")
@@ -49,7 +49,7 @@ def picture(entry: Picture, folder: Path, where: str) -> Image.Image:
 
 
 def data_uri(image: Image.Image, lossless: bool = False) -> str:
-    """A PNG where that is small, else a JPEG."""
+    """A PNG if that is small, else a JPEG."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     kind = "png"
@@ -66,7 +66,7 @@ def thumbnail(image: Image.Image, side: int = SIDE) -> str:
 
 
 def small_png(image: Image.Image, side: int = SMALL) -> str:
-    """A thumbnail as a result file holds it: a PNG in base64."""
+    """A thumbnail for a result file: a PNG in base64."""
     small = image.convert("RGB")
     small.thumbnail((side, side), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
@@ -75,7 +75,7 @@ def small_png(image: Image.Image, side: int = SMALL) -> str:
 
 
 def difference(image: Image.Image, baseline: Image.Image, side: int = SIDE) -> tuple[str, float] | None:
-    """(map as a data URI, share of pixels that differ); None when the sizes differ.
+    """(map as a data URI, share of pixels that differ); None if the sizes differ.
 
     The map is the largest channel difference, black where equal; any difference is at least dark grey.
     """
@@ -86,12 +86,12 @@ def difference(image: Image.Image, baseline: Image.Image, side: int = SIDE) -> t
     block = -(-max(lifted.shape) // side)
     padded = np.pad(lifted, [(0, -n % block) for n in lifted.shape])
     rows, columns = (n // block for n in padded.shape)
-    largest = padded.reshape(rows, block, columns, block).max(axis=(1, 3))  # a mean would hide a lone pixel
+    largest = padded.reshape(rows, block, columns, block).max(axis=(1, 3))  # a mean would hide a single pixel
     return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
 
 
 def acceptance_map(grid: Sequence[Sequence[float | None]]) -> str:
-    """One pixel a token; light grey where nothing was drafted."""
+    """One pixel per token; light grey where nothing was drafted."""
     top = max([1.0] + [v for row in grid for v in row if v is not None])
     empty = ImageColor.getrgb(NOT_DRAFTED)
     pixels = [[empty if v is None else rgb(v / top) for v in row] for row in grid]

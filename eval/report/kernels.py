@@ -1,4 +1,4 @@
-"""The report's part for `bench kernels`, and the list of benches that the page knows nothing about."""
+"""The report's section for `bench kernels`, and the list of other benches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = (  # of a record as a whole -> words
     ("host_syncs_per_round", "host waits in a relaxed verification"),
     ("dispatched_ops_per_verification", "dispatched operations in a relaxed verification"),
 )
-MOST = 60  # fields of an unknown bench that are shown
+MOST = 60  # maximum number of fields shown for an unknown bench
 
 
 class Table:
@@ -35,7 +35,7 @@ class Table:
 
 
 def row_of(row: Any, where: str) -> dict[str, Any]:
-    """A row for the page; a figure that is no number was not measured."""
+    """A row for the page; a value that is not a number is shown as not measured."""
     if not isinstance(row, dict) or not isinstance(row.get("kernel"), str):
         got = type(row.get("kernel") if isinstance(row, dict) else row).__name__
         raise ValueError(f"report: {where}: kernel: got {got}, expected a name")
@@ -53,7 +53,7 @@ def row_of(row: Any, where: str) -> dict[str, Any]:
 
 
 def bars(rows: Sequence[Mapping[str, Any]]) -> Markup:
-    """Ratios to eager torch on a log axis, from 1: to the right faster (blue), to the left a slowdown (orange)."""
+    """Ratios to eager torch on a log axis: to the right of 1 faster (blue), to the left a slowdown (orange)."""
     ends = [1.0] + [v for row in rows for v in (row["ratio"], *(row["ci"] or ()))]
     low, high = figures.bounds(ends, log=True)
     x, pitch = figures.Scale(low, high, figures.LEFT + 4, figures.RIGHT - 40, log=True), 34
@@ -79,7 +79,7 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> Markup:
 
 
 def listed(record: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A bench that the page does not draw: its plain fields as they are, and how large the others are."""
+    """A bench without figures: its scalar fields, and the sizes of the others."""
     rows = [(str(key), plain(value)) for key, value in record.items() if key not in ("bench", "provenance")]
     provenance = record.get("provenance")
     rows += [(str(k), plain(v)) for k, v in provenance.items()] if isinstance(provenance, dict) else []
@@ -87,7 +87,7 @@ def listed(record: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> str:
-    """A value in a short text."""
+    """A value as short text."""
     if isinstance(value, (list, dict)):
         return f"{len(value)} entries"
     return f"{value:.6g}" if isinstance(value, float) else figures.short(str(value), 200)

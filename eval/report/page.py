@@ -1,8 +1,8 @@
 """`visspec report`: one self-contained HTML page from result files. No network, no script, everything escaped.
 
-What a reader sees: a table of methods with intervals and n, equality verdicts, paired ratios, the gap to ideal,
-speed against quality, acceptance by depth and over the token grid, pictures of the same seeds side by side, text
-coloured by origin, failures, and where the numbers come from.
+Contents: a table of methods with intervals and n, equality verdicts, paired ratios, the gap to the ideal, speed
+against quality, acceptance by depth and over the token grid, images of the same seeds side by side, text coloured by
+origin, failures, and provenance.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from visspec.eval.speed.paired import in_words, suspicion
 from visspec.files import replacing
 from visspec.loop.stats import COLOURS, MEANING
 
-MOST_PICTURES = 600  # pictures on the page; figures are always made from all
-MOST_TEXTS = 8  # coloured texts of a method
+MOST_PICTURES = 600  # images on the page; figures use all images
+MOST_TEXTS = 8  # coloured texts per method
 QUALITY = {  # field -> (name, higher is better)
     "geneval": ("GenEval score", True),
     "strict": ("strict score", True),
@@ -35,7 +35,7 @@ QUALITY = {  # field -> (name, higher is better)
     "latent_displacement": ("latent displacement", False),
     "drift_per_token": ("drift per token", False),
 }
-JUDGED = ("geneval", "strict", "right", "fd")  # measured on the pictures of the quality part, not on the speed runs
+JUDGED = ("geneval", "strict", "right", "fd")  # measured on the images of the quality part, not of the speed runs
 TERMS = (
     ("tau", "tau, bonus included"),
     ("after_verify", "verification costs more than one token"),
@@ -47,8 +47,8 @@ TERMS = (
 def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     """Write the page for some result files of `visspec bench`. Returns its path.
 
-    Raises FileNotFoundError or ValueError, in one sentence, for a missing or malformed file, and
-    image paths outside the folder of their JSON. A picture that can't be read is listed as a failure.
+    Raises FileNotFoundError or ValueError for a missing or malformed file, and for image paths outside the folder
+    of their JSON. An unreadable image is listed as a failure.
     """
     out = Path(out)
     if not paths:
@@ -57,7 +57,7 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         raise ValueError(f"report: --out: {out} is a folder, expected a file")
     together: dict[tuple[str, str], list[Method]] = {}
     methods: list[Method] = []
-    tables, others = [], []  # of kernels; of benches that this page knows nothing about
+    tables, others = [], []  # of kernels; of other benches
     for path in map(Path, paths):
         record = read(path)
         if record["bench"] == "kernels":
@@ -91,16 +91,16 @@ def environment() -> Environment:
 
 
 def shown(value: Any, digits: int = 2) -> str:
-    """A number for people; a dash for null, NaN and absent ones."""
+    """A formatted number; a dash for null, NaN and absent ones."""
     found = number(value)
     return "–" if found is None else f"{found:.{digits}f}"
 
 
 class Group:
-    """What the page shows of the methods of one bench and target: figures as markup, pictures as rows of cells."""
+    """The methods of one bench and target on the page: figures as markup, images as rows of cells."""
 
     def __init__(self, kind: str, target: str, methods: list[Method]):
-        local = target.startswith(("/", ".", "~"))  # where a checkpoint lies is nobody's business, its name is
+        local = target.startswith(("/", ".", "~"))  # don't publish local paths, only the name
         self.kind, self.target, self.methods = kind, Path(target).name if local else target, methods
         self.sources = ", ".join(dict.fromkeys(m.source for m in methods))
         self.failures = [f"{m.source}: {m.label}: {f}" for m in methods for f in m.record.get("failures") or []]
@@ -120,7 +120,7 @@ class Group:
 
 
 def summary(method: Method) -> dict[str, Any]:
-    """The row of a method in the first table. Words are made from the numbers here, not taken from the file."""
+    """The row of a method in the first table. Text is generated from the numbers, not taken from the file."""
     record, speed = method.record, speed_of(method)
     identical, compared = number(record.get("identical")), number(record.get("compared"))
     by_law = exact(record) and record.get("promises_tokens") is False
@@ -145,20 +145,20 @@ def exact(record: Mapping[str, Any]) -> bool:
 
 
 def warning(record: Mapping[str, Any], speed: float | None) -> str:
-    """A slowdown in words, and a ratio over our own plain loop that tau does not allow; empty where neither is."""
+    """Warnings for a slowdown and for a ratio over our own plain loop above tau; empty if there is none."""
     slow = in_words(speed) if speed is not None and speed < 1 else ""
     over, spread = number(record.get("over_plain")), interval(record.get("over_plain_ci95"))
     return "; ".join(filter(None, (slow, suspicion(over, spread, number(record.get("tau")) or 0.0))))
 
 
 def near_ties(record: Mapping[str, Any]) -> bool:
-    """Were differences to plain decoding looked into, in a dtype that rounds, and found to be near ties?"""
+    """Whether differences to plain decoding in low precision were analysed and found to be near ties."""
     found = record.get("equality") or {}
     return found.get("tier") == "teacher-forced" and found.get("benign") is True
 
 
 def equality(record: Mapping[str, Any]) -> str:
-    """The low-precision tier in words, made from its numbers; empty where it was not measured."""
+    """Text for the low-precision tier; empty if it was not measured."""
     found = record.get("equality") or {}
     gap = found.get("gap")
     if not isinstance(gap, dict) or number(gap.get("max")) is None:
@@ -177,13 +177,13 @@ def equality(record: Mapping[str, Any]) -> str:
 
 
 def speed_of(method: Method) -> float | None:
-    """A method's speed-up, where it is a positive number."""
+    """A method's speed-up if it is a positive number, else None."""
     found = number(method.record.get("speedup"))
     return found if found and found > 0 else None
 
 
 def baselines(method: Method) -> list[dict[str, Any]]:
-    """What our time was compared with, one row a baseline."""
+    """The baselines, one row each."""
     found = []
     for name, row in (method.record.get("baselines") or {}).items():
         seconds = number(row.get("seconds_per_prompt"))
@@ -210,7 +210,7 @@ def positive(pair: tuple[float, float] | None) -> tuple[float, float] | None:
 
 
 def waterfall(record: Mapping[str, Any]) -> Markup | None:
-    """From tau to what was measured: the terms of the ideal, then what the model of costs does not explain."""
+    """From tau to the measured speed-up: the terms of the ideal, then the unexplained rest."""
     gap = record.get("gap") or {}
     steps = [(words, number(gap.get(term))) for term, words in TERMS]
     steps.append(("not explained = decode only, measured", number(record.get("speedup_decode_only"))))
@@ -221,7 +221,7 @@ def waterfall(record: Mapping[str, Any]) -> Markup | None:
 
 @dataclass(frozen=True)
 class Quality:
-    """A method's value of a quality measure, its interval and n, and what else belongs to it, in words."""
+    """A method's value of a quality measure with interval, n and a note."""
 
     name: str
     value: float
@@ -231,13 +231,13 @@ class Quality:
 
 
 def quality_of(method: Method, field: str) -> Quality | None:
-    """The measure of that name in `QUALITY`; None where it was not measured."""
+    """The measure of that name in `QUALITY`; None if it was not measured."""
     record, name = method.record, QUALITY[field][0]
     drawn = number(record.get("quality_n")) if field in JUDGED else None
     value, n = number(record.get(field)), int(drawn or method.n)
     if field == "right":
         judged = [right for right in (image.judged[0] for image in method.images) if right is not None]
-        if value is None and judged:  # no share of all that were drawn: that of the pictures here
+        if value is None and judged:  # no share over all images: use the images of the record
             value, n = sum(judged) / len(judged), len(judged)
         return None if value is None else Quality(name, value, wilson(value * n, n) if n else None, n)
     if value is None:
@@ -257,12 +257,12 @@ def pareto(methods: Sequence[Method], field: str) -> Markup | None:
             points.append((str(m.number), speed, ci, found.value, found.interval, min(m.n, found.n)))
     name, higher = QUALITY[field]
     if field == "drift_per_token" and not any(value for _, _, _, value, _, _ in points):
-        return None  # exact rules only: nothing to trade
+        return None  # exact rules only: no trade-off
     return figures.pareto(points, name, higher) if points else None
 
 
 def heats(method: Method) -> list[tuple[str, Markup]]:
-    """The mean acceptance map of a method: its own, or that of its images, one for each size of grid."""
+    """The mean acceptance map of a method: from the record, or from its images, one for each grid size."""
     record = method.record
     if given := record.get("acceptance_map"):
         known = record.get("acceptance_map_n") or [[method.n] * len(row) for row in given]
@@ -339,7 +339,7 @@ def cell(method: Method, image: Picture | None, opened, base) -> dict[str, Any]:
 
 
 def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tuple[str, str]]]]:
-    """(picture as a data URI, pieces of text with their origin); an origin nobody knows counts as plain."""
+    """(picture as a data URI, pieces of text with their origin); an unknown origin counts as plain."""
     rows = method.record["texts"][:MOST_TEXTS]
     found = []
     for k, (row, png) in enumerate(zip(rows, method.record.get("thumbnails") or [None] * len(rows))):

@@ -1,7 +1,7 @@
-"""The result files of the benches: every field once, for the code that writes it and the report that reads it.
+"""Fields of the benches' result files, used by the benches and by the report.
 
-`METHOD` has the fields of one measured method, which is a caption record or a row of an image record; `FILE` those that
-an image record holds once for all rows; `Picture` an entry of `images`. What they mean is in docs/benchmarks.md.
+`METHOD`: fields of one measured method, which is a caption record or a row of an image record. `FILE`: fields shared by
+all rows of an image record. `Picture`: an entry of `images`. docs/benchmarks.md explains the fields.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ METHOD = {
     # to look at
     "texts": LIST, "thumbnails": LIST, "images": LIST,
 }  # fmt: skip
-FORMER = {  # fields that no bench writes any more, and what reads them: files of earlier versions and by other hands
+FORMER = {  # fields that are no longer written, read for compatibility with older and external files
     "method": "a label given by hand stands before `name`",
     "verdicts": "one of each image, as its `verdict`",
 }
@@ -50,10 +50,10 @@ FORMER = {  # fields that no bench writes any more, and what reads them: files o
 
 @dataclass(frozen=True)
 class Picture:
-    """One image of a method, named by a path inside the folder of the record or held as a small PNG in base64.
+    """One image of a method, as a path inside the folder of the record or as a small PNG in base64.
 
-    verdict: {"correct", "reason"}; a boolean or words alone from other hands. acceptance: (rows, columns) by token, 1
-    where a drafted one stayed, 0 where the target put another in its place, None where nothing was drafted.
+    verdict: {"correct", "reason"}; external files may have a boolean or text. acceptance: (rows, columns) by token, 1
+    if the drafted token was accepted, 0 if it was replaced, None if nothing was drafted.
     """
 
     prompt: Any = ""
@@ -65,12 +65,12 @@ class Picture:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Picture:
-        """From a JSON object; a verdict was called `right` by the version before."""
+        """From a JSON object; the previous version named the verdict `right`."""
         known = {f.name: entry[f.name] for f in fields(cls) if entry.get(f.name) is not None}
         return cls(**({"verdict": entry["right"]} if isinstance(entry.get("right"), bool) else {}) | known)
 
     def entry(self) -> dict[str, Any]:
-        """The JSON object, without what there is none of."""
+        """The JSON object, without empty fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property

@@ -1,14 +1,13 @@
-"""Are accelerated and plain decoding equal? Three tiers, each for what it can prove.
+"""Equality of accelerated and plain decoding, in three tiers.
 
-* Token-exact, float32: outputs are compared id by id, no exceptions (`tests/test_contract.py` does it for every family
+* Token-exact, float32: outputs are compared id by id, no exceptions (in `tests/test_contract.py` for every family
   and drafter).
-* Low precision: passes of different shape round differently, so near ties may fall either way. The same tokens are
-  fed one at a time and in draft-shaped passes; what the logits move by says which differences rounding explains. An
-  output that leaves the plain one is benign only where the margin it overturned is no larger than that.
-* Enumerated law: sampling with an exact rule has the target's law, which `tests/test_law.py` computes instead of
-  drawing from it.
+* Low precision: passes of different shape round differently, so near ties may be resolved differently. The same tokens
+  are fed one at a time and in draft-shaped passes; the difference of the logits is the size of rounding effects. A
+  different output is benign only if the margin at the first divergence is not larger than that.
+* Enumerated law: sampling with an exact rule has the target's law; `tests/test_law.py` enumerates it.
 
-Targets and requests are handed in (`types.Target`, `types.Request`). Shapes: B rows, T tokens, N nodes, V vocabulary.
+Targets and requests are arguments (`types.Target`, `types.Request`). Shapes: B rows, T tokens, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from visspec import tree as trees
 from visspec.loop.decode import retire
 from visspec.types import Draft, Outcome, Request, Sampling, Target, Tree
 
-LAW = "tests/test_law.py"  # where the law of every exact rule is enumerated
-SUSPECT = 16.0  # a gap of more than this many rounding steps of the largest logit is no rounding
+LAW = "tests/test_law.py"  # enumerates the law of every exact rule
+SUSPECT = 16.0  # a gap of more rounding steps of the largest logit is not due to rounding
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -33,10 +32,10 @@ LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def forced_logits(
     target: Target, request: Request, tokens: Sequence[Sequence[int]], shape: Tree | None = None
 ) -> list[Tensor]:
-    """What a target says before each of some given tokens, (T_b, V) float32 on the CPU for every row, unwarped.
+    """Teacher-forced logits of a target before each given token, (T_b, V) float32 on the CPU for every row, unwarped.
 
-    shape None feeds one token a pass. A tree (shared by all rows) makes passes of that shape: the tokens run along its
-    first longest path and are all kept; its other nodes repeat the token of their depth, and are dropped.
+    shape None feeds one token per pass. With a tree (shared by all rows) passes have that shape: the tokens are placed
+    on its first longest path and are all kept; its other nodes repeat the token of their depth, and are dropped.
     Raises ValueError for a row without tokens.
     """
     if not tokens or not all(tokens):
@@ -71,18 +70,18 @@ def forced_logits(
 
 @dataclass
 class Gap:
-    """How far two ways to compute the same logits are apart, over everything given to `add`."""
+    """Difference between two computations of the same logits, over everything passed to `add`."""
 
     largest: float = 0.0  # |difference| of a logit
     total: float = 0.0  # sum of |difference|
     count: int = 0  # logits compared
-    shift: float = 0.0  # what a margin between two tokens can move by: largest minus smallest signed difference
+    shift: float = 0.0  # maximum change of a margin between two tokens: largest minus smallest signed difference
     scale: float = 0.0  # largest |logit|
     positions: int = 0
     flips: list[dict[str, Any]] = field(default_factory=list)  # positions whose best token differs
 
     def add(self, one: Tensor, other: Tensor, **where: Any) -> None:
-        """Logits (T, V) of the same T positions. `where` goes into each flip's record."""
+        """Logits (T, V) of the same T positions. `where` is added to the record of each flip."""
         moved = torch.where(one.isfinite() & other.isfinite(), other - one, torch.zeros(()))
         if len(moved) == 0:
             return
@@ -102,7 +101,7 @@ class Gap:
 
 
 def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token at which two outputs differ, a missing token included; None where they are equal."""
+    """Index of the first token at which two outputs differ, a missing token included; None if they are equal."""
     if list(plain) == list(other):
         return None
     shared = min(len(plain), len(other))
@@ -110,9 +109,9 @@ def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def divergence(plain: Sequence[int], other: Sequence[int], law: Tensor, **where: Any) -> dict[str, Any] | None:
-    """The first divergence, and by how much the plain law (T, V) before that token preferred the plain token.
+    """The first divergence, and the margin of the plain token in the plain law (T, V) before it.
 
-    `margin` is None where one output merely ends before the other.
+    `margin` is None if one output only ends before the other.
     """
     t = first_divergence(plain, other)
     if t is None:
@@ -122,7 +121,7 @@ def divergence(plain: Sequence[int], other: Sequence[int], law: Tensor, **where:
 
 
 class Tiers:
-    """Collects prompts, then says what their outputs prove: `add` outputs, `force` those to look into, `record`."""
+    """Collects the outputs of prompts: `add` outputs, `force` those to analyse, then `record`."""
 
     def __init__(self, dtype: torch.dtype, greedy: bool = True):
         self.dtype, self.greedy = dtype, greedy
@@ -136,7 +135,7 @@ class Tiers:
         return self.dtype in LOW.values()
 
     def add(self, plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> bool:
-        """Rows of one prompt's outputs. True when they differ."""
+        """Add the rows of one prompt's outputs. Returns whether they differ."""
         self.identical += [list(r) for r in plain] == [list(r) for r in other]
         self.compared += 1
         return [list(r) for r in plain] != [list(r) for r in other]
@@ -156,7 +155,7 @@ class Tiers:
         self.divergences += [entry for entry in found if entry is not None]
 
     def record(self) -> dict[str, Any]:
-        """The `equality` object of a bench's JSON. `benign` is None for sampled outputs, which noise decides."""
+        """The `equality` object of a bench's JSON. `benign` is None for sampled outputs, which depend on noise."""
         gap, steps = self.gap, self.gap.in_eps(self.dtype)
         suspect = steps > SUSPECT
         for entry in self.divergences:
@@ -184,7 +183,7 @@ class Tiers:
 
 
 def in_words(record: dict[str, Any]) -> str:
-    """The verdict of a record in a line."""
+    """The verdict of a record as one line."""
     same = f"{record['identical']} of {record['compared']} prompts equal plain decoding in {record['dtype']}"
     gap = record["gap"]
     if gap is None:

@@ -2,8 +2,8 @@
 
 Ours and eager run in one process, alternating, on the same inputs; a ratio is the geometric mean of the paired ratios
 (eager time / our time) with a bootstrap interval. How a call is timed is in `kernels_clock`: CPU rows are in processor
-time, for the ratios only; GPU rows are the device's time, with the host's beside it. A GPU row that was not measured
-says so, and one that failed is listed. The calls are in `kernels_jobs`, the eager loops of a tree verification in
+time, for the ratios only; GPU rows are device time, with host time in addition. GPU rows that were not measured or
+failed are marked. The calls are in `kernels_jobs`, the eager loops of a tree verification in
 `kernels_loops`.
 """
 
@@ -22,7 +22,7 @@ from visspec.kernels import accept
 from visspec.provenance import provenance
 
 NOT_MEASURED = "not measured"
-WEIGHTS_7B = 2 * 7_000_000_000  # bytes, bf16: what a pass of a 7B target reads at least
+WEIGHTS_7B = 2 * 7_000_000_000  # bytes, bf16: minimum read by a pass of a 7B target
 MEASURED = (
     "time_us", "time_us_quartiles", "host_us", "share_of_copy_bandwidth", "flops", "share_of_matrix_rate",
     "share_of_reading_14_gb", "ratio_to_eager", "ratio_ci95", "eager_us", "eager_host_us", "timed", "eager_timed",
@@ -30,7 +30,7 @@ MEASURED = (
 
 
 def paired(ours, eager, clock, repeats, draws=1):
-    """((seconds of each repeat, how they were timed) of ours, the same of eager), the arms alternating in order."""
+    """((seconds of each repeat, how they were timed) of ours, the same of eager), interleaved."""
     arms = [clock.arm(call, draws) for call in (ours, eager)]
     started: tuple[list, list] = ([], [])
     for index in range(repeats):
@@ -64,7 +64,7 @@ def copy_bandwidth(device, clock):
 
 
 def matrix_rate(device, clock):
-    """(operations per second of torch's product of large float32 matrices, that product in words)."""
+    """(operations per second of torch's product of large float32 matrices, a description of it)."""
     side = 8192 if device.type == "cuda" else 1024
     left, right = torch.randn(2, side, side, device=device)
     out, before = torch.empty_like(left), torch.get_float32_matmul_precision()
@@ -90,9 +90,9 @@ class _Count(TorchDispatchMode):
 
 
 def dispatched(case, delta=0.1):
-    """(ATen calls, host waits) of one relaxed verification on the CPU path, counted inside the operator.
+    """(ATen calls, host synchronisations) of one relaxed verification on the CPU path, counted inside the operator.
 
-    Its work there is done on numpy views, which the mode does not see; on a GPU the operator is one launch.
+    It uses numpy views there, which are not counted; on a GPU the operator is one launch.
     """
     tensors = (case["tokens"], case["parent"], case["p"], None, case["coins"][0], case["draw"][0], None)
     rule = (case["neighbours"].cpu(), delta, None, len(LEVELS), max(LEVELS))
@@ -104,7 +104,7 @@ def dispatched(case, delta=0.1):
 
 
 def measured(job, clock, repeats, bandwidth, rate):
-    """The figures of one row; `rate` is the matrix rate. Under inference mode, as the engine's rounds are."""
+    """The figures of one row; `rate` is the matrix rate. In inference mode, as in the engine."""
     with torch.inference_mode(not job.trains):
         ours, eager = job.build()
         (mine, how), (theirs, eager_how) = paired(ours, eager, clock, repeats, job.draws)
@@ -131,7 +131,7 @@ def described(job, device, repeats):
 
 
 def run(device="cpu", json_path=None, quick=False):
-    """Measures every kernel on `device` and returns the object described in the benchmark notes; writes it as JSON."""
+    """Measures every kernel on `device` and returns the object described in docs/benchmarks.md; writes it as JSON."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: found {device} on a machine without CUDA, expected cpu")
@@ -152,7 +152,7 @@ def _measured_on(device, quick):
         row = described(job, device, repeats)
         try:
             row |= measured(job, clock, repeats, bandwidth, rate)
-        except Exception as error:  # a kernel that fails must not cost the other rows
+        except Exception as error:  # continue with the other rows if a kernel fails
             row |= {"repeats": 0, "failure": f"{type(error).__name__}: {error}"}
         rows.append(row)
     if device.type != "cuda":
@@ -172,7 +172,7 @@ def _measured_on(device, quick):
 
 
 def table(result):
-    """The rows as text; a ratio under 1 is called a slowdown."""
+    """The rows as text; a ratio below 1 is marked as a slowdown."""
     where = result["provenance"]
     lines = [
         f"kernels on {where['device']}, {where['date']}, copy {result['copy_bandwidth_gb_s']:.1f} GB/s,"

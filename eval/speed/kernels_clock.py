@@ -1,8 +1,8 @@
-"""How `bench kernels` times a call. Two clocks with the same four verbs: arm, start, seconds, host.
+"""Timing of calls for `bench kernels`. Two clocks with the same methods: arm, start, seconds, host.
 
-On a CPU: processor time. On a GPU: events around the replay of a CUDA graph of the call, so that argument checks,
-dispatch and launches are not in the number (`host` has those), with the L2 cache written over before each. A call that
-waits for the device, or that the device will not record, is timed by events around the call itself: its row says so.
+On a CPU: processor time. On a GPU: events around the replay of a CUDA graph of the call, which exclude argument checks,
+dispatch and launches (`host` has those), with the L2 cache flushed before each. A call that synchronises or can't be
+captured is timed by events around the call itself, and its row is marked.
 """
 
 import time
@@ -12,17 +12,17 @@ import torch
 
 from visspec.accept.captured import cuda_graph
 
-WARM = 2  # calls before the first that counts: kernels are compiled in them
+WARM = 2  # warm-up calls, in which kernels are compiled
 BEST_OF = 3
 
 
 class Processor:
-    """A CPU: the processor's time, so that other work on the machine does not count, the best of three calls."""
+    """CPU: processor time, which excludes other processes, the best of three calls."""
 
     repeats, fewest = 40, 8
 
     def arm(self, call, draws=1):
-        """(what `start` takes, how it is timed in words); `draws` is of no use here."""
+        """(argument of `start`, description of the timing); `draws` is ignored."""
         for index in range(WARM):
             call(index)
         return call, f"processor time, best of {BEST_OF}"
@@ -39,11 +39,11 @@ class Processor:
         return started
 
     def host(self, call, repeats):
-        """None: the host does the work itself."""
+        """None: the call runs on the host."""
 
 
 class Device:
-    """A GPU. The methods that touch CUDA are the last four, for which tests have stand-ins."""
+    """GPU. Only the last four methods use CUDA; the tests replace them."""
 
     repeats, fewest = 60, 30
 
@@ -52,7 +52,7 @@ class Device:
         self.over = torch.empty(2 * self.cache_bytes(), dtype=torch.uint8, device=device)
 
     def arm(self, call, draws=1):
-        """(what `start` takes, how it is timed in words). The call is recorded for the indices 0 .. draws - 1."""
+        """(argument of `start`, description of the timing). The call is captured for the indices 0 .. draws - 1."""
         for index in range(max(WARM, draws)):
             call(index)
         try:
@@ -63,7 +63,7 @@ class Device:
         return (lambda index: replays[index % draws]()), "events around a CUDA graph"
 
     def start(self, armed, index):
-        """Queues one repeat and returns its two events. Nothing waits here: the flush hides the replay's launch."""
+        """Queues one repeat and returns its two events, without waiting: the flush hides the replay's launch."""
         begun, ended = self.event(), self.event()
         self.over.zero_()
         begun.record()
@@ -76,7 +76,7 @@ class Device:
         return [begun.elapsed_time(ended) / 1e3 for begun, ended in started]
 
     def host(self, call, repeats):
-        """Seconds of wall time until a plain call returns, the device idle before: checks, dispatch and launches."""
+        """Wall time in seconds until a plain call returns, with an idle device: checks, dispatch and launches."""
         times = []
         for index in range(repeats):
             self.synchronize()

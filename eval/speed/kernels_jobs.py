@@ -1,6 +1,6 @@
-"""The rows of `bench kernels`: for each operator our call, the same in eager torch, and the bytes that must move.
+"""The rows of `bench kernels`: for each operator our call, the same in eager torch, and the bytes moved.
 
-A row is described first and built when it is measured, so that a machine without a GPU can name a GPU's rows.
+Inputs are built when a row is measured, so that the rows for a GPU can be listed without one.
 R rows, B batch rows, N draft nodes, V vocabulary, K neighbours, F features.
 """
 
@@ -18,7 +18,7 @@ LEVELS_64 = (10, 16, 14, 12, 11)  # nodes per depth of a 64-node tree, root asid
 NODES = sum(LEVELS) + 1
 VOCABULARY, NEIGHBOURS, DELTA = 16384, 1000, 0.1
 GUIDANCE, TEMPERATURE, TOP_K = 7.5, 0.9, 1000
-DRAWS = 8  # sets of uniforms that a recorded verification goes through
+DRAWS = 8  # sets of uniforms of a captured verification
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Shapes:
     rounds: tuple  # (nodes per depth, V) of a verification round and of the warp in it
     codebooks: tuple  # (V, F, k)
     grouped: int  # rows
-    layers: int  # whose keys and values are committed
+    layers: int  # number of layers in a commit
     prefix: int  # of the tree attention
     losses: tuple[int, ...]  # rows
 
@@ -40,7 +40,7 @@ FULL = Shapes(
 )  # fmt: skip
 SMALL = Shapes(
     rounds=((LEVELS, VOCABULARY),), codebooks=((1024, 8, 100),), grouped=4, layers=4, prefix=512, losses=(8, 64)
-)  # the full ones take seconds a call on a CPU
+)  # the full sizes take seconds per call on a CPU
 
 
 @dataclass
@@ -53,14 +53,14 @@ class Job:
     build: Callable[[], tuple]
     bytes: int
     against: str
-    flops: int = 0  # of its matrix product, where that is what takes the time
-    draws: int = 1  # indices after which the inputs repeat; 1: they do not depend on the index
+    flops: int = 0  # of its matrix product, if that dominates
+    draws: int = 1  # period of the inputs in the index; 1: they don't depend on it
     whole_round: bool = False
     trains: bool = False  # needs autograd
 
 
 def _tried_bytes(V):
-    """Of a relaxed verification, in the mean of these uniforms: eight nodes tried, one law drawn from."""
+    """Bytes of a relaxed verification, on average over these uniforms: eight nodes tested, one law sampled from."""
     return 8 * NEIGHBOURS * (4 + 4) + V * 4 * 2
 
 
@@ -97,7 +97,7 @@ def _verification_jobs(device):
 
 
 def _round_job(device, levels, V):
-    """All that a round does between the target's logits and its verdict: guidance, warp, acceptance, the next token."""
+    """A round from the target's logits to the verdict: guidance, warp, acceptance, the next token."""
     N = sum(levels) + 1
 
     def build():
@@ -332,7 +332,7 @@ def _losses_job(device, R, V):
 
 
 def jobs(device, quick):
-    """The rows of the table; `quick`, or a CPU, shrinks the ones that take seconds on a CPU."""
+    """The rows of the table; `quick`, or a CPU, reduces the sizes that take seconds on a CPU."""
     shapes = SMALL if quick or device.type == "cpu" else FULL
     return [
         *_verification_jobs(device),

@@ -1,7 +1,7 @@
-"""The eager forms of a relaxed tree verification that `bench kernels` compares with, and the tree they are timed on.
+"""Eager implementations of a relaxed tree verification for `bench kernels`, and the tree for timing them.
 
-The first two decide as `accept_tree` does on the same uniforms (tested), so the times are of the same rule; the last
-one is the rule of LANTERN's published code, which decides as `compat="repository"` does (tested).
+The first two give the decisions of `accept_tree` for the same uniforms (tested), so the same rule is timed. The last
+one is the rule of LANTERN's published code, with the decisions of `compat="repository"` (tested).
 P paths, D levels, N draft nodes, V vocabulary, K neighbours.
 """
 
@@ -13,7 +13,7 @@ LEVELS = (10, 16, 14, 10, 8)  # nodes per depth of a 59-node tree, root aside
 
 
 def loop_over_children(tokens, parent, p, neighbours, delta, coins, draw):
-    """Only the children of the node reached, one after another, until one is accepted; no neighbours: the exact rule.
+    """Tests the children of the current node one by one until one is accepted; without neighbours: the exact rule.
 
     tokens (N), parent (N), p (N, V), neighbours (V, K) or None, coins (N), draw ().
     """
@@ -46,12 +46,12 @@ def loop_over_children(tokens, parent, p, neighbours, delta, coins, draw):
 
 
 def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=True):
-    """Our rule in the loop of the published implementations, from warped laws on.
+    """Our rule in a loop structured like the published implementations, from warped laws.
 
-    Every level looks for the paths that begin like the accepted one and tries their tokens: the probabilities of all K
-    neighbours (whose table is a numpy array on the host), a running sum, the last entry within the bound, a branch on
-    the host; after a rejection the token is zeroed and the whole law renormalised. copied: first the laws of the nodes
-    are expanded to (P, D, V), as published. Left out: warping the rows.
+    Every level selects the paths with the accepted prefix and tests their tokens: the probabilities of all K neighbours
+    (a numpy table on the host), a running sum, the last entry within the bound, a branch on the host; after a rejection
+    the token is zeroed and the law renormalised. copied: first expand the laws of the nodes to (P, D, V), as in the
+    published code. Warping is not included.
     paths (P, D) with -1 as padding, the rest as in `loop_over_children`.
     """
     candidates = torch.where(paths >= 0, tokens[paths], -1)
@@ -97,10 +97,10 @@ def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=Tru
 
 
 def published_loop(tokens, paths, scores, q, neighbours, k, coins, draw, delta=None, lam=None):
-    """The acceptance of LANTERN's published code in our words, from warped logits on, on the host as it is published.
+    """Our implementation of the acceptance of LANTERN's published code, from warped logits, on the host.
 
-    As in `loop_over_paths`, but of log-laws scores (P, D, V), copied to the paths beforehand: a softmax of each node
-    that is reached, and the published residuals, see `visspec.accept.published`. tokens (N,), q (N, V) or None for
+    As `loop_over_paths`, but from log-laws scores (P, D, V), already copied to the paths: a softmax of each reached
+    node, and the published residuals, see `visspec.accept.published`. tokens (N,), q (N, V) or None for
     point masses, neighbours (V, k + 1) a numpy array, coins a list of N floats.
     """
     candidates = torch.where(paths >= 0, tokens[paths], -1)
@@ -160,9 +160,9 @@ def paths_of(parent):
 
 
 def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, draws=64):
-    """A 59-node tree of likely tokens under image-like laws (top-1 about 7 %, top-1000 kept), and `draws` uniforms.
+    """A 59-node tree of likely tokens under flat laws (top-1 about 7 %, top-1000 kept), and `draws` uniforms.
 
-    `logits` (N, V) are those of the laws p (1, N, V). The table of neighbours is int32, as the rules keep it.
+    `logits` (N, V) give the laws p (1, N, V). The table of neighbours is int32, as in the rules.
     """
     g = torch.Generator().manual_seed(seed)
     parent, last = [-1], [0]

@@ -1,8 +1,8 @@
-"""The rows of `bench kernels` on LANTERN's rules as the engine calls them, beside the kernel alone.
+"""The rows of `bench kernels` for LANTERN's rules as called by the engine.
 
-`rule(draft, scores, noise)`: the softmax of the laws, the neighbours, the verdict with its next token, both meters. The
-eager form is the acceptance of the published code on the same laws, trees and uniforms, which has no meters
-(`kernels_loops.published_loop`). Codes of 8 features, as LlamaGen and Janus have them.
+`rule(draft, scores, noise)`: softmax of the laws, neighbours, verdict, next token, drift and displacement. The eager
+form is the acceptance of the published code on the same laws, trees and uniforms, without drift and displacement
+(`kernels_loops.published_loop`). Codes have 8 features, as in LlamaGen and Janus.
 N draft nodes, V vocabulary, K codes.
 """
 
@@ -18,8 +18,8 @@ from visspec.laws import Categorical
 from visspec.types import Capabilities, Draft, Scores
 
 LEVELS_26 = (4, 8, 8, 3, 2)  # nodes per depth of the published tree of 26 nodes, root aside
-DRAWS = 40  # rounds with uniforms of their own
-RULES = (  # a name, the rule, whether drafts are drawn with a law
+DRAWS = 40  # rounds with different uniforms
+RULES = (  # name, rule, whether drafts are sampled with a law
     ("rule lantern", partial(Lantern, k=1000, delta=0.1), False),
     ("rule lantern_plus", partial(LanternPlus, k=1000, lam=2.0), True),
     ("rule lantern published", partial(Lantern, k=1000, delta=0.1, compat="repository"), False),
@@ -28,7 +28,7 @@ RULES = (  # a name, the rule, whether drafts are drawn with a law
 
 
 def drawn(tokens_BN, parent, p_NV, seed=1):
-    """Siblings drawn without replacement from laws near p: (tokens (1, N), q (1, N, V))."""
+    """Siblings sampled without replacement from laws near p: (tokens (1, N), q (1, N, V))."""
     g, laws, tokens_BN = torch.Generator().manual_seed(seed), {}, tokens_BN.clone()
     q_BNV = torch.zeros(1, *p_NV.shape)
     for n in range(1, len(parent)):
@@ -81,7 +81,7 @@ def rule_jobs(device, job, V=16384):
     for name, make, samples in RULES:
         for levels in (LEVELS_26, LEVELS):
             N = sum(levels) + 1
-            moved = 4 * V * (8 if samples else 4)  # the laws of some two nodes read and written, a draw; drafts too
+            moved = 4 * V * (8 if samples else 4)  # about two laws read and written, a sample; also of the drafts
             build = partial(compared, make(), levels, samples, device)
             against = "the published loop, from warped logits on"
             rows.append(job(name, f"{N}x{V} k=1000", "float32", build, moved, against, draws=DRAWS))

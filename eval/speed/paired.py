@@ -1,7 +1,7 @@
 """Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/benchmarks.md).
 
 An *arm* is a callable prompt -> Run. Arms run prompt by prompt, in an order that alternates, after a warm-up; ratios
-are taken prompt by prompt, so that a machine whose speed drifts does not favour anyone.
+are computed prompt by prompt, so that changes of the machine's speed affect all arms equally.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from visspec.types import Round
 
 @dataclass
 class Run:
-    """One arm's answer to one prompt. Ids are what the model emitted after stop trimming, never re-tokenised text."""
+    """One arm's output for one prompt. Ids are the model's output after stop trimming, not re-tokenised text."""
 
     seconds: float
     tokens: list[list[int]]  # per row
-    first: float = 0.0  # seconds until the first token was there (prefill, vision tower, preparation)
+    first: float = 0.0  # seconds until the first token (preparation, vision tower, prefill)
     stages: dict[str, float] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     drift: float = 0.0  # per token
-    origin: list[list[str]] = field(default_factory=list)  # per row: where each token came from (`types.Trace`)
-    prompt: int = -1  # its place among the prompts; set by `interleave`
+    origin: list[list[str]] = field(default_factory=list)  # per row: the origin of each token (`types.Trace`)
+    prompt: int = -1  # index of the prompt; set by `interleave`
 
     @property
     def count(self) -> int:
@@ -41,13 +41,13 @@ Kind = TypeVar("Kind", bound=Arm)
 def interleave(
     arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: int = 3, progress: Callable = lambda x: x
 ) -> tuple[dict[str, list[Run]], list[str]]:
-    """Every arm on every prompt. Returns runs by arm, and the failures (a prompt that fails in one arm is left out
-    of all, and listed).
+    """Every arm on every prompt. Returns runs by arm, and the failures (a prompt that fails in one arm is
+    excluded from all, and listed).
     """
     names = list(arms)
     for prompt in list(prompts)[:warmup]:
         for name in names:
-            with contextlib.suppress(Exception):  # it fails again below, where it is listed
+            with contextlib.suppress(Exception):  # failures are listed below
                 arms[name](prompt)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     failures: list[str] = []
@@ -69,7 +69,7 @@ def interleave(
 def fastest(arms: Sequence[Kind], prompts: Sequence[Any]) -> Kind:
     """The arm that takes the least time for a few prompts after one to warm up: a baseline at its best setting.
 
-    An arm that a model refuses is left out; its ValueError or RuntimeError is raised where none is left.
+    An arm that raises ValueError or RuntimeError is excluded; if none is left, the error is raised.
     """
     seconds: list[tuple[float, int]] = []
     refusal: Exception | None = None
@@ -98,8 +98,8 @@ def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = 2000) -> 
 
 
 def compare(slow: Sequence[Run], fast: Sequence[Run], per_token: bool = False) -> dict[str, Any]:
-    """Speed-up of `fast` over `slow`, pair by pair. `per_token` divides each time by its own tokens first: for sampled
-    outputs, whose lengths differ.
+    """Speed-up of `fast` over `slow`, pair by pair. `per_token` divides each time by its number of tokens first, for
+    sampled outputs, whose lengths differ.
     """
 
     def cost(run: Run, seconds: float) -> float:
@@ -138,13 +138,13 @@ def tau(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def ideal(plain: Sequence[Run], fast: Sequence[Run]) -> dict[str, Any]:
-    """The decode speed-up that tau allows at the measured costs, in units of one plain one-token pass.
+    """The maximum decode speed-up for tau at the measured costs, in units of one plain one-token pass.
 
-    ideal = tau / (v + c + o): v a verification pass, c drafting, o everything else of a round. What separates it from
-    tau is listed term by term; `gap` is what each term costs when it alone is taken away.
+    ideal = tau / (v + c + o): v a verification pass, c drafting, o the rest of a round. The terms between it and
+    tau are listed; `gap` is the effect of removing each term alone.
     """
     unit = sum(r.stages.get("verify", 0.0) for r in plain) / max(sum(len(r.rounds) for r in plain), 1)
-    unit = unit or float("nan")  # no prompt went through: every figure is NaN, the failures say why
+    unit = unit or float("nan")  # all prompts failed: every figure is NaN
     rounds = max(sum(len(r.rounds) for r in fast), 1)
 
     def share(*names: str) -> float:
@@ -168,8 +168,8 @@ def ideal(plain: Sequence[Run], fast: Sequence[Run]) -> dict[str, Any]:
 
 
 def in_words(speedup: float, reach: float = 0.0) -> str:
-    """A ratio in words: under 1 is a slowdown. `reach` is tau where the ratio is over our own plain loop, whose passes
-    tau counts: a ratio above it is suspect. Over another baseline tau bounds nothing (0).
+    """A ratio as text: below 1 is a slowdown. `reach` is tau if the ratio is over our own plain loop: a ratio above it
+    is suspect. For other baselines tau is not a bound (0).
     """
     if math.isnan(speedup):
         return "not measured"
@@ -181,8 +181,8 @@ def in_words(speedup: float, reach: float = 0.0) -> str:
 
 
 def suspicion(over_plain: float | None, ci95: Sequence[float] | None, reach: float) -> str:
-    """Says so where the ratio over our own plain loop lies above tau beyond its interval: the clock or the count is
-    wrong. Empty where it does not.
+    """A warning if the interval of the ratio over our own plain loop is above tau: the clock or the count is wrong.
+    Otherwise empty.
     """
     if over_plain is None or not 0 < reach < over_plain:
         return ""

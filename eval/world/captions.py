@@ -1,7 +1,7 @@
-"""Captions and questions of the shape world: written from a scene, read back into facts, scored against the scene.
+"""Captions and questions about rendered shapes: generated from a scene, parsed into facts, scored against the scene.
 
-Every sentence has three phrasings with unequal weights, so that greedy decoding has one clear answer while sampling
-at temperature 1 has real entropy. All text is a sequence of lower-case words and punctuation separated by spaces.
+Every sentence has three phrasings with unequal weights, so that greedy decoding has one answer and sampling at
+temperature 1 has entropy. All text is a sequence of lower-case words and punctuation separated by spaces.
 """
 
 import re
@@ -76,7 +76,7 @@ _CLOSING: Phrasings = (
 
 
 def _pick(rng: np.random.Generator | None, phrasings: Phrasings) -> str:
-    """One phrasing at its weight, or the most probable one without a generator."""
+    """A phrasing sampled by weight, or the most probable one without a generator."""
     return phrasings[0] if rng is None else phrasings[int(np.searchsorted(np.cumsum(WEIGHTS)[:-1], rng.random()))]
 
 
@@ -99,7 +99,7 @@ def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
 
 
 def questions(scene: Scene) -> list[tuple[str, str]]:
-    """Every (question, exact answer) about a scene; attributes are asked only of classes that occur once."""
+    """Every (question, exact answer) about a scene; attributes only for classes that occur once."""
     out = [
         ("how many shapes are there ?", f"{NUMBERS[len(scene.shapes)]} ."),
         ("what is the ground like ?", f"{scene.ground} ."),
@@ -117,7 +117,7 @@ def questions(scene: Scene) -> list[tuple[str, str]]:
 
 
 def facts(scene: Scene) -> dict[Hashable, str]:
-    """Everything a complete caption states: count, ground, an empty middle, and four facts a shape."""
+    """All facts of a complete caption: count, ground, an empty middle, and four facts per shape."""
     out: dict[Hashable, str] = {"count": NUMBERS[len(scene.shapes)], "ground": scene.ground}
     if not scene.at(CENTRE):
         out["middle"] = "empty"
@@ -151,7 +151,7 @@ def _sentence_facts(tokens: list[str]) -> list[Fact]:
 
 
 def parse(text: str) -> list[Fact]:
-    """Facts a caption states, in order, repetitions kept; a shape without a known place has cell None (never right)."""
+    """Facts stated in a caption, in order, with repetitions; a shape at an unknown place has cell None."""
     out: list[Fact] = []
     sentence: list[str] = []
     for word in [*words(text), "."]:
@@ -170,7 +170,7 @@ def score(text: str, scene: Scene) -> tuple[int, int]:
 
 
 def missing(text: str, scene: Scene) -> int:
-    """How many facts of the scene the caption says nothing about."""
+    """Number of facts of the scene that the caption doesn't state."""
     return len(facts(scene).keys() - {key for key, _ in parse(text)})
 
 

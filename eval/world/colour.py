@@ -1,4 +1,4 @@
-"""sRGB to CIE Lab (D65), and the palette in it: the space in which colours of the shape world are told apart."""
+"""sRGB to CIE Lab (D65), and the palette in it: the space in which colours of rendered shapes are compared."""
 
 import numpy as np
 

@@ -1,12 +1,12 @@
-"""Exact detector of the shape world by analysis by synthesis: a rendered template explains a blob, or it is refused.
+"""Exact detector of rendered shapes by analysis by synthesis: blobs are matched to rendered templates.
 
 1. Noise is estimated from the colour differences (grounds are grey) and smoothed away when it is strong.
 2. Pixels nearer to a palette colour than to the grey ground, in Lab, form 8-connected components; a component with two
    frequent colours is split.
 3. A component's soft coverage is the pixels' projection on the line from canvas to colour. Every class is fitted over
    centre and radius with the renderer's own anti-aliased templates; the score is the soft intersection over union.
-   Where it is middling, templates of lower resolution are tried as well: lost resolution is not another shape.
-4. What no accepted template explains is counted; an image with too much of it is refused.
+   If it is intermediate, templates of lower resolution are tried as well, for images that lost resolution.
+4. Pixels not explained by an accepted template are counted; an image with too many of them is refused.
 
 "Exact" is a tested claim about clean renders; `robustness.py` measures damaged ones.
 """
@@ -26,11 +26,11 @@ from visspec.eval.world.render import coverage, inside
 
 STEPS = 4  # templates are fitted on a grid of a quarter of a pixel, in centre and in radius
 TEXTURE = 30  # grey values a ground may differ from the canvas
-OFF_PALETTE = 22.0  # Lab distance from which a colour is none of the ten
-FOREIGN = 30.0  # Lab distance from the ground beyond which a pixel is no ground, whatever the palette
+OFF_PALETTE = 22.0  # Lab distance above which a colour is none of the ten
+FOREIGN = 30.0  # Lab distance from the background above which a pixel is foreground
 BLUR = ((6.0, 0.0), (20.0, 0.6), (np.inf, 0.9))  # noise below x grey levels: smooth by sigma y pixels
-SHARP, HOPELESS = 0.85, 0.45  # a component explained less well, yet not hopelessly, is tried with blurred templates
-SOFT = (0.7, 1.1)  # their blurs, sigma in pixels: lost resolution, as of the halved colour of JPEG
+SHARP, HOPELESS = 0.85, 0.45  # components with scores between these are tried with blurred templates
+SOFT = (0.7, 1.1)  # sigmas of the blurred templates in pixels, for example for JPEG's chroma subsampling
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Shapelike:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Everything seen in one image; `unexplained` is the share of pixels that no shape and no ground accounts for."""
+    """Analysis of one image; `unexplained` is the share of pixels explained by neither a shape nor the background."""
 
     shapes: tuple[Shapelike, ...]
     unexplained: float
@@ -95,7 +95,7 @@ def _template(kind: str, fx: int, fy: int, radius: int, sigma: float) -> np.ndar
 
 
 class _Fit:
-    """Soft coverage of one component, padded, and the search for the template that explains it best."""
+    """Soft coverage of one component, padded, and the search for the best matching template."""
 
     def __init__(self, alpha: np.ndarray, sigma: float, radii: tuple[int, int]):
         self.margin = ceil(radii[1] / STEPS) + 4 + ceil(2 * sigma)
@@ -165,7 +165,7 @@ class _Fit:
 def noise_level(rgb: np.ndarray) -> float:
     """Standard deviation of independent pixel noise, in grey levels, from diagonal differences of R-G and G-B.
 
-    A grey ground cancels in them; the median over the image ignores the edges of shapes.
+    A grey background cancels; the median over the image ignores the edges of shapes.
     """
     chroma = np.stack([rgb[..., 0] - rgb[..., 1], rgb[..., 1] - rgb[..., 2]])
     high = chroma[:, :-1, :-1] - chroma[:, :-1, 1:] - chroma[:, 1:, :-1] + chroma[:, 1:, 1:]
@@ -173,7 +173,7 @@ def noise_level(rgb: np.ndarray) -> float:
 
 
 class ShapeDetector:
-    """Finds the shapes of one square image; radii are fractions of its side, as the renderer's.
+    """Finds the shapes of one square image; radii are fractions of its side, as in the renderer.
 
     `score` is the least intersection over union, `max_unexplained` the share of unexplained pixels above which
     `detect` refuses the image. The default radii are those of the suite's scenes; caption scenes have (0.07, 0.135).
@@ -260,19 +260,19 @@ class ShapeDetector:
     def _explain(
         self, rgb: np.ndarray, mask: np.ndarray, colour: int, sigma: float, side: int
     ) -> tuple[Shapelike, np.ndarray] | None:
-        """The template that explains a component and its coverage of the image, or None below the score."""
+        """The template of a component and its coverage of the image, or None if the score is too low."""
         wide = grow(mask)
         rows, columns = np.nonzero(wide)
         top, bottom, left, right = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
         if max(bottom - top, right - left) > 3 * self.max_radius * side + 4:
             return None
         line = PALETTE_RGB[colour] - CANVAS_RGB
-        # Along the grey axis the ground varies by its texture, so that direction counts less.
+        # The texture of the background varies along the grey axis, so that direction has less weight.
         grey = np.ones(3, np.float32) / np.sqrt(3)
         weighted = line - grey * float(line @ grey) * 0.75
         box = rgb[top:bottom, left:right] - CANVAS_RGB
         alpha = np.clip(box @ weighted / float(line @ weighted), 0, 1) * wide[top:bottom, left:right]
-        if alpha.sum() < 1:  # on the far side of the canvas from its nearest colour
+        if alpha.sum() < 1:  # opposite to its nearest colour, relative to the canvas
             return None
         radii = (ceil(0.6 * self.min_radius * side * STEPS), floor(1.5 * self.max_radius * side * STEPS))
         alpha = alpha.astype(np.float32)
@@ -322,7 +322,7 @@ class ShapeDetector:
     def _unexplained(
         front: np.ndarray, distance: np.ndarray, shapes: Sequence[Shapelike], templates: np.ndarray
     ) -> float:
-        """Share of pixels that are no ground but under no template, or well inside one and of another colour."""
+        """Share of foreground pixels outside all templates, or well inside one and of another colour."""
         wrong = front.copy()
         for template in templates:
             wrong &= ~grow(template > 0.01)

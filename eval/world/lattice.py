@@ -1,7 +1,7 @@
-"""The lattice tier: 64-pixel pictures that a table of 8x8 patches encodes without loss, 64 tokens a picture.
+"""The lattice tier: 64-pixel images, encoded without loss by a table of 8x8 patches, 64 tokens per image.
 
 24-pixel sprites (radius 10) stand on an 8-pixel grid, at least one cell apart, on the plain canvas. All sprites
-together use few distinct patches, so the tokenizer is a lookup table: nothing to train, exact round trip. The scenes
+together use few distinct patches, so the tokenizer is a lookup table: no training, exact round trip. The scenes
 of a prompt are uniform over a finite set, so the law of the tokens can be enumerated.
 """
 
@@ -17,7 +17,7 @@ from visspec.eval.world.suite import Metadata, colours_for, holds, wanted
 
 SIDE = 64
 PATCH = 8
-CELLS = SIDE // PATCH  # 8 x 8 tokens a picture
+CELLS = SIDE // PATCH  # 8 x 8 tokens per image
 TOKENS = CELLS * CELLS
 SPRITE = 3  # cells
 RADIUS = 10.0
@@ -102,7 +102,7 @@ def _apart(a: int, b: int) -> bool:
 
 @cache
 def layouts(count: int, relation: str | None = None) -> tuple[tuple[int, ...], ...]:
-    """Every ordered placement of `count` sprites; with a relation, those where the second stands so to the first."""
+    """Every ordered placement of `count` sprites; with a relation, those in which the second has it to the first."""
     out: list[tuple[int, ...]] = [()]
     for _ in range(count):
         out = [(*done, p) for done in out for p in range(PLACES**2) if all(_apart(p, q) for q in done)]
@@ -122,7 +122,7 @@ def _scene(items: list[tuple[str, str | None]], colours: tuple[str, ...], places
 
 
 def sample_scene(metadata: Metadata, rng: np.random.Generator, pairs: str = "any") -> Scene:
-    """A scene that shows what a prompt asks for: placement and open colours uniform (`pairs="train"`: the split's)."""
+    """A scene that matches a prompt: placement and unspecified colours uniform (`pairs="train"`: the split's)."""
     items = wanted(metadata)
     options = layouts(len(items), _relation(metadata))
     places = options[int(rng.integers(len(options)))]

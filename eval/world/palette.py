@@ -2,7 +2,7 @@
 
 CLASSES = ("circle", "square", "triangle", "diamond", "cross", "star", "ring", "bar")
 
-# GenEval's ten colour words with fixed sRGB values, chosen to stay apart from each other and from the canvas.
+# GenEval's ten colour words with fixed sRGB values, chosen to differ from each other and from the canvas.
 COLOURS = {
     "red": (214, 32, 32),
     "orange": (245, 130, 16),

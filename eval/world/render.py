@@ -1,4 +1,4 @@
-"""Scenes to pixels: supersampled coverage templates of the eight classes, and textured grounds.
+"""Renders scenes: supersampled coverage templates of the eight classes, and textured backgrounds.
 
 A template is defined in the unit frame of its shape: (0, 0) is the centre, 1 is the radius, y points down.
 """

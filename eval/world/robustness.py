@@ -1,7 +1,7 @@
-"""Robustness table of the shape detector: the share of verdicts that survive damage which leaves the label true.
+"""Robustness table of the shape detector: the share of correct verdicts after damage that doesn't change the content.
 
-`python -m visspec.eval.world.robustness` prints the table as Markdown; a verdict is right when the damaged image still
-passes its own prompt.
+`python -m visspec.eval.world.robustness` prints the table as Markdown; a verdict is correct if the damaged image
+still passes its own prompt.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def halved(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def wrong_tokens(count: int) -> Damage:
-    """Replace `count` of the 64 lattice tokens by uniform ones; some of this damage is real."""
+    """Replace `count` of the 64 lattice tokens by uniform ones; this changes the content of some images."""
 
     def damage(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         tokens = lattice.encode(image)
@@ -96,7 +96,7 @@ def _patches(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def vector_quantised(training: list[np.ndarray], k: int = 512, size: int = 4, seed: int = 0) -> Damage:
-    """Replace every `size` x `size` patch by the nearest of k k-means centres learnt on other images."""
+    """Replace every `size` x `size` patch by the nearest of k k-means centres learned on other images."""
     rng = np.random.default_rng(seed)
     centres = kmeans(np.concatenate([_patches(image, size) for image in training]), k, rng)
 
@@ -109,7 +109,7 @@ def vector_quantised(training: list[np.ndarray], k: int = 512, size: int = 4, se
 
 
 def pictures(tier: str, side: int, rows: list[Metadata], seed: int) -> list[np.ndarray]:
-    """One clean render a prompt; the tier "free plain" has no ground texture."""
+    """One clean render per prompt; the tier "free plain" has no ground texture."""
     rng = np.random.default_rng(seed)
     if tier == "lattice":
         return [lattice.picture(lattice.sample_scene(row, rng)) for row in rows]
@@ -130,7 +130,7 @@ def damages(tier: str, training: list[np.ndarray]) -> dict[str, Damage]:
 
 
 def table(count: int = 368, detector: ShapeWorldDetector | None = None, seed: int = 0) -> list[dict]:
-    """One dictionary a tier: right verdicts by damage, answers to pure noise, processor milliseconds (clean)."""
+    """One dictionary per tier: correct verdicts by damage, results for pure noise, processor milliseconds (clean)."""
     detector, colours = detector or ShapeWorldDetector(), DetectedColours()
     rows = suite()[:: max(1, 368 // count)][:count]
     out = []
@@ -144,7 +144,7 @@ def table(count: int = 368, detector: ShapeWorldDetector | None = None, seed: in
                 found = detector.detect(Image.fromarray(damage(image, rng)))
                 right += not found.refused and judge(None, kept(found, 0.0), row, colours)[0]
             line["right"][name] = right / len(rows)
-            line.setdefault("ms", (time.process_time() - start) / len(rows) * 1e3)  # the clean column's
+            line.setdefault("ms", (time.process_time() - start) / len(rows) * 1e3)  # for the clean column
         rng = np.random.default_rng(seed + 3)
         answers = [
             detector.detect(Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8))) for _ in range(100)

@@ -11,12 +11,12 @@ from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS
 
 GRID = 3
 RADIUS = {"small": 0.075, "large": 0.13}
-RADIUS_JITTER = 0.005  # small stays below 0.08, large above 0.125: the two never meet
+RADIUS_JITTER = 0.005  # small is below 0.08, large above 0.125: they don't overlap
 CENTRE_JITTER = 0.025
 COUNTS = (3, 4, 5, 6)
 
 HELD_OUT_SEED = 1 << 30  # seeds below it are for training, seeds from it on for held-out scenes
-# One colour per class that a run may keep out of training, to test unseen combinations of seen parts.
+# One colour per class that may be excluded from training, to test unseen combinations.
 HELD_OUT_PAIRS = frozenset(
     {
         ("red", "star"),
@@ -75,7 +75,7 @@ def allowed_pairs(pairs: str = "any") -> list[tuple[str, str]]:
 
 
 def sample_scene(rng: np.random.Generator, pairs: str = "any", counts: tuple[int, ...] = COUNTS) -> Scene:
-    """Draw a scene: count, cells, ground and every attribute uniform; shapes come back in raster order."""
+    """Sample a scene: count, cells, background and every attribute uniform; shapes are in raster order."""
     choices = allowed_pairs(pairs)
     n = int(rng.choice(counts))
     cells = np.sort(rng.choice(GRID * GRID, size=n, replace=False))

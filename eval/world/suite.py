@@ -1,8 +1,8 @@
-"""Prompts of the shape world in GenEval's own form: a grammar read both ways, a fixed suite, and scenes for a prompt.
+"""Prompts about rendered shapes in GenEval's format: a grammar with generator and parser, a fixed suite, and scenes.
 
 A prompt is GenEval's metadata dictionary: {"tag", "include": [{"class", "count", "color"?, "position"?}], "exclude"?,
-"prompt"}; one JSON object a line makes a prompt file. Tags, wording and field names are those of GenEval
-(Ghosh et al. 2023, arXiv 2310.11513); only the classes are ours.
+"prompt"}; a prompt file has one JSON object per line. Tags, wording and field names are those of GenEval
+(Ghosh et al. 2023, arXiv 2310.11513); only the classes differ.
 """
 
 import json
@@ -87,13 +87,13 @@ def every(tag: str) -> Iterator[Metadata]:
 
 
 def held_out(metadata: Metadata) -> bool:
-    """Whether a prompt names a (colour, class) pair that training leaves out."""
+    """Whether a prompt has a (colour, class) pair that is excluded from training."""
     return any((item.get("color"), item["class"]) in HELD_OUT_PAIRS for item in metadata["include"])
 
 
 @cache
 def _suite() -> tuple[str, ...]:
-    rng = np.random.RandomState(SUITE_SEED)  # the legacy generator never changes its stream
+    rng = np.random.RandomState(SUITE_SEED)  # the stream of the legacy generator is stable
     out = []
     for tag in TASKS:
         rows = list(every(tag))
@@ -104,7 +104,7 @@ def _suite() -> tuple[str, ...]:
 
 
 def suite(split: str = "all") -> list[Metadata]:
-    """The fixed suite: all 368 prompts, or those a training run may (`train`) or may not (`held_out`) have seen."""
+    """The fixed suite: all 368 prompts, or those in (`train`) or excluded from (`held_out`) training."""
     if split not in ("all", "train", "held_out"):
         raise ValueError(f"split must be 'all', 'train' or 'held_out', not {split!r}")
     rows = [json.loads(line) for line in _suite()]
@@ -147,7 +147,7 @@ def vocabulary() -> list[str]:
 
 
 def wanted(metadata: Metadata) -> list[tuple[str, str | None]]:
-    """(class, colour or None) of every object the prompt asks for, subject and reference in the order of `include`."""
+    """(class, colour or None) of every object in the prompt, subject and reference in the order of `include`."""
     return [(item["class"], item.get("color")) for item in metadata["include"] for _ in range(item["count"])]
 
 
@@ -159,7 +159,7 @@ def holds(relation: str, subject: tuple[float, float], reference: tuple[float, f
 
 
 def colours_for(rng: np.random.Generator, items: list[tuple[str, str | None]], pairs: str = "any") -> list[str]:
-    """A colour for each wanted object: the given one, else uniform over those the split allows for its class."""
+    """A colour for each wanted object: the given one, else uniform over those of the split for its class."""
     out = []
     for kind, colour in items:
         free = [c for c in COLOURS if pairs != "train" or (c, kind) not in HELD_OUT_PAIRS]
@@ -170,7 +170,7 @@ def colours_for(rng: np.random.Generator, items: list[tuple[str, str | None]], p
 def free_scene(
     metadata: Metadata, rng: np.random.Generator, grounds: tuple[str, ...] = GROUNDS, pairs: str = "any"
 ) -> Scene:
-    """A scene of the free tier that shows exactly what a prompt asks for; boxes keep FREE_GAP between them."""
+    """A scene of the free tier that matches a prompt exactly, with FREE_GAP between boxes."""
     items = wanted(metadata)
     relation = next((item["position"][0] for item in metadata["include"] if "position" in item), None)
     while True:

@@ -1,12 +1,12 @@
-"""The one-layer network of a feature drafter in the ViSpec form (NeurIPS 2025, arXiv 2509.15235).
+"""The one-layer network of a feature drafter as in ViSpec (NeurIPS 2025, arXiv 2509.15235).
 
-An element of the draft sequence joins the target's feature after token t with the embedding of token t + 1; one
-Llama-like decoder layer turns it into a prediction of the feature after token t + 1, which the *target's own* LM head
-decodes. Each contiguous image run is compressed by learned queries that cross-attend the run's input embeddings: all
-outputs but the last are elements of their own, the last is a global vector, mixed into the features of later text.
+An element of the draft sequence combines the target's feature after token t with the embedding of token t + 1. One
+Llama-like decoder layer predicts the feature after token t + 1, which is decoded by the *target's* LM head. Each
+contiguous run of image tokens is compressed by learned queries that cross-attend to the run's input embeddings: all
+outputs but the last are separate elements; the last is a global vector, added to the features of later text.
 
 Shapes: B rows, T elements, R image runs, S slots of a run, L latents, H heads, E head size, d hidden size, F features,
-V vocabulary. Kept apart from any model class: token embeddings and LM head are arguments.
+V vocabulary. Independent of model classes: token embeddings and LM head are arguments.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from visspec.checkpoint import LARGEST, check_positive, check_whole, check_whole
 from visspec.types import MAX_NODES
 
 TINY = 1e-6
-MOST_LAYERS = 1 << 14  # of a target
+MOST_LAYERS = 1 << 14  # maximum number of layers of a target
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Everything that fixes the network's shape, and the target it belongs to.
+    """Configuration of the network and of its target.
 
-    feature_layers: indices into the target's hidden_states (-1: last, after the final norm); more than one, or another
-    one, adds a learned reduction F -> d (EAGLE-3). image_latents: elements per image run; 0 drops images altogether,
-    the global vector too. mrope_section: rotary channels per position row where the target has M-RoPE, else ().
+    feature_layers: indices into the target's hidden_states (-1: last, after the final norm); any value but (-1,) adds
+    a learned reduction F -> d (EAGLE-3). image_latents: elements per image run; with 0 images are not used, and there
+    is no global vector. mrope_section: rotary channels per position row if the target uses M-RoPE, else ().
     """
 
     family: str
@@ -76,12 +76,12 @@ class HeadConfig:
 
     @property
     def reduced(self) -> bool:
-        """Whether features go through a learned reduction before they enter."""
+        """Whether features pass through a learned reduction."""
         return self.feature_layers != (-1,)
 
     @property
     def parts(self) -> int:
-        """Hidden states that the target hands over for a token, concatenated."""
+        """Number of hidden states per token, concatenated, that the target provides."""
         return len(self.feature_layers)
 
     def to_dict(self) -> dict:
@@ -89,7 +89,7 @@ class HeadConfig:
 
 
 def unit(x: Tensor) -> Tensor:
-    """x over its root mean square, along the last dimension."""
+    """x divided by its root mean square, along the last dimension."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=TINY)
     return x * (math.sqrt(x.shape[-1]) / norm).to(x.dtype)
 
@@ -113,7 +113,7 @@ def rotations(length: int, size: int, theta: float, device: torch.device | str) 
 
 
 def rotations_at(table_PC: Tensor, position: Tensor, section: tuple[int, ...]) -> Tensor:
-    """Rotations of elements, (B, T, C): position is (B, T), or (3, B, T) whose rows own `section` channels each."""
+    """Rotations of elements, (B, T, C): position is (B, T), or (3, B, T) with `section` channels per row."""
     if position.dim() == 2:
         return table_PC[position]
     if not section:
@@ -123,7 +123,7 @@ def rotations_at(table_PC: Tensor, position: Tensor, section: tuple[int, ...]) -
 
 
 def rotate(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
-    """Turn neighbouring channel pairs by their rotation. Out of place, differentiable, in float32."""
+    """Rotate pairs of adjacent channels. Out of place, differentiable, in float32."""
     pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turn_BTC[..., None, :]).flatten(-2).to(x_BTHE.dtype)
 
@@ -149,9 +149,9 @@ class ImageAdaptor(nn.Module):
 
 
 class FeatureHead(nn.Module):
-    """Trainable weights of the drafter. Drafting itself runs on a `fold` of them; this is the form that trains."""
+    """Trainable weights of the drafter. For drafting they are converted to `Folded`."""
 
-    kind: ClassVar[str] = "feature_drafter"  # how its checkpoints call themselves
+    kind: ClassVar[str] = "feature_drafter"  # identifies its checkpoints
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
 
     def __init__(self, config: HeadConfig):
@@ -175,16 +175,16 @@ class FeatureHead(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        if self.config.image_latents:  # identity on the feature, nothing yet from the image (ViSpec)
+        if self.config.image_latents:  # initially the identity on the feature, without the image (ViSpec)
             d = self.config.hidden
             self.img_fc.weight.copy_(torch.cat([torch.eye(d), torch.zeros(d, d)], dim=1))
             self.img_fc.bias.zero_()
-            self.adaptor.queries.mul_(4.0)  # sharp: ViSpec's E**-0.5 starts every query as the mean of the image
+            self.adaptor.queries.mul_(4.0)  # with ViSpec's E**-0.5 every query starts as the mean of the image
         for layer in (self.out, self.down):
             layer.weight.mul_(0.3)
 
     def reduced(self, feature: Tensor) -> Tensor:
-        """Target features (..., F) -> (..., d), each part brought to unit scale first."""
+        """Target features (..., F) -> (..., d); each part is normalised first."""
         if not self.config.reduced:
             return feature
         parts = feature.unflatten(-1, (self.config.parts, -1))
@@ -204,7 +204,7 @@ class FeatureHead(nn.Module):
         return rotate(query, turn_BTC), rotate(key, turn_BTC), value
 
     def finish(self, x_BTd: Tensor, attended_BTd: Tensor) -> Tensor:
-        """The rest of the layer after attention, and the norm that stands before the target's LM head."""
+        """The layer after attention, and the norm before the target's LM head."""
         x = x_BTd + self.out(attended_BTd)
         gate, up = self.gate_up(self.norm_mlp(x)).chunk(2, dim=-1)
         return self.norm_out(x + self.down(F.silu(gate) * up))
@@ -213,8 +213,8 @@ class FeatureHead(nn.Module):
 def staggered(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Attention of self-fed step k = len(keys) - 1, all (B, T, H, E) -> (B, T, H * E).
 
-    Element t sees step 0 up to t - k (true features) and one element of each later step i: t - k + i, the chain that
-    drafting would have left in the cache (EAGLE-3's training-time test, arXiv 2503.01840). Cost is linear in k.
+    Element t attends to step 0 up to t - k (true features) and to one element of each later step i: t - k + i, the
+    chain that drafting would leave in the cache (EAGLE-3's training-time test, arXiv 2503.01840). Cost is linear in k.
     """
     size, step = query.shape[1], len(keys) - 1
     scale = query.shape[-1] ** -0.5
@@ -232,7 +232,7 @@ def staggered(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor
 
 
 def _delayed(x_BTHE: Tensor, by: int) -> Tensor:
-    """Element t of the result is element t - by of x; zero where there is none."""
+    """Shift: element t of the result is element t - by of x, or zero for t < by."""
     if by == 0:
         return x_BTHE
     return torch.cat([torch.zeros_like(x_BTHE[:, :by]), x_BTHE[:, :-by]], dim=1)
@@ -240,16 +240,16 @@ def _delayed(x_BTHE: Tensor, by: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Folded:
-    """The weights as drafting wants them: norms folded into the matrices that follow, matrices transposed, one table.
+    """Weights for drafting: norms folded into the following matrices, matrices transposed, one embedding table.
 
     A level is x = table[token] + shift + feature @ feature_in, then the layer on x / |x|: no embedding, bias or scale.
     """
 
-    table: Tensor | None  # (V, d) fc's embedding half of every token, bias included; None for huge vocabularies
+    table: Tensor | None  # (V, d) embedding half of fc for every token, bias included; None for large vocabularies
     embed_in: Tensor  # (d, d)
     bias: Tensor  # (d,)
-    feature_in: Tensor  # (d, d) what a (reduced) feature adds
-    image_in: Tensor | None  # (d, d) what a global vector adds
+    feature_in: Tensor  # (d, d) applied to a (reduced) feature
+    image_in: Tensor | None  # (d, d) applied to a global vector
     qkv: Tensor  # (d, 3d)
     out: Tensor  # (d, d)
     gate_up: Tensor  # (d, 2m)
@@ -259,7 +259,7 @@ class Folded:
     @classmethod
     @torch.no_grad()
     def of(cls, head: FeatureHead, embed_Vd: Tensor | None, dtype: torch.dtype) -> Folded:
-        """Fold a network, in float32, for a target whose token embeddings are `embed_Vd` (None: look them up later)."""
+        """Fold a network, in float32, for a target with token embeddings `embed_Vd` (None: look them up later)."""
         d, root = head.config.hidden, math.sqrt(head.config.hidden)
         weight = head.fc.weight.float()
         for_embed, for_feature = weight[:, :d] * head.embed_norm.weight.float(), weight[:, d:]

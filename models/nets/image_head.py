@@ -1,9 +1,9 @@
-"""The one-layer network of a feature drafter for image tokens: `FeatureHead` with places in the image and own codes.
+"""The one-layer network of a feature drafter for image tokens: `FeatureHead` with image positions and a code head.
 
-The target's feature after a token is the conditional hidden state and, under classifier-free guidance, behind it the
-unconditional one; both are reduced to one stream. Guidance is not drafted twice: the network's own head is taught the
-*mixed* law at one guidance scale, which its configuration declares. Each element also gets a learned row and column of
-the code it predicts.
+The target's feature after a token is the conditional hidden state, with classifier-free guidance concatenated with the
+unconditional one; both are reduced to one vector. Drafting needs no unconditional pass: the network's head is trained
+on the *guided* law at one guidance scale, stored in the configuration. Each element also gets a learned embedding of
+the row and column of the code it predicts.
 
 Shapes: T positions of an image, d hidden size.
 """
@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from visspec.checkpoint import check_positive, check_whole, shown
 from visspec.models.nets.feature_head import TINY, FeatureHead, HeadConfig
 
-SPREAD = 6.0  # what brings the difference of the two states to about their own size
+SPREAD = 6.0  # scales the difference of the two states to about their magnitude
 
 
 @dataclass(frozen=True)
 class ImageHeadConfig(HeadConfig):
-    """`vocab` counts codes and grammar ids. An image is `rows` rows of `columns` positions, row ends included."""
+    """`vocab` includes codes and grammar ids. An image has `rows` rows of `columns` positions, row ends included."""
 
     image_latents: int = 0
     codes: int = 0
     rows: int = 0
     columns: int = 0
-    guided: bool = True  # features come in pairs, conditional and unconditional
-    guidance: float = 1.0  # the scale of the law it was taught
+    guided: bool = True  # features are pairs, conditional and unconditional
+    guidance: float = 1.0  # guidance scale of the training targets
 
     def __post_init__(self):
         super().__post_init__()
@@ -61,7 +61,7 @@ class ImageHeadConfig(HeadConfig):
 
 
 class ImageHead(FeatureHead):
-    """`FeatureHead` whose elements know their place, with a head over the codes."""
+    """`FeatureHead` with position embeddings and a head over the codes."""
 
     kind: ClassVar[str] = "image_drafter"
     config_class: ClassVar[type[HeadConfig]] = ImageHeadConfig
@@ -75,13 +75,13 @@ class ImageHead(FeatureHead):
         with torch.no_grad():
             for table in (self.row, self.column):
                 table.weight.mul_(0.1)
-            if config.guided:  # begin with the mixture of the two states, c + (s - 1) (c - u)
+            if config.guided:  # initialised to the mixture of the two states, c + (s - 1) (c - u)
                 eye = torch.eye(config.hidden)
                 mixture = torch.cat([eye, (config.guidance - 1) / SPREAD * eye], dim=1)
                 self.reduce.weight.mul_(0.5).add_(mixture)
 
     def reduced(self, feature: Tensor) -> Tensor:
-        """Target features (..., F) -> (..., d). The two states differ little: their difference enters enlarged."""
+        """Target features (..., F) -> (..., d). The difference of the two states is small, so it is scaled up."""
         if not self.config.guided:
             return feature
         conditional, unconditional = feature.chunk(2, dim=-1)
@@ -90,12 +90,12 @@ class ImageHead(FeatureHead):
         return self.reduce(both * (math.sqrt(self.config.hidden) / size))
 
     def places(self) -> Tensor:
-        """What an element that predicts position t of the image adds, (T, d); zero at 0, which none predicts."""
+        """Embedding of the predicted image position t, (T, d); zero at 0, which is never predicted."""
         index = torch.arange(1, self.config.positions, device=self.row.weight.device)
         own = self.row(index // self.config.columns) + self.column(index % self.config.columns)
         return torch.cat([torch.zeros_like(own[:1]), own]) if len(own) else own.new_zeros(1, self.config.hidden)
 
     def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
-        """Layer input: fc([norm(embedding); feature]) and the place. All (..., d)."""
+        """Layer input: fc([norm(embedding); feature]) plus the position. All (..., d)."""
         assert image is not None
         return super().join(embed, feature, None) + image

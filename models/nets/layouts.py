@@ -1,8 +1,8 @@
-"""Checkpoints in their authors' own key layouts, for our networks and for stock classes.
+"""Checkpoints in their authors' original key layouts, for our networks and for stock classes.
 
-What every layout shares: reading safetensors (pickles are refused; `visspec.recipes.convert_checkpoint` rewrites them
-when asked), renaming by an ordered list of rules, and strict placement, whose refusals name a tensor as published. The
-families are in `layouts_*.py`. Every refusal is a ValueError of one sentence.
+Shared by all layouts: reading safetensors (pickles raise; `visspec.recipes.convert_checkpoint` converts them), renaming
+by an ordered list of rules, and strict placement, with errors that give a tensor's published name. The families are in
+`layouts_*.py`. Errors are ValueErrors of one sentence.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from visspec.checkpoint import PICKLED, check_values, inside, unwrapped, weight_
 
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
-LLAMA_FIELDS = (  # what shapes don't tell; the names are the authors' and transformers' alike
+LLAMA_FIELDS = (  # not implied by shapes; the names are the same in transformers
     "num_attention_heads",
     "hidden_act",
     "max_position_embeddings",
     "rms_norm_eps",
     "rope_theta",
     "rope_scaling",
-    "rope_parameters",  # both of them, in the spelling of transformers 5
+    "rope_parameters",  # both of them, as named by transformers 5
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -41,11 +41,11 @@ SHOWN = 4
 
 
 def read_published(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a .safetensors file, or of a folder of them; nothing outside the folder is opened. Names are those
-    of the model alone (`checkpoint.unwrapped`).
+    """All tensors of a .safetensors file, or of a folder of them; no file outside the folder is opened. Prefixes of
+    wrappers are removed from the names (`checkpoint.unwrapped`).
 
-    Raises ValueError for a pickle, a path that does not exist, a file that is not safetensors, a name held twice, or
-    averaged weights beside others.
+    Raises ValueError for a pickle, a missing path, a file that is not safetensors, a duplicate name, or averaged
+    weights in addition to plain ones.
     """
     path = Path(path)
     if path.is_dir():
@@ -81,14 +81,14 @@ def _pickled(path: Path) -> ValueError:
 
 
 def renamed(name: str, rules: Rules) -> str:
-    """A name after all rules, in order: pairs of a pattern and what re.sub puts in its place."""
+    """Apply all rules to a name, in order: pairs of a pattern and a replacement for re.sub."""
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def rename(tensors: Mapping[str, Tensor], rules: Rules, dropped: str = "(?!)") -> Named:
-    """New name -> (published name, tensor). Names that match `dropped` from their start are left out."""
+    """New name -> (published name, tensor). Names whose start matches `dropped` are omitted."""
     rules = list(rules)
     named: Named = {}
     for name, tensor in tensors.items():
@@ -102,7 +102,7 @@ def rename(tensors: Mapping[str, Tensor], rules: Rules, dropped: str = "(?!)") -
 
 
 def place(module: nn.Module, named: Named, where: Any) -> None:
-    """Copy renamed tensors into a module that must want exactly these; values become the module's dtype."""
+    """Copy renamed tensors into a module with exactly these tensors, cast to the module's dtype."""
     wanted = module.state_dict()
     extra, missing = sorted(named.keys() - wanted.keys()), sorted(wanted.keys() - named.keys())
     if extra:
@@ -120,7 +120,7 @@ def place(module: nn.Module, named: Named, where: Any) -> None:
 
 
 def need(tensors: Mapping[str, Tensor], name: str, dimensions: int, where: Any) -> Tensor:
-    """A tensor that a layout can't do without, because shapes are read off it."""
+    """A required tensor, whose shape determines the configuration."""
     if name not in tensors:
         some = ", ".join(sorted(tensors)[:SHOWN])
         raise ValueError(f"checkpoint: {where} has no tensor {name!r} (but {some}, ...), expected another layout")
@@ -131,13 +131,13 @@ def need(tensors: Mapping[str, Tensor], name: str, dimensions: int, where: Any) 
 
 
 def count(tensors: Mapping[str, Tensor], prefix: str) -> int:
-    """How many different numbers follow a prefix: layers, levels or blocks."""
+    """Number of different indices after a prefix: layers, levels or blocks."""
     pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
     return len({match[1] for match in map(pattern.match, tensors) if match})
 
 
 def multipliers(tensors: Mapping[str, Tensor], prefix: str, block: str, where: Any) -> tuple[int, tuple[int, ...]]:
-    """Channels of a convolutional encoder's input and what each level multiplies them by, read off its first blocks."""
+    """Input channels of a convolutional encoder and the multiplier of each level, from its first blocks."""
     first = need(tensors, f"{prefix}conv_in.weight", 4, where).shape[0]
     level = prefix + block.split("{}")[0]
     widths = [
@@ -153,7 +153,7 @@ def multipliers(tensors: Mapping[str, Tensor], prefix: str, block: str, where: A
 
 
 def llama_fields(tensors: Mapping[str, Tensor], prefix: str, published: Mapping[str, Any], where: Any) -> dict:
-    """Arguments of a Llama-like configuration: sizes from the weights, the rest from the authors' config.json."""
+    """Arguments of a Llama-like configuration: sizes from the weights, the rest from the original config.json."""
     vocab, hidden = need(tensors, prefix + "embed_tokens.weight", 2, where).shape
     keys = need(tensors, prefix + "layers.0.self_attn.k_proj.weight", 2, where).shape[0]
     fields = {name: published[name] for name in LLAMA_FIELDS if published.get(name) is not None}
@@ -172,7 +172,7 @@ def llama_fields(tensors: Mapping[str, Tensor], prefix: str, published: Mapping[
 
 @contextmanager
 def one_sentence(where: Any) -> Iterator[None]:
-    """Entries of a wrong type in the authors' config.json, in one sentence."""
+    """Context manager: errors from the original config.json become a ValueError of one sentence."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
@@ -181,7 +181,7 @@ def one_sentence(where: Any) -> Iterator[None]:
 
 
 def stock(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> Any:
-    """A transformers model with unset weights, in evaluation mode. Raises ValueError for a configuration it refuses."""
+    """A transformers model with uninitialised weights, in evaluation mode. Raises ValueError for an invalid config."""
     try:
         with no_init_weights():
             return kind._from_config(config, dtype=dtype).eval()

@@ -1,4 +1,4 @@
-"""Emu3 as BAAI published it (text model and vision tokenizer apart), into `Emu3ForConditionalGeneration`."""
+"""Load BAAI's original Emu3 (separate text model and vision tokenizer) as `Emu3ForConditionalGeneration`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def load_emu3(
 ) -> Any:
     """A stock `Emu3ForConditionalGeneration` from Emu3-Gen (or another text model) and Emu3-VisionTokenizer.
 
-    config: default, what config.json of the text folder and the shapes say. dtype: default, that of the text model.
+    config: inferred from the text folder's config.json and the shapes by default. dtype: default, the text model's.
     Raises ValueError in one sentence before any weight is placed.
     """
     words, codes = read_published(text), read_published(tokenizer)
@@ -66,7 +66,7 @@ def load_emu3(
 def config_of(
     words: dict[str, Tensor], codes: dict[str, Tensor], published: dict, text: str | Path, tokenizer: str | Path
 ) -> Emu3Config:
-    """The stock configuration for BAAI's config.json and the shapes of both parts (which win)."""
+    """The stock configuration for BAAI's config.json and the shapes of both parts; shapes take precedence."""
     with one_sentence(text):
         text_config = Emu3TextConfig(**llama_fields(words, "model.", published, text))
         vq_config = _codes(codes, tokenizer)

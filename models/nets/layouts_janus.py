@@ -1,4 +1,4 @@
-"""Janus and Janus-Pro as DeepSeek published them, into transformers' `JanusForConditionalGeneration`."""
+"""Load DeepSeek's original Janus and Janus-Pro as transformers' `JanusForConditionalGeneration`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from visspec.models.nets.layouts import (
 # the contrastive head of SigLIP, the codebook's histogram, and tables that are computed
 NOT_WEIGHTS = r"vision_model\.vision_tower\.attn_pool\.|gen_vision_model\.quantize\.codebook_used$|.*rotary_emb\."
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-HEADS = ("num_heads", "heads", "num_attention_heads")  # spellings of a tower's own number
-TOWERS = {"siglip_so400m": 16, "siglip_large": 16, "siglip_base": 12}  # what a tower's name starts with: its heads
+HEADS = ("num_heads", "heads", "num_attention_heads")  # names of the vision tower's number of heads
+TOWERS = {"siglip_so400m": 16, "siglip_large": 16, "siglip_base": 12}  # prefix of a tower's name: number of heads
 VISION, TEXT, CODES = "vision_model.vision_tower.", "language_model.model.", "gen_vision_model."
 
 
@@ -76,16 +76,16 @@ RULES: Rules = (
 def load_janus(folder: str | Path, config: JanusConfig | None = None, dtype: torch.dtype | None = None) -> Any:
     """A stock `JanusForConditionalGeneration` from DeepSeek's layout, in evaluation mode.
 
-    config: default, what the folder's own config.json and the shapes say. dtype: default, that of the file. The
-    generation settings (guidance, token ids) are not part of that layout: set `generation_config` of what is returned
-    before an `ImagePipeline` draws with it. Raises ValueError in one sentence.
+    config: inferred from the folder's config.json and the shapes by default. dtype: default, that of the file. The
+    layout has no generation settings (guidance, token ids): set `generation_config` of the returned model before using
+    it in an `ImagePipeline`. Raises ValueError.
     """
     tensors = read_published(folder)
     settings = None
     if config is None:
         published = read_json(Path(folder), "config.json")
         config = config_of(tensors, published, folder)
-        said = published.get("language_config", {})  # what it does not say is no id: Llama's defaults would be others
+        said = published.get("language_config", {})  # absent ids stay unset, because Llama's defaults would be wrong
         settings = GenerationConfig(**{name: said.get(name) for name in IDS})
     config = copy.deepcopy(config)
     # the authors store both matrices, and a tie would make one of them overwrite the other
@@ -110,7 +110,7 @@ def _named(tensors: dict[str, Tensor]) -> Named:
 
 
 def config_of(tensors: dict[str, Tensor], published: dict, where: Any) -> JanusConfig:
-    """The stock configuration for DeepSeek's config.json and the shapes of its weights (which win)."""
+    """The stock configuration for DeepSeek's config.json and the shapes of its weights; shapes take precedence."""
     with one_sentence(where):
         text = llama_fields(tensors, TEXT, published.get("language_config", {}), where)
         return JanusConfig(
@@ -140,7 +140,7 @@ def _vision(tensors: dict[str, Tensor], published: dict, where: Any) -> JanusVis
 
 
 def _heads(published: dict, hidden: int, where: Any) -> int:
-    """Attention heads of the vision tower, which no shape tells: by number, or by the tower's name."""
+    """Number of attention heads of the vision tower, from the config's number or the tower's name."""
     given = next((published[name] for name in HEADS if published.get(name) is not None), None)
     name = str(published.get("model_name", ""))
     heads = given if given is not None else next((n for start, n in TOWERS.items() if name.startswith(start)), None)

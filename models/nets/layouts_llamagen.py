@@ -1,4 +1,4 @@
-"""LlamaGen's transformers: the authors' checkpoints, and ours (config.json beside the same tensor names)."""
+"""LlamaGen's transformers: the original checkpoints, and ours (the same tensor names, with config.json)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def load_llamagen(
 ) -> LlamaGen:  # fmt: skip
     """A LlamaGen transformer from a .safetensors file or folder, in evaluation mode.
 
-    grid: rows of codes, which the published weights do not tell (16 for 256 pixels with VQ-16, 24 for 384, 32 for 512).
-    heads: only for sizes that were not published. dtype: default, that of the file. classes: default, ImageNet's 1000
-    for a table of 1000 or 1001 rows, and one less than there are rows for others; a table without the one row more has
-    nothing that stands for "no class", and the model takes no guidance. A folder that `save_llamagen` wrote needs none
-    of these. Raises ValueError in one sentence before any weight is placed.
+    grid: rows of codes, required because the published weights do not contain it (16 for 256 pixels with VQ-16, 24 for
+    384, 32 for 512). heads: only for sizes that were not published. dtype: default, that of the file. classes: default,
+    1000 for a table of 1000 or 1001 rows, otherwise the number of rows minus one; a table without the extra row has no
+    null class, and the model does not support guidance. A folder written by `save_llamagen` needs none of these. Raises
+    ValueError before any weight is placed.
     """
     tensors = read_published(path)
     config = _saved_config(Path(path))
@@ -59,7 +59,7 @@ def save_llamagen(folder: str | Path, model: LlamaGen) -> None:
 def config_of(
     tensors: dict[str, Tensor], grid: int, heads: int | None, where: str | Path, classes: int | None = None
 ) -> LlamaGenConfig:
-    """The configuration that published weights fit, read off their shapes."""
+    """Infer the configuration from the shapes of published weights."""
     codes, hidden = need(tensors, "tok_embeddings.weight", 2, where).shape
     rows = need(tensors, "layers.0.attention.wqkv.weight", 2, where).shape[0]
     intermediate = need(tensors, "layers.0.feed_forward.w1.weight", 2, where).shape[0]

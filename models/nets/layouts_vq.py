@@ -21,7 +21,7 @@ CODEBOOK = "quantize.embedding.weight"
 
 
 def load_llamagen_vq(path: str | Path, dtype: torch.dtype | None = None) -> ImageCodec:
-    """LlamaGen's VQ-16 or VQ-8 (or any of its form) from safetensors. Codes are stored L2-normalised, as it decodes.
+    """LlamaGen's VQ-16 or VQ-8 (or the same architecture) from safetensors. Codes are stored L2-normalised.
 
     dtype: default, that of the file. Raises ValueError in one sentence before any weight is placed.
     """
@@ -30,12 +30,12 @@ def load_llamagen_vq(path: str | Path, dtype: torch.dtype | None = None) -> Imag
 
 
 def load_taming_vq(path: str | Path, dtype: torch.dtype | None = None) -> ImageCodec:
-    """Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another of taming's form, from safetensors."""
+    """Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors."""
     return _codec(read_published(path), (), False, dtype, path)
 
 
 def llamagen_rules(levels: int) -> Rules:
-    """LlamaGen's names -> taming's, which count the decoder's levels from the finest."""
+    """LlamaGen's names -> taming's, which number the decoder's levels from the finest."""
     return [
         (r"\.mid\.0\.", ".mid.block_1."),
         (r"\.mid\.1\.", ".mid.attn_1."),
@@ -47,7 +47,7 @@ def llamagen_rules(levels: int) -> Rules:
 
 
 def stock_rules(levels: int) -> Rules:
-    """Taming's names -> diffusers' `VQModel`, which counts the decoder's levels from the coarsest."""
+    """Taming's names -> diffusers' `VQModel`, which numbers the decoder's levels from the coarsest."""
     return [
         (r"^encoder\.down\.(\d+)\.", r"encoder.down_blocks.\1."),
         (r"^decoder\.up\.(\d+)\.", lambda m: f"decoder.up_blocks.{levels - 1 - int(m[1])}."),
@@ -66,7 +66,7 @@ def stock_rules(levels: int) -> Rules:
 
 
 def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> VQShape:
-    """The codec that tensors in taming's layout fit, read off their shapes."""
+    """Infer the codec's shape from tensors in taming's layout."""
     codes, code_size = need(tensors, CODEBOOK, 2, where).shape
     channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
     return VQShape(
@@ -86,7 +86,7 @@ def _codec(
     taming = rename(tensors, rules, NOT_WEIGHTS)
     shape = shape_of({name: tensor for name, (_, tensor) in taming.items()}, where)
     model = shape.build()
-    # diffusers' own `to` warns of modules that must stay in float32, also where the model has none
+    # diffusers' `to` warns about modules kept in float32 even if there are none
     nn.Module.to(model, dtype or taming[CODEBOOK][1].dtype)
     published = {name: origin for name, (origin, _) in taming.items()}
     named = rename({name: tensor for name, (_, tensor) in taming.items()}, stock_rules(len(shape.multipliers)))
@@ -99,6 +99,6 @@ def _codec(
 
 
 def _fitted(name: str, tensor: Tensor) -> Tensor:
-    """Attention as 1 x 1 convolutions -> as linear layers."""
+    """Convert attention weights from 1 x 1 convolutions to linear layers."""
     linear = re.search(r"\.attentions\.\d+\.to_", name) and tensor.dim() == 4 and tensor.shape[2:] == (1, 1)
     return tensor[:, :, 0, 0] if linear else tensor

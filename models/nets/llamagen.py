@@ -1,8 +1,8 @@
-"""LlamaGen's autoregressive transformer (arXiv 2406.06525), for drafting and verification with an outside cache.
+"""LlamaGen's autoregressive transformer (arXiv 2406.06525), for drafting and verification with an external cache.
 
 A prefix of condition embeddings (one for a class, 120 for a caption) is followed by the codes of a square image in
-raster order. Rotary embeddings are two-dimensional: the first half of a head's channels turns with the row of a code,
-the second half with its column. Parameters carry the names of the published checkpoints, which load as they are.
+raster order. Rotary embeddings are two-dimensional: the first half of a head's channels is rotated by the row of a
+code, the second half by its column. Parameters have the names of the published checkpoints.
 
 Shapes: B rows, N new positions, S positions in the cache, P prefix, T image positions, H heads, K key-value heads,
 E head size, C = E / 2 channel pairs, d hidden size, F caption features, V codes.
@@ -42,11 +42,11 @@ def feed_forward_width(hidden: int) -> int:
 
 @dataclass(frozen=True)
 class LlamaGenConfig:
-    """Everything that fixes the network's shape.
+    """Configuration of the network.
 
     condition: 'class' (one embedding each, and one more for "no class") or 'caption' (text features through an MLP).
-    null_class: whether there is the one more, which guidance needs; a model trained without dropping classes has none.
-    grid: rows, and columns, of codes; it is not part of the weights, and a wrong one gives wrong images silently.
+    null_class: whether that extra class exists, which guidance needs; models trained without class dropout have none.
+    grid: number of rows and of columns of codes. The weights don't contain it; a wrong value gives wrong images.
     """
 
     layers: int
@@ -96,7 +96,7 @@ class LlamaGenConfig:
         return self.hidden_size // self.heads
 
     def get_text_config(self, decoder: bool = True) -> LlamaGenConfig:
-        """Itself: what transformers' configurations answer for the part that generates."""
+        """Returns itself, for compatibility with transformers' configurations."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,9 +106,8 @@ class LlamaGenConfig:
 def turns(prefix: int, grid: int, head_size: int, theta: float, device: torch.device | str = "cpu") -> Tensor:
     """The rotary table, complex64 (P + 2 T, C): exp(i * row * frequency), then exp(i * column * frequency).
 
-    The published models multiply queries and keys of the prefix by zero instead of leaving them unrotated: a code
-    attends to all prefix positions alike. Weights were trained so, and the table does the same. Behind the image the
-    rows go on, so that a draft may hang over its end.
+    As in the published models, queries and keys of the prefix are multiplied by zero, not left unrotated, so a code
+    attends to all prefix positions equally. The table is longer than the image, for drafts that extend beyond its end.
     """
     half = head_size // 2
     frequency = theta ** -(torch.arange(0, half, 2, device=device, dtype=torch.float32) / half)
@@ -139,7 +138,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x_BNd: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        """`mask`: (1|B, 1, N, S), additive or bool (true: may see); None: everything before."""
+        """`mask`: (1|B, 1, N, S), additive or bool (true: attends); None: causal."""
         split = [self.heads, self.kv_heads, self.kv_heads]
         heads = self.wqkv(x_BNd).unflatten(-1, (sum(split), -1))
         query, key, value = heads.split(split, dim=-2)
@@ -185,7 +184,7 @@ class Layer(nn.Module):
 
 
 class ClassCondition(nn.Module):
-    """Class numbers (B,) -> (B, 1, d). With a null class the last entry of the table stands for "no class"."""
+    """Class numbers (B,) -> (B, 1, d). With a null class the last entry of the table is "no class"."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
@@ -209,7 +208,7 @@ class CaptionMLP(nn.Module):
 
 
 class CaptionCondition(nn.Module):
-    """Text features (B, P, F) -> (B, P, d). `uncond_embedding` are learned features that stand for "no caption"."""
+    """Text features (B, P, F) -> (B, P, d). `uncond_embedding`: learned features for "no caption"."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
@@ -228,7 +227,7 @@ class CaptionCondition(nn.Module):
 class LlamaGen(nn.Module):
     """The transformer. Position ids count from the first prefix position: the code of index t has position P + t.
 
-    The hidden state of the last prefix position, or of a code, gives the law of the next code.
+    The hidden state of the last prefix position, or of a code, predicts the next code.
     """
 
     def __init__(self, config: LlamaGenConfig):
@@ -252,7 +251,7 @@ class LlamaGen(nn.Module):
 
     @property
     def guided(self) -> bool:
-        """Whether it has learned what stands for no condition."""
+        """Whether the model has an unconditional embedding, which guidance needs."""
         return self.config.condition != "class" or self.config.null_class
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -264,7 +263,7 @@ class LlamaGen(nn.Module):
         return self.output(hidden)
 
     def prefix(self, condition: Tensor, guidance: bool = False) -> Tensor:
-        """What stands before the codes, (B, P, d); with guidance (2 B, P, d), the unconditional rows last.
+        """The prefix, (B, P, d); with guidance (2 B, P, d), the unconditional rows last.
 
         condition: class numbers (B,) int64, or text features (B, P, F), padded on the left and zero there
         (`left_padded`). Raises ValueError for another shape or a class that the model does not have.
@@ -299,7 +298,7 @@ class LlamaGen(nn.Module):
 
         position_ids: (1|B, N), default 0..N - 1. attention_mask: (1|B, 1, N, S), additive or bool, None for causal.
         past_key_values: anything with `update(key, value, layer) -> (keys, values)`, all (B, K, ., E). The last
-        two arguments are those that a transformers decoder is called with; they change nothing here.
+        two arguments are for compatibility with transformers decoders and are ignored.
         """
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
@@ -312,7 +311,7 @@ class LlamaGen(nn.Module):
     def _table(self, device: torch.device) -> Tensor:
         if self._turns is None or self._turns.device != device:
             config = self.config
-            with torch.inference_mode(False):  # whoever comes first must not forbid later training
+            with torch.inference_mode(False):  # so that the cached table can be used in training
                 self._turns = turns(config.prefix, config.grid, config.head_size, config.rope_theta, device)
         return self._turns
 

@@ -1,7 +1,7 @@
-"""Codes of a small image to the laws of a large one's: a few convolutions, then every place becomes factor x factor.
+"""Up-sampler: codes of a small image -> logits of the codes of a large one, by a few convolutions and a pixel shuffle.
 
-The learned up-sampler of drafts at low resolution (the first version of MuLo-SD, arXiv 2601.05149, learns one; its
-network is not published, this one is ours).
+Used for drafts at low resolution (the first version of MuLo-SD, arXiv 2601.05149, learns one; its network is not
+published, this one is ours).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from visspec.checkpoint import LARGEST, check_whole
 
 @dataclass(frozen=True)
 class UpsamplerConfig:
-    """codes: of the codebook both images share; factor: places of the large image along a side of a small one's."""
+    """codes: size of the codebook shared by both images; factor: scale between the grids, along a side."""
 
     codes: int
     width: int = 96

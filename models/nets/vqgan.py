@@ -1,4 +1,4 @@
-"""Convolutional VQ image codecs in the taming form (arXiv 2012.09841), hosted in diffusers' stock `VQModel`.
+"""Convolutional taming-style VQ image codecs (arXiv 2012.09841), as diffusers' stock `VQModel`.
 
 LlamaGen's VQ-16 and VQ-8, Janus's tokenizer and the VQGAN of Chameleon, Anole and Lumina-mGPT differ in widths, in
 their codebook and in whether the coarsest level has attention: all of them are settings of one stock class. Where a
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VQShape:
-    """What fixes a codec's shape. `multipliers` run from the finest level to the coarsest; each step halves the size.
+    """Shape of a codec. `multipliers` are from the finest level to the coarsest; each step halves the size.
 
     attention: whether residual blocks of the coarsest level alternate with attention (the middle always has it).
     """
@@ -48,14 +48,14 @@ class VQShape:
 
 
 class ImageCodec:
-    """A stock `VQModel` between codes and pixels."""
+    """A stock `VQModel` that converts between codes and pixels."""
 
     def __init__(self, model: VQModel):
         self.model = model
 
     @property
     def codebook(self) -> Tensor:
-        """(K, D): the vectors that the decoder sees."""
+        """(K, D): the vectors used by the decoder."""
         return self.model.quantize.embedding.weight.detach()
 
     @property
@@ -67,7 +67,7 @@ class ImageCodec:
     def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Codes (B, T) in raster order -> pixels (B, height, width, 3), float32 in [-1, 1].
 
-        Raises ValueError for another number of codes than rows * columns, or a code outside the codebook.
+        Raises ValueError if the number of codes is not rows * columns, or a code is outside the codebook.
         """
         rows, columns = grid
         if tokens.dim() != 2 or tokens.shape[1] != rows * columns:

@@ -1,7 +1,7 @@
-"""Lessons for a drafter: the target answers prompts in our own loop, and its states are caught as it computes them.
+"""Training batches recorded from the target while it generates answers in the decode loop.
 
-A recorder takes the drafter's place and drafts nothing, so a sampled answer comes with features and laws at every
-token: no second pass is needed, and nothing goes to disk.
+A recorder is used as drafter and drafts nothing, so features and laws are recorded at every token of an answer. No
+second pass is needed, and nothing is written to disk.
 
 Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, d hidden size.
 """
@@ -21,7 +21,7 @@ from visspec.types import Acceptance, Draft, Outcome, Request, Scores, State, Ta
 
 @dataclass(frozen=True)
 class Lesson:
-    """A batch of prompts with the target's answers. Row b has an answer of lengths[b] tokens, stop included."""
+    """A training batch: prompts and the target's answers. Row b has lengths[b] answer tokens, stop included."""
 
     ids: Tensor  # (B, L + M) prompts (left-padded) and answers (right-padded)
     prompt_length: int
@@ -34,7 +34,7 @@ class Lesson:
 
 
 class Recorder:
-    """A drafter that drafts nothing and keeps what the target computes. One answer token a round, rows in step."""
+    """A drafter that drafts nothing and records the target's scores. Each round adds one answer token to every row."""
 
     needs = frozenset({"features", "embeddings"})
 
@@ -50,13 +50,13 @@ class Recorder:
         self.rounds.append((list(state.rows), scores.features[:, 0], scores.law.logits[:, 0]))
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Rounds carry their rows: nothing to do."""
+        """Nothing to do: each round is stored with its rows."""
 
 
 def capture(target: Target, rule: Acceptance, request: Request) -> Lesson:
-    """Let the target answer a batch, and return the lesson. The target must be built to hand over its features.
+    """Generate answers to a batch of prompts and return the recorded batch. The target must provide its features.
 
-    With sampling at temperature 1 and no cuts the recorded laws are the target's own.
+    When sampling at temperature 1 without top-k and top-p, the recorded laws are the target's unmodified ones.
     """
     recorder = Recorder()
     state = decode(target, recorder, rule, request, Pace(1, adaptive=False))
@@ -96,7 +96,7 @@ def _positions(prompt: Tensor, rows: int, more: int) -> Tensor:
 
 
 def split(lesson: Lesson, rows: int) -> list[Lesson]:
-    """A lesson's rows in parts of at most `rows`, rows of like length together, padding behind the longest cut off."""
+    """Split into batches of at most `rows` rows, sorted by answer length, each padded to its longest answer only."""
     order = sorted(range(len(lesson.lengths)), key=lambda b: lesson.lengths[b])
     return [_part(lesson, order[i : i + rows]) for i in range(0, len(order), rows)]
 
@@ -118,6 +118,6 @@ def _part(lesson: Lesson, rows: list[int]) -> Lesson:
 
 
 def to(lesson: Lesson, dtype: torch.dtype) -> Lesson:
-    """The lesson with features and embeddings in another dtype: lessons of a half-precision target train in float32."""
+    """Cast features and embeddings, so that a half-precision target can train a drafter in float32."""
     embeddings = None if lesson.embeddings is None else lesson.embeddings.to(dtype)
     return Lesson(**{**vars(lesson), "features": lesson.features.to(dtype), "embeddings": embeddings})

@@ -1,10 +1,10 @@
-"""Online distillation of a drafter: the target answers, the drafter learns from the caught states, nothing is stored.
+"""Online distillation of a drafter on batches recorded from the target; recorded states are not written to disk.
 
-Work comes in groups: the target answers `group` batches of prompts, the drafter trains on them, `rows` answers a step,
-`reuse` times in random order, and the group is dropped. Everything is a function of (seed, step), so a resumed run goes
-on where it stopped and ends with the weights of an uninterrupted one. The trainer knows neither model classes nor data:
-it receives a target, a drafter with `head` (a module), `borrowed` (modules of the target), `rollout` and `refresh`, and
-`prompts`, which makes request i.
+Training proceeds in groups: the target generates answers to `group` batches of prompts, the drafter is trained on them
+`reuse` times in random order, `rows` answers per step, and the group is discarded. Everything is a function of (seed,
+step), so a resumed run ends with the same weights as an uninterrupted one. The trainer is independent of model classes
+and data: its arguments are a target, a drafter with `head` (a module), `borrowed` (modules of the target), `rollout`
+and `refresh`, and `prompts`, a function that returns request i.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Plan:
     warm_up: int = 50
     weight_decay: float = 0.01
     clip: float = 1.0
-    batch: int = 32  # rows that the target answers together: what `prompts` makes
-    rows: int = 8  # rows of a training step
+    batch: int = 32  # rows per request of `prompts`
+    rows: int = 8  # rows per training step
     group: int = 16
     reuse: int = 4
     seed: int = 0
     save_every: int = 200
     validate_every: int = 0
     autocast: bool = False  # bfloat16 matrix products
-    ahead: bool = False  # answer the next group in a second thread while this one is trained on
+    ahead: bool = False  # generate the next group in a second thread during training
 
     def __post_init__(self):
         losses.of(self.loss)
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Training steps that read a group once."""
+        """Training steps per epoch over a group."""
         return self.group * math.ceil(self.batch / self.rows)
 
     def rate_at(self, step: int) -> float:
@@ -74,7 +74,7 @@ class Plan:
 
 
 class Trainer:
-    """One run in a folder: weights, optimiser and progress are saved there every `save_every` steps."""
+    """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class Trainer:
         self._pool = ThreadPoolExecutor(max_workers=1)
 
     def run(self, report: Callable[[dict], None] | None = None) -> list[dict]:
-        """Train to the last step. `report` gets a record a step. Returns the validations, newest last."""
-        begun = time.time() - self.seconds
+        """Train to the last step. `report` is called with a record after each step. Returns all validations."""
+        start = time.time() - self.seconds
         frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
         wanted = [p.requires_grad for p in frozen]
         for p in frozen:
@@ -111,7 +111,7 @@ class Trainer:
             while self.step < self.plan.steps:
                 record = self.update(self.lesson(self.step))
                 self.step += 1
-                self.seconds = time.time() - begun
+                self.seconds = time.time() - start
                 last = self.step == self.plan.steps
                 if self.plan.validate_every and (self.step % self.plan.validate_every == 0 or last):
                     record |= self._validated()
@@ -126,7 +126,7 @@ class Trainer:
         return self.history
 
     def lesson(self, step: int) -> Lesson:
-        """The lesson of a step. A group's lessons are answered when its first step (or a resumed one) comes."""
+        """The batch of a step. A group is generated at its first step, or at the first step after a resume."""
         plan = self.plan
         index, within = divmod(step, plan.parts * plan.reuse)
         if self._group[0] != index:
@@ -137,7 +137,7 @@ class Trainer:
         return self._group[1][int(orders[-1][place])]
 
     def _answers(self, index: int) -> list[Lesson]:
-        """A group's lessons; the next group is answered in another thread meanwhile, if the plan says `ahead`."""
+        """The batches of a group. With `ahead` the next group is generated in another thread meanwhile."""
         waiting, self._coming = self._coming, None
         answers = self._answer(index) if waiting is None or waiting[0] != index else waiting[1].result()
         if self.plan.ahead and (index + 1) * self.plan.parts * self.plan.reuse < self.plan.steps:
@@ -178,7 +178,7 @@ class Trainer:
         return {"loss": round(loss.item(), 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
 
     def _feature(self, lesson: Lesson, predicted_BTd: Tensor) -> Tensor | None:
-        """True features of what the rollout predicts: those after each answer token."""
+        """The target's features after each answer token, which the rollout predicts."""
         if not self.plan.feature_weight:
             return None
         start = lesson.prompt_length
@@ -188,14 +188,14 @@ class Trainer:
         if self.validate is None:
             return {}
         if self._coming is not None:
-            wait([self._coming[1]])  # one user of the target at a time
+            wait([self._coming[1]])  # the target is not shared between threads
         self.drafter.refresh()
         figures = self.validate()
         self.history.append({"step": self.step, **figures})
         return figures
 
     def save(self) -> None:
-        """Weights, configuration and provenance through the drafter; optimiser and progress beside them."""
+        """Save weights, configuration and provenance with the drafter, optimiser and progress in the folder `run`."""
         progress = {"step": self.step, "seconds": round(self.seconds, 1), "plan": asdict(self.plan)}
         progress["validations"] = self.history
         self.drafter.save_pretrained(self.folder, {**self.provenance, "training": progress})
@@ -207,9 +207,9 @@ class Trainer:
         (self.folder / "run" / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")
 
     def resume(self) -> bool:
-        """Take up the run in the folder, if there is one; the drafter must hold its saved weights.
+        """Continue the run in the folder, if there is one; the drafter must have its saved weights.
 
-        Raises ValueError when the run was planned otherwise.
+        Raises ValueError if the run in the folder has another plan.
         """
         file = self.folder / "run" / PROGRESS
         if not file.is_file():

@@ -1,7 +1,7 @@
-"""What a drafter is taught: distances between its law q and the target's p (`kernels.draft_losses`), and of features.
+"""Losses between a drafter's law q and the target's p (`kernels.draft_losses`), and between features.
 
-`tv` is half of sum |p - q|, one minus the acceptance rate of exact verification with independent draws, and a bound for
-coupled ones; its gradient is weak while q is far off, which is why training opens with `soft_ce`.
+`tv` is half of sum |p - q|: one minus the acceptance rate of exact verification with independent samples, and a bound
+for coupled ones. Its gradient is weak while q is far from p, so training starts with `soft_ce`.
 
 Shapes: B rows, T elements, V vocabulary, d hidden size.
 """
@@ -25,7 +25,7 @@ def tv(q_logits: Tensor, p_logits: Tensor) -> Tensor:
 
 
 def kl(q_logits: Tensor, p_logits: Tensor) -> Tensor:
-    """KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 count nothing: (..., V) -> (...)."""
+    """KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 contribute 0: (..., V) -> (...)."""
     return _each(q_logits, p_logits)[1]
 
 
@@ -37,7 +37,7 @@ def soft_ce(q_logits: Tensor, p_logits: Tensor) -> Tensor:
 def _each(q_logits: Tensor, p_logits: Tensor) -> tuple[Tensor, ...]:
     kind = torch.promote_types(q_logits.dtype, torch.float32)
     q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
-    p = p.clone() if p.is_inference() else p  # which could not be kept for the backward pass
+    p = p.clone() if p.is_inference() else p  # autograd can't save inference tensors
     each = kernels.draft_losses(*(logits.reshape(-1, logits.shape[-1]) for logits in (q, p)))
     return tuple(loss_R.view(q_logits.shape[:-1]) for loss_R in each)
 
@@ -46,14 +46,14 @@ KINDS = {"tv": tv, "soft_ce": soft_ce, "kl": kl}
 
 
 def of(kind: str):
-    """A loss by name, whose gradient goes to q alone. Raises ValueError for an unknown one."""
+    """A loss by name; only q gets a gradient. Raises ValueError for an unknown name."""
     if kind not in KINDS:
         raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}")
     return KINDS[kind]
 
 
 def mean(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean over the elements that count; 0 where none does."""
+    """Mean over the masked elements; 0 if there are none."""
     return (value_BT * mask_BT).sum() / mask_BT.sum().clamp(min=1)
 
 
@@ -66,10 +66,10 @@ def rollout_loss(
     feature_BTd: Tensor | None = None,
     feature_weight: float = 0.0,
 ) -> tuple[Tensor, list[float]]:
-    """Loss of a self-fed rollout, step i weighted decay^i (EAGLE-3), weights summing to one.
+    """Loss of a self-fed rollout, step i weighted by decay^i (EAGLE-3), normalised to sum to one.
 
     steps: per step (q logits (B, T, V), predicted features (B, T, d), mask (B, T)). feature_BTd: true features, for the
-    optional smooth L1 term. Also returns the share of each step's elements where both argmaxes agree.
+    optional smooth L1 term. Also returns, for each step, the share of elements whose argmax agrees.
     """
     measure = of(kind)
     weights = [decay**i for i in range(len(steps))]

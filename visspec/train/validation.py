@@ -1,4 +1,4 @@
-"""How good a drafter is, by the only measure that counts: tau of the real loop on held-out prompts."""
+"""Validation of a drafter: tau of the decode loop on held-out prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from visspec.types import Acceptance, Drafter, Request, Round, Target
 
 @dataclass(frozen=True)
 class Tau:
-    """tau counts the bonus token; by_depth is accepted / reached at each depth."""
+    """tau includes the bonus token; by_depth is accepted / reached at each depth."""
 
     tau: float
     tokens: int
@@ -21,7 +21,7 @@ class Tau:
 
 
 def measure(target: Target, drafter: Drafter, rule: Acceptance, requests: Iterable[Request], levels: int) -> Tau:
-    """Decode requests with a fixed draft depth. Tokens are counted after stop trimming, without the prefill's own."""
+    """Decode requests with a fixed draft depth. Tokens are counted after stop trimming, without the prefill's token."""
     passes = gained = tokens = 0
     rounds: list[Round] = []
     for request in requests:
