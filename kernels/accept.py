@@ -59,7 +59,7 @@ def reference(
     current, path, gain, drift, siblings = 0, [0], [0.0], 0.0, 0
     residual, left = list(p[0]), 1.0
     zeroed: set[int] = set()
-    lent: set[int] = set()
+    used: set[int] = set()
     for n in range(1, len(tokens)):
         if parent[n] != current or len(path) - 1 == depth or siblings == branch:
             continue
@@ -146,7 +146,7 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
     rest: np.ndarray | None = None  # of point masses it stays so
     spent: list[np.ndarray] = []
     left, siblings, law = 1.0, 0, law_at(0)
-    lender = law
+    source = law
     for n in range(1, len(tokens)):
         if parent[n] != current or siblings == branch or len(kept) == columns:
             continue
@@ -185,11 +185,11 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
         else:
             rest = _less(law if rest is None else rest, drawn, left)
             left = float(rest.astype(np.float64).dot(ones(len(rest))))
-        if lenders is not None and siblings < branch:  # what has been lent is lent no more
-            spent.append(lenders)
+        if used is not None and siblings < branch:  # later siblings may not use these codes
+            spent.append(used)
             if rest is None:
-                lender = _without(law.copy() if lender is law else lender, spent[-1:])
-                lender[x] = 0.0
+                source = _without(law.copy() if source is law else source, spent[-1:])
+                source[x] = 0.0
             else:
                 source = _without(rest.copy(), spent)
     return kept, _zeroed((law if rest is None else rest).astype(np.float64), tried), law, drift, moved
@@ -544,7 +544,7 @@ def _check_draft(
 
 
 def check_values(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None) -> None:
-    """Debugging check (it synchronises): rows of p and q are laws, tokens are ids of the vocabulary."""
+    """Debugging check (synchronises): rows of p and q are laws, tokens are ids of the vocabulary."""
     check_laws("p", p, law_tolerance(p.dtype))
     if q is not None:
         check_laws("q", q[:, 1:], law_tolerance(q.dtype))

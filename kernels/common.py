@@ -88,7 +88,7 @@ def ones(count: int) -> np.ndarray:
 
 
 def require(condition: bool, name: str, found: object, expected: object) -> None:
-    """Raises one sentence that names the argument, the value found and the value expected."""
+    """Raises ValueError with the argument, the value found and the value expected, unless the condition holds."""
     if not condition:
         raise ValueError(f"{name}: found {found}, expected {expected}")
 

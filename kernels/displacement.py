@@ -16,14 +16,14 @@ NARROW = 32  # up to so many features, distances to all codes are cheaper than s
 
 
 def coordinates(codes: torch.Tensor) -> torch.Tensor:
-    """What distances are taken from: (E + 2, K) float32, the codes, their squared norms and ones, from codes (K, E)."""
+    """Codes (K, E) -> the table for distances (E + 2, K) float32: codes, squared norms and ones."""
     codes = codes.detach().float()
     table = torch.cat([codes.T, codes.square().sum(1)[None], codes.new_ones(1, len(codes))])
     return table if len(table) <= NARROW else table.T.contiguous().T  # contiguous per code
 
 
 def mean_distance(x: int, rest: np.ndarray, table: np.ndarray) -> float:
-    """Mean of ||e(x) - e(y)|| with y from a law proportional to rest (V,), on the host; 0 where nothing is left."""
+    """Mean of ||e(x) - e(y)|| with y drawn in proportion to rest (V,), on the host; 0 if rest sums to 0."""
     left, count = float(rest.sum()), table.shape[1]
     if x >= count or not left > 0:
         return 0.0
@@ -38,7 +38,7 @@ def mean_distance(x: int, rest: np.ndarray, table: np.ndarray) -> float:
 
 
 def between(x: torch.Tensor, y: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Distances of codes x and y, ids of one shape, by their vectors (K, E); 0 where one of the ids is grammar."""
+    """Distances of codes x and y, ids of one shape, by their vectors (K, E); 0 if one of the ids is grammar."""
     last = len(codes) - 1
     far = (codes[x.clamp(0, last)] - codes[y.clamp(0, last)]).norm(dim=-1)
     return far * ((x <= last) & (y <= last))
@@ -54,7 +54,7 @@ def batched(
     table: torch.Tensor,
     branch: int,
 ) -> torch.Tensor:
-    """The meter of a device, (B,): all accepted nodes of all rows at once, and nothing is read on the host.
+    """The displacement on CUDA, (B,): all accepted nodes of all rows at once, without synchronisation.
 
     gain (B, D), of the nodes of path (B, D); branch: maximum number of children; the others as in `accept_tree`.
     """

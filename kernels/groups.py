@@ -7,7 +7,7 @@ A drafted x is accepted with probability min(1, p(C)/q(C)), C the group of x:
               without those whose p differs from p(x) by more than `max_gap`
               or whose embedding lies farther than `max_distance` from that of x
 
-Windows of ranks are no partition, so the dynamic ratio may fall below the exact one: pass
+Windows of ranks are not a partition, so the dynamic ratio may be below the exact one: pass
 mass = q(x) p(C)/q(C) - p(x) to `accept_tree`, which clamps it. R rows, V vocabulary, F features.
 """
 

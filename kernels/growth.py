@@ -150,8 +150,8 @@ def _draft_topk_fake(score, logp, width):
 
 
 def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The children that a frontier proposes: tokens (B, W K) int64 and scores (B, W K) fp32, each node's together and
-    best first, and best (B, width) int64: which of them are the best of all, best first.
+    """The children that a frontier proposes: tokens (B, W K) int64 and scores (B, W K) fp32, grouped by
+    node, best first, and best (B, width) int64: indices of the overall best, best first.
 
     score (B, W): cumulative log-probabilities; logp (B, W, V): log-law after each node; K is min(width, V). Raises
     ValueError or TypeError naming the argument; on a CPU also for NaN.
@@ -217,7 +217,8 @@ def _ancestors_fake(parent, levels):
 
 
 def ancestors(parent: torch.Tensor, levels: int | None = None) -> torch.Tensor:
-    """(B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] says that m is n or above n.
+    """(B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] is true if m is n or an
+    ancestor of n.
 
     levels: upper bound of the depth (default N - 1). Raises ValueError or TypeError naming the argument.
     """

@@ -57,7 +57,7 @@ def reference_mass(law, x, near, delta, lam):
 
 
 def reference_prefix(law: list[float], near: list[int], bound: float) -> tuple[float, int]:
-    """The largest prefix sum of the neighbours' weights within the bound, and of how many neighbours it is."""
+    """The largest prefix sum of the neighbours' weights within the bound, and its length."""
     mass = 0.0
     for count, y in enumerate(near):
         weight = law[y] if 0 <= y < len(law) else 0.0
@@ -87,8 +87,8 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
 
 
 def prefix_mass(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int]:
-    """One row on the host: the largest prefix sum of law[near] within the bound, and of how many neighbours it is."""
-    if len(near) > FEW > bound * len(law):  # of equally likely codes fewer would pass the bound
+    """One row on the host: the largest prefix sum of law[near] within the bound, and its length."""
+    if len(near) > FEW > bound * len(law):  # for a uniform law FEW neighbours reach the bound
         found = _prefix(law, near[:FEW], bound)
         if found[1] < FEW:
             return found
@@ -119,7 +119,7 @@ def _weights(law: np.ndarray, near: np.ndarray) -> np.ndarray:
 
 
 def table_on_host(neighbours: torch.Tensor) -> np.ndarray:
-    """The table for `prefix_mass`. int32 is read as uint32, which makes a negative id huge: `take` then refuses it."""
+    """The table for `prefix_mass`. int32 is read as uint32, so that a negative id is huge and `take` raises."""
     stored = host(neighbours)
     return stored.view(np.uint32) if stored.dtype == np.int32 else stored
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         PreTrainedModel,
     )
 
-# COCO's 80 classes in COCO's order under GenEval's names: models are mapped by index, never by name.
+# COCO's 80 classes in COCO's order with GenEval's names; models are mapped by index, not by name.
 COCO_CLASSES = tuple(
     "person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,parking meter,"
     "bench,bird,cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,frisbee,"

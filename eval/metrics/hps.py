@@ -15,7 +15,7 @@ from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.images import MAX_PIXELS, SUFFIXES, open_image
 from visspec.eval.metrics.results import Progress, Rows
 
-GROUP = 80  # prompts; the published spread is over groups
+GROUP = 80  # prompts; the published standard deviation is over groups
 VERSIONS = ("v2.0", "v2.1")
 
 Scorer = Callable[[Sequence[Image.Image], Sequence[str]], np.ndarray]

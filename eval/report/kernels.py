@@ -10,7 +10,7 @@ from markupsafe import Markup
 from visspec.eval.report import figures
 from visspec.eval.report.data import interval, number, rows_of
 
-FIELDS = (  # of a record as a whole -> words
+FIELDS = (  # field of a record -> label
     ("copy_bandwidth_gb_s", "copy bandwidth, GB/s"),
     ("matrix_rate_gflop_s", "rate of a large float32 product, GFLOP/s"),
     ("ms_to_read_14_gb_at_copy_bandwidth", "time to read 14 GB at the measured copy bandwidth, ms"),

@@ -298,7 +298,7 @@ def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str
     keyed = [{(str(i.prompt), str(i.seed)): i for i in m.images} for m in methods]
     keys = list(dict.fromkeys(key for images in keyed for key in images))
     for m, images in zip(methods, keyed):
-        for entry in m.images:  # all are checked, the shown and the others
+        for entry in m.images:  # all are checked, also those not shown
             if entry.path:
                 pictures.inside(m.folder, entry.path, f"report: {m.source}")
         missing = [key for key in keys if images and key not in images]

@@ -103,12 +103,12 @@ def _round_job(device, levels, V):
     def build():
         case = verification_case(device, levels, V, NEIGHBOURS)
         uncond = torch.randn(N, V, generator=torch.Generator().manual_seed(1)).to(device)
-        cond = uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE  # whose guided law is the case's
+        cond = uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE  # with guidance these give the case's law
         cond, uncond = cond.to(torch.bfloat16), uncond.to(torch.bfloat16)
         table = case["neighbours"].long()
 
         def ours(i):
-            scores = kernels.guided_warp(cond, uncond, GUIDANCE, TEMPERATURE, TOP_K, scores=True)  # as the engine
+            scores = kernels.guided_warp(cond, uncond, GUIDANCE, TEMPERATURE, TOP_K, scores=True)  # as in the engine
             return _verify(case, scores.unsqueeze(0), i, scores=True)
 
         def eager(i):

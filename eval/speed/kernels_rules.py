@@ -60,7 +60,7 @@ def compared(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRA
     tossed = [n.toss(tree) for n in noise]
     table = codebook.neighbours(codes_KE.to(device), rule.k + 1, V).cpu().numpy().astype("uint16")  # as published
     q_NV, paths = None if draft.q is None else draft.q.p[0], case["paths"].to(device)
-    laws_PDV = scores.law.logits[0][paths]  # as published, beforehand
+    laws_PDV = scores.law.logits[0][paths]  # copied beforehand, as published
     limit = {rule.bound: rule.value}
 
     def ours(i):

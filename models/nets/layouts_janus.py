@@ -88,7 +88,7 @@ def load_janus(folder: str | Path, config: JanusConfig | None = None, dtype: tor
         said = published.get("language_config", {})  # absent ids stay unset, because Llama's defaults would be wrong
         settings = GenerationConfig(**{name: said.get(name) for name in IDS})
     config = copy.deepcopy(config)
-    # the authors store both matrices, and a tie would make one of them overwrite the other
+    # both matrices are stored; with tied weights one would overwrite the other
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     dtype = dtype or need(tensors, "language_model.model.embed_tokens.weight", 2, folder).dtype
     model = stock(JanusForConditionalGeneration, config, dtype)
