@@ -97,6 +97,36 @@ def calls(tree):
             yield node, ast.unparse(node.func)
 
 
+ROLES = {"drafter", "rule", "target", "accept", "acceptance", "order", "guarded", "pairing", "captured", "spec"}
+
+
+def asked(tree):
+    """(function, what of) for every `getattr` and `hasattr`."""
+    for node, name in calls(tree):
+        if name in ("getattr", "hasattr"):
+            yield name, ast.unparse(node.args[0]).split(".")[-1].split("(")[0]
+
+
+def test_drafters_rules_and_targets_declare_what_they_are():
+    """Nothing above `models/` asks for an attribute that one may have: traits say it, base classes do nothing."""
+    found = []
+    for file, parts in sources():
+        if parts and parts[0] in ("models", "kernels"):
+            continue
+        core = bool(parts) and parts[0] in ("loop", "accept", "tree", "noise", "sampling", "grammar", "tape", "laws")
+        for name, whose in asked(ast.parse(file.read_text())):
+            if whose in ROLES or (core and whose not in ("value", "self")):
+                found.append(f"{file.relative_to(ROOT)}: {name} of {whose}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line", ["getattr(self.rule, 'x', 0)", "hasattr(drafter, 'y')", "getattr(pairing.target, 'z')"]
+)
+def test_such_questions_are_seen(line):
+    assert [whose in ROLES for _, whose in asked(ast.parse(line))] == [True]
+
+
 def test_nothing_loads_code_from_data():
     """No pickle, eval or exec anywhere; torch.load reads back a recipe's own checkpoints, and only weights."""
     found = []

@@ -9,7 +9,7 @@ which does not block. A request's processors, stop function and grammar may sync
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -89,10 +89,10 @@ def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outc
     if not tree.chain:
         parts.append(tree.parent.expand(len(state.rows), -1))
     parts += tape.parts(draft, verdict)
+    ends = list(accumulate(part.shape[1] for part in parts))
     outcome, tried = Outcome(path=[], tokens=[]), []
     for b, numbers in enumerate(torch.cat(parts, dim=1).tolist()):
-        columns = iter(numbers)
-        (length,), path, *rest = (list(islice(columns, part.shape[1])) for part in parts)
+        length, (path, *rest) = numbers[0], [numbers[i:j] for i, j in pairwise(ends)]
         path, end = path[:length], path[length - 1]
         real = [True] * tree.size if draft.real is None else rest.pop(0)
         below = range(end + 1, tree.size)[:1] if tree.chain else children(rest.pop(0), end)
