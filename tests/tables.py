@@ -18,9 +18,9 @@ from visspec import tree as trees
 from visspec.laws import Categorical
 from visspec.loop.decode import decode
 from visspec.loop.guard import Guarded
+from visspec.loop.tape import Ids
 from visspec.models.drafters.feature_tree import Planned
-from visspec.noise import Gumbel, derived
-from visspec.tape import Ids
+from visspec.sampling import Gumbel, derived
 from visspec.types import Capabilities, Draft, DrafterTraits, Outcome, Request, Sampling, Scores, State, Trace
 
 ORDER = 3  # tokens that a law depends on

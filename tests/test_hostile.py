@@ -24,7 +24,7 @@ from visspec.loop.view import Peek, View
 from visspec.loop.wavefront import decode_wavefront
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import ImageAR
-from visspec.noise import Uniform
+from visspec.sampling import Uniform
 from visspec.types import Draft, DrafterTraits, Request, Sampling, Tree
 
 

@@ -16,7 +16,7 @@ from visspec import sampling
 from visspec import tree as trees
 from visspec.accept.exact import Exact, follow
 from visspec.laws import Categorical
-from visspec.noise import Gumbel
+from visspec.sampling import Gumbel
 from visspec.types import Scores
 
 V, K = 4, 3

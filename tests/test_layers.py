@@ -21,9 +21,8 @@ TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
     {"laws", "kernels"},
     {"types"},
-    {"cache", "tape", "checkpoint", "files", "provenance"},
+    {"cache", "checkpoint", "files", "provenance"},
     {"tree"},
-    {"noise"},
     {"sampling", "grammar"},
     {"accept"},
     {"loop"},
@@ -113,7 +112,7 @@ def test_drafters_rules_and_targets_declare_what_they_are():
     for file, parts in sources():
         if parts and parts[0] in ("models", "kernels"):
             continue
-        core = bool(parts) and parts[0] in ("loop", "accept", "tree", "noise", "sampling", "grammar", "tape", "laws")
+        core = bool(parts) and parts[0] in ("loop", "accept", "tree", "sampling", "grammar", "laws")
         for name, whose in asked(ast.parse(file.read_text())):
             if whose in ROLES or (core and whose not in ("value", "self")):
                 found.append(f"{file.relative_to(ROOT)}: {name} of {whose}")

@@ -18,7 +18,7 @@ from visspec import sampling
 from visspec import tree as trees
 from visspec.laws import Categorical
 from visspec.models.drafters import feature_tree
-from visspec.noise import Uniform
+from visspec.sampling import Uniform
 from visspec.types import Sampling
 
 SIZE = 5  # tokens

@@ -17,8 +17,8 @@ from visspec.loop.orders import Raster
 from visspec.loop.pace import Pace
 from visspec.loop.pairing import Pairing
 from visspec.loop.stats import Stats
-from visspec.noise import SIBLINGS, Coins, ranks
-from visspec.tape import Ids
+from visspec.loop.tape import Ids
+from visspec.sampling import SIBLINGS, Coins, ranks
 from visspec.types import Request, Scores, State, Verdict
 
 V = 6

@@ -28,7 +28,7 @@ from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.image_head import ImageHead, ImageHeadConfig
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import Family, ImageAR
-from visspec.noise import Gumbel, derived
+from visspec.sampling import Gumbel, derived
 from visspec.types import FREE, Draft, Outcome, Request, Scores, State, Verdict
 
 TREES = ("chain", "dynamic", "static")

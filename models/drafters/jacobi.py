@@ -28,7 +28,7 @@ from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.grammar import held
 from visspec.laws import Categorical, draw, residual
-from visspec.noise import Gumbel, Noise, Uniform, derived
+from visspec.sampling import Gumbel, Noise, Uniform, derived
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")

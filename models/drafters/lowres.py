@@ -28,7 +28,7 @@ from visspec.loop.pace import Pace
 from visspec.models.drafters import feature_checkpoint
 from visspec.models.nets.upsampler import Upsampler
 from visspec.models.targets.image_ar import Family, ImageAR, Prompt
-from visspec.noise import derived as spending
+from visspec.sampling import derived as spending
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State
 
 UPSAMPLERS = ("bicubic", "latent")

@@ -19,12 +19,12 @@ from transformers import GenerationMixin, PreTrainedConfig
 from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
 from visspec.laws import Categorical
+from visspec.loop.tape import Ids
 from visspec.models.targets import probe, rotary, tree_attention
 from visspec.models.targets.hooks import Hooked
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers
 from visspec.sampling import process
-from visspec.tape import Ids
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
 # before, a list of layers gave a tuple of those alone, without the embeddings; so all are asked for (5.17 was tried)

@@ -21,10 +21,10 @@ from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
 from visspec.grammar import constrain
 from visspec.laws import Categorical
+from visspec.loop.tape import Ids
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process, warp
-from visspec.tape import Ids
 from visspec.types import FREE, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target, Tree
 
 TAKES_MASKS = {"sdpa", "eager"}

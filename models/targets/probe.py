@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.cache import SlotCache
+from visspec.loop.tape import Ids
 from visspec.models.targets import rotary
 from visspec.models.targets.hooks import HOOKING
 from visspec.models.targets.slot_layers import SlotLayer, SlotLayers
-from visspec.tape import Ids
 from visspec.types import Draft, Request, State
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from visspec.accept.rejection import Rejection, drafted
-from visspec.noise import place
+from visspec.sampling import place
 from visspec.tree import kept
 from visspec.types import Draft, RuleTraits
 

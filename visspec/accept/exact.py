@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visspec import sampling
-from visspec.noise import Gumbel
+from visspec.sampling import Gumbel
 from visspec.tree import above, paths, roots
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
 

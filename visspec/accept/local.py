@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from visspec import sampling
 from visspec.accept import codebook
 from visspec.accept.exact import deepest
-from visspec.noise import Gumbel
+from visspec.sampling import Gumbel
 from visspec.tree import above, roots
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 

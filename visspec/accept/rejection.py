@@ -21,7 +21,7 @@ from torch import Tensor
 from visspec import kernels
 from visspec.accept.exact import Exact
 from visspec.kernels import displacement
-from visspec.noise import Coins
+from visspec.sampling import Coins
 from visspec.tree import above, branch
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 

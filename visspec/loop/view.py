@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from visspec.laws import Categorical
-from visspec.noise import Noise
+from visspec.sampling import Noise
 from visspec.types import Request, Sampling, State
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from visspec.accept.local import settled
 from visspec.cache import to_device
-from visspec.noise import Gumbel
+from visspec.sampling import Gumbel
 from visspec.types import FREE, Acceptance, Drafter, Order, Request, Round, State, Target, Trace
 
 Places = list[int]
