@@ -19,6 +19,7 @@ from visspec.types import FREE, Draft, State
 def held(state: State, ahead: Tensor) -> Tensor:
     """The fixed id, or FREE, at the position `ahead` (1|B, N) places after each live row's newest token: (B, N)."""
     fixed = state.request.fixed
+    assert fixed is not None
     newest = to_device([[len(state.tokens[row]) - 1] for row in state.rows], fixed.device)
     return fixed[(newest + ahead).clamp(max=len(fixed) - 1)]
 

@@ -9,6 +9,7 @@ Shapes: B rows, N nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -109,6 +110,11 @@ class Categorical(Law):
         drawn = q.gather(-1, value[..., None])[..., 0] > 0
         lawful = q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & drawn
         return Categorical(p=torch.where(lawful[..., None], q, 0.0)), lawful
+
+
+def categorical(law: Law) -> Categorical:
+    """The same law, typed as one over ids, for code that only handles ids. Not checked here but in `pairing.check`."""
+    return cast(Categorical, law)
 
 
 def check_tensor(name: str, value: object, dtype: torch.dtype | None, like: Tensor) -> None:

@@ -236,6 +236,11 @@ class Target:
 
     capabilities: Capabilities
 
+    @property
+    def device(self) -> torch.device:
+        """Where ids and laws live."""
+        raise NotImplementedError
+
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """Run the prompt. Scores: laws (B, 1) after it, features (B, L, F)."""
         raise NotImplementedError

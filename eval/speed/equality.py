@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
+from visspec.laws import categorical
 from visspec.loop.decode import retire
 from visspec.types import Draft, Outcome, Request, Sampling, Target, Tree
 
@@ -45,7 +46,7 @@ def forced_logits(
     shape = trees.chain(0, str(device)) if shape is None else shape
     depths = shape.depth[0].tolist()
     spine = trees.paths(shape)[0][depths.index(shape.levels)].tolist()
-    found = [[scores.law.logits[b, -1].float().cpu()] for b in range(len(tokens))]
+    found = [[categorical(scores.law).logits[b, -1].float().cpu()] for b in range(len(tokens))]
     state.position = state.position + 1
     while True:
         state.finished.update({r for r in state.rows if len(found[r]) == len(tokens[r])})
@@ -62,7 +63,7 @@ def forced_logits(
             path = spine[: len(row) - 1]
             outcome.path.append(path)
             outcome.tokens.append(list(row[1 : len(path) + 1]))
-            found[r] += scores.law.logits[b, path].float().cpu().unbind()
+            found[r] += categorical(scores.law).logits[b, path].float().cpu().unbind()
             state.tokens[r] = list(tokens[r][: len(found[r])])
         target.commit(state, draft, outcome)
         state.position = state.position + torch.tensor([len(p) for p in outcome.path], device=device)

@@ -53,14 +53,15 @@ def compared(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRA
     )
     rule.bind(Capabilities(vocab=V, codebook=codes_KE.to(device)))
     tree = trees.static(tuple(parent), str(device))
-    scores = Scores(Categorical(p_NV.log()[None].to(device)))
+    law = Categorical(p_NV.log()[None].to(device))
+    scores = Scores(law)
     q = None if q_BNV is None else Categorical(p=q_BNV.to(device))
     draft = Draft(tokens_BN.to(device), tree, q)
     noise = [rule.make_noise([torch.Generator(device).manual_seed(i)], V) for i in range(draws)]
     tossed = [n.toss(tree) for n in noise]
     table = codebook.neighbours(codes_KE.to(device), rule.k + 1, V).cpu().numpy().astype("uint16")  # as published
-    q_NV, paths = None if draft.q is None else draft.q.p[0], case["paths"].to(device)
-    laws_PDV = scores.law.logits[0][paths]  # copied beforehand, as published
+    q_NV, paths = None if q is None else q.p[0], case["paths"].to(device)
+    laws_PDV = law.logits[0][paths]  # copied beforehand, as published
     limit = {rule.bound: rule.value}
 
     def ours(i):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
@@ -31,7 +32,9 @@ class FeatureDrafter(FeatureDrafting):
     network was made for another target.
     """
 
-    def __init__(self, head: FeatureHead, model: nn.Module, *, width: int = 1, nodes: int = 24, images: bool = True):
+    def __init__(
+        self, head: FeatureHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24, images: bool = True
+    ):
         config = head.config
         check_target(config, model)
         self.model, self.images = model, images and config.image_latents > 0
@@ -41,18 +44,19 @@ class FeatureDrafter(FeatureDrafting):
         self.traits = replace(self.traits, embeddings=self.images)
 
     @classmethod
-    def for_model(cls, model: nn.Module, *, seed: int = 0, **options: Any) -> FeatureDrafter:
+    def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> FeatureDrafter:
         """A fresh, untrained drafter for a target. `options` are fields of HeadConfig."""
         torch.manual_seed(seed)
         return cls(FeatureHead(config_for(model, **options)), model)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, model: nn.Module, **options: Any) -> FeatureDrafter:
+    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> FeatureDrafter:
         """Load a checkpoint folder for its target, strictly; `options` as in the constructor."""
         return cls(checkpoint.read(folder, FeatureHead, lambda config: check_target(config, model)), model, **options)
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
+        assert scores.features is not None
         rows = state.rows
         prompt = state.request.prompt[rows]
         features_BLF = scores.features[rows]
@@ -66,6 +70,7 @@ class FeatureDrafter(FeatureDrafting):
         x_BTd, turn_BTC, globals_ = self.elements(layout, following, features_BLF, embeddings, positions)
         memory = Memory(self.config.heads, [p - 1 for p in state.position.tolist()])
         if self.images and layout.runs:
+            assert self.fold.image_in is not None
             memory.shift = globals_[layout.last_image.to(globals_.device)].to(self.fold.qkv.dtype) @ self.fold.image_in
         self._read_prompt(state, memory, layout.lengths, x_BTd, turn_BTC, features_BLF[:, -1:])
 
@@ -86,7 +91,7 @@ class FeatureDrafter(FeatureDrafting):
         return self._embedded(lesson.ids[:, 1:])
 
 
-def check_target(config: HeadConfig, model: nn.Module) -> None:
+def check_target(config: HeadConfig, model: PreTrainedModel) -> None:
     """Refuse a model that the drafter was not made for."""
     text = model.config.get_text_config()
     family, layers = model.config.model_type, text.num_hidden_layers
@@ -94,7 +99,7 @@ def check_target(config: HeadConfig, model: nn.Module) -> None:
     checkpoint.check_target(config, **found)
 
 
-def config_for(model: nn.Module, **options: Any) -> HeadConfig:
+def config_for(model: PreTrainedModel, **options: Any) -> HeadConfig:
     """The configuration of a drafter for a loaded target: sizes and rotary sections are the target's."""
     text = model.config.get_text_config()
     heads = options.pop("heads", text.num_attention_heads)

@@ -38,9 +38,11 @@ class FeatureDrafting(Drafter):
     Subclasses define `start` (with `_read_prompt`), `_lesson_layout` and `_following`, and may replace the other hooks.
     """
 
+    embed: nn.Embedding
+    lm_head: nn.Linear  # or what quantisation has put in its place
     borrowed: tuple[nn.Module, ...] = ()  # modules of the target, which training leaves alone
 
-    def __init__(self, head: FeatureHead, embed: nn.Module, lm_head: nn.Module, like: Tensor, width: int, nodes: int):
+    def __init__(self, head: FeatureHead, embed: Any, lm_head: Any, like: Tensor, width: int, nodes: int):
         """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
         if width < 1 or nodes < 1:
             raise ValueError(f"width, nodes: got {width}, {nodes}, expected at least 1 each")
@@ -147,6 +149,7 @@ class FeatureDrafting(Drafter):
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the true features of the accepted nodes; they are read at the next proposal."""
+        assert scores.features is not None
         counts = [len(path) for path in outcome.path]
         width = max(counts)
         if draft.tree.chain and len(counts) == 1:

@@ -58,8 +58,10 @@ def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozens
         newest.append(image)
     width = max(map(len, rows), default=0)
     padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
-    index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4).unbind(-1)
-    return Layout([len(r) for r in rows], *index, torch.tensor(newest), runs)
+    index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4)
+    token_BT, slot_BT, latent_BT, image_BT = index.unbind(-1)
+    lengths = [len(r) for r in rows]
+    return Layout(lengths, token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs)
 
 
 def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:

@@ -68,7 +68,7 @@ class Memory:
         waiting, self.waiting = self.waiting, []
         if len(waiting) == 1:
             return waiting[0]
-        token, feature = (torch.cat([w[i] for w in waiting], dim=1) for i in (0, 1))
+        token, feature = torch.cat([w[0] for w in waiting], dim=1), torch.cat([w[1] for w in waiting], dim=1)
         widths = [w[0].shape[1] for w in waiting]
         parts = [w[2] for w in waiting]
         totals = [sum(c[b] for c in parts) for b in range(token.shape[0])]

@@ -53,7 +53,8 @@ def plan(counts: tuple[int, ...], device: str) -> tuple[Tree, list[Level]]:
     """The tree of so many nodes a depth. Children go to the likeliest (parent, rank), where every rank is SHARE times
     as likely as the one before it.
     """
-    parents, above, levels = [-1], [(0, 1.0)], []  # above: node and chances of each node of the depth before
+    parents, above = [-1], [(0, 1.0)]  # above: node and chances of each node of the depth before
+    levels: list[dict[str, list[int]]] = []
     for count in counts:
         offers = [
             (-chance * SHARE**rank, place, rank)
@@ -71,10 +72,12 @@ def plan(counts: tuple[int, ...], device: str) -> tuple[Tree, list[Level]]:
         parents += [above[place][0] for place, _, _ in chosen]
         above = [(first + i, worth) for i, (_, _, worth) in enumerate(chosen)]
     made = [
-        Level(*(torch.tensor(x[k], dtype=torch.long, device=device) for k in ("parent", "rank")), max(x["rank"]) + 1,
-              torch.tensor(x["open"], dtype=torch.long, device=device))
+        Level(
+            **{name: torch.tensor(ids, dtype=torch.long, device=device) for name, ids in x.items()},
+            children=max(x["rank"]) + 1,
+        )
         for x in levels
-    ]  # fmt: skip
+    ]
     return trees.static(tuple(parents), device), made
 
 
@@ -83,7 +86,8 @@ class Planned:
 
     def __init__(self, pending_B: Tensor, counts: tuple[int, ...], gumbel_BTV: Tensor | None):
         self.tree, self.levels = plan(counts, str(pending_B.device))
-        self.tokens, self.laws, self.gumbel, self.done = [pending_B[:, None]], [], gumbel_BTV, 0
+        self.tokens, self.gumbel, self.done = [pending_B[:, None]], gumbel_BTV, 0
+        self.laws: list[Tensor] = []
         self.real = [torch.ones_like(pending_B[:, None], dtype=torch.bool)]
 
     def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:

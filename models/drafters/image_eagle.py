@@ -61,6 +61,9 @@ class ImageFeatureDrafter(FeatureDrafting):
     a depth. Raises ValueError for other options, or when the network was made for another target.
     """
 
+    head: ImageHead
+    config: ImageHeadConfig
+
     def __init__(
         self, head: ImageHead, target: nn.Module | Family, *, tree: str = "chain", levels: int | None = None,
         width: int = 4, nodes: int = 24, shape: str | int = "8-5-4-4-3",
@@ -99,7 +102,9 @@ class ImageFeatureDrafter(FeatureDrafting):
         self._check(state.request)
         prompt, rows = state.request.inputs, state.rows
         length = prompt.ids.shape[1]
-        features, embeds = self._whole(scores).features[rows], prompt.embeds[rows]
+        whole = self._whole(scores).features
+        assert whole is not None
+        features, embeds = whole[rows], prompt.embeds[rows]
         layout = self._plan(prompt.ids[rows], prompt.attention[rows])
         positions = torch.arange(length, device=embeds.device)[None]
         x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
@@ -132,6 +137,7 @@ class ImageFeatureDrafter(FeatureDrafting):
 
     def _whole(self, scores: Scores) -> Scores:
         """Without guidance the unconditional state is the conditional one: u + s (c - u) = c."""
+        assert scores.features is not None
         parts = self.config.parts * self.config.hidden // scores.features.shape[-1]
         return scores if parts == 1 else dataclasses.replace(scores, features=scores.features.repeat(1, 1, parts))
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.grammar import held
-from visspec.laws import Categorical, draw, residual
+from visspec.laws import Categorical, categorical, draw, residual
 from visspec.sampling import Gumbel, Noise, Uniform, derived
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
@@ -120,10 +120,11 @@ class Jacobi(Drafter):
         at_BW = verdict.length[:, None] + torch.arange(width, device=verdict.length.device)
         judged_BW, stands_BW = at_BW <= draft.levels, at_BW < width
         tokens = old.tokens.gather(1, at_BW.clamp(max=width - 1))
-        logp_BWV = _take(scores.law.logits, at_BW)
+        logp_BWV = _take(categorical(scores.law).logits, at_BW)
         if old.q is None:
             window = Window(torch.where(judged_BW, self._coupled(logp_BWV, state), tokens), None, None)
         else:
+            assert old.coins is not None  # it comes with q
             p_BWV, q_BWV = logp_BWV.softmax(dim=-1), _take(old.q, at_BW)
             if self.redraw == "gumbel":  # such numbers belong to a position
                 old.coins.advance([len(t) for t in outcome.tokens])
@@ -145,6 +146,7 @@ class Jacobi(Drafter):
         """`branch` candidates of each of the first positions, rank by rank: (B, deep * branch); the law of each given
         those before it, (B, deep * branch, V); and which exist: where nothing is left there is none.
         """
+        assert window.q is not None and window.coins is not None
         token_BD, law_BDV, u_BDX = window.tokens[:, :deep], window.q[:, :deep], window.coins.window(deep)
         tokens, laws, real = [token_BD], [law_BDV], [torch.ones_like(token_BD, dtype=torch.bool)]
         for rank in range(1, self.branch):

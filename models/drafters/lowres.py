@@ -120,6 +120,7 @@ class LowRes(Drafter):
             return F.interpolate(places, size=grid, mode="nearest-exact").long().flatten(1)
         pixels = self.family.pixels(small_BS, self.layout)
         size = pixels.shape[2] // rows * grid[0], pixels.shape[3] // columns * grid[1]
+        assert self.target is not None
         return encoded(self.target, F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp(0, 1))
 
     def _prompt(self, state: State, guided: bool) -> Prompt:
@@ -149,7 +150,9 @@ def learned(name: str | Path, family: Family) -> Upsampler:
         if family.codebook is None or config.codes != len(family.codebook):
             raise ValueError(f"upsample: got an up-sampler of {config.codes} codes, expected the family's codebook")
 
-    return feature_checkpoint.read(folder, Upsampler, check).to(family.codebook.device).eval()
+    head = feature_checkpoint.read(folder, Upsampler, check)
+    assert family.codebook is not None
+    return head.to(family.codebook.device).eval()
 
 
 def encoded(family: Family, pixels: Tensor) -> Tensor:

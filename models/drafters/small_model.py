@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.laws import Categorical
+from visspec.laws import Categorical, categorical
 from visspec.models.targets.hf_decoder import HFDecoder, describe
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
@@ -86,7 +86,7 @@ class SmallModel(Drafter):
         laws: list[Categorical | None] = []
         for level in range(depth):
             if level:
-                logits_BV = self.target.verify(memory.own, trees.root(tokens[-1])).law.logits[:, -1]
+                logits_BV = self._logits(memory, trees.root(tokens[-1]))[:, -1]
                 memory.advance([1] * len(state.rows))
             token, q = propose(logits_BV[:, : self.vocab], state, level)
             tokens.append(token)
@@ -102,6 +102,10 @@ class SmallModel(Drafter):
         q = Categorical.chain(drawn).p
         return Categorical(p=nn.functional.pad(q, (0, self.full - q.shape[-1])))
 
+    def _logits(self, memory: _Following, draft: Draft) -> Tensor:
+        """(B, M, V) after each token of a draft of its own."""
+        return categorical(self.target.verify(memory.own, draft).law).logits
+
     def _catch_up(self, state: State, memory: _Following) -> Tensor:
         """Read what was committed since the last draft: (B, V) logits after each row's pending token."""
         behind = memory.unread
@@ -109,7 +113,7 @@ class SmallModel(Drafter):
         padded = [tokens + [0] * (width - len(tokens)) for tokens in behind]
         tokens = to_device(padded, state.pending.device)
         draft = Draft(tokens, trees.chain(width - 1, str(tokens.device)))
-        logits_BMV = self.target.verify(memory.own, draft).law.logits
+        logits_BMV = self._logits(memory, draft)
         last = to_device([len(t) - 1 for t in behind], tokens.device)
         memory.advance([len(t) for t in behind])
         memory.unread = [[] for _ in behind]

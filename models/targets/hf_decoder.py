@@ -173,6 +173,7 @@ class HFDecoder(Target):
 
     def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.Steps:
         """Each node's own reach, for models whose frequencies depend on it."""
+        assert cache.reach is not None
         first = [cache.reach + n for n in cache.slots.lengths]
         reach_BN = to_device(first, tree.depth.device)[:, None] + tree.depth
         return rotary.Steps(self.rotary, reach_BN, min(first), max(first) + tree.levels)

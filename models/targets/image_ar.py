@@ -316,7 +316,9 @@ class ImageAR(Target):
         logits, uncond, features = self._parts(state, self.family.head(hidden), hidden)
         return Scores(Categorical(warp(logits, state.request.sampling, uncond)), features)
 
-    def _run(self, embeds: Tensor, mask: Tensor | None, positions: Tensor, cache: SlotLayers) -> Tensor:
+    def _run(
+        self, embeds: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor, cache: SlotLayers
+    ) -> Tensor:
         output = self.family.decoder(
             inputs_embeds=embeds,
             attention_mask=mask,
@@ -353,5 +355,5 @@ def _twice(state: State) -> int:
 
 def _repeated(tree: Tree, times: int) -> Tree:
     """A tree per row, for that many copies of the rows."""
-    again = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
-    return Tree(*again, tree.levels, tree.chain)
+    parent, depth, ancestor = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
+    return Tree(parent, depth, ancestor, tree.levels, tree.chain)

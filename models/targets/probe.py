@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.cache import SlotCache
+from visspec.laws import categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import rotary
 from visspec.models.targets.hooks import HOOKING
@@ -206,7 +207,7 @@ def _in_a_tree(target: HFDecoder) -> Tensor:
     cache.slots = first.slots = _MadeUp(values_RSE, [values_RSE.shape[1], SHORT])
     position = torch.full((2,), SHORT, device=target.device)
     state = State(request, tokens_RN[:, 0], position, cache, [0, 1], Ids(request, 2))
-    logits_RNV = target.verify(state, Draft(tokens_RN, tree)).law.logits
+    logits_RNV = categorical(target.verify(state, Draft(tokens_RN, tree)).law).logits
     cache.check_written(target.model, target.cached)
     return logits_RNV[:, PATH]
 

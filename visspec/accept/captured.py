@@ -15,14 +15,14 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from visspec.laws import Categorical
+from visspec.laws import Categorical, categorical
 from visspec.tree import bounded, branch
 from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
@@ -96,13 +96,14 @@ class Captured(Acceptance):
         return self.rule.make_noise(generators, width)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        logits = scores.law.logits
+        logits = categorical(scores.law).logits
         record = self.record or (self._graph if logits.is_cuda else None)
         if record is None:
             return self.rule(draft, scores, noise)
         tree = draft.tree
         given = [draft.value, tree.parent, tree.depth, tree.ancestor, logits]
-        more = draft.real, draft.q and draft.q.p, None if noise is None else noise.window(tree.levels + 1)
+        p = None if draft.q is None else categorical(draft.q).p
+        more = draft.real, p, None if noise is None else noise.window(tree.levels + 1)
         given += [x for x in more if x is not None]
         shapes = tuple((tuple(x.shape), x.dtype, x.device) for x in given)
         has = tuple(x is not None for x in more)
@@ -116,7 +117,8 @@ class Captured(Acceptance):
                 for buffer, value in zip(held.inputs, given):
                     buffer.copy_(value)
                 held.replay()
-                return Verdict(*(None if part is None else part.clone() for part in vars(held.verdict).values()))
+                parts: Iterator[Any] = (None if x is None else x.clone() for x in vars(held.verdict).values())
+                return Verdict(*parts)
         return self.rule(draft, scores, noise)
 
     def _held(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from visspec import sampling
+from visspec.laws import categorical
 from visspec.sampling import Gumbel
 from visspec.tree import above, paths, roots
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
@@ -29,7 +30,7 @@ class Exact(Acceptance):
         return Gumbel(generators, width)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
-        return follow(draft, sampling.choose(scores.law, draft.tree.depth, noise, draft.levels))
+        return follow(draft, sampling.choose(categorical(scores.law), draft.tree.depth, noise, draft.levels))
 
 
 def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:

@@ -15,6 +15,7 @@ from torch import Tensor
 from visspec import kernels
 from visspec.accept import codebook
 from visspec.accept.rejection import Rejection
+from visspec.laws import categorical
 from visspec.tree import above
 from visspec.types import Capabilities, Draft, RuleTraits
 
@@ -34,11 +35,11 @@ class Grouped(Rejection):
         for name, value, least in (("group", group, 1), ("clusters", clusters, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
-        for name, value in (("max_gap", max_gap), ("max_distance", max_distance)):
-            if value is not None and value < 0:
-                raise ValueError(f"{name}: got {value}, expected a number of at least 0")
-            if value is not None and clusters is not None:
-                raise ValueError(f"{name}: got {value} with clusters={clusters}, expected it with groups of ranks only")
+        for name, most in (("max_gap", max_gap), ("max_distance", max_distance)):
+            if most is not None and most < 0:
+                raise ValueError(f"{name}: got {most}, expected a number of at least 0")
+            if most is not None and clusters is not None:
+                raise ValueError(f"{name}: got {most} with clusters={clusters}, expected it with groups of ranks only")
         self.group, self.count, self.max_gap, self.max_distance = group, clusters, max_gap, max_distance
         self.reads_codes = clusters is not None or max_distance is not None
         self.clusters_V: Tensor | None = None
@@ -59,11 +60,12 @@ class Grouped(Rejection):
         """q(x) p(C)/q(C) - p(x), as one fraction: a group of one adds exactly nothing."""
         if self.reads_codes and self.clusters_V is None and self.embedding_VE is None:
             raise ValueError("acceptance: Grouped knows no codebook, expected bind(capabilities) first")
-        rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
+        rows, q = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None], draft.q
+        q_BNV = None if q is None else categorical(q).p
         law_BNV, x_BN1 = p_BNV[rows, above(draft.tree)], draft.value[..., None]
         in_p, in_q = kernels.grouped_mass(
             law_BNV.flatten(0, 1),
-            None if draft.q is None else draft.q.p.flatten(0, 1),
+            None if q_BNV is None else q_BNV.flatten(0, 1),
             x_BN1.flatten(),
             clusters=self.clusters_V,
             group=self.group if self.count is None else None,
@@ -72,6 +74,6 @@ class Grouped(Rejection):
             max_distance=self.max_distance,
         )
         here_BN1, in_p, in_q = law_BNV.gather(2, x_BN1), in_p.view_as(x_BN1), in_q.view_as(x_BN1)
-        if draft.q is None:
+        if q_BNV is None:
             return (in_p - here_BN1)[..., 0]
-        return ((draft.q.p.gather(2, x_BN1) * in_p - here_BN1 * in_q) / in_q.clamp(min=1e-30))[..., 0]
+        return ((q_BNV.gather(2, x_BN1) * in_p - here_BN1 * in_q) / in_q.clamp(min=1e-30))[..., 0]

@@ -24,6 +24,7 @@ from visspec.accept import codebook, published
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection, drafted
 from visspec.kernels import displacement
+from visspec.laws import categorical
 from visspec.tree import above, roots
 from visspec.types import Capabilities, Draft, RuleTraits, Scores, Verdict
 
@@ -82,7 +83,8 @@ class Lantern(Rejection):
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
         if draft.tree.size == 1:
             return super().greedy(draft, scores)
-        p_BNV, best_BN = scores.law.p, scores.law.logits.argmax(dim=-1)
+        law = categorical(scores.law)
+        p_BNV, best_BN = law.p, law.logits.argmax(dim=-1)
         above_BN = above(draft.tree).expand_as(draft.value)
         wanted_BN, top_BN = best_BN.gather(1, above_BN), p_BNV.amax(dim=-1).gather(1, above_BN)
         kept_BN = (draft.value == wanted_BN) | (drafted(draft, p_BNV) + self.mass(draft, p_BNV) > top_BN)
@@ -93,6 +95,7 @@ class Lantern(Rejection):
         on_BD, path_BD = verdict.path > 0, verdict.path.clamp(min=0)
         x_BD, y_BD = draft.value.gather(1, path_BD), wanted_BN.gather(1, path_BD)
         moved_BD = on_BD & (x_BD != y_BD)
+        assert self.codes is not None
         far_B = (displacement.between(x_BD, y_BD, self.codes) * moved_BD).sum(1)
         return Verdict(verdict.path, verdict.length, verdict.next, moved_BD.sum(1).float(), far_B)
 

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from visspec import sampling
 from visspec.accept import codebook
 from visspec.accept.exact import deepest
+from visspec.laws import categorical
 from visspec.sampling import Gumbel
 from visspec.tree import above, roots
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
@@ -80,10 +81,10 @@ class Local(Acceptance):
         return ((1 - here_BN) * stays_BN).sum(1), (far_BN * stays_BN).sum(1)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
-        tree, x_BN = draft.tree, draft.value
-        chosen_BN = sampling.choose(scores.law, tree.depth, noise, draft.levels)
+        tree, x_BN, law = draft.tree, draft.value, categorical(scores.law)
+        chosen_BN = sampling.choose(law, tree.depth, noise, draft.levels)
         above_BN = above(tree).expand_as(x_BN)
-        p_BNV = scores.law.p.gather(1, above_BN[..., None].expand(-1, -1, scores.law.width))
+        p_BNV = law.p.gather(1, above_BN[..., None].expand(-1, -1, law.width))
         certain_BN = x_BN >= len(self.codes if self.codes is not None else ())
         kept_BN = self.trusted(p_BNV, x_BN) | (certain_BN & (x_BN == chosen_BN.gather(1, above_BN)))
         if draft.real is not None:

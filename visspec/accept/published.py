@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from visspec.kernels.common import host
-from visspec.laws import draw
+from visspec.laws import categorical, draw
 from visspec.types import Draft, Verdict
 
 TINY = 1e-30
@@ -53,7 +53,8 @@ def walked(
     """The CPU path: only the nodes that are tried, on numpy views of the tensors."""
     x_BN, over_BN = host(draft.value), host(draft.tree.parent.expand_as(draft.value))
     real_BN = np.ones_like(x_BN, bool) if draft.real is None else host(draft.real)
-    q_BNV, near, coins_BN = None if draft.q is None else host(draft.q.p), host(table), host(coins_BN)
+    q_BNV = None if draft.q is None else host(categorical(draft.q).p)
+    near, coin_BN = host(table), host(coins_BN)
     lend = partial(_lent_on_host, k=k, codes=codes, delta=delta, lam=lam)
     path_BD = np.full((len(x_BN), draft.levels + 1), -1)
     length_B, drift_B, last = np.ones(len(x_BN), np.int64), np.zeros(len(x_BN), np.float32), []
@@ -69,7 +70,7 @@ def walked(
             else:
                 f, rest_V, apart = _drawn_on_host(x, law_V, q_BNV[b, n].astype(np.float64), near, lend)
             moved += apart
-            if coins_BN[b, n] < f:
+            if coin_BN[b, n] < f:
                 current, law_V = n, _law(p_BNV[b, n], logs)
                 path_BD[b, length_B[b]] = n
                 length_B[b] += 1
@@ -165,7 +166,8 @@ def batched(
         if draft.q is None:
             f_B, rest_BV, moved_B = _point(x_B, law_BV, lend)
         else:
-            trials = [_drawn(x, law, q.double(), lend) for x, law, q in zip(x_B, law_BV, draft.q.p[:, n])]
+            q_BV = categorical(draft.q).p[:, n].double()
+            trials = [_drawn(x, law, q, lend) for x, law, q in zip(x_B, law_BV, q_BV)]
             f_B, rest_BV, moved_B = (torch.stack(part) for part in zip(*trials))
         kept_BN[:, n] = tried_B & (coins_BN[:, n] < f_B)
         drift_B += moved_B * tried_B

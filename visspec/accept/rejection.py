@@ -21,6 +21,7 @@ from torch import Tensor
 from visspec import kernels
 from visspec.accept.exact import Exact
 from visspec.kernels import displacement
+from visspec.laws import categorical
 from visspec.sampling import Coins
 from visspec.tree import above, branch
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
@@ -64,7 +65,8 @@ class Rejection(Acceptance):
     def __call__(self, draft: Draft, scores: Scores, noise: Coins | None) -> Verdict:
         if noise is None:
             return self.greedy(draft, scores)
-        law_BNV = scores.law.logits if self.lazy else scores.law.p
+        law = categorical(scores.law)
+        law_BNV = law.logits if self.lazy else law.p
         return self.judge(draft, law_BNV, *noise.toss(draft.tree), logs=self.lazy)
 
     def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, logs: bool = False) -> Verdict:
@@ -76,7 +78,7 @@ class Rejection(Acceptance):
             draft.value,
             tree.parent.expand_as(draft.value) if draft.real is None else torch.where(draft.real, tree.parent, -1),
             p_BNV,
-            None if draft.q is None else draft.q.p,
+            None if draft.q is None else categorical(draft.q).p,
             coins_BN,
             draw_B,
             depth=draft.levels,

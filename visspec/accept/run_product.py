@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from visspec.accept.rejection import Rejection, drafted
+from visspec.laws import categorical
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits
 
 TINY = 1e-30
@@ -52,7 +53,7 @@ class RunProduct(Rejection):
         p_BN = drafted(draft, p_BNV).double().masked_fill(absent_BN, 0.0)
         q_BN = torch.ones_like(p_BN)
         if draft.q is not None:
-            q_BN = draft.q.at(draft.value).double().clamp(min=TINY)
+            q_BN = categorical(draft.q).at(draft.value).double().clamp(min=TINY)
         exact_BN, lent_BN = (p_BN / q_BN).clamp(max=1.0), self.base.mass(draft, p_BNV)
         ratio_BN = p_BN / q_BN if lent_BN is None else torch.maximum(p_BN + lent_BN, p_BN) / q_BN
         joined_BN = torch.zeros_like(p_BN, dtype=torch.bool)  # in one suffix with the node before

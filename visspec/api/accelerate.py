@@ -70,6 +70,8 @@ class Accelerated(Copied):
     a call's own. Copying and pickling keep the model and what was asked of `accelerate`; figures and pace start anew.
     """
 
+    model: Any
+
     def __init__(
         self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True
     ):
@@ -151,8 +153,8 @@ class Accelerated(Copied):
         return {"model": self.model, "asked": self._asked, "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        *asked, probe = state["asked"]
-        self.__init__(state["model"], *asked, state["tokenizer"], probe)
+        drafter, acceptance, levels, adaptive, probe = state["asked"]
+        Accelerated.__init__(self, state["model"], drafter, acceptance, levels, adaptive, state["tokenizer"], probe)
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`

@@ -13,6 +13,9 @@ class Copied:
 
     model: nn.Module
 
+    def __setstate__(self, state: Any) -> None:
+        raise NotImplementedError
+
     def __copy__(self) -> Any:
         return self._from(self.__getstate__())
 

@@ -19,6 +19,7 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: i
     columns = columns or max(1, round(len(images) ** 0.5))
     width, height = images[0].size
     font = ImageFont.load_default(max(9, width // 9))
+    assert isinstance(font, ImageFont.FreeTypeFont)  # as of every font that is asked for by size
     lines = [wrapped(text, font, width) for text in captions]
     line = sum(font.getmetrics())
     below = max(map(len, lines), default=0) * line

@@ -82,7 +82,7 @@ def check(options: dict[str, Any]) -> None:
 
 def adopt_stop_strings(options: dict[str, Any]) -> None:
     """generate drops `tokenizer` for custom decoding, and `stop_strings` needs it: make the criterion here instead."""
-    config = options.get("generation_config")
+    config: Any = options.get("generation_config")
     strings = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
     tokenizer = options.pop("tokenizer", None)
     if strings is None:
@@ -175,7 +175,7 @@ def check_seeds(generator, seed) -> None:
     """Raises ValueError for what is no generator and no seed."""
     what, given = ("generator", generator) if seed is None else ("seed", seed)
     for one in given if isinstance(given, (list, tuple)) else [given]:
-        whole = isinstance(one, Integral) and not isinstance(one, bool) and 0 <= one < SEEDS
+        whole = isinstance(one, Integral) and not isinstance(one, bool) and 0 <= int(one) < SEEDS
         if not (whole or one is None or isinstance(one, torch.Generator)):
             raise ValueError(f"{what}: got {one!r}, expected whole numbers from 0 to 2**64 - 1 or torch generators")
 
@@ -217,12 +217,13 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
     sequences = torch.cat([input_ids, torch.tensor(gained, device=input_ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=_steps(state.tape.laws, longest) if state.request.keep_logits else None,
-        logits=_steps(state.tape.raw, longest) if state.request.keep_raw else None,
-        past_key_values=_cache(state) if state.request.keep_cache else None,
-    )
+    parts: dict[str, Any] = {  # annotated there as other kinds of tensors and tuples than generate itself returns
+        "sequences": sequences,
+        "scores": _steps(state.tape.laws, longest) if state.request.keep_logits else None,
+        "logits": _steps(state.tape.raw, longest) if state.request.keep_raw else None,
+        "past_key_values": _cache(state) if state.request.keep_cache else None,
+    }
+    return GenerateDecoderOnlyOutput(**parts)
 
 
 def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:

@@ -95,7 +95,7 @@ SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, tha
     "painter-eagle": ("image-eagle", "painter-eagle", "painter", "the embedded painter's"),
 }
 KINDS = {"feature_drafter": "eagle", "image_drafter": "image-eagle"}  # of a checkpoint: the drafter that reads it
-VALUES = {  # of options, by the annotation of a constructor's argument: types and words
+VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
     "int": (int, "a whole number"),
     "float": ((int, float), "a finite number"),
     "bool": (bool, "true or false"),
@@ -220,23 +220,30 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         expected = f"expected the folder of its weights or one of {', '.join(SHIPPED)}"
         raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, {expected}")
     if name in DRAFTERS:
-        return make("drafter", name, load(DRAFTERS[name][0]), options), name
+        return make("drafter", name, _drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known} or a checkpoint folder")
+
+
+def _drafter_class(name: str) -> Any:
+    reference, _ = DRAFTERS[name]
+    if reference is None:
+        raise ValueError(f"drafter: got {name!r} with options, expected {name!r} alone")
+    return load(reference)
 
 
 def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
     """A drafter from a checkpoint folder; its options are those of its class."""
     written = read_json(folder, "config.json").get("kind")
-    reference, _ = DRAFTERS[KINDS.get(str(written), "eagle")]
-    kind = load(reference)
+    kind = _drafter_class(KINDS.get(str(written), "eagle"))
     return make("drafter", folder.name, kind, options, partial(kind.from_pretrained, folder, model))
 
 
 def _check_same_model(name: str, folder: Path, model: nn.Module) -> None:
     """Refuse a model whose configuration is not that of a shipped checkpoint, entry by entry of its architecture."""
+    config: Any = model.config
     for part in ("", "text_config", "vision_config"):
-        wanted, found = read_json(folder, "config.json"), model.config.to_dict()
+        wanted, found = read_json(folder, "config.json"), config.to_dict()
         if part:
             wanted, found = wanted.get(part) or {}, found.get(part) or {}
         for key, value in wanted.items():

@@ -47,7 +47,7 @@ def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request:
     while state.live:
         depth = pace.depth(state) if drafter is not None and state.drafting else 0
         with trace.stage("draft"):
-            draft = drafter.propose(state, depth) if depth else trees.undrafted(state.pending)
+            draft = drafter.propose(state, depth) if drafter is not None and depth else trees.undrafted(state.pending)
         with trace.stage("verify"):
             scores = target.verify(state, draft)
         with trace.stage("accept"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Guarded(Drafter):
 
     def start(self, state: State, scores: Scores) -> None:
         state.refused = torch.zeros((), dtype=torch.long, device=self.limits.device)
-        self._try(state, self.inner.start, View(state), replace(scores, aux=copied(scores.aux)))
+        self._try(state, self.inner.start, _shown(state), replace(scores, aux=copied(scores.aux)))
 
     def propose(self, state: State, depth: int) -> Draft:
         draft = self._try(state, self._checked, state, depth)
@@ -48,7 +49,7 @@ class Guarded(Drafter):
             draft = Draft(draft.value, trees.shown(draft.tree), draft.q, draft.real)
             next_B = verdict.next.clone()
             verdict = Verdict(verdict.path, verdict.length, next_B, verdict.drift, verdict.displacement)
-            self._try(state, self.inner.observe, View(state), draft, scores, verdict, outcome)
+            self._try(state, self.inner.observe, _shown(state), draft, scores, verdict, outcome)
 
     def sketch(self, state: State) -> Tensor:
         """The inner drafter's image; codes that are none (-1) where it failed or drafted something else."""
@@ -58,13 +59,13 @@ class Guarded(Drafter):
         return torch.full((len(state.rows), rows * columns), -1, device=self.limits.device) if codes is None else codes
 
     def _sketched(self, state: State, shape: tuple[int, int]) -> Tensor:
-        codes = self.inner.sketch(View(state))
+        codes = self.inner.sketch(_shown(state))
         if codes.shape != shape or codes.dtype != torch.long:
             raise ValueError(f"codes: got shape {tuple(codes.shape)} of {codes.dtype}, expected {shape} of torch.int64")
         return codes.to(self.limits.device)
 
     def select(self, state: State, keep: list[int]) -> None:
-        self._try(state, self.inner.select, View(state), keep)
+        self._try(state, self.inner.select, _shown(state), keep)
 
     def finish(self, state: State) -> None:
         """After the request: count the refused nodes, and warn of the first."""
@@ -92,7 +93,7 @@ class Guarded(Drafter):
 
     def _checked(self, state: State, depth: int) -> Draft:
         """The inner drafter's draft, of which nothing is believed, on tensors that it does not hold."""
-        draft = self.inner.propose(View(state), depth)
+        draft = self.inner.propose(_shown(state), depth)
         rows, like = len(state.rows), state.pending
         if type(draft) is not Draft or type(draft.tree) is not Tree:
             raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft with a Tree")
@@ -104,7 +105,8 @@ class Guarded(Drafter):
             raise ValueError("tree: got a branching draft, expected a chain (target or rule takes no trees)")
         if tree.size == 1:
             return trees.undrafted(state.pending)
-        offered, real = True, possible & sound
+        offered: Tensor | bool = True
+        real = possible & sound
         if draft.real is not None:
             check_tensor("real", draft.real, torch.bool, like)
             if draft.real.shape != (rows, tree.size):
@@ -119,6 +121,7 @@ class Guarded(Drafter):
                 raise TypeError(f"q: got {type(q).__name__}, expected {self.law.__name__} or None")
             q, lawful = q.checked(value, self.limits)
             wrong, real = wrong | ~lawful & real, real & lawful
+        assert state.refused is not None  # since `start`
         state.refused += wrong[:, 1:].sum()
         # a row drafts no further than it would alone, so that coins fall the same in any batch
         room = [state.request.max_new_tokens - len(state.tokens[row]) - 1 for row in state.rows]
@@ -168,6 +171,11 @@ class Guarded(Drafter):
             tree.chain is True and levels == size - 1,
         )
         return mended, sound
+
+
+def _shown(state: State) -> State:
+    """What a drafter gets to see of the state: a view, in which it finds all that it may read."""
+    return cast(State, View(state))
 
 
 def _within(tree: Tree) -> Tree:

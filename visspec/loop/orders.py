@@ -85,6 +85,7 @@ class Islands(Plan):
         return Islands(inner, drafter, self.audit)
 
     def paint(self, canvas: Canvas) -> None:
+        assert self.rule is not None
         state, columns = canvas.state, canvas.columns
         with state.trace.stage("draft"):
             drafted_BN, real_BN = self._drafted(canvas)
@@ -98,11 +99,13 @@ class Islands(Plan):
         """(codes (B, places), which of them are drafted). A drafter that failed costs speed, not output."""
         assert self.drafter is not None
         drafted_BN = self.drafter.sketch(canvas.state)
-        codes = len(canvas.target.capabilities.codebook)
-        real_BN = (drafted_BN >= 0) & (drafted_BN < codes)
+        codebook = canvas.target.capabilities.codebook
+        assert codebook is not None  # the rule was bound to it
+        real_BN = (drafted_BN >= 0) & (drafted_BN < len(codebook))
         return torch.where(real_BN, drafted_BN, 0), real_BN
 
     def _block(self, canvas: Canvas, places: Places, drafted_BN: Tensor, real_BN: Tensor) -> None:
+        assert self.rule is not None
         logits_BNV = canvas.judge(places, drafted_BN)
         state, greedy = canvas.state, canvas.noise_BTV is None
         with state.trace.stage("accept"):
@@ -137,13 +140,14 @@ class Islands(Plan):
 
     def _ready(self, canvas: Canvas, b: int, island: Places) -> Places:
         """What can be decided now of an island's open places: one, or with a window one in each image row."""
-        known = canvas.known[b]
-        if self.rule.window is None:
+        assert self.rule is not None
+        known, window = canvas.known[b], self.rule.window
+        if window is None:
             return [u for u in island[:1] if known[canvas.free[canvas.number[u] - 1]]]
         first: dict[int, int] = {}
         for u in island:
             first.setdefault(canvas.number[u] // canvas.columns, u)
-        return [u for u in first.values() if all(known[t] for t in canvas.over(u, self.rule.window))]
+        return [u for u in first.values() if all(known[t] for t in canvas.over(u, window))]
 
 
 def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:

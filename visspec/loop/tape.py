@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visspec.laws import categorical
 from visspec.types import Draft, Request, Scores, Verdict
 
 
@@ -54,7 +55,7 @@ class Ids:
         """Keep the laws that gave the tokens just added, where the request asks for them."""
         count = len(self.tokens[row])
         if self.request.keep_logits:
-            self.laws[row].extend(scores.law.logits[b, path[: count - len(self.laws[row])]])
+            self.laws[row].extend(categorical(scores.law).logits[b, path[: count - len(self.laws[row])]])
         if self.request.keep_raw:
             self.raw[row].extend(scores.aux["raw"][b, path[: count - len(self.raw[row])]])
 

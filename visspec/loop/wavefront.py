@@ -21,6 +21,7 @@ from torch import Tensor
 
 from visspec.accept.local import settled
 from visspec.cache import to_device
+from visspec.laws import categorical
 from visspec.sampling import Gumbel
 from visspec.types import FREE, Acceptance, Drafter, Order, Request, Round, State, Target, Trace
 
@@ -56,7 +57,7 @@ def decode_wavefront(target: Target, order: Plan, request: Request) -> State:
         state.trace = trace
         if request.generators is not None and not request.sampling.greedy:
             state.noise = Gumbel(request.generators, scores.law.width)
-        canvas = Canvas(target, state, scores.law.logits[:, -1], order.audit)
+        canvas = Canvas(target, state, categorical(scores.law).logits[:, -1], order.audit)
     for place in canvas.preview:
         canvas.step([[place]] * canvas.rows)
     order.paint(canvas)
@@ -203,7 +204,7 @@ class Canvas:
         seen_BT = to_device(self.cached, device)
         with self.state.trace.stage("verify"):
             scores = self.target.revise(self.state, self.tokens_BT.gather(1, source_BN), where_BN, seen_BT)
-        return scores.law.logits, [{t: n for n, t in enumerate(table)} for table in tables]
+        return categorical(scores.law).logits, [{t: n for n, t in enumerate(table)} for table in tables]
 
     def _after(self, laws_BNV: Tensor | None, at: list[dict[int, int]], pairs: list[tuple[int, int]]) -> Tensor:
         """The law at each (row, place), (F, V): that of the node before it, of the prompt at place 0."""
@@ -235,7 +236,7 @@ def audit(canvas: Canvas) -> Tensor:
     where_BN = torch.arange(last, device=device).expand(canvas.rows, -1)
     seen_BT = torch.ones(canvas.rows, canvas.total, dtype=torch.bool, device=device)
     scores = canvas.target.revise(state, canvas.tokens_BT[:, :last], where_BN, seen_BT)
-    full_BTV = torch.cat([canvas.first_BV[:, None], scores.law.logits], dim=1).softmax(-1)
+    full_BTV = torch.cat([canvas.first_BV[:, None], categorical(scores.law).logits], dim=1).softmax(-1)
     full_BTV = settled(full_BTV, canvas.noise_BTV is None)[:, canvas.free]
     here_BT = full_BTV.gather(2, canvas.tokens_BT[:, canvas.free, None])[..., 0]
     moved_BT = 0.5 * (canvas.used_BTV[:, canvas.free] - full_BTV).abs().sum(-1)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
+from visspec.laws import categorical
 from visspec.loop.decode import decode
 from visspec.loop.pace import Pace
-from visspec.types import Acceptance, Draft, Outcome, Request, Scores, State, Target, Verdict
+from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, Verdict
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Lesson:
     embeddings: Tensor | None  # (B, L, d) input embeddings of the prompt
 
 
-class Recorder:
+class Recorder(Drafter):
     """A drafter that drafts nothing and records the target's scores. Each round adds one answer token to every row."""
 
     needs = frozenset({"features", "embeddings"})
@@ -47,7 +48,7 @@ class Recorder:
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         assert scores.features is not None
-        self.rounds.append((list(state.rows), scores.features[:, 0], scores.law.logits[:, 0]))
+        self.rounds.append((list(state.rows), scores.features[:, 0], categorical(scores.law).logits[:, 0]))
 
     def select(self, state: State, keep: list[int]) -> None:
         """Nothing to do: each round is stored with its rows."""
