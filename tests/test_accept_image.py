@@ -418,6 +418,10 @@ def test_clusters_find_what_is_apart():
     assert (labels == labels[:, :1]).all() and len(set(labels[:, 0].tolist())) == 3
 
 
+def test_as_many_clusters_as_codes_leave_each_code_alone():
+    assert codebook.clusters(CODES, K, K).tolist() == list(range(K))
+
+
 def test_without_a_codebook_nothing_is_displaced():
     draft, scores = random_round(tree.chain(3), True)
     rule = Cool()

@@ -18,7 +18,8 @@ from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
 from visspec.loop.decode import open_request, retire, settle
 from visspec.models.drafters.eagle import FeatureDrafter, config_for
 from visspec.models.drafters.feature_layout import layer_inputs, plan
-from visspec.models.nets.feature_head import FeatureHead, Folded, rotations_at, staggered
+from visspec.models.drafters.feature_memory import Memory
+from visspec.models.nets.feature_head import FeatureHead, Folded, rotations, rotations_at, staggered
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes.train_drafter import request_of
 
@@ -190,6 +191,60 @@ def test_a_short_chain_is_the_beginning_of_a_longer_one(name, shape, latents):
         chains.append(drafter.propose(state, depth).value)
     assert all(torch.equal(chain, chains[-1][:, : chain.shape[1]]) for chain in chains)
     assert len(set(chains[-1].flatten().tolist())) > 4
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("name", "shape", "latents"), CASES)
+def test_a_tree_one_node_wide_is_the_chain(name, shape, latents):
+    """Its nodes see what is read and what they hang from, also where rows differ in length; its last level is read by
+    no pass.
+    """
+    drafter, model, features, passes = make(name, latents), model_of(name), [], []
+    drafter.nodes = 5
+    drafter._project = lambda *args, own=drafter._project: passes.append(1) or own(*args)
+    drafter._logits = lambda feature, own=drafter._logits: features.append(feature.flatten(0, -2)) or own(feature)
+    request = request_of(model, prompt(name, shapes(name)[shape]), temperature=0, max_new_tokens=NEW, seed=0)
+    chain = drafter.propose(opened(drafter, request)[2], 5)
+    state = opened(drafter, request)[2]
+    tree = drafter._tree(state, state.memory, drafter._catch_up(state.memory, 5), 5)
+    assert torch.equal(tree.value, chain.value)
+    assert tree.tree.parent.tolist() == [[-1, 0, 1, 2, 3, 4]] * len(state.rows)
+    assert len(features) == len(passes) == 10
+    for single, grown in zip(features[:5], features[5:]):
+        torch.testing.assert_close(grown, single, rtol=1e-3, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_tree_may_keep_one_node():
+    drafter, model = FeatureDrafter.for_model(model_of("llama"), seed=1, image_latents=0), model_of("llama")
+    drafter = FeatureDrafter(drafter.head, model, width=3, nodes=1)
+    inputs = prompt("llama", shapes("llama")["ragged"])
+    _, _, state, _ = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0))
+    draft = drafter.propose(state, 2)
+    assert draft.tree.parent.tolist() == [[-1, 0]] * len(state.rows)
+
+
+@torch.inference_mode()
+def test_prompts_longer_than_the_table_of_rotations_grow_it():
+    for last in (255, 256, 257, 258):
+        drafter = make("llama", 0)
+        config, width = drafter.config, drafter.head.fc.in_features
+        layout = plan([[1, 2, 3]], None, frozenset(), 0)  # two elements
+        features = torch.zeros(1, 3, width - config.hidden)
+        other = torch.zeros(1, 3, config.hidden)
+        _, turn, _ = drafter.elements(layout, other[:, 1:], features, other, torch.tensor([[0, last, last + 1]]))
+        expected = rotations(last + 1, config.head_size, config.rope_theta, "cpu")[last]
+        torch.testing.assert_close(turn[0, 1], expected)
+
+
+def test_a_memory_with_room_stays_where_it_is():
+    memory = Memory(2, [3])
+    memory.write_prompt(torch.randn(1, 3, 4, 8), [3])
+    slots, kept = memory.kv.shape[1], memory.kv
+    memory.reserve(slots)
+    assert memory.kv is kept
+    memory.reserve(slots + 1)
+    assert memory.kv.shape[1] > slots and torch.equal(memory.kv[:, :slots], kept)
 
 
 @torch.inference_mode()

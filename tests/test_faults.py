@@ -238,6 +238,15 @@ def test_laws_that_are_none(kind, shape):
     check(model, inputs, stock("llava", shape), GREEDY, faults=2)
 
 
+def test_a_bad_law_takes_no_other_with_it():
+    limits = Categorical.limits(4, frozenset(), "cpu")
+    q = torch.full((2, 4, 4), 0.25)
+    q[0, 1], q[0, 2, 3], q[1, 3, 0] = float("nan"), float("inf"), -0.5
+    law, lawful = Categorical(p=q).checked(torch.zeros(2, 4, dtype=torch.long), limits)
+    assert lawful.tolist() == [[True, False, False, True], [True, True, True, False]]
+    assert torch.equal(law.p, torch.where(lawful[..., None], 0.25, 0.0).expand(2, 4, 4))
+
+
 @pytest.mark.parametrize("kind", BAD_LAWS)
 def test_sampling_goes_on_as_without_the_draft(kind):
     """With coins: a node without a law is not drafted, and every token stays possible."""

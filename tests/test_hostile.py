@@ -341,6 +341,17 @@ def test_a_node_that_denies_its_ancestors_is_not_the_root():
     assert mended.parent.tolist() == [[-1, 0, 0, 0]] and mended.depth.tolist() == [[0, 1, 1, 1]]
 
 
+@pytest.mark.parametrize("parent", [4, 5, 9, 2**40, -2, -(2**40)])
+def test_a_parent_that_is_no_node_costs_its_own_node_alone(parent):
+    like, true = torch.zeros(1, dtype=torch.long), trees.from_parents(torch.tensor([[-1, 0, 0, 1]]), 2)
+    parents = true.parent.clone()
+    parents[0, 2] = parent
+    guarded = Guarded(Double(), ImageAR(janus()).capabilities)
+    mended, sound = guarded._sound(Tree(parents, true.depth, true.ancestor, 2, False), 1, like)
+    assert sound.tolist() == [[True, True, False, True]]
+    assert mended.parent.tolist() == [[-1, 0, 0, 1]] and mended.depth.tolist() == [[0, 1, 1, 2]]
+
+
 def test_a_tree_for_a_rule_of_chains_is_a_fault():
     class Branching(Double):
         traits = DrafterTraits(levels=5, samples=True)

@@ -214,8 +214,12 @@ def test_a_rollout_is_what_drafting_says():
     ids, attention = prompts(3)
     used, target = drafter(), Teaching(family())
     lesson = capture(target, Rejection(), request(ids, attention))
+    joined = []
+    watch = used.head.fc.register_forward_hook(lambda *args: joined.append(1))
     with torch.no_grad():
         steps = used.rollout(lesson, 3)
+    watch.remove()
+    assert len(steps) == len(joined) == 3, "the last step feeds none"
     codes = lesson.ids[:, lesson.prompt_length :]
     with torch.inference_mode():
         state, scores = open_request(target, Rejection(), request(ids, attention))
@@ -319,6 +323,7 @@ def test_save_and_load_round_trip(saved):
 REFUSED = {
     "codes": ({"codes": 20}, "made for a target of codes 20, got a model of 24"),
     "hidden": ({"hidden": 64}, "hidden size 64"),
+    "vocabulary": ({"vocab": 99}, "vocabulary 99, got a model of 24"),
     "layers": ({"target_layers": 7}, "number of layers 7"),
     "family": ({"family": "emu3"}, "family 'emu3', got a model of 'janus'"),
     "kind": ({"kind": "feature_drafter"}, "kind 'image_drafter'"),

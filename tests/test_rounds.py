@@ -24,6 +24,7 @@ from visspec import tree as trees
 from visspec.loop import pace as paces
 from visspec.loop.pace import Pace
 from visspec.loop.stats import acceptance_by_depth, by_depth
+from visspec.models.drafters.ngram import NGram
 from visspec.models.drafters.small_model import SmallModel
 from visspec.recipes.train_drafter import request_of
 from visspec.types import Round
@@ -176,6 +177,22 @@ def test_a_drafter_that_rarely_offers_a_node_does_not_pay():
     assert to_device(Pace(1), seen, draft=5e-4).best(1) == 0
 
 
+def test_a_line_forgets_what_it_was_taught_long_ago():
+    """One slow round of eight levels, then 300 of four: what is left of the first says nothing of the slope."""
+    line = paces.Line()
+    line.add(8, 100.0)
+    for _ in range(300):
+        line.add(4, 1.0)
+    assert line.at(4) == pytest.approx(1.0, abs=0.1)
+    assert line.at(8) == pytest.approx(1.08 * line.at(4), rel=0.01), "2 % a level where no slope is known"
+
+
+@pytest.mark.parametrize("weight", [1.0, 4.0])
+def test_untried_depths_have_the_rate_of_the_prior_whatever_it_weighs(weight, monkeypatch):
+    monkeypatch.setattr(paces, "PRIOR_WEIGHT", weight)
+    assert Pace(2).rate(1) == pytest.approx(paces.PRIOR_RATE) and Pace(2).offered(1) == 1.0
+
+
 @given(st.integers(1, 6), st.integers(0, 999))
 def test_the_best_depth_commits_most_tokens_a_second(levels, seed):
     """Of all depths, by the formula at the head of `pace`; drafting at all must promise two per cent."""
@@ -261,6 +278,20 @@ def test_grown_trees_are_coupled_to_the_noise_of_their_own_positions():
     for level in range(depth):
         drafted = set(draft.value[0, draft.tree.depth[0] == level + 1].tolist())
         assert drafted == set(state.noise.window(depth)[0, level].topk(2).indices.tolist())
+
+
+@pytest.mark.parametrize("prompt_ids, ahead", [
+    ([1, 2, 3, 10, 9, 2, 3, 11, 8, 3, 12, 1, 2, 3], [10, 9]),  # by three ids
+    ([2, 3, 11, 8, 3, 12, 1, 2, 3], [11, 8]),  # by two
+    ([3, 11, 8, 3, 12, 1, 2, 3], [12, 1]),  # by one, where it was seen last
+    ([3, 11, 8, 9], []),
+])  # fmt: skip
+def test_lookup_follows_the_longest_match_and_of_those_the_newest(prompt_ids, ahead):
+    state = Bag(request=Bag(prompt=torch.tensor([prompt_ids])), rows=[0], tokens=[[]], pending=torch.tensor([0]))
+    drafter = NGram(longest=3)
+    drafter.start(state, None)
+    draft = drafter.propose(state, 2)
+    assert compact(draft)[0, 1:].tolist() == ahead
 
 
 def near(seed=0):

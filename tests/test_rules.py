@@ -120,6 +120,12 @@ def test_a_strict_enough_typical_rule_is_rejection():
     assert float(b.drift.sum()) == 0.0
 
 
+def test_a_node_at_the_threshold_is_plausible():
+    p = torch.tensor([[[0.25, 0.5, 0.125, 0.125, 0.0, 0.0]] * 4])
+    draft = drafted(torch.tensor([[0, 0, 1, 2]]), tree.static((-1, 0, 0, 0)))
+    assert Typical(0.25, 1e9).mass(draft, p)[0, 1:].tolist() == [1, 1, 0]
+
+
 def test_absent_nodes_are_never_accepted_and_leave_the_law_alone():
     shape = tree.static((-1, 0, 0, 1))
     tokens = torch.tensor([[0, -1, 3, 2]])
@@ -137,6 +143,14 @@ def test_coins_belong_to_position_and_rank():
     noise = Coins.of(torch.arange(3 * (SIBLINGS + 2)).view(1, 3, -1).float())
     width = SIBLINGS + 2
     assert noise.toss(shape)[0].tolist() == [[0, 0, 1, width, width + 1, width + 2, width]]
+
+
+def test_siblings_beyond_the_last_coin_share_it():
+    """None of them is judged by the number that draws the residual."""
+    noise = Coins.of(torch.arange(2 * (SIBLINGS + 2)).view(1, 2, -1).float())
+    coins, residual_draw = noise.toss(tree.static((-1, *[0] * (SIBLINGS + 3))))
+    assert coins[0, 1:].tolist() == [*range(SIBLINGS), *[SIBLINGS - 1] * 3]
+    assert residual_draw.tolist() == [SIBLINGS]
 
 
 def test_greedy_needs_no_coins():

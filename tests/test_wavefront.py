@@ -41,6 +41,13 @@ class Lined(Janus):
         return torch.where((tokens < CODES)[..., None], super().embed(tokens.clamp(max=CODES - 1)), words)
 
 
+class Led(Lined):
+    """Grammar leads, and nothing stands behind the codes."""
+
+    def layout(self, height=None, width=None):
+        return Layout((SIDE, SIDE), torch.tensor([CODES + 1, *[FREE] * PLACES]))
+
+
 @functools.cache
 def family(kind=Janus):
     return kind(janus(), None)
@@ -430,8 +437,20 @@ def test_pooled_mass_counts_the_code_itself():
     assert float(far) == pytest.approx(0.25 + 0.45 * 5 + 0.3 * 5 + 0.25 * 4)
 
 
+def test_pools_of_one_code_and_of_all():
+    """A code pools itself first: alone it has its own probability, with all others everything."""
+    image = Capabilities(vocab=4, codebook=torch.tensor([[0.0], [1.0], [5.0]]))
+    p, x = torch.tensor([[[0.3, 0.25, 0.45, 0.0]] * 3]), torch.tensor([[0, 1, 2]])
+    for k, tau, kept in ((1, 0.3, [True, False, True]), (1, 0.5, [False] * 3), (3, 0.99, [True] * 3)):
+        rule = Local(tau, k=k)
+        rule.bind(image)
+        assert rule.trusted(p, x).tolist() == [kept]
+    with pytest.raises(ValueError, match="k: got 4, expected at most 3 neighbours in a codebook of 3"):
+        Local(k=4).bind(image)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", [Janus, Lined])
+@pytest.mark.parametrize("kind", [Janus, Lined, Led])
 def test_local_in_the_ordinary_loop(temperature, kind):
     """Raster order: tau above 1 is plain decoding, tau 0 takes every draft."""
     target = ImageAR(family(kind))
@@ -570,6 +589,18 @@ def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
 def test_errors(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize("small, large", [((4, 5), (3, 5)), ((3, 4), (5, 3))])
+def test_a_sibling_may_be_larger_in_neither_direction(small, large):
+    def shaped(rows, columns):
+        made = Janus(janus(), None)
+        made.layout = lambda height=None, width=None: Layout((rows, columns), torch.full((rows * columns,), FREE))
+        return made
+
+    lowres.check_siblings(shaped(*large), shaped(*large))
+    with pytest.raises(ValueError, match=rf"grid of \({small[0]}, {small[1]}\), expected at most the target's"):
+        lowres.check_siblings(shaped(*small), shaped(*large))
 
 
 def test_another_tokenizer_is_refused():

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = [f"visspec/{name}.py" for name in ("sampling", "tree", "cache", "loop/decode", "loop/guard", "loop/pace")]
+CORE = [f"visspec/{name}.py" for name in ("sampling", "tree", "cache", "laws", "noise", "tape")]
+CORE += [f"visspec/loop/{name}.py" for name in ("decode", "guard", "orders", "pace", "pairing")]
 CORE += ["visspec/accept/*.py", "models/drafters/*.py"]
 FEWEST = 3  # mutants of a file
 SWAPS = {
