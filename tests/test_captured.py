@@ -93,7 +93,7 @@ def test_further_shapes_and_devices_that_refuse_run_the_rule_itself():
     def refusing(call):
         raise RuntimeError("no graphs here")
 
-    with pytest.warns(RuntimeWarning, match="not captured, the rule runs as it is: no graphs here") as told:
+    with pytest.warns(RuntimeWarning, match="not captured, the rule runs without a graph: no graphs here") as told:
         assert draw(Captured(zoo.acceptance("exact"), record=refusing), {"window": 5}) == expected
     assert len(told) == 1
     captured = Captured(zoo.acceptance("exact"))  # laws are not on a GPU

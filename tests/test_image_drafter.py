@@ -244,7 +244,7 @@ def test_a_rollout_is_what_drafting_says():
 def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting():
     ids, attention = prompts(1)
     used = drafter()
-    with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter learned 3.0") as caught:
+    with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter was trained with 3.0") as caught:
         run(request(ids, attention, 6.0), used)
         run(request(ids, attention, 6.0), used)
     assert len(caught) == 1

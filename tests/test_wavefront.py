@@ -584,7 +584,7 @@ def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
     (lambda: Local(k=0), "k: got 0, expected a number of at least 1"),
     (lambda: zoo.acceptance("local:radii=2"), "local does not take"),
     (lambda: Local().bind(Capabilities(vocab=9)), "needs the target's codebook"),
-    (lambda: Local().trusted(torch.ones(1, 1, 4), torch.zeros(1, 1, dtype=torch.long)), "knows no codebook"),
+    (lambda: Local().trusted(torch.ones(1, 1, 4), torch.zeros(1, 1, dtype=torch.long)), "has no codebook"),
 ])  # fmt: skip
 def test_errors(make, sentence):
     with pytest.raises(ValueError, match=sentence):

@@ -19,8 +19,8 @@ GROW = 128  # extra slots allocated when the cache grows, so that it is copied r
 
 
 def to_device(values: Sequence, device: torch.device | str) -> Tensor:
-    """Numbers of the host as a small tensor. The host does not wait: a copy from pageable memory would make it wait
-    for all that the device has been given to do, one from pinned memory is queued behind it.
+    """Copy Python numbers to a tensor on `device`. The copy is from pinned memory and doesn't block; a copy from
+    pageable memory would synchronise with the device.
     """
     if torch.device(device).type != "cuda":
         return torch.tensor(values, device=device)

@@ -1,6 +1,6 @@
-"""Grammar tokens of images: positions whose token the layout fixes (row ends, image end). They are never drafted.
+"""Grammar tokens of images: tokens fixed by the layout (end of row, end of image). They are never drafted.
 
-`Request.fixed` holds, for every position of the output, the id it must have or FREE. The target's law there is a
+`Request.fixed` has the fixed id of every output position, or FREE. The target's law there is a
 point mass, and drafts are filled in before they are verified, so such tokens are always accepted.
 """
 
@@ -17,7 +17,7 @@ from visspec.types import FREE, Draft, State
 
 
 def held(state: State, ahead: Tensor) -> Tensor:
-    """The fixed id, or FREE, at the position `ahead` (1|B, N) places after each live row's newest token: (B, N)."""
+    """The fixed id, or FREE, at `ahead` (1|B, N) positions after each live row's last token: (B, N)."""
     fixed = state.request.fixed
     assert fixed is not None
     newest = to_device([[len(state.tokens[row]) - 1] for row in state.rows], fixed.device)
@@ -25,7 +25,7 @@ def held(state: State, ahead: Tensor) -> Tensor:
 
 
 def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
-    """Log-laws after each node; a point mass where grammar fixes what follows."""
+    """Log-laws after each node; a point mass where the next token is fixed."""
     if state.request.fixed is None:
         return logits_BNV
     following_BN = held(state, draft.tree.depth + 1)
@@ -34,7 +34,7 @@ def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
 
 
 def fill(draft: Draft, state: State) -> Draft:
-    """The draft with the fixed ids in place, each a point mass in q."""
+    """The draft with fixed ids inserted, as point masses in q."""
     if state.request.fixed is None or draft.tree.size == 1:
         return draft
     own_BN, free_BN = held(state, draft.tree.depth), draft.tree.depth == 0

@@ -1,7 +1,7 @@
-"""Laws: the distribution that the value of a node is drawn from, one for each node of a batch.
+"""Laws: distributions of node values, one for each node of a batch.
 
-The loop moves laws between target, drafter and rule and never looks inside one. What can be done with a law (draw from
-it, form a residual, check what a drafter reports) is a method of its class.
+The loop passes laws between target, drafter and rule without reading them. Operations on a law (sampling, residuals,
+validation of a drafter's law) are methods of its class.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -18,7 +18,7 @@ SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1
 
 
 class Law:
-    """Base class. `width` is how many random numbers one draw takes at most."""
+    """Base class. `width`: maximum number of random numbers for one sample."""
 
     @property
     def width(self) -> int:
@@ -26,19 +26,19 @@ class Law:
 
     @classmethod
     def limits(cls, vocab: int, never: frozenset[int], device: torch.device | str) -> Tensor:
-        """What `drafted` needs to know of a target, built once."""
+        """Data about a target for `drafted`, computed once."""
         raise NotImplementedError
 
     @classmethod
     def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(values that can be read safely, which are possible (B, N) bool, which may be drafted (B, N) bool).
+        """(sanitised values, which are valid (B, N) bool, which may be drafted (B, N) bool).
 
-        Raises ValueError for anything but a tensor of this kind of values for (B, N) nodes.
+        Raises ValueError unless `value` is a tensor of such values for (B, N) nodes.
         """
         raise NotImplementedError
 
     def checked(self, value: Tensor, limits: Tensor) -> tuple[Law, Tensor]:
-        """(the law where it could have yielded the drafted value, zero elsewhere; where that is (B, N) bool).
+        """(the law, zeroed where the drafted value has zero probability; where it has not (B, N) bool).
 
         Raises ValueError for a law of the wrong shape or dtype.
         """
@@ -48,7 +48,7 @@ class Law:
 class Categorical(Law):
     """Laws over V ids, from logits (log-probabilities up to a constant) or from probabilities, float32 (..., V).
 
-    The other form is computed when it is first asked for.
+    The other form is computed when first used.
     """
 
     __slots__ = ("_logits", "_p")
@@ -76,12 +76,12 @@ class Categorical(Law):
         return known.shape[-1]
 
     def at(self, ids: Tensor) -> Tensor:
-        """Probability of one id under each law: (...) -> (...)."""
+        """Probability of an id under each law: (...) -> (...)."""
         return self.p.gather(-1, ids[..., None])[..., 0]
 
     @classmethod
     def chain(cls, laws: Sequence[Categorical]) -> Categorical:
-        """Laws (B, V) of a chain's levels as those of its nodes (B, 1 + levels, V); the root's is not used."""
+        """Stack the laws (B, V) of a chain's levels to (B, 1 + levels, V); the root's entry is unused."""
         levels = [law.p for law in laws]
         return cls(p=torch.stack([torch.zeros_like(levels[0]), *levels], dim=1))
 
@@ -118,7 +118,7 @@ def categorical(law: Law) -> Categorical:
 
 
 def check_tensor(name: str, value: object, dtype: torch.dtype | None, like: Tensor) -> None:
-    """Raises ValueError for anything but a plain tensor of this dtype (None: of floats) where `like` is."""
+    """Raises ValueError unless `value` is a plain tensor of this dtype (None: floating) on the device of `like`."""
     if type(value) is not Tensor or value.layout != torch.strided or value.device != like.device:
         what = f"a tensor of {value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name}: got {what}, expected a plain tensor on {like.device}")
@@ -127,7 +127,7 @@ def check_tensor(name: str, value: object, dtype: torch.dtype | None, like: Tens
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
-    """Inverse-CDF draw from probabilities p (..., V) with a uniform number u (...): never an id of zero probability."""
+    """Inverse-CDF sample from probabilities p (..., V) with uniforms u (...); never an id of probability zero."""
     total = p.cumsum(dim=-1)
     pick = torch.searchsorted(total, (u * total[..., -1])[..., None].contiguous(), right=True)[..., 0]
     last = (p > 0).long().mul(torch.arange(p.shape[-1], device=p.device)).amax(dim=-1)
@@ -135,7 +135,7 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, qf: Tensor) -> Tensor:
-    """The law after a rejection, proportional to [p - q f]+; p itself where nothing is left (p = q f)."""
+    """The law after a rejection, proportional to [p - q f]+; p itself if that is zero (p = q f)."""
     rest = (p - qf).clamp_(min=0)
     total = rest.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, rest / total.clamp(min=torch.finfo(p.dtype).tiny), p)

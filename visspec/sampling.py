@@ -137,9 +137,9 @@ def derived(parent: torch.Generator) -> torch.Generator:
 
 
 def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:
-    """Guidance (with `uncond`), temperature, top-k, top-p, as `kernels.guided_warp` says. (..., V) -> (..., V) float32.
+    """Guidance (with `uncond`), temperature, top-k, top-p, see `kernels.guided_warp`. (..., V) -> (..., V) float32.
 
-    Cut entries become -inf. Greedy sampling mixes alone: of the logits only their argmax counts. Not for autograd.
+    Cut entries become -inf. Greedy sampling only applies guidance. Not differentiable.
     """
     if uncond is None and (sampling.greedy or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
         logits = logits.float()  # nothing to fuse
@@ -154,10 +154,10 @@ def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Te
 
 
 def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor | None = None) -> Tensor:
-    """Mix, run the request's processors at every node, each with its real prefix (prompt, emitted tokens, path), warp.
+    """Apply guidance, the request's processors at every node with its prefix (prompt, emitted tokens, path), then warp.
 
-    Processors may look at the history, and nodes of one draft have different ones, so each node is handed over alone;
-    this is the slow, general road and costs one more synchronisation.
+    Processors may depend on the history, which differs between the nodes of a draft, so they are called for each node
+    separately. This is slow and needs one more synchronisation.
     """
     sampling = state.request.sampling
     if not sampling.processors:
@@ -169,7 +169,7 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
         prefix = state.ids(b)[0]  # ends with the pending token, node 0 of every path; empty below an embedded prompt
         for n in range(draft.tree.size):
             steps = draft.value[b, [i for i in path[b][n][1:] if i >= 0]]
-            ids = torch.cat([prefix, steps]).expand(batch, -1)  # a setting may differ between the rows of a batch
+            ids = torch.cat([prefix, steps]).expand(batch, -1)  # processors may have settings per row
             scores = logits_BNV[b, n].expand(batch, -1).clone()
             for processor in sampling.processors:
                 scores = processor(ids, scores)
@@ -178,9 +178,9 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
 
 
 def choose(law: Categorical, depth_N: Tensor, noise: Noise | None, levels: int) -> Tensor:
-    """The token that each node's law yields under its position's noise: (B, N). Without noise: the argmax.
+    """The token sampled at each node with its position's noise, or the argmax without noise: (B, N).
 
-    depth_N (1|B, N) says which position after the pending token a node decides.
+    depth_N (1|B, N) is the offset of the node's next position from the pending token.
     """
     logits_BNV = law.logits
     if noise is None:
@@ -195,7 +195,7 @@ def choose(law: Categorical, depth_N: Tensor, noise: Noise | None, levels: int) 
 
 
 def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Categorical | None]:
-    """One drafted token a row, in the form that the request's rule can judge: (tokens (B,), the law or None).
+    """One drafted token per row, in the form that the request's rule expects: (tokens (B,), the law or None).
 
     Greedy: the argmax. Otherwise as the request's noise says (`Noise.draft`): the argmax under the very noise of that
     position (level 0 is the position after the pending token), a point mass; or a real draw, and the law it came from.

@@ -18,14 +18,14 @@ from visspec.cache import to_device
 from visspec.laws import Law
 from visspec.types import Draft, Tree
 
-_branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # most children of a node, where the host knows it
+_branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # maximum number of children, if known on the host
 _derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # of trees from `static`
 _origin: WeakKeyDictionary[Tree, tuple[tuple[int, ...], str]] = WeakKeyDictionary()  # of those: parents and device
 
 
 @lru_cache(maxsize=256)
 def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
-    """A tree known before the round, from its parent array ((-1, 0, 0, 1, ...)); shared by all rows, built once.
+    """A static tree from its parent array ((-1, 0, 0, 1, ...)), shared by all rows and cached.
 
     Raises ValueError when a parent does not come before its child.
     """
@@ -38,12 +38,12 @@ def _sealed(parent: tuple[int, ...], device: str) -> Tree:
 
 
 def sealed(tree: Tree) -> Tree:
-    """The loop's own copy of a tree from `static`: what a drafter writes into the tree that it holds is not read."""
+    """The loop's copy of a tree from `static`, which drafters can't modify."""
     return _sealed(*_origin[tree])
 
 
 def shown(tree: Tree) -> Tree:
-    """The tree as drafters know it: of a sealed one that from `static`, any other as it is."""
+    """The tree passed to drafters: for a sealed tree the one from `static`, otherwise the tree itself."""
     return static(*_origin[tree]) if tree in _origin else tree
 
 
@@ -68,37 +68,37 @@ def _static(parent: tuple[int, ...], device: str) -> Tree:
 
 
 def bounded(tree: Tree, branch: int) -> Tree:
-    """The tree, with a promise that no node has more children."""
+    """Sets the maximum number of children per node."""
     _branches[tree] = branch
     return tree
 
 
 def branch(tree: Tree) -> int:
-    """A bound of the children of a node, known to the host: what was promised, else what the size allows."""
+    """Upper bound of the number of children per node: that of `bounded`, else the size."""
     return _branches.get(tree, tree.size - 1)
 
 
 def is_static(tree: Tree) -> bool:
-    """Whether `static` made it: it is sound, and its content never changes."""
+    """Whether it is from `static`, and therefore valid and constant."""
     return tree in _derived
 
 
 def kept(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
-    """derive(tree), which must be a function of a module; of a tree from `static` it is worked out once.
+    """derive(tree), cached for trees from `static`; `derive` must be a module-level function.
 
-    Other trees may be buffers whose content changes under a recording (`accept.captured`).
+    Other trees may be buffers that change between replays (`accept.captured`).
     """
     known = _derived.get(tree)
     if known is None:
         return derive(tree)
     if derive not in known:
-        with torch.inference_mode(False):  # whoever asks first must not forbid later training
+        with torch.inference_mode(False):  # so that the result can be used in training
             known[derive] = derive(tree)
     return known[derive]
 
 
 def above(tree: Tree) -> Tensor:
-    """(1|B, N) each node's parent; the root stands above itself."""
+    """(1|B, N) each node's parent; the root is its own parent."""
     return kept(tree, _above)
 
 
@@ -126,7 +126,7 @@ def root(pending: Tensor) -> Draft:
 
 
 def undrafted(pending: Tensor) -> Draft:
-    """The same for the loop itself, on a tree that no drafter holds."""
+    """The same on the loop's own tree."""
     return Draft(pending[:, None], _sealed((-1,), str(pending.device)))
 
 
@@ -137,7 +137,7 @@ def chain_draft(pending: Tensor, proposed: Tensor, q: Law | None = None, real: T
 
 
 def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
-    """A chain from ids on the host, as many as each row has."""
+    """A chain from lists of ids of different lengths."""
     width = max(map(len, proposed))
     if width == 0:
         return root(pending_B)
@@ -161,11 +161,11 @@ def _paths(tree: Tree) -> Tensor:
 
 
 class Growing:
-    """A tree under growth: give it one level's laws at a time, take the frontier it asks to expand next.
+    """Builds a dynamic tree level by level: `grow` takes the laws of a frontier and returns the next frontier.
 
     Best-first by summed log-law (EAGLE-2): every frontier node proposes `width` children, the best `width` of all
-    children become the next frontier, and `finish` keeps the best `nodes` of everything that was proposed. Any per-node
-    law will do: of a law that knows the noise of its position come coupled trees.
+    children become the next frontier, and `finish` keeps the best `nodes` of everything that was proposed. Any law per
+    node can be used; laws perturbed by the noise of their position give coupled trees.
     """
 
     def __init__(self, pending_B: Tensor, width: int):
@@ -173,14 +173,14 @@ class Growing:
         rows = pending_B.shape[0]
         self.tokens = [pending_B[:, None]]
         self.total = [torch.zeros(rows, 1, device=self.device)]
-        self.frontiers = [torch.zeros(rows, 1, dtype=torch.long, device=self.device)]  # indices of what was expanded
+        self.frontiers = [torch.zeros(rows, 1, dtype=torch.long, device=self.device)]  # indices of expanded nodes
         self.frontier_total = self.total[0]
         self.children, self.levels, self.size = 0, 0, 1
 
     def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
         """Add a level by the log-laws after the frontier's nodes.
 
-        Returns the new frontier's tokens (B, width) and which old frontier node each hangs from.
+        Returns the new frontier's tokens (B, width) and the index of each one's parent in the old frontier.
         """
         token_BM, total_BM, best_BK = kernels.draft_topk(self.frontier_total, logp_BWV, self.width)
         self.children = token_BM.shape[1] // logp_BWV.shape[1]  # of each node
@@ -193,8 +193,8 @@ class Growing:
         return token_BM.gather(1, best_BK), best_BK // self.children
 
     def finish(self, nodes: int) -> Draft:
-        """The best `nodes` proposals, the root aside, as a draft. No child outranks its parent, and of equals the
-        parent comes first, so they form a tree.
+        """The best `nodes` proposals, excluding the root, as a draft. A child never ranks above its parent, so they
+        form a tree.
         """
         total, tokens = torch.cat(self.total, dim=1), torch.cat(self.tokens, dim=1)
         parent = torch.cat(self.frontiers[:-1], dim=1).repeat_interleave(self.children, dim=1)

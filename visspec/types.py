@@ -1,4 +1,4 @@
-"""Records that pass between the stages of a round, and the protocols the stages obey.
+"""Records passed between the stages of a round, and the base classes of targets, drafters, rules and orders.
 
 Shapes: B rows, N draft nodes, D path length, L prompt length, V vocabulary, F features. All ids are int64.
 A *node* is the unit of commitment. Node 0 of a draft is the pending token: committed, not yet in the cache.
@@ -21,16 +21,16 @@ from torch import Tensor
 from visspec.laws import Categorical, Law
 
 TINY = torch.finfo(torch.float32).tiny
-FREE = -1  # in a grammar (`Request.fixed`): a position that may hold any token
-MAX_NODES = 1024  # of a draft, its root included
+FREE = -1  # in `Request.fixed`: a position without a fixed token
+MAX_NODES = 1024  # maximum number of nodes of a draft, root included
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a law is made from logits. temperature 0 is greedy; top_k 0 and top_p 1 switch those cuts off.
+    """Sampling parameters. temperature 0 is greedy; top_k 0 and top_p 1 disable them.
 
-    `processors` are transformers-style callables (ids (1, length), logits (1, V)) -> logits, called in order at every
-    node with that node's real prefix, before temperature, top-k and top-p.
+    `processors` are transformers-style callables (ids (1, length), logits (1, V)) -> logits, called in order for every
+    node with that node's prefix, before temperature, top-k and top-p.
     """
 
     temperature: float = 0.0
@@ -60,8 +60,8 @@ class Tree:
 
     parent: Tensor  # (1|B, N) index of the parent node; the root's is -1; parents come before children
     depth: Tensor  # (1|B, N) levels below the root
-    ancestor: Tensor  # (1|B, N, N) bool: [n, m] is true when m is n or above n
-    levels: int  # greatest depth, known to the host
+    ancestor: Tensor  # (1|B, N, N) bool: [n, m]: m is n or an ancestor of n
+    levels: int  # maximum depth, a Python int
     chain: bool  # true when node n's parent is n - 1 in every row
 
     @property
@@ -73,16 +73,16 @@ class Tree:
 class Draft:
     """A tree of proposed nodes. X is the shape of a node's value: () for an id.
 
-    `q` is the law that each node was drawn from, given the siblings before it. None says that nodes are point masses:
-    fixed before the target's coin for that position is tossed, or coupled to the very noise the target will use. Only a
-    rule that tosses its own coins may be given a q.
+    `q` is the law that each node was sampled from, given the siblings before it. None: nodes are point masses, that is
+    deterministic, or sampled with the same noise as the target's tokens. Only rules that use their own random numbers
+    support q.
     """
 
-    value: Tensor  # (B, N, *X); any possible value where a node is not real
+    value: Tensor  # (B, N, *X); any valid value if a node is not real
     tree: Tree
     q: Law | None = None  # row 0 unused
     real: Tensor | None = (
-        None  # (B, N) bool: false where a row has no such node, which can't be accepted; the root's is not read
+        None  # (B, N) bool: false for padding nodes, which are never accepted; the root's entry is ignored
     )
 
     @property
@@ -92,7 +92,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Scores:
-    """What one pass of the target says about a draft."""
+    """Result of one target pass over a draft."""
 
     law: Law  # after each node (B, N), warped (temperature, cuts, processors)
     features: Tensor | None = None  # (B, N, F) hidden states of the declared layers, concatenated
@@ -101,29 +101,29 @@ class Scores:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an acceptance rule decided. `path` starts with node 0 and is padded with -1."""
+    """Result of an acceptance rule. `path` starts with node 0 and is padded with -1."""
 
     path: Tensor  # (B, D)
     length: Tensor  # (B,) nodes on the path, node 0 included
     next: Tensor  # (B, *X) bonus, residual or repaired value: the next pending node
     drift: Tensor | None = None  # (B,) estimate of this round's total variation; None for exact rules
-    displacement: Tensor | None = None  # (B,) latent distance to what the exact rule would have given, expected, summed
+    displacement: Tensor | None = None  # (B,) expected latent distance to the exact rule's result, summed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A verdict on the host: the result of the round's one synchronisation."""
+    """A verdict as Python lists, after the round's only synchronisation."""
 
     path: list[list[int]]  # accepted node indices of each row, node 0 first
-    tokens: list[list[int]]  # tokens that each row gained: the path without its root, then `next`
+    tokens: list[list[int]]  # new tokens of each row: the path without its root, then `next`
 
 
 @dataclass
 class Request:
-    """One batch to decode. `inputs` is what the target's `prefill` takes; everything else belongs to the loop."""
+    """One batch to decode. `inputs` is passed to the target's `prefill`; the other fields are used by the loop."""
 
     inputs: Any
-    prompt: Tensor  # (B, L) ids as the user gave them, padding included
+    prompt: Tensor  # (B, L) input ids, padding included
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     eos: frozenset[int] = frozenset()
@@ -131,41 +131,41 @@ class Request:
     generators: Sequence[torch.Generator] | None = None  # one per row; None with greedy sampling
     on_tokens: Callable[[list[int]], None] | None = None  # batch 1 only: called with each round's new tokens
     on_round: Callable[[State], None] | None = None  # called after each round, between passes
-    keep_logits: bool = False  # keep the warped law at every emitted token
-    keep_raw: bool = False  # keep the target's logits at every emitted token, before processors and warp
-    keep_cache: bool = False  # keep keys and values of rows that leave, for whoever goes on from the answer
-    media: Mapping[str, Any] = field(default_factory=dict)  # raw images and such, for drafters with eyes of their own
-    copies: int = 1  # rows made of each prompt (num_return_sequences)
-    fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the token a position must hold, or FREE
+    keep_logits: bool = False  # store the warped law of every emitted token
+    keep_raw: bool = False  # store the target's unprocessed logits of every emitted token
+    keep_cache: bool = False  # store keys and values of finished rows, to continue from the output
+    media: Mapping[str, Any] = field(default_factory=dict)  # pixel values etc., for drafters with a vision tower
+    copies: int = 1  # sequences per prompt (num_return_sequences)
+    fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the fixed token of each position, or FREE
     grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
 
     @cached_property
     def stride(self) -> int:
-        """Positions from an image's token to the one below it, read from the device once; ValueError without a grid."""
+        """Positions between a token and the one below it; synchronises once. Raises ValueError without a grid."""
         if self.grid is None:
             raise ValueError("grid: got None, expected the rows and columns of an image")
         ends = 0 if self.fixed is None else int((self.fixed[: self.max_new_tokens] != FREE).sum())
-        return self.grid[1] + (ends >= self.grid[0])  # one more where every row ends in grammar
+        return self.grid[1] + (ends >= self.grid[0])  # plus one if every row ends with a grammar token
 
 
 class Round(NamedTuple):
     """One pass over a draft, for every row that was live."""
 
-    levels: int  # of the draft: its deepest row's
+    levels: int  # maximum depth of the draft over rows
     gained: list[int]  # tokens, the last of them not drafted
-    tried: list[bool]  # whether a node was drafted below the accepted path's end, and so turned down
+    tried: list[bool]  # whether a node below the end of the accepted path was rejected
 
 
 @dataclass
 class Trace:
-    """What happened, round by round. Times are host seconds; a stage's time ends when its call returns."""
+    """Statistics of a request, by round. Times are host seconds until each stage's call returns."""
 
     times: dict[str, float] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     origin: list[list[str]] = field(default_factory=list)  # per row and token: plain, drafted, bonus, corrected
-    latest: dict[str, float] = field(default_factory=dict)  # seconds of each stage's newest run
-    faults: int = 0  # drafts refused or drafters that raised
-    gave_up: int = 0  # rounds in which drafting was judged not to pay
+    latest: dict[str, float] = field(default_factory=dict)  # seconds of each stage in the latest round
+    faults: int = 0  # number of invalid drafts and exceptions of the drafter
+    gave_up: int = 0  # rounds without drafting because it would not save time
 
     @contextmanager
     def stage(self, name: str):
@@ -177,20 +177,20 @@ class Trace:
 
 @dataclass
 class State:
-    """The one mutable object of a request. Rows leave it as they finish; `rows` keeps their original index."""
+    """The mutable state of a request. Finished rows are removed; `rows` has the original indices of the others."""
 
     request: Request
     pending: Tensor  # (B, *X) committed, not yet cached
     position: Tensor  # (B,) position id of the pending node
     cache: Any  # the target's cache
     rows: list[int]
-    tape: Any  # what the request has produced, `tape.Ids`; the target chooses it
+    tape: Any  # output of the request, `tape.Ids`; the target chooses it
     noise: Any = None
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
-    request_view: Any = None  # what its drafter sees of the request (`view.RequestView`)
+    request_view: Any = None  # the drafter's read-only view of the request (`view.RequestView`)
     drafting: bool = True  # false once the drafter has failed in this request
-    refused: Tensor | None = None  # () count of drafted nodes that could not be, on the device
+    refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)
 
     @property
@@ -209,7 +209,7 @@ class State:
 
     @property
     def budget(self) -> int:
-        """Nodes that the live row with the fewest so far may still gain."""
+        """Remaining number of tokens of the live row with the fewest tokens."""
         return self.request.max_new_tokens - min(len(self.tokens[r]) for r in self.rows)
 
     def ids(self, live_row: int) -> Tensor:
@@ -219,20 +219,20 @@ class State:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a target can do. Pairings are checked against this once, when they are built."""
+    """Capabilities of a target, checked once when a pairing is built."""
 
     trees: bool = True
     vocab: int = 0
     hidden: int = 0
     family: str = ""
-    never_drafted: frozenset[int] = frozenset()  # ids that stand for image, video or audio content
+    never_drafted: frozenset[int] = frozenset()  # placeholder ids of image, video or audio content
     feature_layers: tuple[int, ...] = ()
-    codebook: Tensor | None = None  # (codes, E) float32 as the image decoder looks codes up; ids beyond it are grammar
+    codebook: Tensor | None = None  # (codes, E) float32 as used by the image decoder; larger ids are grammar
     law: type[Law] = Categorical  # of its nodes
 
 
 class Target:
-    """Base class of targets: the model whose law is kept."""
+    """Base class of targets: the model to accelerate."""
 
     capabilities: Capabilities
 
@@ -253,37 +253,37 @@ class Target:
         """Keep the accepted nodes in the cache."""
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Drop all live rows but these."""
+        """Keep only these live rows."""
 
     def revise(self, state: State, value: Tensor, where: Tensor, seen: Tensor) -> Scores:
-        """One pass over places of an image in any order. Raises ValueError for a target that can't run one."""
+        """One pass over positions of an image in any order. Raises ValueError if the target doesn't support it."""
         raise ValueError(f"order: got {type(self).__name__}, expected a target that can decode out of raster order")
 
 
 @dataclass(frozen=True)
 class DrafterTraits:
-    """What a drafter can do and needs. Pairings are checked against this once, when they are built."""
+    """Traits of a drafter, checked once when a pairing is built."""
 
-    levels: int = 8  # greatest depth
+    levels: int = 8  # maximum draft depth
     feature_layers: tuple[int, ...] = ()  # hidden states of the target that it reads
     embeddings: bool = False  # whether it reads the input embeddings of the prompt
-    samples: bool = False  # its drafts are always real draws from q
+    samples: bool = False  # its drafts are always samples from q
     trees: bool = False  # its drafts branch
-    adaptive_depth: bool = True  # false: drafts improve from pass to pass, so one pass does not show what a depth gains
+    adaptive_depth: bool = True  # false: use a fixed depth, e.g. if drafts improve over several passes
     whole_images: bool = False  # it can draft a whole image (`sketch`)
 
 
 class Drafter:
     """Base class of drafters: cheap proposers. `propose` may draft fewer levels than asked, never more.
 
-    `state` is a `view.View`: everything can be read, `state.memory` alone can be set. One drafter may serve many
-    requests at once, in many threads: what belongs to a request is kept in `state.memory`.
+    `state` is a `view.View`: read-only except for `state.memory`. A drafter may be used by several requests and threads
+    at once: store data about a request in `state.memory`.
     """
 
     traits = DrafterTraits()
 
     def attach(self, target: Any) -> None:
-        """Called with the model (for images its family) when the two are paired, and again when its device or dtype has
+        """Called with the model (for images its family) when a pairing is built, and again after its device or dtype
         changed.
         """
 
@@ -306,25 +306,25 @@ class Drafter:
 
 @dataclass(frozen=True)
 class RuleTraits:
-    """What an acceptance rule guarantees, judges and needs."""
+    """Traits of an acceptance rule."""
 
     guarantee: str = "approximate"  # or "exact", "exact for the declared target"
-    judges_draws: bool = False  # sampled drafts are judged by the law q that they report
-    chains_only: bool = False  # it judges no trees
-    whole_images: bool = False  # it can judge all places of a drafted image at once
-    law: type[Law] = Categorical  # of the nodes it judges
+    judges_draws: bool = False  # supports sampled drafts with their law q
+    chains_only: bool = False  # trees are not supported
+    whole_images: bool = False  # can verify all positions of a drafted image at once
+    law: type[Law] = Categorical  # of the nodes it verifies
 
 
 class Acceptance:
-    """Base class of acceptance rules: what of a draft is kept."""
+    """Base class of acceptance rules, which select the accepted nodes of a draft."""
 
     traits = RuleTraits()
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Called with those of the target when the two are paired, on a copy of the rule that was given."""
+        """Called with the target's capabilities when a pairing is built, on a copy of the given rule."""
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
-        """The numbers of a request, one generator a row; `width` is the law's."""
+        """Random numbers for a request, one generator per row; `width` is that of the law."""
         raise NotImplementedError
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
@@ -333,18 +333,18 @@ class Acceptance:
 
     @property
     def inner(self) -> Acceptance:
-        """The rule itself, without what may be wrapped around it; statistics name it."""
+        """The innermost rule, for wrapped rules; used in statistics."""
         return self
 
 
 class Order:
-    """Base class: in which order the positions of an output are decided."""
+    """Base class of the orders in which positions are generated."""
 
-    raster = False  # one after the other, with drafts verified by the loop
-    drafts = True  # whether a drafter takes part
+    raster = False  # sequential, with drafts verified by the loop
+    drafts = True  # whether a drafter is used
 
     def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
-        """This order with the rule and the drafter of a pairing. Raises ValueError where it does not go with them."""
+        """This order with the rule and drafter of a pairing. Raises ValueError if they are incompatible."""
         return self
 
     def decode(self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, pace: Any) -> State:

@@ -1,6 +1,7 @@
 """The feature drafter of text (EAGLE-type): drafts on the target's hidden states, with its embeddings and LM head.
 
-ViSpec form (arXiv 2509.15235): images reach it as learned latents and a global vector, see `nets/feature_head.py`.
+As in ViSpec (arXiv 2509.15235), images are compressed to learned latents and a global vector, see
+`nets/feature_head.py`.
 
 Shapes: B rows, L prompt, T elements, d hidden size, F features.
 """
@@ -27,9 +28,8 @@ from visspec.types import Scores, State
 class FeatureDrafter(FeatureDrafting):
     """A drafter around a `FeatureHead`, for one loaded target.
 
-    width 1 drafts chains; above it, trees of at most `nodes` nodes grown best first. images=False drafts blind: image
-    latents and global vectors are left out (the vision off-switch of the evaluation). Raises ValueError when the
-    network was made for another target.
+    width 1 drafts chains; above it, dynamic trees of at most `nodes` nodes. images=False drafts without image latents
+    and global vectors (for ablations). Raises ValueError if the network was made for another target.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FeatureDrafter(FeatureDrafting):
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> FeatureDrafter:
-        """A fresh, untrained drafter for a target. `options` are fields of HeadConfig."""
+        """An untrained drafter for a target. `options` are fields of HeadConfig."""
         torch.manual_seed(seed)
         return cls(FeatureHead(config_for(model, **options)), model)
 
@@ -55,7 +55,7 @@ class FeatureDrafter(FeatureDrafting):
         return cls(checkpoint.read(folder, FeatureHead, lambda config: check_target(config, model)), model, **options)
 
     def start(self, state: State, scores: Scores) -> None:
-        """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
+        """Read the prompt: compute keys and values of all elements except the last, which needs the pending token."""
         assert scores.features is not None
         rows = state.rows
         prompt = state.request.prompt[rows]
@@ -80,7 +80,7 @@ class FeatureDrafter(FeatureDrafting):
         return layouts.plan(ids_BL.tolist(), real, frozenset(self.config.image_ids), latents)
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """Ids behind the embedding table stand for images: what they look up is not used."""
+        """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
         return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
 
     def _lesson_layout(self, lesson: Any) -> layouts.Layout:
@@ -92,7 +92,7 @@ class FeatureDrafter(FeatureDrafting):
 
 
 def check_target(config: HeadConfig, model: PreTrainedModel) -> None:
-    """Refuse a model that the drafter was not made for."""
+    """Raises ValueError if the drafter was made for another model."""
     text = model.config.get_text_config()
     family, layers = model.config.model_type, text.num_hidden_layers
     found = {"family": family, "hidden": text.hidden_size, "vocab": vocabulary(model), "target_layers": layers}
@@ -106,7 +106,7 @@ def config_for(model: PreTrainedModel, **options: Any) -> HeadConfig:
     rope = getattr(text, "rope_parameters", None) or {}
     section = tuple(rope.get("mrope_section") or ())
     half = text.hidden_size // heads // 2
-    if section and sum(section) != half:  # the target's heads are of another size: same shares, rounded
+    if section and sum(section) != half:  # if the head size differs, scale the sections
         total = sum(section)
         shares = [half * n // total for n in section]
         section = (half - sum(shares[1:]), *shares[1:])

@@ -1,6 +1,6 @@
 """Checkpoint folders of trained drafters: config.json, model.safetensors, provenance.json. Loading is strict.
 
-Every refusal is a ValueError of one sentence: the argument, the value found, the value expected.
+Errors are ValueErrors of one sentence: the argument, the value found, the value expected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMES = {"hidden": "hidden size", "vocab": "vocabulary", "target_layers": "numbe
 
 
 def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
-    """A `kind.config_class` of a network of this kind. Refuses unknown, missing and mistyped entries."""
+    """A `kind.config_class` of a network of this kind. Raises ValueError for unknown, missing and mistyped entries."""
     data = read_json(check_folder(folder), CONFIG)
     if data.pop("kind", None) != kind.kind:
         raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}")
@@ -41,8 +41,8 @@ def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
 
 
 def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
-    """The network of a checkpoint, of this kind. Nothing is read before `check` has let its target pass, and nothing
-    is allocated before the headers of the weights say that they are those of the configuration.
+    """The network of a checkpoint, of this kind. Weights are read only after `check` and after their headers were
+    compared with the configuration.
     """
     config = read_config(folder, kind)
     check(config)
@@ -55,7 +55,7 @@ def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> A
 
 
 def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-    """Save a network; `dtype` is how the weights are stored (default: as they are)."""
+    """Save a network; `dtype`: of the stored weights (default: unchanged)."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in head.state_dict().items()}
@@ -65,7 +65,7 @@ def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torc
 
 
 def check_target(config: HeadConfig, **found: Any) -> None:
-    """Refuse a target that the drafter was not made for: `found` are fields of the configuration."""
+    """Raises ValueError if the drafter was made for another target: `found` are fields of the configuration."""
     for key, value in found.items():
         if (wanted := getattr(config, key)) != value:
             name = NAMES.get(key, key)

@@ -1,8 +1,8 @@
-"""What feature drafters (EAGLE-type) share: one decoder layer that drafts level by level on the target's hidden states.
+"""Base class of feature drafters (EAGLE-type): one decoder layer that drafts level by level on the target's features.
 
-As the network has one layer, only the *last* element of a catch-up needs attention and MLP: of all others the keys and
-values suffice. So one pass reads the true features of everything accepted since the last round and gives the first
-level's law; each further level is one element a row.
+Because the network has one layer, attention and MLP are only needed for the *last* new element; for the others keys
+and values are sufficient. One pass reads the features of all tokens accepted in the last round and gives the law of the
+first level; each further level is one element per row.
 
 Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V vocabulary, W width of a tree.
 """
@@ -27,20 +27,20 @@ from visspec.models.nets.feature_head import FeatureHead, Folded, rotate, rotati
 from visspec.sampling import propose, warp
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
-GROWING = threading.Lock()  # a thread that needs fewer rotations must not put fewer in another's place
+GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
 FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
 
 
 class FeatureDrafting(Drafter):
-    """A drafter around a `FeatureHead`, less the reading of prompts. width 1 drafts chains; above it, trees of at most
-    `nodes` nodes grown best first.
+    """A drafter with a `FeatureHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
+    of at most `nodes` nodes.
 
     Subclasses define `start` (with `_read_prompt`), `_lesson_layout` and `_following`, and may replace the other hooks.
     """
 
     embed: nn.Embedding
     lm_head: nn.Linear  # or what quantisation has put in its place
-    borrowed: tuple[nn.Module, ...] = ()  # modules of the target, which training leaves alone
+    borrowed: tuple[nn.Module, ...] = ()  # modules of the target, frozen in training
 
     def __init__(self, head: FeatureHead, embed: Any, lm_head: Any, like: Tensor, width: int, nodes: int):
         """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
@@ -59,14 +59,14 @@ class FeatureDrafting(Drafter):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Fold the network's present weights for drafting: to be called after they change."""
+        """Fold the network's current weights for drafting; call it after they change."""
         table, (vocab, d) = None, self.embed.weight.shape
         if vocab * d <= FOLD_LIMIT:
             table = self.embed(torch.arange(vocab, device=self.embed.weight.device))
         self.fold = Folded.of(self.head, table, self.dtype)
 
     def attach(self, target: Any) -> None:
-        """Follow a target, a model or a family, whose device or dtype has changed."""
+        """Adapt to the device and dtype of a target (a model or a family)."""
         like = self._like(target)
         if (like.device, like.dtype) == (self._turns.device, self.dtype):
             return
@@ -79,17 +79,15 @@ class FeatureDrafting(Drafter):
         return torch.empty(0, dtype=target.dtype, device=target.device)
 
     def _embed_again(self, target: Any) -> None:
-        """Where the embedding of drafted ids is no module of the target: make it from the target's present weights."""
+        """Rebuild the embedding of drafted ids from the target's weights, if it is not one of its modules."""
 
     def _turns_to(self, length: int) -> Tensor:
-        """Rotations of at least so many positions. Threads share the drafter and the table that it keeps, so whoever
-        asks goes on with what is returned.
-        """
+        """Rotations of at least `length` positions. The cached table is shared by threads: use the returned one."""
         table = self._turns
         if table.shape[0] >= length:
             return table
         size, theta = self.config.head_size, self.config.rope_theta
-        with torch.inference_mode(False):  # whoever grows them must not forbid later training
+        with torch.inference_mode(False):  # so that the table can be used in training
             table = rotations(2 * length, size, theta, table.device)
         with GROWING:
             if self._turns.shape[0] < table.shape[0]:
@@ -105,7 +103,7 @@ class FeatureDrafting(Drafter):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Layer inputs (B, T, d) and rotations (B, T, C) of a layout's elements, and their context vectors.
 
-        following: the embedding of the token after each; embeddings (B, L, d): what the target took in.
+        following: the embedding of the token after each; embeddings (B, L, d): input embeddings of the target.
         """
         head, dtype = self.head, self.head.fc.weight.dtype
         embed = self._next_embeddings(layout, following_BLd)
@@ -122,14 +120,14 @@ class FeatureDrafting(Drafter):
         return layouts.pick(following_BLd, index).to(self.head.fc.weight.dtype)
 
     def _read_prompt(self, state: State, memory: Memory, lengths: list[int], x: Tensor, turn: Tensor, last: Tensor):
-        """Keys and values of all elements of a prompt but the last, which waits, with its feature `last` (B, 1, F)."""
+        """Compute keys and values of a prompt's elements except the last, stored with its feature (B, 1, F)."""
         _, key, value = self.head.project(x, turn)
         memory.write_prompt(torch.cat([key, value], dim=2).to(self.fold.qkv.dtype), lengths)
         memory.add(state.pending[:, None], last, [1] * len(lengths))
         state.memory = memory
 
     def propose(self, state: State, depth: int) -> Draft:
-        """A chain of `depth` levels, or a tree. Coupled to the noise of the positions it drafts, or with its law."""
+        """A chain of `depth` levels, or a tree. Coupled to the positions' noise, or sampled with its law."""
         memory: Memory = state.memory
         feature_Bd = self._catch_up(memory, depth)
         if self.width > 1:
@@ -148,7 +146,7 @@ class FeatureDrafting(Drafter):
         return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Keep the true features of the accepted nodes; they are read at the next proposal."""
+        """Store the target's features of the accepted nodes for the next proposal."""
         assert scores.features is not None
         counts = [len(path) for path in outcome.path]
         width = max(counts)
@@ -166,12 +164,12 @@ class FeatureDrafting(Drafter):
         state.memory.select(keep)
 
     def _entered(self, token: Tensor, state: State, level: int) -> Tensor:
-        """Drafted ids (B,) or (B, W) of a level as the next level reads them."""
+        """Drafted ids (B,) or (B, W) of a level as input of the next level."""
         return token
 
     def _logits(self, feature: Tensor) -> Tensor:
         weight = self.lm_head.weight
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():  # packed: only the head can read it
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():  # packed weights: use the head
             return self.lm_head(feature.to(self.dtype))
         return F.linear(feature.to(weight.dtype), weight, self.lm_head.bias)
 
@@ -188,7 +186,7 @@ class FeatureDrafting(Drafter):
         return torch.addmm(base.flatten(0, -2), feature.flatten(0, -2), fold.feature_in)
 
     def _catch_up(self, memory: Memory, depth: int) -> Tensor:
-        """Read the elements that wait, and predict the feature after each row's pending token, (B, d)."""
+        """Process the stored elements and predict the feature after each row's pending token, (B, d)."""
         token_BT, feature_BTF, counts = memory.take()
         rows, width = token_BT.shape
         memory.reserve(memory.end + width + depth * self.width)
@@ -212,14 +210,14 @@ class FeatureDrafting(Drafter):
         heads, size = self.config.heads, self.config.head_size
         qkv = torch.mm(_unit(x_Nd), self.fold.qkv).view(rows, width, 3 * heads, size)
         turned = qkv[:, :, : 2 * heads]
-        if qkv.dtype == torch.float32:  # in place: two calls less, each as dear as a small matrix product
+        if qkv.dtype == torch.float32:  # in place, which saves two calls
             torch.view_as_complex(turned.unflatten(-1, (-1, 2))).mul_(turn_BTC[:, :, None])
         else:
             turned.copy_(rotate(turned, turn_BTC))
         return qkv
 
     def _level(self, memory: Memory, x_Bd: Tensor, level: int) -> Tensor:
-        """One element a row, written behind the `level` drafted before it: the predicted feature (B, d)."""
+        """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
         qkv = self._project(x_Bd, x_Bd.shape[0], 1, memory.turn(memory.table, level)[:, None])
         memory.write(qkv[:, :, self.config.heads :], level)
         return self._finish(x_Bd, memory.attend(qkv[:, 0, : self.config.heads], level + 1))
@@ -232,11 +230,11 @@ class FeatureDrafting(Drafter):
         return _unit(x).mul_(fold.norm_out)
 
     def _growing(self, state: State, depth: int) -> Any:
-        """What a tree grows by: `trees.Growing`, best first (EAGLE-2), or something with its two methods."""
+        """The tree builder: `trees.Growing` (EAGLE-2) or an object with its two methods."""
         return trees.Growing(state.pending, self.width)
 
     def _tree(self, state: State, memory: Memory, feature_Bd: Tensor, depth: int) -> Draft:
-        """Grow a tree. Under noise a child counts by its law *given* the noise of its position."""
+        """Grow a tree. With noise, children are ranked by their law *given* the noise of their position."""
         growing, rows = self._growing(state, depth), feature_Bd.shape[0]
         feature_BWd, seen = feature_Bd[:, None], None
         for level in range(depth):

@@ -1,7 +1,7 @@
-"""From a prompt to the draft sequence: which elements it has, where each comes from, and their layer inputs.
+"""The draft sequence of a prompt: its elements, their sources and their layer inputs.
 
 Text token t becomes the element (feature of t, embedding of t + 1). The slots of an image run become `image_latents`
-elements at the *original* positions of the run's last slots. Everything is planned on the host, once per request.
+elements at the *original* positions of the run's last slots. Computed on the host, once per request.
 
 Shapes: B rows, L prompt, T elements (rows are packed to the left, padded on the right), R runs, S slots of a run,
 d hidden size, F features.
@@ -19,21 +19,21 @@ from visspec.models.nets.feature_head import FeatureHead
 
 @dataclass(frozen=True)
 class Layout:
-    """The elements of a batch of prompts. Index tensors are (B, T); 0 where a row has no such element."""
+    """The elements of a batch of prompts. Index tensors are (B, T); 0 at padding."""
 
     lengths: list[int]  # elements of each row
     token: Tensor  # index t of a text element's feature
-    slot: Tensor  # prompt index whose position ids the element takes
+    slot: Tensor  # prompt index of the element's position ids
     latent: Tensor  # 1 + index among all latents of the batch, or 0 for text
-    image: Tensor  # 1 + index of the newest run before the element, or 0
-    last_image: Tensor  # (B,) the same for everything that is generated
+    image: Tensor  # 1 + index of the last run before the element, or 0
+    last_image: Tensor  # (B,) the same for generated tokens
     runs: list[tuple[int, int, int]]  # (row, start, end) of every image run
 
 
 def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], latents: int) -> Layout:
-    """Plan the elements of prompts, all but the one that waits for the first generated token (their last).
+    """The elements of prompts, except the last, which needs the first generated token.
 
-    ids: prompts of equal length. real: false at padding. With latents 0 image slots vanish.
+    ids: prompts of equal length. real: false at padding. With latents 0 image slots have no elements.
     """
     runs: list[tuple[int, int, int]] = []
     rows, newest = [], []
@@ -65,7 +65,7 @@ def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozens
 
 
 def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:
-    """A layout that goes on into answers of `answers[b]` tokens: text elements from the prompt's last token on.
+    """Extend a layout by answers of `answers[b]` tokens: text elements from the prompt's last token on.
 
     The answer's last token has no feature and the one before it is the last that an element can start from.
     """

@@ -1,7 +1,7 @@
-"""What a feature drafter remembers of a request: draft keys and values by slot, and the features it has yet to read.
+"""State of a feature drafter for a request: draft keys and values by slot, and features not yet processed.
 
-Row b owns slots [0, lengths[b]) of elements read with true features; what is drafted is written behind them and simply
-overwritten in the next round. Rows may differ in length; the host knows all lengths, so nothing synchronises.
+Row b has slots [0, lengths[b]) for elements with the target's features; drafted elements are written after them and
+overwritten in the next round. Row lengths may differ and are stored on the host, so nothing synchronises.
 
 Shapes: B rows, T elements, S slots, H heads, E head size, C = E / 2 rotations, W frontier width, M drafted tree nodes.
 """
@@ -22,9 +22,9 @@ class Memory:
 
     def __init__(self, heads: int, first: list[int]):
         self.heads = heads
-        self.positions = first  # position of each row's next unread element
+        self.positions = first  # position of each row's next element
         self.lengths: list[int] = [0] * len(first)
-        self.shift: Tensor | None = None  # (B, d) what the newest global vector adds to a layer input
+        self.shift: Tensor | None = None  # (B, d) term of the last global vector in a layer input
         self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
         self.kv = torch.empty(0)
         self.table = torch.empty(0)  # rotations by position, as far as this draft goes
@@ -42,7 +42,7 @@ class Memory:
         self._values = self.kv[:, :, self.heads :].transpose(1, 2)
 
     def _measure(self) -> None:
-        """What the next passes need to know of the rows' lengths and positions."""
+        """Update data derived from the rows' lengths and positions."""
         device = self.kv.device
         self.even = min(self.lengths) == max(self.lengths) and min(self.positions) == max(self.positions)
         self.end = max(self.lengths)
@@ -60,11 +60,11 @@ class Memory:
             self._view()
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
-        """Elements to read later: counts[b] real ones in row b, padded on the right."""
+        """Store elements to be processed later: counts[b] in row b, padded on the right."""
         self.waiting.append((token_BT, feature_BTF, counts))
 
     def take(self) -> tuple[Tensor, Tensor, list[int]]:
-        """All waiting elements as one block, each row packed to the left."""
+        """Remove and return all stored elements as one block, each row packed to the left."""
         waiting, self.waiting = self.waiting, []
         if len(waiting) == 1:
             return waiting[0]
@@ -95,7 +95,7 @@ class Memory:
         return table_PC[self._position_B + level]
 
     def added(self, width: int) -> Tensor | None:
-        """What the context adds to the layer inputs of the next `width` elements, (1|B, 1|T, d)."""
+        """Context term of the layer inputs of the next `width` elements, (1|B, 1|T, d)."""
         return None if self.shift is None else self.shift[:, None]
 
     def added_at(self, level: int) -> Tensor | None:
@@ -103,7 +103,7 @@ class Memory:
         return self.added(1)
 
     def write(self, kv_BTHE: Tensor, offset: int = 0) -> None:
-        """Store a block `offset` slots behind what is read. Padding lands on free slots that no query sees."""
+        """Write a block `offset` slots after the processed elements. Padding is written to unused slots."""
         width = kv_BTHE.shape[1]
         if self.even:
             self.kv[:, self.end + offset : self.end + offset + width] = kv_BTHE
@@ -112,13 +112,13 @@ class Memory:
             self.kv[self._row_B[:, None], slot] = kv_BTHE
 
     def advance(self, counts: list[int]) -> None:
-        """The first counts[b] elements of the block just written are read."""
+        """Mark the first counts[b] elements of the block just written as processed."""
         self.lengths = [n + c for n, c in zip(self.lengths, counts)]
         self.positions = [p + c for p, c in zip(self.positions, counts)]
         self._measure()
 
     def attend(self, query_BHE: Tensor, drafted: int) -> Tensor:
-        """One query a row over all it has read and `drafted` elements behind, (B, H * E)."""
+        """Attention of one query per row over processed elements and `drafted` further ones, (B, H * E)."""
         extent = self.end + drafted
         mask = None
         if not self.even:
@@ -129,7 +129,7 @@ class Memory:
         return mixed.reshape(query_BHE.shape[0], -1)
 
     def attend_tree(self, query_BWHE: Tensor, seen_BWM: Tensor) -> Tensor:
-        """A frontier's queries over all that is read and the tree nodes they hang from, (B, W, H * E)."""
+        """Attention of a frontier's queries over processed elements and their ancestors in the tree, (B, W, H * E)."""
         rows, width, nodes = seen_BWM.shape
         extent = self.end + nodes
         if self.even:

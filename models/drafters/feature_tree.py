@@ -1,8 +1,8 @@
-"""Static trees of drafts (LANTERN++): their shape is known beforehand, their tokens are drawn without replacement.
+"""Static trees of drafts (LANTERN++): a fixed shape with tokens sampled without replacement.
 
-The order of the Gumbel-perturbed log-law is a sequence of draws without replacement, so one vector of Gumbel numbers a
-position gives all siblings of a node, and a sibling's law is the node's law without the siblings before it. Cousins
-share the numbers of their position: at most one of them is ever reached.
+Sorting the Gumbel-perturbed log-law gives samples without replacement, so one Gumbel vector per position gives all
+siblings of a node, and a sibling's law is the node's law without the earlier siblings. Nodes of the same depth share
+the numbers of their position, because at most one of them is reached.
 
 Shapes: B rows, N nodes, W frontier width, M nodes of a level, K children, V vocabulary.
 """
@@ -20,8 +20,8 @@ from visspec import tree as trees
 from visspec.laws import Categorical
 from visspec.types import Draft, Tree
 
-MOST_CHILDREN = 32  # acceptance rules keep coins for so many siblings
-SHARE = 0.6  # of a sibling in the chances of the sibling before it: decides who gets children
+MOST_CHILDREN = 32  # limit of the acceptance rules' random numbers per position
+SHARE = 0.6  # assumed probability ratio of adjacent siblings, for assigning children
 
 
 def parse(shape: str | int) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def parse(shape: str | int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes of one depth, by parent and rank: where they hang in the frontier above, and which get children."""
+    """Nodes of one depth, by parent and rank, and which of them have children."""
 
     parent: Tensor  # (M,) index in the frontier above
     rank: Tensor  # (M,) siblings before it
@@ -50,8 +50,8 @@ class Level:
 
 @lru_cache(maxsize=64)
 def plan(counts: tuple[int, ...], device: str) -> tuple[Tree, list[Level]]:
-    """The tree of so many nodes a depth. Children go to the likeliest (parent, rank), where every rank is SHARE times
-    as likely as the one before it.
+    """The tree of so many nodes a depth. Children are assigned to the most likely (parent, rank), if every rank is
+    SHARE times as likely as the one before.
     """
     parents, above = [-1], [(0, 1.0)]  # above: node and chances of each node of the depth before
     levels: list[dict[str, list[int]]] = []
@@ -82,7 +82,7 @@ def plan(counts: tuple[int, ...], device: str) -> tuple[Tree, list[Level]]:
 
 
 class Planned:
-    """A static tree under growth, with the methods of `trees.Growing`. Without numbers children are the likeliest."""
+    """Builds a static tree; methods as in `trees.Growing`. Without random numbers: the most likely children."""
 
     def __init__(self, pending_B: Tensor, counts: tuple[int, ...], gumbel_BTV: Tensor | None):
         self.tree, self.levels = plan(counts, str(pending_B.device))
@@ -110,7 +110,7 @@ class Planned:
         return token_BM[:, level.open], hangs.expand(len(token_BM), -1)
 
     def finish(self, nodes: int) -> Draft:
-        """The draft. `nodes` is for grown trees."""
+        """The draft. `nodes` is ignored."""
         q = None
         if self.laws:
             q = Categorical(p=torch.cat([torch.zeros_like(self.laws[0][:, :1]), *self.laws], dim=1))
@@ -118,7 +118,7 @@ class Planned:
 
 
 def _conditional(logp_BWV: Tensor, child_BWK: Tensor) -> Tensor:
-    """The law of each child given the siblings before it, (B, W, K, V); zero where nothing is left."""
+    """The law of each child given the siblings before it, (B, W, K, V); zero if no mass is left."""
     laws, rest = [], logp_BWV
     for rank in range(child_BWK.shape[-1]):
         laws.append(rest.softmax(dim=-1).nan_to_num(0.0))

@@ -1,8 +1,8 @@
-"""The feature drafter of image tokens (EAGLE-type, as LANTERN uses): one stream under guidance, an own head of codes.
+"""The feature drafter of image tokens (EAGLE-type, as in LANTERN): one stream under guidance, a separate code head.
 
-It drafts chains, trees grown best first (LANTERN) or static trees drawn without replacement (LANTERN++). Under a rule
-with coins of its own, chains and static trees report the law of every node; grown trees are point masses. Under the
-`exact` rule everything is coupled to the target's noise.
+It drafts chains, dynamic trees (LANTERN) or static trees sampled without replacement (LANTERN++). For rules with their
+own random numbers, chains and static trees report the law of every node, and dynamic trees are point masses. For the
+rule `exact` all drafts are coupled to the target's noise.
 
 Shapes: B rows, L prompt, T positions of the image, d hidden size, F features, V ids.
 """
@@ -32,12 +32,12 @@ from visspec.sampling import Gumbel, derived
 from visspec.types import FREE, Draft, Outcome, Request, Scores, State, Verdict
 
 TREES = ("chain", "dynamic", "static")
-OTHER_SCALE = 1.5  # guidance further from what was taught than this factor is warned of
+OTHER_SCALE = 1.5  # warn if the guidance differs by more than this factor from training
 IMPOSSIBLE = -1e4  # logit of grammar ids, which are never drafted: probability 0 in float32
 
 
 class ImageMemory(Memory):
-    """Memory of a request with what each position adds, by position id (P, d), and the drafter's own numbers."""
+    """Memory with position embeddings (P, d) and the drafter's random numbers."""
 
     places: Tensor
     coins: Gumbel | None = None
@@ -57,8 +57,8 @@ class ImageMemory(Memory):
 class ImageFeatureDrafter(FeatureDrafting):
     """A drafter around an `ImageHead`, for one image model (or its `Family`).
 
-    tree: "chain" of `levels`; "dynamic", the best `nodes` of a tree that grows `width` wide; "static", of `shape` nodes
-    a depth. Raises ValueError for other options, or when the network was made for another target.
+    tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
+    nodes per depth. Raises ValueError for other options, or when the network was made for another target.
     """
 
     head: ImageHead
@@ -131,7 +131,7 @@ class ImageFeatureDrafter(FeatureDrafting):
         if not self.warned and not taught / OTHER_SCALE <= scale <= taught * OTHER_SCALE:
             self.warned = True
             warnings.warn(
-                f"guidance: got {scale}, the drafter learned {taught}; fewer of its drafts will be accepted",
+                f"guidance: got {scale}, the drafter was trained with {taught}; fewer of its drafts will be accepted",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
 
@@ -182,13 +182,13 @@ class ImageFeatureDrafter(FeatureDrafting):
         return torch.cat([lesson.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
 
     def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """As in the base; positions that the grammar fixes do not count."""
+        """As in the base class; positions fixed by grammar are masked."""
         free = lesson.logits.argmax(dim=-1) < self.config.codes
         return [(logits, feature, mask & free) for logits, feature, mask in super().rollout(lesson, steps)]
 
 
 class Teaching(ImageAR):
-    """The target as `train.capture` wants it: the scores of the prefill also tell positions, padding and embeddings."""
+    """Target for `train.capture`: the scores of the prefill include positions, padding and embeddings."""
 
     def __init__(self, family: Family):
         super().__init__(family, features=True)
@@ -206,13 +206,13 @@ class Teaching(ImageAR):
 
 @torch.no_grad()
 def embedding(family: Family, vocab: int) -> nn.Embedding:
-    """What a family makes of each id, as a table."""
+    """Embedding table of a family's ids."""
     ids = torch.arange(vocab, device=next(family.decoder.parameters()).device)
     return nn.Embedding.from_pretrained(family.embed(ids).detach())
 
 
 def check_target(config: ImageHeadConfig, family: Family) -> None:
-    """Refuse a model that the drafter was not made for."""
+    """Raises ValueError if the drafter was made for another model."""
     decoder, vocab = family.decoder.config, family.codes + family.grammar
     layers = decoder.num_hidden_layers
     checkpoint.check_target(

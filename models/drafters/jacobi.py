@@ -1,19 +1,19 @@
-"""Jacobi windows: the target's own laws of the last pass are the next draft. Nothing to train. B rows, N nodes.
+"""Jacobi windows: drafts from the target's laws of the previous pass, without training. B rows, N nodes.
 
-After a pass, the law at every window position is known for the drafts before it; whatever was not accepted is drawn
-again from it and becomes the next draft, with that law as its q (speculative Jacobi decoding: Teng et al., ICLR 2025).
-`redraw` says how the new draft hangs on the old one:
+After a pass, the law at every window position is known for the drafts before it; rejected positions are sampled
+again from it and form the next draft, with that law as q (speculative Jacobi decoding: Teng et al., ICLR 2025).
+`redraw` is the dependence of the new draft on the old one:
 
-    gumbel       the position's own noise, the one the target will use: token-identical to plain sampling with `exact`
-    maximal      the old draft is kept with probability min(1, p_new/p_old), else drawn from the residual: the maximal
+    gumbel       the position's noise, as used by the target: token-identical to plain sampling with `exact`
+    maximal      the old draft is kept with probability min(1, p_new/p_old), else sampled from the residual: the maximal
                  coupling of the two laws (speculative coupled decoding, 2025)
-    independent  drawn afresh (the published SJD)
+    independent  sampled independently (the published SJD)
 
-and `start` what a position holds that has no law yet: "random" code, that of its "left" or "above" neighbour.
+`start` initialises positions without a law: a "random" code, or that of the "left" or "above" neighbour.
 
-With `branch` above 1 the first `deep` positions, those that follow the last rejection, hold that many candidates each,
-without replacement, in a full tree whose first branch is the window (proactive drafting: SJD-PAC, CVPR 2026). Laws that
-hardly depend on the rejected code make use of it; it costs branch + branch^2 + ... nodes a pass.
+With `branch` above 1 the first `deep` positions, after the last rejection, have that many candidates each, sampled
+without replacement, in a full tree whose first branch is the window (proactive drafting: SJD-PAC, CVPR 2026). It helps
+if laws depend little on the rejected code; it needs branch + branch^2 + ... nodes per pass.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, 
 
 REDRAWS = ("gumbel", "maximal", "independent")
 STARTS = ("random", "left", "above")
-NARROWEST = 4  # positions of a window, however many rows there are
+NARROWEST = 4  # minimum window, for any number of rows
 MOST_NODES = 512  # of a proactive tree
 UNKNOWN = -1
 
 
 @dataclass
 class Window:
-    """What is drafted for the next positions, nearest first. Every q is the law its token was really drawn from."""
+    """Drafts of the next positions, in order. Every q is the law its token was sampled from."""
 
     tokens: Tensor  # (B, W)
     q: Tensor | None  # (B, W, V); None where drafts are point masses or coupled to the target's own noise
-    coins: Noise | None  # the drafter's own numbers, never the rule's; None without q
+    coins: Noise | None  # the drafter's random numbers, independent of the rule's; None without q
 
 
 class Jacobi(Drafter):
-    """Windows of `window` positions. redraw "auto" is gumbel where the rule uses the target's noise, else maximal.
+    """Windows of `window` positions. redraw "auto" is gumbel for rules that use the position's noise, else maximal.
 
-    nodes: positions of all rows of a pass together, above which windows get narrower, down to 4; only under rules that
-    follow the target's own noise, where tokens do not depend on it. branch, deep: of the proactive tree; for rules that
-    toss coins of their own, and not for redraw "gumbel".
+    nodes: maximum number of positions over all rows of a pass; windows are narrowed for it, down to 4, but only with
+    rules that use the position's noise, so that tokens don't depend on it. branch, deep: of the proactive tree; only
+    for rules with their own random numbers, and not for redraw "gumbel".
 
-    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS, and for a tree that does not fit. The
-    redraws maximal and independent are refused beside a rule without coins of its own (`exact`).
+    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS, and for an invalid tree. The
+    redraws maximal and independent are not supported with rules without their own random numbers (`exact`).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Jacobi(Drafter):
             raise ValueError(f"nodes: got {nodes}, expected at least 1")
         self.window, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
         self.branch, self.deep = branch, deep
-        # a rule without coins of its own could judge neither candidates beside the window nor such draws
+        # rules without their own random numbers support neither candidates nor sampled drafts
         samples = branch > 1 or redraw in ("maximal", "independent")
         self.traits = DrafterTraits(levels=window, samples=samples, trees=branch > 1, adaptive_depth=False)
 
@@ -110,9 +110,9 @@ class Jacobi(Drafter):
         return Draft(nodes, tree, Categorical(p=torch.cat([q, laws_BMV[:, pick]], dim=1)), real)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Shift every row by what it gained, draw again where this pass gave a law, begin anew beyond the old window.
+        """Shift every row by its new tokens, sample again from the new laws, initialise the positions after.
 
-        With l = verdict.length the old node l + j stands where the new window's position j + 1 is (j counted from 0),
+        With l = verdict.length the old node l + j is at position j + 1 of the new window (j from 0),
         and the law of that position is the one after old node l + j.
         """
         old: Window = state.memory
@@ -126,10 +126,10 @@ class Jacobi(Drafter):
         else:
             assert old.coins is not None  # it comes with q
             p_BWV, q_BWV = logp_BWV.softmax(dim=-1), _take(old.q, at_BW)
-            if self.redraw == "gumbel":  # such numbers belong to a position
+            if self.redraw == "gumbel":  # noise is indexed by position
                 old.coins.advance([len(t) for t in outcome.tokens])
             drawn = self._drawn(p_BWV, tokens, q_BWV, stands_BW, old.coins)
-            if self.redraw != "gumbel":  # coins are fresh in every round
+            if self.redraw != "gumbel":  # new random numbers in every round
                 old.coins.advance([width] * len(outcome.tokens))
             q_BWV = torch.where(judged_BW[..., None], p_BWV, q_BWV)
             window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.coins)
@@ -144,7 +144,7 @@ class Jacobi(Drafter):
 
     def _candidates(self, window: Window, deep: int) -> tuple[Tensor, Tensor, Tensor]:
         """`branch` candidates of each of the first positions, rank by rank: (B, deep * branch); the law of each given
-        those before it, (B, deep * branch, V); and which exist: where nothing is left there is none.
+        those before it, (B, deep * branch, V); and which exist: none if no mass is left.
         """
         assert window.q is not None and window.coins is not None
         token_BD, law_BDV, u_BDX = window.tokens[:, :deep], window.q[:, :deep], window.coins.window(deep)
@@ -160,13 +160,13 @@ class Jacobi(Drafter):
         return torch.stack(tokens, 2).flatten(1), torch.stack(laws, 2).flatten(1, 2), torch.stack(real, 2).flatten(1)
 
     def _coupled(self, logp_BWV: Tensor, state: State) -> Tensor:
-        """The token that each position will hold if its law stays as it is: argmax under the position's own noise."""
+        """The token of each position under its current law: argmax with the position's noise."""
         if state.noise is None:
             return logp_BWV.argmax(dim=-1)
         return (logp_BWV + state.noise.window(logp_BWV.shape[1])[..., : logp_BWV.shape[-1]]).argmax(dim=-1)
 
     def _drawn(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, coins: Noise) -> Tensor:
-        """Draws from p, coupled to the old draft as `redraw` says."""
+        """Samples from p, coupled to the old draft by `redraw`."""
         u_BWX = coins.window(p_BWV.shape[1])
         if self.redraw == "gumbel":
             return (p_BWV.log() + u_BWX).argmax(dim=-1)
@@ -178,7 +178,7 @@ class Jacobi(Drafter):
         return torch.where(kept_BW, old_BW, draw(rest_BWV, u_BWX[..., 1]))
 
     def _extended(self, state: State, window: Window, known_B: Tensor, vocab: int, width: int) -> Window:
-        """The window at full width: entries from `known_B` on begin as `start` says, and q says how."""
+        """The window at full width: entries from `known_B` on are initialised by `start`, with their law in q."""
         rows = len(window.tokens)
         missing = width - window.tokens.shape[1]
         tokens_BW, q_BWV = window.tokens, window.q
@@ -206,8 +206,8 @@ class Jacobi(Drafter):
         return Window(tokens_BW, q_BWV, window.coins)
 
     def _last_code(self, state: State, known_B: Tensor, width: int) -> Tensor:
-        """The last of the pending token and the first `known_B` entries that no grammar fixes, (B,): what a grid is
-        begun with behind a row end. 0 where there is none.
+        """The last code among the pending token and the first `known_B` entries, (B,), used to initialise after a row
+        end. 0 if there is none.
         """
         place_W = torch.arange(width + 1, device=known_B.device)
         free_BW = (held(state, place_W[None]) == FREE) & (place_W <= known_B[:, None])
@@ -215,7 +215,7 @@ class Jacobi(Drafter):
 
     def _random(self, state: State, window: Window, vocab: int, width: int) -> Tensor:
         """A uniform id for each entry: (B, W)."""
-        if window.coins is None or self.redraw == "gumbel":  # all laws equal: the noise alone decides
+        if window.coins is None or self.redraw == "gumbel":  # uniform law, sampled by the noise
             noise = state.noise if window.coins is None else window.coins
             return noise.window(width)[..., :vocab].argmax(dim=-1)
         u_BW2 = window.coins.window(width)
@@ -223,7 +223,7 @@ class Jacobi(Drafter):
         return (u_BW2[..., 0] * vocab).long().clamp(max=vocab - 1)
 
     def _above(self, state: State, width: int) -> Tensor:
-        """The code one image row above each entry, UNKNOWN where that is not known yet: (B, W)."""
+        """The code one image row above each entry, or UNKNOWN: (B, W)."""
         if state.request.grid is None:
             raise ValueError("start: got 'above' for output without a grid, expected 'left' or 'random'")
         stride = state.request.stride
@@ -237,8 +237,8 @@ class Jacobi(Drafter):
 
 @lru_cache(maxsize=256)
 def proactive(depth: int, deep: int, branch: int, device: str) -> tuple[Tree, Tensor]:
-    """A window of `depth` nodes, then what makes its first `deep` levels a full tree; and which candidate, counted
-    level by level and rank by rank, each of those further nodes holds.
+    """A window of `depth` nodes, followed by the nodes that complete its first `deep` levels to a full tree; and the
+    index of the candidate, by level and rank, of each of those nodes.
     """
     parents, level, pick = list(range(-1, depth)), [0], []
     for d in range(1, deep + 1):
@@ -256,6 +256,6 @@ def proactive(depth: int, deep: int, branch: int, device: str) -> tuple[Tree, Te
 
 
 def _take(laws_BNV: Tensor, at_BW: Tensor) -> Tensor:
-    """Rows of a stack of laws, the last one where there is none so far: (B, W, V)."""
+    """Rows of a stack of laws, the last one if the index is out of range: (B, W, V)."""
     index = at_BW.clamp(max=laws_BNV.shape[1] - 1)[..., None]
     return laws_BNV.gather(1, index.expand(-1, -1, laws_BNV.shape[-1]))

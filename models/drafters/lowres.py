@@ -1,13 +1,13 @@
-"""A low-resolution sibling of the target drafts: it draws the whole image small, an up-sampler makes codes of it.
+"""Drafts from a low-resolution model: it generates a small image, and an up-sampler converts it to codes.
 
-The sibling speaks the target's codes and reads its prompts (MuLo-SD, 2601.05149, drafts so). It decodes plainly, with
-the request's guidance and warp, numbers of its own and none of the request's processors. Up-samplers:
+The low-resolution model shares the target's codes and prompts (as in MuLo-SD, 2601.05149). It uses plain decoding with
+the request's guidance and warp, separate random numbers and without the request's processors. Up-samplers:
 
     bicubic   the small image in pixels, enlarged, and encoded by the target's own VQ encoder
-    latent    every code repeated over the places it covers (nearest neighbour in the codes' latent space)
-    (folder)  a trained one's likeliest codes (`models.nets.upsampler`)
+    latent    every code repeated over the positions it covers (nearest neighbour in the codes' latent space)
+    (folder)  the most likely codes of a trained up-sampler (`models.nets.upsampler`)
 
-In the ordinary loop the codes are point masses, proposed in chains of `window`. `visspec.loop.wavefront.Islands` takes
+In raster order the codes are point masses, proposed in chains of `window`. `visspec.loop.wavefront.Islands` takes
 the whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
 """
 
@@ -42,8 +42,8 @@ class Drawn:
 
 
 class LowRes(Drafter):
-    """family: the sibling; target: the family it drafts for, or None until `attach`; window: codes proposed at a time,
-    in the ordinary loop.
+    """family: the low-resolution model; target: the family it drafts for, or None until `attach`; window: codes
+    proposed at a time, in raster order.
 
     Raises ValueError for an unknown up-sampler or one of another codebook, and for a sibling with another codebook or
     tokenizer or a larger grid.
@@ -70,7 +70,7 @@ class LowRes(Drafter):
     def start(self, state: State, scores: Scores) -> None:
         fixed, total = state.request.fixed, state.request.max_new_tokens
         codes_BN = self.sketch(state)
-        drawn_BT = codes_BN.new_zeros(len(state.rows), total)  # the guard puts grammar where it belongs
+        drawn_BT = codes_BN.new_zeros(len(state.rows), total)  # the guard inserts grammar tokens
         free = torch.arange(total) if fixed is None else (fixed[:total] == FREE).nonzero()[:, 0]
         drawn_BT[:, free[-codes_BN.shape[1] :].to(drawn_BT.device)] = codes_BN  # a preview before it is not drafted
         rows: list[list[int]] = [[] for _ in state.tokens]
@@ -94,7 +94,7 @@ class LowRes(Drafter):
 
     @torch.inference_mode()
     def small(self, state: State) -> Tensor:
-        """(B, S) codes of the small images: plain decoding, drawn with numbers derived from each row's own."""
+        """(B, S) codes of the small images by plain decoding, with generators derived from each row's."""
         sampling = replace(state.request.sampling, processors=())
         prompt = self._prompt(state, sampling.guidance != 1.0)
         layout = self.layout
@@ -116,7 +116,7 @@ class LowRes(Drafter):
                 raise ValueError(f"upsample: got a grid of {grid}, expected {factor} times {(rows, columns)}")
             return self.learned(small_BS.view(-1, rows, columns)).argmax(dim=-1).flatten(1)
         if self.upsample == "latent":
-            places = small_BS.view(-1, 1, rows, columns).float()  # ids below 2**24 survive
+            places = small_BS.view(-1, 1, rows, columns).float()  # ids below 2**24 are exact
             return F.interpolate(places, size=grid, mode="nearest-exact").long().flatten(1)
         pixels = self.family.pixels(small_BS, self.layout)
         size = pixels.shape[2] // rows * grid[0], pixels.shape[3] // columns * grid[1]
@@ -124,7 +124,7 @@ class LowRes(Drafter):
         return encoded(self.target, F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp(0, 1))
 
     def _prompt(self, state: State, guided: bool) -> Prompt:
-        """The live rows' prompts as the sibling reads them: from the request's texts where it has them, else ids."""
+        """The live rows' prompts for the low-resolution model: from the request's texts if any, else ids."""
         texts, given = state.request.media.get("texts"), state.request.inputs
         if texts is not None:
             if len(texts) != len(given.ids):
@@ -136,7 +136,7 @@ class LowRes(Drafter):
 
 
 def derived(parent: torch.Generator) -> torch.Generator:
-    """A generator seeded by the next number of `parent`, which is not spent: the row's own noise stays as it is."""
+    """A generator seeded by the next number of `parent`, which is not consumed: the row's noise is unchanged."""
     return spending(parent.clone_state())
 
 
@@ -167,7 +167,7 @@ def encoded(family: Family, pixels: Tensor) -> Tensor:
 
 
 def check_siblings(family: Family, target: Family) -> None:
-    """Raises ValueError where a sibling's codes or prompts are not the target's."""
+    """Raises ValueError if the low-resolution model's codes or prompts differ from the target's."""
     own, wanted = family.codebook, target.codebook
     if own is None or wanted is None:
         raise ValueError("family: got a model without a codebook, expected one that shares the target's")
@@ -182,7 +182,7 @@ def check_siblings(family: Family, target: Family) -> None:
 
 
 def _vocabulary(family: Family) -> Any:
-    """What must agree for prompts to mean the same: the tokenizer's words, or how many ids there are without one."""
+    """Data that must be equal for compatible prompts: the tokenizer's vocabulary, or the number of ids without one."""
     processor = getattr(family, "processor", None)
     tokenizer = getattr(processor, "tokenizer", processor)
     words = tokenizer.get_vocab() if tokenizer is not None and hasattr(tokenizer, "get_vocab") else None

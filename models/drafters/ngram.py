@@ -1,7 +1,8 @@
-"""Prompt lookup: what followed the last time the newest tokens were seen (Saxena, "Prompt lookup decoding", 2023).
+"""Prompt lookup: drafts what followed the last occurrence of the newest tokens (Saxena, "Prompt lookup decoding",
+2023).
 
-Works for every target, costs nothing on the device, pays where the answer repeats the prompt or itself. The search runs
-on the host over ids the host already has; placeholders of images are never matched into a draft (the guard bans them).
+Works for all targets, uses no device time, and helps if the output repeats the prompt or itself. The search runs on
+the host on ids that are already there; image placeholders are never drafted (the guard rejects them).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A smaller stock model as the drafter, in our own loop: a vision-language one sees the image, a text one fits all.
+"""A smaller transformers model as drafter; vision-language models get the image, text models drop it.
 
-transformers' own assisted generation hands a vision-language assistant no pixels, takes batch 1 only and re-runs its
-prefill; here the small model has its own slot cache per request and is rolled back by addressing. Shapes: B rows,
+transformers' assisted generation passes no pixels to a vision-language assistant, supports batch size 1 only and
+repeats its prefill. Here the small model has a slot cache per request, and rollback copies nothing. Shapes: B rows,
 M tokens to catch up with, V vocabulary.
 """
 
@@ -19,7 +19,7 @@ from visspec.models.targets.hf_decoder import HFDecoder, describe
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
-VOCABULARY_PADDING = 1024  # models of one family round their vocabulary up differently; the ids in use are the same
+VOCABULARY_PADDING = 1024  # models of one family pad their vocabulary differently; the used ids are the same
 
 
 class SmallModel(Drafter):
@@ -74,7 +74,7 @@ class SmallModel(Drafter):
         keep = ~self._is_content(prompt)
         if (attention := request.inputs.get("attention_mask")) is not None:
             keep &= attention.bool()
-        order = keep.long().argsort(dim=1, stable=True)  # dropped ids first: left padding
+        order = keep.long().argsort(dim=1, stable=True)  # move dropped ids to the left as padding
         longest = int(keep.sum(dim=1).max())
         ids = torch.where(keep, prompt, 0).gather(1, order)[:, -longest:]
         return {"input_ids": ids, "attention_mask": keep.gather(1, order)[:, -longest:].long()}
@@ -107,7 +107,7 @@ class SmallModel(Drafter):
         return categorical(self.target.verify(memory.own, draft).law).logits
 
     def _catch_up(self, state: State, memory: _Following) -> Tensor:
-        """Read what was committed since the last draft: (B, V) logits after each row's pending token."""
+        """Process tokens committed since the last draft: (B, V) logits after each row's pending token."""
         behind = memory.unread
         width = max(map(len, behind))
         padded = [tokens + [0] * (width - len(tokens)) for tokens in behind]
@@ -130,7 +130,7 @@ class SmallModel(Drafter):
 
 
 class _Following:
-    """The small model's own state and how far it is behind the target's."""
+    """The small model's state and the tokens it has not processed."""
 
     def __init__(self, own: State, state: State):
         self.own = own
@@ -144,7 +144,7 @@ class _Following:
         self.own.position = self.own.position + to_device(counts, self.own.position.device)
 
     def settle(self, outcome: Outcome) -> None:
-        """Keep the drafted tokens that were accepted, forget the others, note what is still to be read."""
+        """Keep accepted drafted tokens in the cache, drop the others, and store the tokens to be processed."""
         held = [min(len(path) - 1, self.drafted) for path in outcome.path]
         self.advance([h - self.drafted for h in held])
         self.unread = [unread + tokens[h:] for unread, tokens, h in zip(self.unread, outcome.tokens, held)]

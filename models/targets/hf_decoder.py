@@ -1,6 +1,6 @@
-"""Any stock transformers decoder as a target: driven through its mask, its positions and its cache, never modified.
+"""Any stock transformers decoder as a target, run unmodified through its mask, positions and cache.
 
-Covers plain text decoders and vision-language models alike: what differs between families is read from the model's
+Covers plain text decoders and vision-language models alike: differences are read from the model's
 configuration once (`describe`). Shapes: B rows, L prompt, N nodes, S slots, V vocabulary, F features, d hidden size.
 """
 
@@ -27,22 +27,22 @@ from visspec.models.targets.slot_layers import SlotLayers, cached_layers
 from visspec.sampling import process
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
-# before, a list of layers gave a tuple of those alone, without the embeddings; so all are asked for (5.17 was tried)
+# earlier versions return only the listed layers, without embeddings, so request all (tested with 5.17)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
 LAST = (-1,)
 ATTENTION_WITH_TREES = {"sdpa", "eager", tree_attention.NAME}
 CROSS_ATTENDED = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
-MOST_POSITIONS = 1 << 20  # a longer prompt is prepared like one of this length
+MOST_POSITIONS = 1 << 20  # longer prompts are prepared like one of this length
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
 
 class HFDecoder(Target):
     """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
 
-    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), handed to the drafter
-    concatenated; `embeddings` asks for the prompt's input embeddings as well. Raises ValueError for a model that can't
+    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), concatenated for the
+    drafter; `embeddings` adds the prompt's input embeddings. Raises ValueError for a model that can't
     be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask), or
-    whose answers to `probe` show that it can't; `check` False asks it nothing.
+    that fails `probe`; `check=False` disables the probe.
     """
 
     def __init__(self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False, check: bool = True):
@@ -50,11 +50,11 @@ class HFDecoder(Target):
         self.capabilities = describe(model, features)
         self.embeddings = embeddings
         text = model.config.get_text_config()
-        mixed = bool(getattr(text, "layer_types", None))  # such models take a mask per kind of layer
+        mixed = bool(getattr(text, "layer_types", None))  # such models need a mask per layer type
         self.decoder = model.get_decoder()
         self.masks = Masks(_dtype(self.decoder), _sliding_window(text), mixed)
         self.relational = text._attn_implementation == tree_attention.NAME and not self.masks.window
-        # the last layer's output is seen as it leaves the decoder, unless that has a head of its own
+        # the last layer's output is the decoder's output, unless the decoder has its own head
         headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
         self.watched = tuple(features) == LAST and not headed
         inner = features and not self.watched
@@ -65,12 +65,12 @@ class HFDecoder(Target):
 
     @property
     def device(self) -> torch.device:
-        """Where ids and laws live: weights that are loaded for each pass stand on no device between them."""
+        """Device of ids and laws; offloaded weights are on no device between passes."""
         device, hook = self.model.device, getattr(self.model, "_hf_hook", None)
         return device if device.type != "meta" else torch.device(getattr(hook, "execution_device", device))
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompt as transformers' own generate would. `request.inputs` are its prepared model arguments.
+        """Run the prompt as in transformers' generate. `request.inputs` are its prepared model arguments.
 
         Scores: logits (B, 1, V) after the prompt; features (B, L, F); aux: embeddings (B, L, d), positions
         (B, L) or (3|4, B, L), attention (B, L) bool or None. A prompt given as `inputs_embeds` has no ids.
@@ -86,13 +86,13 @@ class HFDecoder(Target):
         attention = inputs.get("attention_mask")
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
         dropped = inputs.get("position_ids") is not None and arguments.get("position_ids") is None
-        # where preparation takes the empty cache away, the model would fill one of its own and go on with that
+        # if preparation drops the empty cache, the model would create its own
         arguments["past_key_values"] = cache
         arguments.update(self._outputs)
         turning = rotary.Prompt(self.rotary, request.max_new_tokens)
         with _Watch(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
-        if dropped and seen.get("position_ids") is None:  # where the decoder is not told, nobody knows where to go on
+        if dropped and seen.get("position_ids") is None:  # without position ids the next position is unknown
             raise ValueError(
                 f"model: {type(self.model).__name__} counts positions itself, expected one that takes position_ids"
             )
@@ -118,7 +118,7 @@ class HFDecoder(Target):
         return state, Scores(Categorical(logits), self._features(output, seen), aux)
 
     def _check_request(self, request: Request, length: int) -> None:
-        """Refuse, before any pass, what this request asks of each pass beyond ids. Raises ValueError."""
+        """Raises ValueError for unsupported requests, before any pass."""
         for name in CROSS_ATTENDED:
             if request.inputs.get(name) is not None:
                 raise ValueError(
@@ -172,7 +172,7 @@ class HFDecoder(Target):
         return Scores(Categorical(process(output.logits, draft, state)), self._features(output, seen), aux)
 
     def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.Steps:
-        """Each node's own reach, for models whose frequencies depend on it."""
+        """Each node's sequence length, for models whose rotary frequencies depend on it."""
         assert cache.reach is not None
         first = [cache.reach + n for n in cache.slots.lengths]
         reach_BN = to_device(first, tree.depth.device)[:, None] + tree.depth
@@ -195,7 +195,7 @@ class HFDecoder(Target):
 
 
 def _last_position(positions: Tensor) -> Tensor:
-    """The position of each row's last prompt token, (1|B,); generate counts on from there, M-RoPE included.
+    """The position of each row's last prompt token, (1|B,); generate continues from it, also with M-RoPE.
 
     Raises ValueError when its M-RoPE rows (time, height, width) differ: the prompt ends inside an image or a video.
     """
@@ -208,8 +208,8 @@ def _last_position(positions: Tensor) -> Tensor:
 
 
 class _Watch(Hooked):
-    """What goes into a text decoder and comes out of it while the context is open, of any family: merged embeddings and
-    positions, the last hidden state after the final norm. Other threads' calls of the same model are not seen.
+    """Records inputs and outputs of a text decoder in a context: merged embeddings, positions, and the last hidden
+    state after the final norm. Calls in other threads are not recorded.
     """
 
     def __init__(self, decoder):
@@ -235,7 +235,7 @@ class _Watch(Hooked):
 
 
 def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
-    """What a loaded model can do, from its configuration. Raises ValueError for what can't be verified correctly."""
+    """Capabilities of a loaded model, from its configuration. Raises ValueError for unsupported models."""
     try:
         return _described(model, features)
     except AttributeError as error:
@@ -291,14 +291,14 @@ def _sliding_window(text) -> int:
 
 
 def content_ids(config: PreTrainedConfig) -> frozenset[int]:
-    """Ids that stand for image, video or audio content, wherever in a configuration they are named."""
+    """Placeholder ids of image, video or audio content, from all parts of a configuration."""
     parts = [config, config.get_text_config(), *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))]
     named = (getattr(part, key, None) for part in parts for key in CONTENT_IDS)
     return frozenset(i for i in named if isinstance(i, int))
 
 
 def vocabulary(model: Any) -> int:
-    """Number of logits, whatever the head's weights are packed into. Raises ValueError without a head."""
+    """Number of logits, also for packed weights. Raises ValueError without a head."""
     head = model.get_output_embeddings()
     size = getattr(head, "out_features", None)
     if size is None:
@@ -309,7 +309,7 @@ def vocabulary(model: Any) -> int:
 
 
 def driven(model: nn.Module) -> nn.Module:
-    """The model whose loop decodes: itself, or the inner one that a `generate` of its own hands prepared inputs to.
+    """The model that runs the decode loop: itself, or the inner model called by a custom `generate`.
 
     Raises ValueError for a `generate` that does neither.
     """
@@ -324,18 +324,18 @@ def driven(model: nn.Module) -> nn.Module:
 
 
 def restarts(model: Any, cached: int, length: int) -> bool:
-    """Whether preparation throws a cache of `cached` tokens away when the ids have become `length` long."""
+    """Whether input preparation drops a cache of `cached` tokens at `length` ids."""
     cache = SlotLayers(1)
     cache.slots.lengths = [cached]
     ids = torch.zeros(1, 1, dtype=torch.long).expand(1, length)
     try:
         arguments = model.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
-    except Exception:  # it asks for what a call of generate brings along
+    except Exception:  # it needs arguments of a generate call
         return False
     return arguments.get("past_key_values") is not cache
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
-    """Of its weights that are floating-point numbers: packed ones may be integers."""
+    """Dtype of the floating-point weights; packed weights may be integers."""
     floating = (p.dtype for p in module.parameters() if p.is_floating_point())
     return next(floating, torch.float32)

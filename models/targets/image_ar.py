@@ -1,7 +1,7 @@
 """Discrete autoregressive image models as targets, guidance included.
 
-Classifier-free guidance is ours: each request has two cache rows, conditional rows first, that go through the decoder
-in one forward; logits are mixed and warped. What differs between models is a `Family` (one file each); the decoder
+Classifier-free guidance is implemented here: each request has two cache rows, conditional rows first, in one forward
+pass; logits are mixed and warped. A `Family` (one file each) defines the differences between models; the decoder
 itself is the stock module, called with embeddings, an additive mask, positions and our cache.
 
 Shapes: B requests, R = B or 2 B cache rows, L prompt, N nodes, V ids (codes, then grammar ids), T image positions,
@@ -36,7 +36,7 @@ class Layout:
 
     grid: tuple[int, int]  # rows, columns of codes
     fixed: Tensor
-    preview: int = 0  # codes that come before the image's own and are not part of it: a smaller grid drawn first
+    preview: int = 0  # number of codes before the image's: a smaller image generated first
 
     @property
     def positions(self) -> int:
@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def free(self) -> Tensor:
-        """Positions that hold the image's codes, (rows * columns,) int64, in raster order."""
+        """Positions of the image's codes, (rows * columns,) int64, in raster order."""
         return (self.fixed == FREE).nonzero()[self.preview :, 0]
 
     @classmethod
@@ -60,7 +60,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a family makes of texts: ids (B, L), and the decoder's input for R rows, conditional rows first."""
+    """Encoded prompts: ids (B, L), and the decoder's inputs for R rows, conditional rows first."""
 
     ids: Tensor
     embeds: Tensor  # (R, L, d)
@@ -69,34 +69,34 @@ class Prompt:
 
 
 class Family:
-    """One kind of model. Subclasses say what is theirs; everything here is the common case.
+    """Base class of model families, with defaults for the common case.
 
-    Ids of the loop are codes 0..codes-1, then grammar ids, which stand only where a layout fixes them.
+    Ids of the loop are codes 0..codes-1, then grammar ids, which occur only at fixed positions of a layout.
     """
 
     name: str
     codes: int
-    grammar: int = 0  # number of grammar ids behind the codes
-    guided: bool = True  # whether the model knows an unconditional prompt
+    grammar: int = 0  # number of grammar ids after the codes
+    guided: bool = True  # whether the model supports an unconditional prompt
     decoder: Any  # the stock transformer
-    processor: Any = None  # texts -> ids; None where prompts come as ids
-    codebook: Tensor | None = None  # (codes, E) as the image decoder looks them up, normalised where that is
+    processor: Any = None  # texts -> ids; None if prompts are ids
+    codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
     default_guidance: float = 1.0
-    no_pixels: str = ""  # why codes do not become pixels here, for an error; empty where they do
+    no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
 
     def layout(self, height: int | None = None, width: int | None = None) -> Layout:
-        """Order of the tokens of an image of so many pixels. Raises ValueError for a size the model has no grid for."""
+        """Layout of an image with this size in pixels. Raises ValueError for an unsupported size."""
         raise NotImplementedError
 
     def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
         """Ids and embeddings of the prompts, padded on the left; with guidance the unconditional rows follow.
 
-        `layout` (default: that of the model's own size) counts where prompts name the size or positions depend on it.
+        `layout` (default: that of the default size) is used if prompts or positions depend on the size.
         """
         raise NotImplementedError
 
     def asked(self) -> Any:
-        """The processor, which turns texts into ids. Raises ValueError where it was left out."""
+        """The processor, which encodes texts. Raises ValueError if it is None."""
         if self.processor is None:
             raise ValueError(
                 f"processor: got None, expected that of {self.name} (transformers.AutoProcessor), or anything that"
@@ -117,13 +117,13 @@ class Family:
         raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
 
     def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
-        """(B, T) loop ids as the model's own `generate` draws them, with torch's global numbers: what we are measured
-        against. `options` are generate's. Raises NotImplementedError where transformers' class draws no images.
+        """(B, T) loop ids from the model's own `generate`, with torch's global generator: the baseline of benchmarks.
+        `options` are generate's. Raises NotImplementedError if transformers' class can't generate images.
         """
         raise NotImplementedError(f"{self.name}: its stock class has no generate that draws images")
 
     def check(self, prompt: Prompt, layout: Layout, guidance: float) -> None:
-        """Refuse, before any pass, what can't be generated. Raises ValueError that names the argument."""
+        """Raises ValueError for unsupported arguments, before any pass."""
         if guidance != 1.0 and not self.guided:
             raise ValueError(f"guidance_scale: got {guidance}, expected 1: {self.name} has no unconditional prompt")
         room = getattr(self.decoder.config, "max_position_embeddings", None)
@@ -142,12 +142,12 @@ class Family:
         if len(state.rows) < rows:
             live = [half * rows + row for half in range(len(prompt.embeds) // rows) for row in state.rows]
             table = table.index_select(-2, to_device(live, table.device))
-        index = index.clamp(max=table.shape[-1] - 1)  # a draft may hang over the end
+        index = index.clamp(max=table.shape[-1] - 1)  # a draft may extend beyond the end
         return table.gather(-1, index.expand(*table.shape[:-1], -1))
 
 
 class Vocabulary:
-    """Where codes and grammar live in a text model's vocabulary: `ids` (V,) holds the vocabulary id of each loop id."""
+    """Codes and grammar ids in a text model's vocabulary: `ids` (V,) holds the vocabulary id of each loop id."""
 
     def __init__(self, ids: Tensor, codes: int):
         self.ids, self.codes, used = ids, codes, ids[:codes]
@@ -161,7 +161,7 @@ class Vocabulary:
 
     def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., codes): only the head's rows between the first and the last code are multiplied."""
-        if type(head) is nn.Linear:  # looked up in every call, as weights may move between devices
+        if type(head) is nn.Linear:  # looked up in every call, because weights may be moved
             bias = None if head.bias is None else head.bias[self.first : self.last]
             logits = F.linear(hidden, head.weight[self.first : self.last], bias)
         else:
@@ -170,14 +170,14 @@ class Vocabulary:
         return logits if self.order is None else logits[..., self.order]
 
     def loop_ids(self, ids: Tensor) -> Tensor:
-        """Vocabulary ids -> loop ids; 0 for an id that is none."""
+        """Vocabulary ids -> loop ids; 0 for other ids."""
         table = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long)
         table[self.ids.cpu()] = torch.arange(len(self.ids))
         return table[ids.cpu().clamp(max=len(table) - 1)].to(ids.device)
 
     def _follow(self, device: torch.device) -> None:
         if self.ids.device != device:
-            with torch.inference_mode(False):  # whoever moves them first must not forbid later training
+            with torch.inference_mode(False):  # so that the tensors can be used in training
                 self.ids = self.ids.to(device)
                 self.order = None if self.order is None else self.order.to(device)
 
@@ -211,7 +211,7 @@ def generated(
 
 
 def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids of unequal lengths as one tensor (R, L), and which of them are real (R, L)."""
+    """Ids of unequal lengths as one tensor (R, L), and the mask of real ids (R, L)."""
     length = max(map(len, rows))
     ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
     first = torch.tensor([length - len(row) for row in rows], device=device)
@@ -225,7 +225,7 @@ def counted(attention: Tensor, ahead: int) -> Tensor:
 
 
 class ImageAR(Target):
-    """A `Family` as a `Target`. `features` asks for hidden states: those of both guidance rows, concatenated."""
+    """A `Family` as a `Target`. `features`: provide hidden states, of both guidance rows, concatenated."""
 
     def __init__(self, family: Family, features: bool = False):
         decoder = family.decoder
@@ -293,15 +293,15 @@ class ImageAR(Target):
         slots.select([half * rows + k for half in range(twice) for k in keep])
 
     def revise(self, state: State, tokens: Tensor, places: Tensor, seen: Tensor) -> Scores:
-        """Run tokens (B, N) at given places of the image (B, N), counted in raster order, -1 where a row has none.
+        """Run tokens (B, N) at given positions of the image (B, N), in raster order, -1 at padding.
 
-        Keys and values overwrite what stands at those places. A node sees the prompt, itself, and those places before
-        it that `seen` (B, T) allows. Scores for (B, N), the laws of the places that follow: mixed and warped, without
-        processors and grammar. Needs a state whose cache holds the prompt alone.
+        Keys and values at those positions are overwritten. A node attends to the prompt, itself, and earlier positions
+        allowed by `seen` (B, T). Returns scores for (B, N), the laws of the next positions: mixed and warped, without
+        processors and grammar. The state's cache must contain only the prompt.
         """
         slots: SlotCache = state.cache.slots
         twice, (rows, size), start, total = _twice(state), places.shape, slots.length, seen.shape[1]
-        at_BN = torch.where(places < 0, total, places)  # one slot beyond the image takes what absent nodes write
+        at_BN = torch.where(places < 0, total, places)  # padding nodes are written to a slot after the image
         slots.open_at((start + at_BN).repeat(twice, 1), start + total + 1)
         place = torch.arange(total + 1, device=self.device)
         before_BNS = (place < at_BN[..., None]) & F.pad(seen, (0, 1))[:, None]
@@ -334,8 +334,8 @@ class ImageAR(Target):
         return Scores(Categorical(constrain(process(logits, draft, state, uncond), draft, state)), features)
 
     def _parts(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits (B, N, V) of the conditional and, under guidance, the unconditional rows, and what the drafter sees of
-        both.
+        """Logits (B, N, V) of the conditional and, under guidance, the unconditional rows, and the features for the
+        drafter.
         """
         rows = len(state.rows)
         if self.family.grammar:
@@ -354,6 +354,6 @@ def _twice(state: State) -> int:
 
 
 def _repeated(tree: Tree, times: int) -> Tree:
-    """A tree per row, for that many copies of the rows."""
+    """Repeat a tree for copies of the rows."""
     parent, depth, ancestor = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
     return Tree(parent, depth, ancestor, tree.levels, tree.chain)

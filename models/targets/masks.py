@@ -32,12 +32,12 @@ class Masks:
         return {"full_attention": full, "sliding_attention": sliding} if self.mixed else sliding
 
     def additive(self, seen_RNS: Tensor) -> Tensor:
-        """0 where a node may look, the least number elsewhere: (R, 1, N, S)."""
+        """0 where a node attends, the minimum elsewhere: (R, 1, N, S)."""
         bias = torch.zeros(seen_RNS.shape, dtype=self.dtype, device=seen_RNS.device)
         return bias.masked_fill_(~seen_RNS, torch.finfo(self.dtype).min)[:, None]
 
     def _shared(self, tree: Tree, length: int) -> Tensor:
-        """The mask when all rows look alike: a view into a buffer of [zeros | tree], so that a round builds nothing."""
+        """The mask if all rows are equal: a view into a buffer of [zeros | tree], not built per round."""
         known = self._bias.get(id(tree))
         if known is not None and known[0] is tree and known[1].shape[-1] - tree.size >= length:
             buffer = known[1]
@@ -52,14 +52,14 @@ class Masks:
 
 
 def aligned(bias: Tensor) -> Tensor:
-    """The same mask where wide loads may begin: SDPA decides on them by strides, whatever the address."""
+    """The mask at an aligned address, because SDPA selects wide loads by strides only."""
     seen = bias.shape[-1]
     new = bias.new_empty(*bias.shape[:-1], -(-seen // 8) * 8)[..., :seen]
     return new.copy_(bias)
 
 
 def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tensor:
-    """Sliding windows, (R, N, extent) bool: a node sees what lies less than `window` tokens above it on its path."""
+    """Sliding windows, (R, N, extent) bool: a node attends to the last `window` tokens on its path."""
     length_R = to_device(lengths, depth.device)
     rows, size = len(lengths), depth.shape[-1]
     depth_RN = depth.expand(rows, size)

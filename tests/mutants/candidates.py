@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = [f"visspec/{name}.py" for name in ("sampling", "tree", "cache", "laws", "noise", "tape")]
-CORE += [f"visspec/loop/{name}.py" for name in ("decode", "guard", "orders", "pace", "pairing")]
+CORE = [f"visspec/{name}.py" for name in ("sampling", "tree", "cache", "laws")]
+CORE += [f"visspec/loop/{name}.py" for name in ("decode", "guard", "orders", "pace", "pairing", "tape")]
 CORE += ["visspec/accept/*.py", "models/drafters/*.py"]
 FEWEST = 3  # mutants of a file
 SWAPS = {

@@ -1,13 +1,13 @@
-"""Any rule, its verification recorded once a shape and replayed: on a GPU one launch, a CUDA graph, for some thirty.
+"""A rule whose verification is captured once per shape as a CUDA graph: one launch instead of about thirty.
 
     pipe(prompt, acceptance=Captured(zoo.acceptance("lantern:k=100,delta=0.1")))
 
-A rule reads nothing on the host between logits and verdict, so all it does is a function of the draft, the laws and the
-noise, at shapes that repeat. The recording reads these from buffers of its own and leaves the verdict in others, which
-are copied out, since a round keeps parts of it. On a CPU, and for shapes beyond `most`, the rule runs as it is.
+A rule doesn't synchronise between logits and verdict, and its shapes repeat. The graph reads draft, laws and noise from
+static buffers and writes the verdict to others, which are copied, because a round keeps parts of it. On a CPU, and for
+more than `most` shapes, the rule runs without capture.
 
-Written without a GPU: the buffers are tested with a recording of another kind; `cuda_graph` itself has not been run. A
-device that refuses to record is warned of once, and the rule runs as it is.
+Not yet run on a GPU: the buffers are tested with a stand-in for `cuda_graph`. If a capture fails, a warning is issued
+once and the rule runs without capture.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ REPLAYING = threading.Lock()  # buffers are filled, replayed and copied out by o
 
 
 def cuda_graph(call: Call, pool: Any = None, aside: Any = None) -> tuple[Verdict, Callable[[], None]]:
-    """Record a call, in a pool of memory that other recordings may share: none needs what another left there but its
-    verdict, which is copied out before the next replay. Recordings of one pool are made on one stream, `aside`, of the
-    current device. Returns the verdict, which every replay overwrites, and the replay. Raises as `check_waits` does.
+    """Capture a call. Graphs may share a memory pool, because only the verdict is needed after a replay and it is
+    copied before the next one. Recordings of one pool are made on one stream, `aside`, of the current device. Returns
+    the verdict, which every replay overwrites, and the replay. Raises as `check_waits` does.
     """
     aside, now = aside or torch.cuda.Stream(), torch.cuda.current_stream()
     aside.wait_stream(now)
@@ -51,8 +51,8 @@ def cuda_graph(call: Call, pool: Any = None, aside: Any = None) -> tuple[Verdict
 
 
 def check_waits(call: Call) -> None:
-    """Raises RuntimeError where a call waits for the device. Found out before it is recorded: a recording that breaks
-    off can leave the allocator of older versions of torch unusable.
+    """Raises RuntimeError if a call synchronises. Checked before the capture, because a failed capture can leave the
+    allocator of older versions of torch unusable.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -83,9 +83,9 @@ class Captured(Acceptance):
         self.shared: dict[Any, tuple] = {}  # a pool of memory and a stream, of all recordings for one stream
 
     def bind(self, capabilities) -> None:
-        """As the rule's own; recordings for another target are dropped."""
+        """Binds the rule; graphs for another target are discarded."""
         self.recordings, self.shared = {}, {}  # a pool ends with the last recording in it
-        self.rule = copy.copy(self.rule)  # its owner may bind it to another target
+        self.rule = copy.copy(self.rule)  # the caller may bind it to another target
         self.rule.bind(capabilities)
 
     @property
@@ -108,7 +108,7 @@ class Captured(Acceptance):
         shapes = tuple((tuple(x.shape), x.dtype, x.device) for x in given)
         has = tuple(x is not None for x in more)
         kind = None if noise is None else type(noise)
-        # what threads queue on different streams is not in order, so each stream has its own
+        # work on different streams is not ordered, so each stream has its own graphs
         queue = _stream(logits.device) if logits.is_cuda else 0
         key = (shapes, tree.levels, tree.chain, branch(tree), has, kind, queue)  # all the host tells it
         with REPLAYING:
@@ -122,13 +122,13 @@ class Captured(Acceptance):
         return self.rule(draft, scores, noise)
 
     def _held(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording | None:
-        """The recording of these shapes, made where there is none yet; None where there will be none."""
+        """The graph for these shapes, captured if needed; None if the limit is reached or the capture failed."""
         if key not in self.recordings and len(self.recordings) < self.most:
             try:
                 self.recordings[key] = self._recorded(record, given, key)
             except RuntimeError as error:
                 warnings.warn(
-                    f"acceptance: not captured, the rule runs as it is: {error}", RuntimeWarning, stacklevel=3
+                    f"acceptance: not captured, the rule runs without a graph: {error}", RuntimeWarning, stacklevel=3
                 )
                 self.most = 0
         return self.recordings.get(key)

@@ -1,7 +1,7 @@
-"""What the rules of image generation know of a codebook: neighbours and clusters of its codes.
+"""Tables of a codebook for image rules: neighbours and clusters of its codes.
 
-K codes, E features, V vocabulary (V >= K: the ids behind the codes are grammar, which has no neighbours), k neighbours.
-Tables are built once for the content of a codebook, on its device; the last few are kept.
+K codes, E features, V vocabulary (V >= K: larger ids are grammar tokens, without neighbours), k neighbours.
+Tables are computed once per codebook, on its device, and the last few are cached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from visspec import kernels
 from visspec.types import Capabilities
 
-ROUNDS = 20  # of Lloyd's iteration; the grouping of codes hardly moves after a dozen
+ROUNDS = 20  # of Lloyd's iteration, which changes little after about 12
 _tables: deque[tuple[Tensor, tuple, Tensor]] = deque(maxlen=8)  # codebook, what was asked of it, the table
 
 
@@ -43,7 +43,7 @@ def neighbours(codebook_KE: Tensor, k: int, vocab: int) -> Tensor:
 
 
 def clusters(codebook_KE: Tensor, count: int, vocab: int) -> Tensor:
-    """(V,) int64 cluster ids by Lloyd's iteration from `count` evenly spaced codes; a grammar id stands alone."""
+    """(V,) int64 cluster ids by Lloyd's iteration from `count` evenly spaced codes; a grammar id is its own cluster."""
 
     def build() -> Tensor:
         codes = codebook_KE.float()
@@ -59,7 +59,7 @@ def clusters(codebook_KE: Tensor, count: int, vocab: int) -> Tensor:
 
 
 def padded(codebook_KE: Tensor, vocab: int) -> Tensor:
-    """(V, E) float32 code vectors; a grammar id is infinitely far from everything."""
+    """(V, E) float32 code vectors; grammar ids have infinite distance to all codes."""
     rest = codebook_KE.new_full((len(_grammar(codebook_KE, vocab)), codebook_KE.shape[1]), float("inf"))
     return torch.cat([codebook_KE, rest]).float()
 

@@ -1,9 +1,9 @@
-"""COOL-SD: acceptance loosened by a factor that cools with depth (annealed relaxation, AAAI 2026, arXiv 2601.09212).
+"""COOL-SD: acceptance relaxed by a factor that decreases with depth (annealed relaxation, AAAI 2026, arXiv 2601.09212).
 
 A drafted x at depth i (1 is the first drafted position) is accepted with probability min(1, w_i p(x)/q(x)), with the
 optimal residual [p - q]+, which is the shared one, and w_i = 1 + (omega - 1) nu^(i - 1): an exponential decay to the
 exact rule, because a token accepted early conditions all that follow. That the decay starts at omega at depth 1 is our
-reading of the paper. No neighbours and no codebook. Later siblings of a tree borrow (w_i - 1) p(x) as well.
+interpretation of the paper. No neighbours and no codebook. Later siblings of a tree borrow (w_i - 1) p(x) as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from visspec.types import Draft, RuleTraits
 
 
 class Cool(Rejection):
-    """omega: the factor at depth 1 (1 is exact); nu: what is left of its excess one level deeper."""
+    """omega: the factor at depth 1 (1 is exact); nu: decay of (factor - 1) per level."""
 
     traits = RuleTraits(judges_draws=True)
 

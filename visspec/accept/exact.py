@@ -1,4 +1,4 @@
-"""Exact acceptance of point-mass drafts: the target draws its own token at every node; a child that equals it is kept.
+"""Exact acceptance of point-mass drafts: sample the target's token at every node and accept the child that equals it.
 
 With law p at a node and children x_1..x_m fixed beforehand, the target's draw y ~ p picks the child y where there is
 one, and is the corrected token where there is none. So each child is accepted with probability p(x), and the token that
@@ -34,9 +34,9 @@ class Exact(Acceptance):
 
 
 def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
-    """The path of nodes that the target's choices run through, and the first choice that no node holds."""
+    """The path of nodes that equal the target's tokens, and the first token without a node."""
     tree = draft.tree
-    if tree.size == 1:  # nothing was drafted: plain decoding pays for no bookkeeping
+    if tree.size == 1:  # fast path for plain decoding
         return Verdict(torch.zeros_like(chosen_BN), torch.ones_like(chosen_BN[:, 0]), chosen_BN[:, 0])
     if tree.chain:
         agreed = draft.value[:, 1:] == chosen_BN[:, :-1]
@@ -55,7 +55,7 @@ def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
 def deepest(tree: Tree, kept_BN: Tensor, next_BN: Tensor) -> Verdict:
     """The deepest node whose ancestors are all kept. next_BN holds the token that would follow each node.
 
-    The rule must keep at most one child of a kept node; of several kept twins the first counts.
+    The rule must keep at most one child of a kept node; of several equal children the first is used.
     """
     alive_BN = ~(tree.ancestor & ~kept_BN[:, None, :]).any(dim=-1)
     depth_BN = torch.where(alive_BN, tree.depth, -1)

@@ -1,10 +1,10 @@
-"""GSD: a drafted code is judged by the mass of its group (grouped speculative decoding, ICCV 2025).
+"""GSD: a drafted code is accepted by the mass of its group (grouped speculative decoding, ICCV 2025).
 
 x is accepted with probability min(1, p(C)/q(C)), C its group, never below the exact probability (windows of ranks are
-no partition, so the bare ratio can fall below it). A group is the `group // 2` ranks of p on each side of x, less the
-codes whose p differs by more than `max_gap` or whose vectors lie farther than `max_distance` (dynamic); with
-`clusters=n` it is the cluster of x among n clusters of the codebook (static). The residual is the shared one. Point
-masses have q(C) = 1.
+not a partition, so the ratio itself can be below it). A group is the `group // 2` ranks of p on each side of x, less
+the codes whose p differs by more than `max_gap` or whose vectors lie farther than `max_distance` (dynamic); with
+`clusters=n` it is the cluster of x among n clusters of the codebook (static). The residual is that of `Rejection`.
+Point masses have q(C) = 1.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Grouped(Rejection):
                 self.clusters_V = codebook.clusters(codes, self.count, capabilities.vocab)
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        """q(x) p(C)/q(C) - p(x), as one fraction: a group of one adds exactly nothing."""
+        """q(x) p(C)/q(C) - p(x), as one fraction, so that a group of one adds exactly 0."""
         if self.reads_codes and self.clusters_V is None and self.embedding_VE is None:
-            raise ValueError("acceptance: Grouped knows no codebook, expected bind(capabilities) first")
+            raise ValueError("acceptance: Grouped has no codebook, expected bind(capabilities) first")
         rows, q = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None], draft.q
         q_BNV = None if q is None else categorical(q).p
         law_BNV, x_BN1 = p_BNV[rows, above(draft.tree)], draft.value[..., None]

@@ -2,14 +2,14 @@
 
 With n_1, n_2, ... the codes nearest to x and c_j = p(n_1) + ... + p(n_j), x is accepted with probability
 min(1, (p(x) + c_m)/q(x)), m <= k the largest with c_m <= delta (LANTERN, Jang et al., ICLR 2025) or
-c_m <= (lam - 1) p(x) (LANTERN++, Park et al., ICLR-W 2025). The residual is the shared one, [p - q]+, which costs the
-least total variation of all; `compat="repository"` has the published code's instead (`published.py`), for comparisons.
-Of siblings in a tree the later ones borrow from what is left: p is then the residual after the earlier ones, and a code
-that was within the bound of one of them lends no more.
+c_m <= (lam - 1) p(x) (LANTERN++, Park et al., ICLR-W 2025). The residual is that of `Rejection`, [p - q]+, which has
+the least total variation; `compat="repository"` has the published code's instead (`published.py`), for comparisons.
+Later siblings in a tree use the residual after the earlier ones as p, and codes within the bound of an earlier sibling
+have no mass for them.
 
 At temperature 0 a code is kept when p(x) + c_m exceeds every probability of the target's (unwarped) law; each kept code
-that is not the arg-max adds 1 to the drift. A grammar id is its own neighbour: its probability is 0 or 1, so that lends
-nothing.
+that is not the arg-max adds 1 to the drift. A grammar id is its own neighbour: its probability is 0 or 1, so this
+adds nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST = 1024  # neighbours: published runs use 1000 at most, and the table grows 
 
 
 class Lantern(Rejection):
-    """k: neighbours considered; delta: the mass they may lend."""
+    """k: neighbours considered; delta: maximum mass of the neighbours."""
 
     traits = RuleTraits(judges_draws=True)
     bound = "delta"
@@ -56,23 +56,23 @@ class Lantern(Rejection):
         codes = codebook.required(capabilities, type(self).__name__, self.k)
         super().bind(capabilities)
         self.table_Vk = codebook.neighbours(codes, self.k, capabilities.vocab)
-        if self.compat is not None:  # the published code zeroes one more than it borrows from
+        if self.compat is not None:  # the published code zeroes one more code than it uses
             self.wide_Vk = codebook.neighbours(codes, min(self.k + 1, len(codes) - 1), capabilities.vocab)
 
     def table(self) -> Tensor:
         if self.table_Vk is None:
-            raise ValueError(f"acceptance: {type(self).__name__} knows no codebook, expected bind(capabilities) first")
+            raise ValueError(f"acceptance: {type(self).__name__} has no codebook, expected bind(capabilities) first")
         return self.table_Vk
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
         return self.borrowed(p_BNV, draft.value, above(draft.tree).expand_as(draft.value))
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
-        """The kernel sums the neighbours' mass itself, for the tried nodes only."""
+        """The kernel sums the neighbours' mass itself, for the tested nodes only."""
         return {"neighbours": self.table(), self.bound: self.value}
 
     def borrowed(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
-        """(B, D) mass that codes x are lent under the laws of the nodes above."""
+        """(B, D) mass added to codes x under the laws of their parents."""
         rows, size, _ = p_BNV.shape
         law_BD = above_BD + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]
         mass_R = kernels.neighbour_mass(
@@ -110,7 +110,7 @@ class Lantern(Rejection):
 
 
 class LanternPlus(Lantern):
-    """k: neighbours considered; lam: how many times its own probability a code may reach."""
+    """k: neighbours considered; lam: maximum factor on a code's own probability."""
 
     bound = "lam"
 

@@ -1,15 +1,15 @@
-"""Local acceptance of MuLo-SD (2601.05149): the places of a drafted image are judged one by one, not as a prefix.
+"""Local acceptance of MuLo-SD (2601.05149): the codes of a drafted image are accepted one by one, not as a prefix.
 
-A drafted code x stays when the law p at its place gives the k codes nearest to x, itself among them, at least tau in
-all. What is rejected grows to the squares of side 2 radius + 1 around it, as far as they lie behind the first rejected
-place in raster order; that region is drawn again from the target (`visspec.loop.wavefront.Islands`). No coin is
-tossed and no law q of the draft enters.
+A drafted code x is accepted if the k codes nearest to x, including x, have a total probability of at least tau under
+the law p at its position. Rejections are dilated to squares of side 2 radius + 1, restricted to positions after the
+first rejected one in raster order; that region is generated again by the target (`visspec.loop.orders.Islands`). No
+random numbers and no law q are used.
 
-A place whose code stays whatever p says has a point mass for its law, at total variation 1 - p(x) from p: the drift is
-the sum of that over the codes that stay, the displacement the sum of E ||e(x) - e(y)||, y ~ p. Both are measured under
-the law that judged the code, so under the draft's context; `wavefront.audit` measures under the finished image's.
+The law of an accepted code is a point mass, at total variation 1 - p(x) from p. The drift is the sum of that over the
+accepted codes, the displacement the sum of E ||e(x) - e(y)||, y ~ p. Both are measured under the law of the
+verification pass, with the draft as context; `wavefront.audit` measures under the finished image's.
 
-In the ordinary loop the rule keeps the prefix of a draft up to the first rejected node (the paper's raster order).
+In raster order the rule accepts the prefix of a draft up to the first rejected node (as in the paper).
 B rows, N places or nodes, V vocabulary, R and C rows and columns of an image, k neighbours.
 """
 
@@ -31,10 +31,10 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 
 
 class Local(Acceptance):
-    """tau: pooled probability that a code needs; k: codes pooled; radius: how far a rejection spreads.
+    """tau: required pooled probability; k: number of codes pooled; radius: dilation of rejections.
 
-    rows: image rows that are verified in one pass, None for all of them. window: how far ahead the row above must be
-    where a row of an island is drawn, as in ZipAR; None for raster order. tau above 1 rejects everything, 0 nothing.
+    rows: image rows verified per pass, None for all. window: how far the row above must be ahead, as in ZipAR, when an
+    island is generated; None for raster order. tau above 1 rejects everything, 0 nothing.
     """
 
     traits = RuleTraits(whole_images=True)
@@ -61,19 +61,19 @@ class Local(Acceptance):
         return Gumbel(generators, width)
 
     def trusted(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
-        """(B, N) whether codes x, never an id of grammar, have enough of the laws of their places."""
+        """(B, N) whether codes x are accepted under the laws of their positions; never grammar ids."""
         if self.near_Vk is None or self.codes is None:
-            raise ValueError("acceptance: Local knows no codebook, expected bind(capabilities) first")
+            raise ValueError("acceptance: Local has no codebook, expected bind(capabilities) first")
         pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN]).sum(-1)
         return (pooled_BN >= self.tau) & (x_BN < len(self.codes))
 
     def again(self, p_BNV: Tensor, x_BN: Tensor, real_BN: Tensor, columns: int) -> Tensor:
-        """(B, N) places of whole image rows, in raster order, that must be drawn again."""
+        """(B, N) places of whole image rows, in raster order, that must be generated again."""
         rejected_BRC = ~(self.trusted(p_BNV, x_BN) & real_BN).unflatten(1, (-1, columns))
         return spread(rejected_BRC, self.radius).flatten(1)
 
     def cost(self, p_BNV: Tensor, x_BN: Tensor, stays_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Drift and displacement (B,) of letting the marked codes x stay."""
+        """Drift and displacement (B,) of accepting the marked codes x."""
         assert self.codes is not None
         here_BN = p_BNV.gather(2, x_BN[..., None])[..., 0]
         last = len(self.codes) - 1
@@ -101,7 +101,7 @@ class Local(Acceptance):
 
 
 def settled(p_BNV: Tensor, greedy: bool) -> Tensor:
-    """The laws that tokens are drawn from: point masses at the argmax where decoding is greedy."""
+    """The laws that tokens are sampled from; point masses at the argmax for greedy decoding."""
     if not greedy:
         return p_BNV
     return torch.zeros_like(p_BNV).scatter_(-1, p_BNV.argmax(-1, keepdim=True), 1.0)

@@ -1,17 +1,17 @@
-"""The residuals of LANTERN's published code, reproduced for comparisons: a walk in float64, node by node.
+"""The residuals of LANTERN's published code, reproduced for comparisons, in float64, node by node.
 
-After a rejection of x, with B the k + 1 codes nearest to x where at least one neighbour had been within the bound, and
-empty where none had (facts read in the code of both papers; the set that lent its mass is smaller than B):
+After a rejection of x, with B the k + 1 codes nearest to x if at least one neighbour was within the bound, else
+empty (as in the code of both papers; the set whose mass is added is smaller than B):
 
     point masses (LANTERN's dynamic tree)     p <- p without x and B
     draws (LANTERN++'s static tree)           p <- [p - q]+ outside B, p itself on B
 
-renormalised, and uniform where nothing is left; later siblings and the corrected token follow this p. The output's law
-is then not known from f alone, so the drift of a tried node is the true total variation between the law it was tried
-under and the law of trying it once, computed from the vectors (for draws: averaged over x ~ q). Their sum bounds that
-of the round and is equal to it where no node has siblings. The displacement is not measured here.
+renormalised, and uniform if that is zero; later siblings and the corrected token use this p. The output's law does not
+follow from f alone, so the drift of a tested node is the total variation between its law and the law after one test,
+computed from the vectors (for samples: averaged over x ~ q). Their sum is an upper bound for the round, with equality
+if no node has siblings. The displacement is not measured here.
 
-For draws that average takes nearly all of the time: on a CPU it goes through the codes that can be rejected only.
+For samples that average takes nearly all of the time; on a CPU it runs over the codes that can be rejected.
 B rows, N nodes, D path nodes, V vocabulary, R codes, k neighbours.
 """
 
@@ -28,7 +28,7 @@ from visspec.laws import categorical, draw
 from visspec.types import Draft, Verdict
 
 TINY = 1e-30
-FEW = 32  # neighbours that settle the mass of most codes
+FEW = 32  # neighbours read first; sufficient for most codes
 ROWS = 512  # codes whose neighbours are looked up at a time
 
 
@@ -36,7 +36,7 @@ def walk(
     draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, table: Tensor, k: int, codes: int,
     delta: float | None = None, lam: float | None = None, logs: bool = False,
 ) -> Verdict:  # fmt: skip
-    """The verdict of the published rule. table (V, k + 1): neighbours, the last of them beyond the rule's own k.
+    """The verdict of the published rule. table (V, k + 1): neighbours, the last one is not used by the rule.
 
     logs: p holds log-laws.
     """
@@ -50,7 +50,7 @@ def walked(
     draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, table: Tensor, k: int, codes: int,
     delta: float | None, lam: float | None, logs: bool,
 ) -> Verdict:  # fmt: skip
-    """The CPU path: only the nodes that are tried, on numpy views of the tensors."""
+    """The CPU path: tested nodes only, on numpy views of the tensors."""
     x_BN, over_BN = host(draft.value), host(draft.tree.parent.expand_as(draft.value))
     real_BN = np.ones_like(x_BN, bool) if draft.real is None else host(draft.real)
     q_BNV = None if draft.q is None else host(categorical(draft.q).p)
@@ -100,12 +100,12 @@ def _point_on_host(x, law_V, near, lend):
         output_V = (1 - f) * rest_V
         output_V[x] += f
         return f, rest_V, 0.5 * np.abs(output_V - law_V).sum()
-    rest_V /= left  # what is off: at x, at the codes made zero, and at all others in one proportion
+    rest_V /= left  # differences: x, the zeroed codes, and a common factor on all others
     return f, rest_V, 0.5 * (abs(f - law_V[x]) + abs(1.0 - f - left) + abs(1.0 - law_V[x] - left))
 
 
 def _drawn_on_host(x, law_V, q_V, near, lend):
-    """As `_drawn`, by the codes R that can be rejected: q gives them more than p and their neighbours do."""
+    """As `_drawn`, over the codes R that can be rejected, for which q exceeds p plus the neighbours' mass."""
     plain_V, shared_V = np.maximum(law_V - q_V, 0.0), np.minimum(law_V, q_V)
     over_R = np.flatnonzero(q_V > law_V)
     short_V, some_V = np.zeros_like(q_V), np.zeros(len(q_V), bool)
@@ -116,7 +116,7 @@ def _drawn_on_host(x, law_V, q_V, near, lend):
     lenders_R = rejected_R[some_V[rejected_R]]
     for ids in np.split(lenders_R, range(ROWS, len(lenders_R), ROWS)):
         near_Rk = near[ids]
-        pair = np.flatnonzero((shared_V > 0)[near_Rk])  # of a rejected code and one that gets mass back
+        pair = np.flatnonzero((shared_V > 0)[near_Rk])  # pairs of a rejected code and a code that regains mass
         row, code = pair // near.shape[1], near_Rk.ravel()[pair]
         back = np.bincount(row, shared_V[code], len(ids))
         weight_V[ids] = short_V[ids] / np.maximum(plain_V.sum() + back, TINY)
@@ -142,7 +142,7 @@ def _short(ids, law_V, q_V, near, lend):
 
 
 def _lent_on_host(law_V, ids, near_Rk, k, codes, delta, lam):
-    """Of codes: the mass they are lent, whether any neighbour was within the bound, whether all that were seen were."""
+    """For codes: the added mass, whether any neighbour was within the bound, whether all that were read were."""
     summed_Rk = law_V[near_Rk[:, :k]].cumsum(1)
     bound = delta if lam is None else (lam - 1.0) * law_V[ids][:, None]
     within_Rk = (summed_Rk <= bound) & (ids < codes)[:, None]
@@ -153,7 +153,7 @@ def batched(
     draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, table: Tensor, k: int, codes: int,
     delta: float | None, lam: float | None,
 ) -> Verdict:  # fmt: skip
-    """The path of a device: all rows at once, node by node, and nothing is read on the host."""
+    """The CUDA path: all rows at once, node by node, without synchronisation."""
     parent_BN, size = draft.tree.parent.expand_as(draft.value), draft.tree.size
     lend = partial(_lent, table.long(), k, codes, delta, lam)
     law_BV, current_B = p_BNV[:, 0].double(), torch.zeros_like(parent_BN[:, 0])
@@ -181,7 +181,7 @@ def batched(
 
 
 def _point(x_B, law_BV, lend):
-    """Trying a point mass: the chance to accept it, the law after a rejection, the total variation of the trial."""
+    """Test of a point mass: acceptance probability, law after a rejection, total variation."""
     near_Bk, lent_B, some_B = lend(law_BV, x_B)
     f_B = (law_BV.gather(1, x_B[:, None])[:, 0] + lent_B).clamp(max=1.0)
     rest_BV = law_BV.scatter(1, x_B[:, None], 0.0)
@@ -203,7 +203,7 @@ def _drawn(x, law_V, q_V, lend):
     onto_Vk = (weight_V * some_V)[:, None].expand_as(near_Vk)
     onto_V = torch.zeros_like(law_V).scatter_add(0, near_Vk.flatten(), onto_Vk.flatten())
     output_V = q_V * f_V + plain_V * weight_V.sum() + shared_V * onto_V
-    # As a plain index x would be waited for.
+    # a plain index x would synchronise
     f, near_k, some = (each.index_select(0, x[None])[0] for each in (f_V, near_Vk, some_V))
     rest_V = torch.where(some, plain_V.scatter(0, near_k, law_V[near_k]), plain_V)
     return f, _normalised(rest_V), 0.5 * (output_V - law_V).abs().sum()

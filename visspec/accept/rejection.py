@@ -1,12 +1,13 @@
-"""Speculative rejection sampling with coins of its own: exact for really sampled drafts and for point masses.
+"""Speculative rejection sampling: exact for sampled drafts and for point masses.
 
 A node x drawn from q is accepted with probability min(1, p(x)/q(x)); after a rejection p becomes the residual law
-[p - q]+ and the next sibling is tried; the last law yields the bonus or corrected token (Leviathan et al. 2023,
-Chen et al. 2023; trees: SpecInfer, Miao et al. 2023). A point mass has q = 1 at x. Greedy decoding tosses no coins.
+[p - q]+ and the next sibling is tested; the bonus or corrected token is sampled from the last law (Leviathan et al.
+2023, Chen et al. 2023; trees: SpecInfer, Miao et al. 2023). A point mass has q = 1 at x. Greedy decoding needs no
+numbers.
 
 Relaxed rules accept with f = min(1, (p(x) + mass)/q(x)), never below the exact probability f*, and keep the residual.
-Their drift is the sum of f - f* over the tried nodes. Tossed with the same coins, the relaxed and the exact round part
-only at a node whose coin lies between f* and f, so the expected drift bounds the total variation of the output; for one
+Their drift is the sum of f - f* over the tested nodes. With the same random numbers, the relaxed and the exact round
+differ only if a number is between f* and f, so the expected drift bounds the total variation of the output; for one
 draft at a node the two are equal, and acceptance = (1 - TV(p, q)) + TV(output, p).
 """
 
@@ -31,8 +32,8 @@ class Rejection(Acceptance):
     """Exact rejection sampling. Subclasses relax it by adding probability mass to a drafted token (`mass`)."""
 
     traits = RuleTraits("exact", judges_draws=True)
-    codes: Tensor | None = None  # (K, E): where a relaxed rule knows the codebook, it measures the displacement
-    space: Tensor | None = None  # that codebook as `kernels.displacement` reads it
+    codes: Tensor | None = None  # (K, E): if set, a relaxed rule measures the displacement
+    space: Tensor | None = None  # the codebook as a table for `kernels.displacement`
 
     def bind(self, capabilities: Capabilities) -> None:
         if self.relaxed and capabilities.codebook is not None:
@@ -45,7 +46,7 @@ class Rejection(Acceptance):
 
     @property
     def lazy(self) -> bool:
-        """Whether the rule has no need of the laws after nodes that nobody reaches."""
+        """Whether the rule needs only the laws of reached nodes."""
         return type(self) is Rejection
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Coins:
@@ -56,7 +57,7 @@ class Rejection(Acceptance):
         return None
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
-        """The rule's own arguments of `kernels.accept_tree`."""
+        """Arguments of `kernels.accept_tree` for this rule."""
         return {"mass": self.mass(draft, p_BNV)}
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
@@ -91,6 +92,6 @@ class Rejection(Acceptance):
 
 
 def drafted(draft: Draft, p_BNV: Tensor) -> Tensor:
-    """(B, N): each node's probability under its parent's law; the root's entry means nothing."""
+    """(B, N): each node's probability under its parent's law; the root's entry is undefined."""
     rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
     return p_BNV[rows, above(draft.tree), draft.value]

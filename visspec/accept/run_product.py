@@ -1,11 +1,11 @@
-"""SJD-SV: one uniform number decides a run of confident tokens, on the product of their ratios (ICML 2026).
+"""SJD-SV: a run of confident tokens is accepted by one uniform number and the product of their ratios (ICML 2026).
 
 A run is a stretch of the chain along which the target's p(x) of the drafted tokens does not fall; its confident suffix
 are the tokens with p(x) >= alpha. The suffix is kept up to the last of its tokens with u < W_j, W_j the product of the
 ratios p/q from the suffix's start to j (not cut at 1); failing at the tail falls back to the token before. All other
-tokens are tested alone. (Our reading of a description; no code is public.)
+tokens are tested separately. (Our interpretation of the description; no code is public.)
 
-One uniform for a run is the same law as a coin of its own for every token with f_j = S_j / S_{j-1}, where
+One uniform for a run gives the same law as separate uniforms for its tokens with f_j = S_j / S_{j-1}, where
 S_j = max over k >= j of min(1, W_k) is the chance that the run is kept at least up to j; so this is a `mass`, with the
 shared coins, residual and meter. f_j is never below the exact probability. Where no ratio exceeds 1 (point masses) it
 is equal to it. f_j looks ahead, so the drift is an upper bound of the total variation. With a relaxed `base` the ratios
@@ -27,7 +27,7 @@ TINY = 1e-30
 
 
 class RunProduct(Rejection):
-    """alpha: probability from which a token is confident (1: exact); base: the rule for single tokens, one that adds
+    """alpha: minimum probability of a confident token (1: exact); base: the rule for single tokens, one that adds
     `mass` ("rejection" by default).
     """
 

@@ -1,6 +1,6 @@
-"""Typical acceptance: a drafted token that the target finds plausible enough is kept outright.
+"""Typical acceptance: a drafted token with a sufficient probability under the target is always accepted.
 
-x is kept when p(x) >= min(epsilon, delta * exp(-H(p))), H the entropy of the target's law (Hewitt et al. 2022 for the
+x is accepted if p(x) >= min(epsilon, delta * exp(-H(p))), H the entropy of the target's law (Hewitt et al. 2022 for the
 threshold; Cai et al., "Medusa", 2024, section 2.3.1 for its use in acceptance); otherwise with the exact probability.
 The law of the output changes: each token kept beyond the exact rule adds 1 - min(1, p/q) to the measured drift. At
 temperature 0 the rule is greedy and exact.
@@ -30,7 +30,7 @@ class Typical(Rejection):
         self.epsilon, self.delta = epsilon, delta
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        """1 where the node is plausible under its parent's law, else 0: (B, N) float32."""
+        """1 if p(x) reaches the threshold, else 0: (B, N) float32."""
         entropy_BN = torch.special.entr(p_BNV).sum(dim=-1)
         threshold_BN = (self.delta * torch.exp(-entropy_BN)).clamp(max=self.epsilon)
         above_BN = above(draft.tree).expand_as(draft.value)

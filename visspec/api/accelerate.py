@@ -1,4 +1,4 @@
-"""What users type: `accelerate(model, drafter)` and `speculative(drafter)` for transformers' own `custom_generate`."""
+"""For text models: `accelerate(model, drafter)` and `speculative(drafter)` for transformers' own `custom_generate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from visspec.models.targets.hf_decoder import HFDecoder, driven
 from visspec.types import Acceptance, Drafter, DrafterTraits, State
 
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_asked", "_made"})  # attributes of an Accelerated
-BUILDING = threading.RLock()  # two threads that find a model moved build one pairing
+BUILDING = threading.RLock()  # only one thread rebuilds the pairing of a moved model
 
 
 def accelerate(
@@ -35,14 +35,14 @@ def accelerate(
     tokenizer: Any = None,
     probe: bool = True,
 ) -> Accelerated:
-    """Make a loaded transformers model generate several tokens a pass. The model itself is not changed.
+    """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
     drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
-    levels: how deep to draft at most. adaptive: draft less, or not at all, where that is measured to be faster.
-    tokenizer: for `last_stats`, so that it can show text.
-    probe: run the model on a few tokens, once for its configuration, to see that drafts can be verified in it.
-    Raises ValueError in one sentence when the model can't be verified or the drafter was made for another target.
+    levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster.
+    tokenizer: to show text in `last_stats`.
+    probe: run the model on a few tokens, once per configuration, to check that it can verify drafts.
+    Raises ValueError if the model is not supported or the drafter was made for another target.
     """
     return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe)
 
@@ -54,7 +54,7 @@ def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculati
 
 @dataclass(frozen=True)
 class Result:
-    """What one call of `generate` gave: what it returns, the finished state, and the figures."""
+    """Result of one `generate` call: its return value, the final state and the statistics."""
 
     output: Any
     state: State
@@ -62,12 +62,12 @@ class Result:
 
 
 class Accelerated(Copied):
-    """A model with a faster `generate`. Anything else is the model's own: attributes are passed through, and a method
-    that returns the model returns this instead (`fast.to("cuda").eval()` stays accelerated).
+    """A model with a faster `generate`. Other attributes are those of the model; methods that return the model return
+    this object instead (`fast.to("cuda").eval()` stays accelerated).
 
-    What is made of the model's weights (masks, tables, a drafter by name) is made again when dtype or device changed.
-    Threads may share one: `last_stats` and `last_state` are then those of whichever call ended last, and `run` returns
-    a call's own. Copying and pickling keep the model and what was asked of `accelerate`; figures and pace start anew.
+    Masks, tables and drafters given by name are rebuilt if the model's dtype or device has changed. The object is
+    thread-safe: `last_stats` and `last_state` refer to the call that ended last, and `run` returns those of its own
+    call. Copies and pickles keep the model and the arguments of `accelerate`; statistics and pace are reset.
     """
 
     model: Any
@@ -83,7 +83,7 @@ class Accelerated(Copied):
 
     @property
     def pairing(self) -> Pairing:
-        """The present one. A call takes it once, whatever other threads do to the model meanwhile."""
+        """The current pairing. A call reads it once, independent of changes by other threads."""
         fits, pairing = self._made
         if fits == (now := self._fits()):
             return pairing
@@ -113,7 +113,7 @@ class Accelerated(Copied):
         return self.pairing.pace
 
     def _fits(self) -> tuple:
-        """What a pairing was built for: dtype, device and attention of the model, and of a smaller one that drafts."""
+        """Key of a pairing: dtype, device and attention of the model and of a small model used as drafter."""
         models = (m for m in (self.model, self._asked[0]) if isinstance(m, nn.Module))
         attention = "_attn_implementation"
         return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
@@ -125,12 +125,12 @@ class Accelerated(Copied):
         def make_target(traits: DrafterTraits) -> HFDecoder:
             return HFDecoder(model, traits.feature_layers, traits.embeddings, check=probe)
 
-        with torch.inference_mode(False), torch.no_grad():  # what is built in a call may be trained later
+        with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
             drafter, name = zoo.drafter(spec, model)
             return pair(drafter, name, own_rule(acceptance), model, make_target, levels=levels, adaptive=adaptive)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "model" not in self.__dict__:  # copying and pickling ask an object without contents
+        if name.startswith("__") or "model" not in self.__dict__:  # called by copy and pickle on an empty object
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.model, name)
         return self._returned(found) if getattr(found, "__self__", None) is self.model else found
@@ -158,12 +158,12 @@ class Accelerated(Copied):
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`
-        makes sampling repeatable without touching the global state; without them torch's global seed decides.
+        makes sampling reproducible without changing the global state; without them torch's global generator is used.
         """
         return self.run(*args, streamer=streamer, generator=generator, seed=seed, **kwargs).output
 
     def run(self, *args, streamer=None, generator=None, seed=None, **kwargs) -> Result:
-        """`generate`, its return value together with the finished state and the figures of this very call."""
+        """Like `generate`, but returns a `Result` with the final state and statistics of this call."""
         kwargs = requests.named(self.model.generate, args, kwargs)
         streamer = kwargs.pop("streamer", streamer)
         requests.check(kwargs)
@@ -181,8 +181,8 @@ class Accelerated(Copied):
 
 
 class _Run:
-    """One call of generate: transformers prepares everything, then calls this instead of its own loop. The finished
-    state and its figures stay here.
+    """Custom decoding function for one call of generate: transformers prepares the inputs and calls it. Stores the
+    final state and statistics.
     """
 
     def __init__(self, pairing: Pairing, tokenizer=None, streamer=None, generator=None, seed=None, media=None):
@@ -202,7 +202,7 @@ class _Run:
             request.generators = requests.generators(self.generator, self.seed, input_ids)
         if self.streamer is not None:
             request.on_tokens = requests.streaming(self.streamer, input_ids)
-            self.streamer.put(input_ids.cpu())  # generate shows the prompt to a streamer it knows; not to this one
+            self.streamer.put(input_ids.cpu())  # generate passes the prompt only to its own streamer argument
         self.state = pairing.decode(request)
         if self.streamer is not None:
             self.streamer.end()
@@ -218,7 +218,7 @@ class Speculative:
 
     def __init__(self, drafter, options: dict[str, Any]):
         self.drafter, self.options = drafter, options
-        self.fast: Accelerated | None = None  # of the model that asked last
+        self.fast: Accelerated | None = None  # for the model of the last call
         self.last_stats: Stats | None = None
 
     def __call__(
@@ -236,5 +236,5 @@ class Speculative:
 
 
 def own_rule(acceptance: str | Acceptance) -> Any:
-    """A rule by name, or a copy of one: it will be bound to one target, and its owner may pair it with others."""
+    """A rule by name, or a copy of a given rule, because it is bound to one target."""
     return zoo.acceptance(acceptance) if isinstance(acceptance, str) else copy.copy(acceptance)

@@ -1,4 +1,4 @@
-"""Captioning image files: batches, broken files listed and not fatal, results as they come."""
+"""Captioning of image files in batches, with an error entry for each unreadable file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = "describe the picture in detail ."
 
 @dataclass(frozen=True)
 class Caption:
-    """One image's result: `text` is None and `error` says why when the file could not be read."""
+    """One image's result: if the file can't be read, `text` is None and `error` is the reason."""
 
     path: str
     text: str | None
@@ -29,7 +29,7 @@ class Caption:
 
 
 def chat_prompt(processor, request: str) -> str:
-    """One user turn of an image and a request, in the processor's chat template (plain form where it has none)."""
+    """One user turn of an image and a request, in the processor's chat template (plain text if it has none)."""
     content = [{"type": "image"}, {"type": "text", "text": request}]
     if getattr(processor, "chat_template", None):
         return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -56,9 +56,9 @@ def caption_files(
     max_pixels: int = MAX_PIXELS,
     **generate: Any,
 ) -> Iterator[tuple[Caption, Stats | None]]:
-    """Caption files in order, `batch_size` at a time. A file that can't be read yields its error, the rest go on.
+    """Caption files in order, `batch_size` at a time. An unreadable file yields its error; the others are processed.
 
-    Extra arguments go to `generate`; the int `seed` is each image's own, so a batch gives what single calls give.
+    Extra arguments go to `generate`; the int `seed` is used for each image, so results do not depend on the batch.
     """
     seed = generate.pop("seed", None)
     for start in range(0, len(paths), batch_size):

@@ -1,4 +1,4 @@
-"""Copying and pickling of objects around a model: what they were made from is kept, the rest is made anew."""
+"""Copying and pickling of objects around a model: constructor arguments are kept, everything else is rebuilt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Copied:
-    """Subclasses say in `__getstate__` what they were made from, and make themselves from it in `__setstate__`."""
+    """Subclasses return their constructor arguments in `__getstate__` and rebuild themselves in `__setstate__`."""
 
     model: nn.Module
 

@@ -1,4 +1,4 @@
-"""One call of an `ImagePipeline`: what was checked, how it is watched and ended early, what comes out of it."""
+"""One call of an `ImagePipeline`: its checked arguments, callbacks and interruption, and its output."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ MEANINGLESS = {  # arguments of diffusers' pipelines (and transformers' generate
 
 @dataclass
 class ImageOutput:
-    """What a call returns. `images` holds what `output_type` says; the lists run over images. Of a call "np" is one
-    array (B, H, W, 3) and "pt" one tensor (B, 3, H, W), as in diffusers; `stream` yields lists.
+    """Output of a call. The type of `images` depends on `output_type`; lists have one entry per image. For a call "np"
+    is one array (B, H, W, 3) and "pt" one tensor (B, 3, H, W), as in diffusers; `stream` yields lists.
 
     maps: (rows, columns) uint8 arrays, indices into ORIGINS; passes: (rows, columns) int32, the target pass that gave
     each token (0 is the prefill).
@@ -69,12 +69,12 @@ class ImageOutput:
 
 
 class Interrupted(Exception):
-    """Raised between rounds when a callback asked for the end."""
+    """Raised between rounds if a callback set `interrupt`."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A checked call, with all that it needs of the pipeline: of what others do, only `interrupt` reaches it."""
+    """A checked call with everything it needs from the pipeline; other threads only affect it through `interrupt`."""
 
     texts: list[str]
     negatives: list[str] | None  # one for each text, "" for the model's own unconditional prompt; None: all its own
@@ -87,12 +87,12 @@ class Job:
     callback: Callable | None
     handed: tuple[str, ...] = TENSORS[:1]  # names of tensors, for the callback
     interrupt: bool = False
-    thread: int = field(default_factory=threading.get_ident)  # that runs it, or ran its newest batch
+    thread: int = field(default_factory=threading.get_ident)  # that runs it, or ran its latest batch
 
 
 @dataclass
 class Watch:
-    """Called after every round: progress, the callback, and the state for whoever ends the batch early."""
+    """Called after every round: progress, the callback, and the state for early termination."""
 
     pipeline: Any
     job: Job
@@ -113,8 +113,8 @@ class Watch:
 
 
 class Calls:
-    """The calls of a pipeline that are under way, and whom `interrupt` means: in a thread that runs one, its newest;
-    in any other, all of them.
+    """The running calls of a pipeline. `interrupt` applies to the latest call of the current thread, or to all calls if
+    the thread runs none.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Calls:
 
 
 def origin_map(origin: list[str], layout: Layout) -> np.ndarray:
-    """Where each code came from, (rows, columns) uint8 indices into ORIGINS."""
+    """Origin of each code, (rows, columns) uint8 indices into ORIGINS."""
     kinds = np.array([ORIGINS.index(o) for o in origin], np.uint8)
     return kinds[layout.free.numpy()].reshape(layout.grid)
 

@@ -28,18 +28,18 @@ from visspec.models.targets.families import family_of, prompt_of
 from visspec.models.targets.image_ar import Family, ImageAR
 from visspec.types import Acceptance, Drafter, DrafterTraits, Order, Request, Sampling, State
 
-KEPT = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "_progress", "_home")  # by copies
+KEPT = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "_progress", "_home")  # copied
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 logger = logging.getLogger(__name__)
 
 
 class ImagePipeline(Copied):
-    """A loaded image model and how it is accelerated. The model is not changed.
+    """Accelerated image generation with a loaded model. The model is not changed.
 
-    model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; a call may
-    name others. parts: what some families need beside the model (a codec, a style, a negative prompt). order: of
-    decoding, raster by default; "zipar:window=4" drafts nothing, so the drafter is left out. Raises ValueError in one
-    sentence where the parts do not fit.
+    model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; they can
+    be overridden per call. parts: additional parts of some families (a codec, a style, a negative prompt). order: order
+    of decoding, raster by default; "zipar:window=4" does not use a drafter. Raises ValueError if the parts are
+    incompatible.
     """
 
     model: Any
@@ -57,7 +57,7 @@ class ImagePipeline(Copied):
     ):
         self.model, self.processor, self.parts = model, processor, parts or {}
         self.drafter, self.acceptance, self.levels, self.order = drafter, acceptance, levels, order
-        self.last_output = ImageOutput()  # finished images of the newest call, also when it was interrupted
+        self.last_output = ImageOutput()  # finished images of the latest call, also if it was interrupted
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
         self._home: torch.device | None = None
@@ -73,8 +73,8 @@ class ImagePipeline(Copied):
 
     @classmethod
     def from_pretrained(cls, where: str = "painter", *, device: str = "cpu", dtype: Any = "auto", **options):
-        """A shipped name ("painter"), a folder or a hub id. Safetensors only; `options` as in the constructor, and
-        `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch dtype. Of a folder that
+        """Load an included model ("painter"), a folder or a hub id. Safetensors only; `options` as in the constructor,
+        and `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch dtype. Of a folder that
         `save_pretrained` wrote, drafter, acceptance, levels and parts are read too; those given here win.
         """
         from visspec.api.loading import load_image_model
@@ -99,8 +99,8 @@ class ImagePipeline(Copied):
 
     @property
     def interrupt(self) -> bool:
-        """Set by a callback: its own call ends and returns what is finished. Set in a thread that runs no call of this
-        pipeline, it ends all that are under way. A call begins with False.
+        """If set by a callback, its call ends and returns the finished images. If set in a thread that runs no call of
+        this pipeline, all running calls end. It is False when a call begins.
         """
         return any(job.interrupt for job in self._calls.meant())
 
@@ -109,7 +109,7 @@ class ImagePipeline(Copied):
         for job in self._calls.meant():
             job.interrupt = bool(value)
 
-    _interrupt = interrupt  # as callbacks written for diffusers spell it
+    _interrupt = interrupt  # name used by callbacks for diffusers
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
         """Write model, processor, drafter, acceptance, levels and parts that are texts, for `from_pretrained`.
@@ -118,20 +118,20 @@ class ImagePipeline(Copied):
         image_saving.save(folder, self.components, **options)
 
     def to(self, *args, **kwargs) -> ImagePipeline:
-        """Move or cast the model and what belongs to it; drafters and rules are built anew when they are next asked."""
+        """Move or cast the model and its parts; drafters and rules are rebuilt at the next call."""
         with self._lock:
             self._move(*args, **kwargs)
             self._renew()
         return self
 
     def _move(self, *args, **kwargs) -> None:
-        with torch.inference_mode(False):  # weights that are moved in it could not be trained
+        with torch.inference_mode(False):  # weights moved in inference mode can't be trained
             for part in (self.model, *self.parts.values()):
                 if hasattr(part, "to"):
                     part.to(*args, **kwargs)
 
     def _renew(self) -> None:
-        """Make again what is made of the weights: the family now, pairings when they are asked for."""
+        """Rebuild what depends on the weights: the family now, pairings when needed."""
         with torch.inference_mode(False), torch.no_grad():
             self.family: Family = family_of(self.model, self.processor, **self.parts)
         self._made_of = (self.model.device, self.model.dtype)
@@ -140,7 +140,7 @@ class ImagePipeline(Copied):
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """While any call runs, the weights are on their device, and what is made of them fits it and their dtype."""
+        """Keeps weights and everything built from them on the right device and dtype during calls."""
         with self._lock:
             if self._home is not None and not self._inside:
                 self._move(self._home)
@@ -160,7 +160,7 @@ class ImagePipeline(Copied):
         self._progress = options
 
     def enable_model_cpu_offload(self, device: str | torch.device = "cuda") -> None:
-        """Keep the weights in main memory between calls, on `device` during them."""
+        """Keep the weights on the CPU between calls and on `device` during calls."""
         with self._lock:
             self._home = torch.device(device)
             if not self._inside:
@@ -190,14 +190,14 @@ class ImagePipeline(Copied):
         callback_on_step_end_tensor_inputs: Sequence[str] = image_call.TENSORS[:1],
         **others: Any,
     ) -> ImageOutput | Any:
-        """Draw `num_images_per_prompt` images of every prompt.
+        """Generate `num_images_per_prompt` images for every prompt.
 
-        Defaults of guidance_scale, temperature, top_k and top_p are the model's own generation settings; temperature 0
-        is greedy. seed: image i of the call gets seed + i, or its entry of a list; an image does not depend on the
-        batch it is drawn in. callback_on_step_end(pipeline, round, tokens, {"state": ...}) runs after every pass of the
-        target; setting `pipeline.interrupt` in it ends this call. KeyboardInterrupt leaves finished images in
-        `last_output`, also those of the batch that it ends. output_type: pil; np (B, H, W, 3) and pt (B, 3, H, W) in
-        [0, 1]; latent for codes alone. return_dict=False gives a tuple, (images,).
+        guidance_scale, temperature, top_k and top_p default to the model's generation settings; temperature 0
+        is greedy. seed: image i of the call uses seed + i, or its entry of a list; an image does not depend on its
+        batch. callback_on_step_end(pipeline, round, tokens, {"state": ...}) runs after every pass of the
+        target; setting `pipeline.interrupt` in it ends this call. After a KeyboardInterrupt the finished images are in
+        `last_output`, including those of the interrupted batch. output_type: pil; np (B, H, W, 3) and pt (B, 3, H, W)
+        in [0, 1]; latent for codes only. return_dict=False gives a tuple, (images,).
 
         negative_prompt: what guidance leads away from, one text or one for each prompt; "" is the prompt without words,
         None the model's own. callback_on_step_end_tensor_inputs: "latents", codes (B, rows, columns), and "tokens",
@@ -220,7 +220,7 @@ class ImagePipeline(Copied):
 
     @torch.inference_mode()
     def stream(self, prompt, *, batch_size: int = 8, output_type: str = "pil", **options) -> Iterator[ImageOutput]:
-        """The same, batch by batch, each as it is finished."""
+        """Like `__call__`, but yields each batch when it is finished."""
         with self._in_place():
             job = self._job(prompt, batch_size=batch_size, output_type=output_type, **options)
             self._calls.jobs.append(job)
@@ -246,7 +246,7 @@ class ImagePipeline(Copied):
         acceptance=None, order=None, output_type, callback_on_step_end=None,
         callback_on_step_end_tensor_inputs=image_call.TENSORS[:1], **others,
     ) -> Job:  # fmt: skip
-        """Everything that can be wrong is found here, before any pass."""
+        """Checks all arguments, before any pass."""
         image_call.refuse_others(others)
         texts = image_call.texts_of(prompt)
         image_call.check_counts(num_images_per_prompt=num_images_per_prompt, batch_size=batch_size)
@@ -275,25 +275,25 @@ class ImagePipeline(Copied):
         )
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
-        """The call's settings, the model's own where it says nothing. Raises ValueError that names what is off."""
+        """The call's settings, with the model's defaults. Raises ValueError for invalid values."""
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         return image_call.sampling_of(given, self.model, self.family)
 
     def _default_drafter(self, order: Any) -> Any:
-        """The pipeline's drafter, where the order of a call drafts."""
+        """The pipeline's drafter, if the order of a call uses one."""
         found = zoo.order(self.order if order is None else order)
         return self.drafter if found is None or found.drafts else None
 
     def pairing(self, drafter, acceptance, order=None) -> Pairing:
-        """A drafter, a rule and an order, by name or as they are, with the target; kept, so that a pace goes on
-        learning.
+        """A drafter, a rule and an order, by name or as objects, with the target; cached, so that measured paces are
+        reused.
         """
         asked = (drafter, acceptance, order)
         key = tuple(x if isinstance(x, str | None) else id(x) for x in asked)
         with self._lock:
             if key not in self._built:
                 with torch.inference_mode(False), torch.no_grad():  # what is built in a call may be trained later
-                    # kept with what was given: as long as that lives, its id is no other's
+                    # stored with the given objects, so that their ids are not reused
                     self._built[key] = (self._pairing(*asked), asked)
             return self._built[key][0]
 
@@ -302,7 +302,7 @@ class ImagePipeline(Copied):
             return ImageAR(self.family, features=bool(traits.feature_layers))
 
         rule, (found, name) = own_rule(acceptance), self._drafter(drafter)
-        # a pace that reads clocks would make the draws of a rule with coins of its own depend on them
+        # with an adaptive pace the samples of rules with their own random numbers would depend on timing
         adaptive = isinstance(rule, Acceptance) and not rule.traits.judges_draws
         return pair(
             found, name, rule, self.family, make_target, order=zoo.order(order), levels=self.levels, adaptive=adaptive
@@ -328,7 +328,7 @@ class ImagePipeline(Copied):
         return zoo.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
     def _batch(self, job: Job, rows: slice, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
-        """The finished images of a batch, and what ended it before all were."""
+        """The finished images of a batch, and the exception that ended it early."""
         texts, seeds, pairing = job.texts[rows], job.seeds[rows], job.pairing
         negatives = job.negatives and job.negatives[rows]
         prompt = prompt_of(job.family, texts, job.sampling.guidance != 1.0, job.layout, negatives)
@@ -344,7 +344,7 @@ class ImagePipeline(Copied):
         stop: BaseException | None = None
         try:
             state = pairing.decode(request)
-            if not pairing.order.raster:  # all tokens are final at once, at the end
+            if not pairing.order.raster:  # all tokens become final at the end
                 bar.update(sum(map(len, state.tokens)))
         except (Interrupted, KeyboardInterrupt) as ended:
             if watch.state is None:
@@ -354,8 +354,8 @@ class ImagePipeline(Copied):
         return self._output(job, state, texts, seeds), stop
 
     def _output(self, job: Job, state: State, texts: list[str], seeds: list[int]) -> ImageOutput:
-        """Finished rows only: an interrupted batch keeps those that were complete."""
-        whole = [job.layout.positions] * 2  # a KeyboardInterrupt may come between tokens and where they are from
+        """The finished rows, also of an interrupted batch."""
+        whole = [job.layout.positions] * 2  # a KeyboardInterrupt may occur between appending tokens and origins
         rows = zip(state.tokens, state.trace.origin)
         done = [b for b, row in enumerate(rows) if [len(part) for part in row] == whole]
         out = ImageOutput(prompts=[texts[b] for b in done], seeds=[seeds[b] for b in done])

@@ -1,4 +1,4 @@
-"""Loading what the command line works on: models and their processors, by shipped name, folder or hub id."""
+"""Loads models and processors by name, folder or hub id, for the command line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code: bool = False):
-    """(model, processor), ready for `accelerate`. `spec` None is the embedded captioner; else a folder or a hub id.
+    """(model, processor), ready for `accelerate`. `spec`: None for the included captioner, a folder or a hub id.
 
-    Safetensors only; remote code only when asked for. Raises ValueError in one sentence when the checkpoint has
+    Safetensors only; remote code only if enabled. Raises ValueError if the checkpoint has
     pickled weights, missing, extra or mis-shaped tensors, or files outside its folder.
     """
     from transformers import AutoModelForImageTextToText

@@ -1,4 +1,4 @@
-"""Between transformers' generate and the loop: its arguments into a `Request`, a finished `State` into its result."""
+"""Conversion between transformers' generate and the loop: arguments to a `Request`, a final `State` to its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from visspec.types import Request, Sampling, State
 
 PROMPT = ("input_ids", "inputs", "inputs_embeds")  # tensor arguments of generate that are not media
 GREEDY_OR_SAMPLED = "accelerated decoding is greedy or sampling"
-REFUSED: dict[str, tuple[Any, str]] = {  # options of generate, the value that asks for nothing, why others are refused
+REFUSED: dict[str, tuple[Any, str]] = {  # options of generate: neutral value, reason why others are not supported
     **dict.fromkeys(("num_beams", "num_beam_groups"), (1, GREEDY_OR_SAMPLED)),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "guidance_scale"), (None, GREEDY_OR_SAMPLED)),
     **dict.fromkeys(
@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # options of generate, the value that a
     "output_attentions": (False, "a pass attends from a whole draft to our cache, not from one position at a time"),
     "output_hidden_states": (False, "passes over drafts hold rejected candidates among the others and none are kept"),
 }
-SEEDS = 2**64  # torch's generators take seeds below
+SEEDS = 2**64  # upper limit of torch's seeds
 
 
 def of_generate(model, inputs: dict[str, Any], **options: Any) -> Request:
@@ -60,7 +60,7 @@ def named(generate: Callable, given: Sequence, options: dict[str, Any]) -> dict[
 
 
 def check(options: dict[str, Any]) -> None:
-    """Refuse, before work starts, what this loop does not do. Raises ValueError that names the option."""
+    """Raises ValueError for unsupported options, before work starts."""
     config = options.get("generation_config")
     for name, (neutral, why) in REFUSED.items():
         value = options.get(name, getattr(config, name, neutral))
@@ -81,7 +81,7 @@ def check(options: dict[str, Any]) -> None:
 
 
 def adopt_stop_strings(options: dict[str, Any]) -> None:
-    """generate drops `tokenizer` for custom decoding, and `stop_strings` needs it: make the criterion here instead."""
+    """Create the criterion for `stop_strings` here, because generate drops `tokenizer` for custom decoding."""
     config: Any = options.get("generation_config")
     strings = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
     tokenizer = options.pop("tokenizer", None)
@@ -97,7 +97,7 @@ def adopt_stop_strings(options: dict[str, Any]) -> None:
 
 
 def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any]) -> Request:
-    """From what generate hands to a custom decoding function. Raises ValueError as `check`."""
+    """From the arguments of a custom decoding function. Raises ValueError as `check` does."""
     check({"generation_config": config})
     past = model_kwargs.pop("past_key_values", None)
     if past is not None and past.get_seq_length() > 0:
@@ -120,8 +120,8 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
 
 
 def sampling_of(processors: Sequence[Callable], do_sample: bool) -> Sampling:
-    """The list of processors as a `Sampling`: a closing run of temperature, top-k, top-p becomes numbers, in that
-    order; whatever stands before it stays a list of callables, run at every node.
+    """Convert a list of processors to a `Sampling`: temperature, top-k and top-p at its end, in that order, become
+    numbers; the others are called at every node.
     """
     rest = list(processors)
     numbers: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
@@ -141,9 +141,9 @@ def sampling_of(processors: Sequence[Callable], do_sample: bool) -> Sampling:
 
 
 def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
-    """One generator a row. A list of them is taken as it is where they are on the device of the ids; others, a single
-    one or torch's global one seed a fresh one for each row; an int gives row b the seed `seed + b`, ints in a list give
-    each its own.
+    """One generator per row. A list of generators on the device of the ids is used directly; other generators, a single
+    one or torch's global one seed a new generator per row. An int gives row b the seed `seed + b`, a list one seed per
+    row.
     """
     rows, given = input_ids.shape[0], seed if seed is not None else generator
     listed = isinstance(given, (list, tuple)) and len(given) == rows
@@ -153,8 +153,8 @@ def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
 
 
 def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
-    """One seed for each of `count` outputs: an int counts up, a list is taken entry by entry, one generator (or torch's
-    global one) is drawn from. Raises ValueError where a list has another length.
+    """One seed for each of `count` outputs: seed + i for an int, the entries of a list, or random numbers from a
+    generator (default: torch's global one). Raises ValueError if a list has another length.
     """
     what, given = ("generator", generator) if seed is None else ("seed", seed)
     if given is None:
@@ -172,7 +172,7 @@ def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
 
 
 def check_seeds(generator, seed) -> None:
-    """Raises ValueError for what is no generator and no seed."""
+    """Raises ValueError unless these are valid generators and seeds."""
     what, given = ("generator", generator) if seed is None else ("seed", seed)
     for one in given if isinstance(given, (list, tuple)) else [given]:
         whole = isinstance(one, Integral) and not isinstance(one, bool) and 0 <= int(one) < SEEDS
@@ -185,8 +185,8 @@ def _next(generator: torch.Generator) -> int:
 
 
 def unknown_words(processor: Any, texts: Sequence[str]) -> list[str]:
-    """Words of prompts, each once, in which the tokenizer finds what it was never taught (its unknown token). None for
-    a processor without a tokenizer or a tokenizer without such a token.
+    """Words of prompts, without repetitions, that contain the tokenizer's unknown token. Empty for a processor without
+    a tokenizer or a tokenizer without such a token.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     unknown = getattr(tokenizer, "unk_token_id", None)
@@ -227,12 +227,12 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
 
 
 def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
-    """(B, V) float32 of every step from (V,) of every token of each row; zeros behind a row's end."""
+    """(B, V) float32 of every step from (V,) of every token of each row; zeros after a row's end."""
     filler = torch.zeros_like(kept[0][0])
     at = [[row[t] if t < len(row) else filler for row in kept] for t in range(longest)]
     return tuple(torch.stack(step).float() for step in at)
 
 
 def _cache(state: State) -> DynamicCache:
-    """Keys and values of prompt and answers, without the last token, as transformers goes on from."""
+    """Keys and values of prompts and outputs, without the last token, as a transformers cache."""
     return state.cache.dynamic([state.cache.prompt + len(tokens) - 1 for tokens in state.tokens])

@@ -1,4 +1,4 @@
-"""The one table of names: drafters, acceptance rules, orders, presets, checkpoints. Imports nothing before its use."""
+"""Registry of drafters, acceptance rules, orders, presets and checkpoints, by name. Imports are lazy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DRAFTERS = {
         "images: on the target's hidden states; trained; tree=chain, dynamic or static",
     ),
 }
-ORDERS = {  # in which the positions of an image are decided
+ORDERS = {  # order of generation of an image's positions
     "raster": ("visspec.loop.orders:Raster", "row by row, through the loop; the default"),
     "zipar": ("visspec.loop.orders:ZipAR", "a row starts `window` codes after the last; drafts nothing"),
     "islands": (
@@ -54,7 +54,7 @@ ORDERS = {  # in which the positions of an image are decided
 
 
 class Preset(NamedTuple):
-    """A published system of image generation, as values."""
+    """Settings of a published method of image generation."""
 
     drafter: str
     acceptance: str
@@ -146,8 +146,8 @@ def _number(text: str) -> Any:
 
 
 def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: Callable | None = None) -> Any:
-    """`kind(**options)`, or `start(**options)` where that builds one. Raises ValueError for an option it does not take
-    and for a value that is not what the constructor's annotation says.
+    """`kind(**options)`, or `start(**options)` if given. Raises ValueError for an unknown option or a value that does
+    not match the constructor's annotation.
     """
     for option, value in list(options.items()):
         parameter = signature(kind).parameters.get(option)
@@ -191,7 +191,7 @@ def method(text: str) -> dict[str, str | None]:
 
 
 def order(spec: Any) -> Any:
-    """An order by name and options, "zipar:window=4", or as it is. Raises ValueError as `acceptance`."""
+    """An order by name and options, "zipar:window=4", or an object. Raises ValueError as `acceptance` does."""
     if spec is None or isinstance(spec, Order):
         return spec
     name, options = parse(str(spec))
@@ -240,7 +240,7 @@ def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any
 
 
 def _check_same_model(name: str, folder: Path, model: nn.Module) -> None:
-    """Refuse a model whose configuration is not that of a shipped checkpoint, entry by entry of its architecture."""
+    """Raises ValueError if the model's configuration differs from that of an included checkpoint."""
     config: Any = model.config
     for part in ("", "text_config", "vision_config"):
         wanted, found = read_json(folder, "config.json"), config.to_dict()

@@ -1,8 +1,8 @@
 """The decode loop: draft, verify, accept, commit, observe.
 
-One loop for plain decoding (nothing drafted), text of vision-language models and discrete image tokens. It knows no
-model class: targets, drafters and rules are passed in (`types.Target`, `types.Drafter`, `types.Acceptance`). It does
-not look inside values or laws either: what a request produces is kept by its tape (`State.tape`). Each round
+One loop for plain decoding (nothing drafted), text of vision-language models and discrete image tokens. It is
+independent of model classes: targets, drafters and rules are arguments (`types.Target`, `types.Drafter`,
+`types.Acceptance`). Values and laws are opaque; the output is stored in `State.tape`. Each round
 synchronises host and device once, in `settle`; lengths, paths and rows are copied to the device from pinned memory,
 which does not block. A request's processors, stop function and grammar may synchronise as well.
 """
@@ -35,7 +35,7 @@ from visspec.types import (
 def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request: Request, pace: Pace) -> State:
     """Decode a batch. Returns the finished state: its `tape` (trimmed at stops) and its `trace`.
 
-    A fault of the target raises; a fault of the drafter has been turned into an empty draft before it gets here.
+    Exceptions of the target are raised. Faults of the drafter give an empty draft (`loop.guard`).
     """
     state, scores = open_request(target, accept, request)
     if not state.live:
@@ -81,7 +81,7 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
 
 
 def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outcome:
-    """Bring the verdict to the host (the round's one synchronisation) and append what each row gained, up to a stop."""
+    """Copy the verdict to the host (the round's only synchronisation) and append new tokens up to a stop."""
     tree, tape, origin = draft.tree, state.tape, state.trace.origin
     parts = [verdict.length[:, None], verdict.path]
     if draft.real is not None:
@@ -116,12 +116,12 @@ def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outc
 
 
 def children(parents: list[int], node: int) -> list[int]:
-    """Nodes of a tree that hang from one."""
+    """Children of a node."""
     return [n for n, parent in enumerate(parents) if parent == node]
 
 
 def retire(state: State, target: Target, drafter: Drafter | None) -> None:
-    """Let finished rows leave: the batch that goes on is as if they had never been in it."""
+    """Remove finished rows from the batch."""
     keep = [b for b, row in enumerate(state.rows) if row not in state.finished]
     if len(keep) == len(state.rows):
         return

@@ -1,10 +1,10 @@
-"""A drafter that can't hurt: whatever goes wrong in it costs speed, never output.
+"""Validation of drafters: faults of a drafter affect speed, never the output.
 
-Exceptions (out of memory included) and malformed drafts end drafting for the request; single bad nodes (ids out of
-range or standing for image content, a law q that is no law, or q = 0 at the drafted value) are marked as not real.
-Each is counted in the trace, and the first one warns. Nothing that a drafter is handed can be written through: it sees
-a `View` for the state, copies of what the loop goes on with, and tensors that the loop is done with. The target is
-never guarded: its faults are errors.
+Exceptions (out of memory included) and malformed drafts end drafting for the request; single invalid nodes (ids out of
+range or placeholders of image content, an invalid law q, or q = 0 at the drafted value) are marked as not real. Faults
+are counted in the trace, and the first one warns. A drafter can't modify the decoder's data: it gets a `View` of the
+state, copies of tensors that are still in use, and other tensors directly. The target is not guarded: its exceptions
+are raised.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Guarded(Drafter):
         return trees.undrafted(state.pending) if draft is None else draft
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """The loop is done with all of these but the tree's shape, which others share, and the next token."""
+        """Only the tree and the next token are still in use and need copies."""
         if state.drafting:
             draft = Draft(draft.value, trees.shown(draft.tree), draft.q, draft.real)
             next_B = verdict.next.clone()
@@ -52,7 +52,7 @@ class Guarded(Drafter):
             self._try(state, self.inner.observe, _shown(state), draft, scores, verdict, outcome)
 
     def sketch(self, state: State) -> Tensor:
-        """The inner drafter's image; codes that are none (-1) where it failed or drafted something else."""
+        """The drafter's image; codes of -1 if it failed or returned something else."""
         assert state.request.grid is not None
         rows, columns = state.request.grid
         codes = self._try(state, self._sketched, state, (len(state.rows), rows * columns))
@@ -68,11 +68,11 @@ class Guarded(Drafter):
         self._try(state, self.inner.select, _shown(state), keep)
 
     def finish(self, state: State) -> None:
-        """After the request: count the refused nodes, and warn of the first."""
+        """After the request: count the invalid nodes, and warn once."""
         refused = 0 if state.refused is None else int(state.refused)
         state.trace.faults += refused
         if refused:
-            self._warn(f"{refused} drafted nodes had an id or a law that can't be")
+            self._warn(f"{refused} drafted nodes had an invalid id or law")
 
     def _warn(self, what: str) -> None:
         if not self.warned:
@@ -82,7 +82,7 @@ class Guarded(Drafter):
 
     def _try(self, state: State, call, *args):
         if not state.drafting:
-            return None  # it has failed before in this request
+            return None  # it failed earlier in this request
         try:
             return call(*args)
         except Exception as error:
@@ -92,7 +92,7 @@ class Guarded(Drafter):
             return None
 
     def _checked(self, state: State, depth: int) -> Draft:
-        """The inner drafter's draft, of which nothing is believed, on tensors that it does not hold."""
+        """The drafter's draft, validated and copied."""
         draft = self.inner.propose(_shown(state), depth)
         rows, like = len(state.rows), state.pending
         if type(draft) is not Draft or type(draft.tree) is not Tree:
@@ -113,7 +113,7 @@ class Guarded(Drafter):
                 raise ValueError(f"real: got shape {tuple(draft.real.shape)}, expected {(rows, tree.size)}")
             offered, real = draft.real, real & draft.real
         wrong = ~(possible & sound) & offered
-        if state.request.fixed is not None:  # where grammar holds a place any id will do: `fill` puts the right one in
+        if state.request.fixed is not None:  # positions fixed by grammar are valid with any id: `fill` overwrites it
             allowed = allowed | (held(state, tree.depth) != FREE)
         real, q = real & allowed, draft.q
         if q is not None:
@@ -123,7 +123,7 @@ class Guarded(Drafter):
             wrong, real = wrong | ~lawful & real, real & lawful
         assert state.refused is not None  # since `start`
         state.refused += wrong[:, 1:].sum()
-        # a row drafts no further than it would alone, so that coins fall the same in any batch
+        # truncate rows as in a batch of one, so that random numbers don't depend on the batch
         room = [state.request.max_new_tokens - len(state.tokens[row]) - 1 for row in state.rows]
         if min(room) < tree.levels:
             real = real & (tree.depth <= to_device(room, value.device)[:, None])
@@ -132,11 +132,10 @@ class Guarded(Drafter):
         return fill(Draft(value, tree, q, real), state)
 
     def _sound(self, tree: Tree, rows: int, like: Tensor) -> tuple[Tree, Tensor | bool]:
-        """The tree, on tensors of our own, with its impossible nodes hung below the root, and which nodes are not of
-        that kind (1|B, N).
+        """A copy of the tree with invalid nodes attached to the root, and which nodes are valid (1|B, N).
 
-        A node is sound when it comes after its parent, its ancestors are its parent's and itself, all of them sound,
-        and its depth is their number and within `levels`. Decided on the device, without a synchronisation.
+        A node is valid if it comes after its parent, its ancestors are its parent's and itself, all of them valid, and
+        its depth is their number and at most `levels`. Computed on the device, without synchronisation.
         """
         if trees.is_static(tree):
             return _within(trees.sealed(tree)), True
@@ -179,14 +178,14 @@ def _shown(state: State) -> State:
 
 
 def _within(tree: Tree) -> Tree:
-    """The tree, where its size is one that a draft may have; else ValueError."""
+    """Returns the tree; raises ValueError if it is too large."""
     if not 1 <= tree.size <= MAX_NODES:
         raise ValueError(f"tree: got {tree.size} nodes, expected the root and at most {MAX_NODES - 1} others")
     return tree
 
 
 def _said(error: Exception) -> str:
-    """An exception in words; its text is the drafter's too, and may fail."""
+    """An exception as text; its `__str__` may raise."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

@@ -1,4 +1,4 @@
-"""Orders in which positions are decided: raster, ZipAR, and the islands of a drafted image (MuLo-SD)."""
+"""Orders of generation: raster, ZipAR, and the islands of a drafted image (MuLo-SD)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from visspec.types import Acceptance, Drafter, Order, Request, State, Target
 
 
 class Raster(Order):
-    """One position after the other, through the loop: all text, and images by default."""
+    """Sequential decoding in the loop: all text, and images by default."""
 
     raster = True
 
@@ -25,9 +25,9 @@ class Raster(Order):
 
 
 class ZipAR(Plan):
-    """Place (i, j) is decided once columns j .. j + window - 1 of row i - 1 are (He et al., ICML 2025).
+    """Position (i, j) is generated when columns j .. j + window - 1 of row i - 1 are (He et al., ICML 2025).
 
-    A window of at least the image's columns is plain raster decoding. audit: measure the drift, one pass.
+    A window of at least the image's columns is plain raster decoding. audit: measure the drift with one extra pass.
     """
 
     drafts = False
@@ -65,12 +65,12 @@ def zip_waves(rows: int, columns: int, window: int) -> Iterator[list[tuple[int, 
 
 
 class Islands(Plan):
-    """A drafted image, judged place by place by a `Local` rule; what it rejects is drawn again.
+    """A drafted image, verified code by code by a `Local` rule; rejected codes are generated again.
 
-    The places to draw fall into islands, 8-connected components. All islands go on at once, each in raster order, and
-    wait where the place before their next one is not final; with the rule's `window` the rows of an island overlap as
-    in `ZipAR`. Codes that stay keep the keys and values they were judged with, except where they precede a place that
-    is drawn again. Without a usable draft everything is drawn.
+    The rejected positions form islands, 8-connected components. All islands are processed in parallel, each in raster
+    order, and wait while the previous position is not final; with the rule's `window` the rows of an island overlap as
+    in `ZipAR`. Accepted codes keep their keys and values, except before a position that is generated again. Without a
+    valid draft the whole image is generated.
     """
 
     def __init__(self, rule: Local | None = None, drafter: Drafter | None = None, audit: bool = True):
@@ -96,7 +96,7 @@ class Islands(Plan):
             self._block(canvas, canvas.free[block], drafted_BN[:, block], real_BN[:, block])
 
     def _drafted(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """(codes (B, places), which of them are drafted). A drafter that failed costs speed, not output."""
+        """(codes (B, places), which of them are drafted). No code is drafted if the drafter failed."""
         assert self.drafter is not None
         drafted_BN = self.drafter.sketch(canvas.state)
         codebook = canvas.target.capabilities.codebook
@@ -117,7 +117,7 @@ class Islands(Plan):
             canvas.stayed[:, places] = ~again_BN
             todo = [[u for u, a in zip(places, row) if a] for row in again_BN.tolist()]
         canvas.reject(todo)
-        # all before a row's first place stays, so the law that rejected it there is its law
+        # everything before a row's first rejected position is final, so its law is valid
         first = [(b, row[0]) for b, row in enumerate(todo) if row]
         begin = canvas.number[places[0]]
         laws_FV = logits_BNV[[b for b, _ in first], [canvas.number[u] - begin for _, u in first]]
@@ -129,7 +129,7 @@ class Islands(Plan):
         queues = [islands(row, where) for row in todo]
         for row in queues:
             if row:
-                row[0].pop(0)  # the row's first place is decided
+                row[0].pop(0)  # the row's first position is final
         while any(island for row in queues for island in row):
             ready = [[self._ready(canvas, b, island) for island in row] for b, row in enumerate(queues)]
             canvas.step([[u for island in row for u in island] for row in ready])
@@ -139,7 +139,7 @@ class Islands(Plan):
             ]
 
     def _ready(self, canvas: Canvas, b: int, island: Places) -> Places:
-        """What can be decided now of an island's open places: one, or with a window one in each image row."""
+        """Positions of an island that can be generated now: one, or with a window one per image row."""
         assert self.rule is not None
         known, window = canvas.known[b], self.rule.window
         if window is None:

@@ -1,10 +1,10 @@
-"""How far to draft, and when not to: expected tokens per second from what was measured so far.
+"""Adaptive draft depth: maximises the expected tokens per second from measured costs and acceptance rates.
 
 Drafting d levels is expected to commit 1 + sum_i prod_{j<=i} a_j tokens (a_j: acceptance rate at depth j) and to cost
-draft(d) + verify(d) seconds, both lines fitted to the measured rounds. The best d wins; d = 0 is plain decoding. While
-0 wins, drafting rests for a while that doubles with every vain probe. One `Pace` lives as long as its accelerated
-model, so what one request learned serves the next, also beside it: threads may share one, and a rest is counted in
-rounds of them all. Output never depends on it (see `sampling`).
+draft(d) + verify(d) seconds, both lines fitted to the measured rounds. The best d is used; d = 0 is plain decoding.
+While d = 0 is best, drafting is off for a number of rounds that doubles after every unsuccessful probe. A `Pace` is
+shared by all requests and threads of an accelerated model, so measurements carry over between requests, and rounds are
+counted over all threads. The output does not depend on it (see `sampling`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from visspec.types import MAX_NODES, Round, State, Trace
 
-WARM_UP = 2  # rounds whose times are not believed: lazy initialisation
+WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
 FIRST_REST, LONGEST_REST = 8, 256
@@ -42,16 +42,16 @@ class Line:
 
 
 class Pace:
-    """Chooses the depth of every round. With adaptive=False it always asks for `levels`."""
+    """Chooses the depth of every round. With adaptive=False it is always `levels`."""
 
     def __init__(self, levels: int = 8, adaptive: bool = True):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
             raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
         self.levels, self.adaptive = levels, adaptive
         self.verify, self.draft = Line(), Line()
-        self.open = [0.0] * levels  # rows whose path got as far as the depth above
-        self.tried = [0.0] * levels  # those of them that had a node here
-        self.kept = [0.0] * levels  # those that kept one
+        self.open = [0.0] * levels  # rows whose path reached the depth above
+        self.tried = [0.0] * levels  # of these, rows with a node at this depth
+        self.kept = [0.0] * levels  # of these, rows that accepted one
         self.rounds = self.resting = 0
         self.rest = FIRST_REST
         self._lock = threading.Lock()  # held for a few microseconds a round
@@ -68,8 +68,8 @@ class Pace:
         return (self.kept[d] + PRIOR_RATE * PRIOR_WEIGHT) / (self.tried[d] + PRIOR_WEIGHT)
 
     def offered(self, depth: int) -> float:
-        """How often a draft has a node at a depth where its path gets there: rows of a batch find less than the others,
-        trees have leaves. With a prior that it always does.
+        """How often a draft has a node at a depth reached by its path; rows of a batch may have shorter drafts, and
+        trees have leaves. With a prior of 1.
         """
         d = depth - 1
         return (self.tried[d] + PRIOR_WEIGHT) / (self.open[d] + PRIOR_WEIGHT)
@@ -91,7 +91,7 @@ class Pace:
         best = self.best(limit)
         if best == 0:
             self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
-            # the probe after the rest starts from the prior again, at its mercy for a round or two
+            # the probe starts from the prior again
             self.open, self.tried, self.kept = ([0.2 * n for n in x] for x in (self.open, self.tried, self.kept))
         return best
 
@@ -108,7 +108,7 @@ class Pace:
         return winner
 
     def observe(self, trace: Trace) -> None:
-        """Learn from the newest round: times of its stages, and how deep each row was followed."""
+        """Update from the latest round: stage times, and the accepted depth of each row."""
         with self._lock:
             self._learn(trace.rounds[-1], trace.latest)
 
@@ -116,7 +116,7 @@ class Pace:
         levels, gained, tried = newest
         self.rounds += 1
         if self.rounds > WARM_UP:
-            # On a device the pass is queued under `verify` and waited for under `accept`.
+            # On CUDA the pass is queued in `verify` and finishes in `accept`.
             self.verify.add(levels, latest["verify"] + latest["accept"])
             if levels:
                 self.draft.add(levels, latest["draft"] + latest["observe"])

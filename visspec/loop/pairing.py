@@ -1,4 +1,4 @@
-"""A target, a drafter, a rule, a pace and an order that go together: checked once, before any pass."""
+"""A compatible set of target, drafter, rule, pace and order, checked once before any pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from visspec.types import Acceptance, Drafter, DrafterTraits, Order, Request, St
 
 @dataclass(frozen=True, eq=False)
 class Pairing:
-    """What decodes requests."""
+    """A target with drafter, rule, pace and order, which decodes requests."""
 
     target: Any  # a Target
     drafter: Guarded | None
@@ -38,7 +38,7 @@ class Pairing:
         return self.finish(self.order.decode(self.target, self.drafter, self.rule, request, self.pace))
 
     def finish(self, state: State) -> State:
-        """Count what the drafter did wrong; also of a request that was interrupted."""
+        """Count the drafter's faults, also after an interrupted request."""
         if self.drafter is not None:
             self.drafter.finish(state)
         return state
@@ -55,11 +55,11 @@ def pair(
     levels: int | None = None,
     adaptive: bool = True,
 ) -> Pairing:
-    """Check and build. `rule` is bound here, so it must be the caller's own copy.
+    """Check and build a pairing. `rule` is bound here, so pass a copy.
 
-    subject: what the drafter is attached to, a model or a family; make_target builds the target for a drafter's traits.
-    order None: islands where both drafter and rule work on whole images, else raster. levels: how deep to draft at
-    most. adaptive: draft less where that is measured to be faster. Raises ValueError in one sentence.
+    subject: passed to the drafter's `attach`, a model or a family; make_target builds the target for a drafter's
+    traits. order None: islands if both drafter and rule support whole images, else raster. levels: maximum draft depth.
+    adaptive: draft less if that is measured to be faster. Raises ValueError in one sentence.
     """
     if drafter is not None and not isinstance(drafter, Drafter):
         raise ValueError(f"drafter: got {drafter!r}, expected a visspec.Drafter or the name of one")
@@ -81,7 +81,7 @@ def pair(
 
 
 def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
-    """Can this rule judge this target's nodes and this drafter's drafts? Raises ValueError."""
+    """Raises ValueError if the rule does not support the target's nodes or the drafter's drafts."""
     name, law = type(rule.inner).__name__, target.capabilities.law
     if rule.traits.law is not law:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a call did, for people: prints as a table, renders in a notebook with the text coloured by origin."""
+"""Statistics of a call: prints as a table, and in a notebook shows the text coloured by origin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEANING = {
 
 @dataclass
 class Stats:
-    """Figures of one `generate` call. tau counts the bonus token; `tau_without_bonus` does not."""
+    """Statistics of one `generate` call. tau includes the bonus token, `tau_without_bonus` does not."""
 
     tokens: int
     rounds: int
@@ -31,9 +31,9 @@ class Stats:
     guarantee: str
     drafter: str
     acceptance: str
-    order: str  # in which positions were decided
+    order: str  # order of generation
     drift_per_token: float
-    displacement_per_token: float | None  # in the codebook's space; None where the rule doesn't measure it
+    displacement_per_token: float | None  # in the codebook's space; None if the rule doesn't measure it
     faults: int
     gave_up: int
     pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
@@ -97,7 +97,7 @@ def ended_by(state: State, row: int) -> str:
 
 
 def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[str, str]]:
-    """Each token's share of the decoded text, with its origin: what the text grows by when the token is added."""
+    """Each token's share of the decoded text, with its origin: the text added by the token."""
     if tokenizer is None:
         return [(f" {token}", kind) for token, kind in zip(tokens, origin)]
     pieces, before = [], ""
@@ -115,16 +115,16 @@ def coloured(pieces: list[tuple[str, str]]) -> str:
 
 
 def by_depth(rounds: Iterable[Round]) -> tuple[list[int], list[int]]:
-    """How many drafted nodes of each depth had all above them accepted, and how many of these were accepted.
+    """By depth: number of drafted nodes whose ancestors were all accepted, and number of accepted ones.
 
-    Counted by rows: depth i is reached where a row's draft had a node there below its accepted path.
+    Counted per row: depth i is reached if the row's draft has a node there below its accepted path.
     """
     rounds = list(rounds)
     deepest = max((r.levels for r in rounds), default=0)
     reached, accepted = [0] * deepest, [0] * deepest
     for levels, gained, tried in rounds:
         for g, t in zip(gained, tried):
-            for d in range(min(g - 1 + t, levels)):  # a pass out of raster order gains tokens without a draft
+            for d in range(min(g - 1 + t, levels)):  # passes out of raster order give tokens without a draft
                 reached[d] += 1
                 accepted[d] += g - 1 > d
     return reached, accepted

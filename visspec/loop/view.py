@@ -1,7 +1,7 @@
-"""A request as its drafter sees it: all that a drafter may know can be read, and only its own memory can be written.
+"""Read-only view of a request for drafters; only `memory` can be set.
 
-Whatever a drafter does to what it was handed must not show in the output. So a `View` stands in for the `State`:
-tensors and generators come as copies, lists as sequences that can't be changed, and the target's cache not at all.
+A drafter must not be able to change the output by modifying its arguments, so it gets a `View` instead of the `State`:
+tensors and generators are copies, lists are immutable, and the target's cache is not included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from visspec.types import Request, Sampling, State
 
 
 def copied(value: Any) -> Any:
-    """Tensors of a value as copies, also those in lists, tuples, mappings and dataclasses; anything else as it is."""
+    """Copy the tensors of a value, also in lists, tuples, mappings and dataclasses; other objects are not copied."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
@@ -34,7 +34,7 @@ def copied(value: Any) -> Any:
 
 
 class Copies(Mapping):
-    """A mapping whose values are `copied` as they are asked for: pixels cost nothing where nobody looks at them."""
+    """A mapping whose values are `copied` on access, so that unused pixels are not copied."""
 
     def __init__(self, values: Mapping[str, Any]):
         self._values = values
@@ -50,7 +50,7 @@ class Copies(Mapping):
 
 
 class Fixed(Sequence):
-    """A list that can't be changed, without a copy of it. Slices and sums are new lists."""
+    """An immutable view of a list. Slices and sums are new lists."""
 
     __slots__ = ("_items",)
 
@@ -80,7 +80,7 @@ class Fixed(Sequence):
 
 
 class FixedRows(Fixed):
-    """The same of a list of lists."""
+    """An immutable view of a list of lists."""
 
     __slots__ = ()
 
@@ -93,7 +93,7 @@ class FixedRows(Fixed):
 
 
 class Peek:
-    """The noise of a request: reading numbers consumes none."""
+    """Read access to the noise of a request, without consuming it."""
 
     def __init__(self, noise: Noise):
         self._noise = noise
@@ -119,8 +119,8 @@ class Peek:
     def generators(self) -> list[torch.Generator]:
         """Copies of the rows' generators, to derive numbers from (`noise.derived`).
 
-        A rule with coins of its own must not toss what a drafter knows: its generator skips the number that the copy
-        yields first, once a request. Noise that belongs to positions is left as it is.
+        A rule's own random numbers must be unknown to the drafter, so its generator skips the first number of the copy,
+        once per request. Noise indexed by position is not changed.
         """
         for own in self._noise.generators:
             if own not in self._copies:
@@ -131,7 +131,7 @@ class Peek:
 
 
 class RequestView:
-    """What a request asks for: the fields of `Request` that are data, and the noise. Made once a request."""
+    """The data fields of `Request`, and the noise. Created once per request."""
 
     def __init__(self, request: Request, noise: Any):
         self._request = request
@@ -157,7 +157,7 @@ class RequestView:
 
     @cached_property
     def sampling(self) -> Sampling:
-        """Its processors can be called and no more."""
+        """Its processors can only be called."""
         own = self._request.sampling
         return replace(own, processors=tuple(map(_callable, own.processors))) if own.processors else own
 
@@ -171,7 +171,7 @@ def _callable(processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor
 
 
 class View:
-    """The `State` of a request for its drafter. `memory` is the drafter's own; nothing else can be set."""
+    """The `State` of a request for its drafter. Only `memory` can be set."""
 
     __slots__ = ("_state",)
 

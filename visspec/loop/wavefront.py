@@ -1,13 +1,13 @@
-"""Decoding an image in an order that is not raster (`loop.orders`).
+"""Decoding an image in non-raster orders (`loop.orders`).
 
-A place may be decided before all of its raster predecessors exist. Its law comes from the token at the place before it,
-run where it stands and seeing whatever is final so far; every final token is run once more in the pass after its
-decision, so that keys and values follow the tokens. Which place is decided when never depends on a token, so the host
-plans all passes and waits for the device once for each draft that was judged, and at the end.
+A position may be generated before all of its raster predecessors. Its law is computed from the token at the previous
+position, which attends to all final tokens; every final token is run again in the pass after it was generated, so that
+the cache has its keys and values. The schedule does not depend on tokens, so the host plans all passes and synchronises
+only after each verified draft and at the end.
 
-The law of a place is a function of places before it in raster order (ZipAR), or of those and the draft (islands). So
-the total variation between the output and plain decoding is at most the expected sum, over places, of that between the
-law used and the law given the whole image before it: `audit` measures that sum in one more pass, and it is the drift.
+The law of a position depends on positions before it in raster order (ZipAR), or on those and the draft (islands). The
+total variation between the output and plain decoding is at most the expected sum over positions of that between the
+law used and the law given all previous positions: `audit` measures this sum, the drift, in one extra pass.
 
 Shapes: B rows, T places of the image in raster order, grammar included, N nodes of a pass, F decisions, V vocabulary.
 """
@@ -26,19 +26,19 @@ from visspec.sampling import Gumbel
 from visspec.types import FREE, Acceptance, Drafter, Order, Request, Round, State, Target, Trace
 
 Places = list[int]
-NOWHERE = -1  # the place of a node that fills up a shorter row
+NOWHERE = -1  # position of padding nodes
 
 
 class Plan(Order):
     """Base class of orders that plan the passes over an image."""
 
-    audit = True  # whether the drift is measured, in one more pass
+    audit = True  # whether to measure the drift, in one extra pass
 
     def decode(self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, pace: Any) -> State:
         return decode_wavefront(target, self, request)
 
     def paint(self, canvas: Canvas) -> None:
-        """Decide every place."""
+        """Generate all positions."""
         raise NotImplementedError
 
 
@@ -46,8 +46,8 @@ class Plan(Order):
 def decode_wavefront(target: Target, order: Plan, request: Request) -> State:
     """Decode a batch of images. Returns the finished state, as `decode` does.
 
-    `trace.rounds` has an entry for each pass of the target but the prefill and the audit; `trace.origin` says "drafted"
-    of codes that stayed, "plain" of the others; `state.memory` holds the pass that gave each token, (B, T) as lists.
+    `trace.rounds` has an entry for each pass of the target except prefill and audit; `trace.origin` is "drafted" for
+    accepted codes, "plain" for the others; `state.memory` has the pass of each token, (B, T) as lists.
     Raises ValueError for a request that can't be decoded out of order.
     """
     _check(request)
@@ -83,10 +83,10 @@ def _check(request: Request) -> None:
 
 
 class Canvas:
-    """A batch of images under way: what is decided, and which slots of the cache hold it.
+    """A batch of unfinished images: final tokens and their cache slots.
 
-    free: places of the image's codes; preview: those of codes before them, a smaller image that some models draw first.
-    known, cached: by row and place, on the host. fresh: decided, not yet run.
+    free: places of the image's codes; preview: positions of codes before them, a smaller image generated first by some
+    models. known, cached: by row and place, on the host. fresh: generated, not yet in the cache.
     """
 
     def __init__(self, target: Target, state: State, first_BV: Tensor, audited: bool):
@@ -112,7 +112,7 @@ class Canvas:
         self.used_BTV = first_BV.new_zeros(self.rows, self.total, first_BV.shape[-1]) if audited else None
 
     def due(self, b: int) -> Places:
-        """What the next pass of a row must run: its fresh places, each with the grammar that follows it."""
+        """Positions to run in a row's next pass: its fresh ones, each with the following grammar tokens."""
         found = []
         for place in self.fresh[b]:
             found += self.tail(place)
@@ -132,14 +132,15 @@ class Canvas:
         return self.free[n - self.columns : n - self.columns + end] if n >= self.columns else []
 
     def step(self, wanted: list[Places]) -> None:
-        """One pass that decides the wanted places of each row: the fresh tokens and those before the wanted places.
+        """One pass that generates the wanted positions of each row; it runs the fresh tokens and those before the
+        wanted ones.
 
-        Where the place before is not final (ZipAR) the code above the wanted one stands in for it, or the row's end
-        that grammar knows; nobody else sees it, and it is run again once it is final.
+        If the previous position is not final (ZipAR), it is replaced by the code above the wanted one, or by the fixed
+        end of row. No other token attends to this replacement, and the position is run again when it is final.
         """
         final, extra = [], []
         for b, places in enumerate(wanted):
-            final.append(set(self.due(b) if places else ()))  # a row without a wish waits for the next block
+            final.append(set(self.due(b) if places else ()))  # rows without a wanted position wait for the next block
             before = {u - 1: self.above.get(u, u - 1) for u in places if u > 0 and u - 1 not in final[b]}
             final[b] |= {t for t in before if self.cached[b][t]}
             extra.append({t: t if self.known[b][t] else s for t, s in before.items() if t not in final[b]})
@@ -151,7 +152,7 @@ class Canvas:
         self.record([len(places) for places in wanted], ran)
 
     def judge(self, places: Places, drafted_BN: Tensor) -> Tensor:
-        """One pass over a block of drafted codes, all of them final for now. The law at each place, (B, N, V)."""
+        """One pass over a block of drafted codes, treated as final. Returns the law at each position, (B, N, V)."""
         self.tokens_BT[:, places] = drafted_BN
         first = max(places[0] - 1, 0)
         while first > 0 and self.grammar[first]:
@@ -166,7 +167,7 @@ class Canvas:
         return self._after(laws, at, pairs).unflatten(0, (self.rows, len(places)))
 
     def reject(self, todo: list[Places]) -> None:
-        """What was judged last is not final at these places of each row, nor is the grammar behind them as it ran."""
+        """Mark these positions of each row, and the grammar after them, as not final."""
         for b, places in enumerate(todo):
             for u in places:
                 self.known[b][u] = False
@@ -177,7 +178,7 @@ class Canvas:
         return len(self.state.trace.rounds) + ran
 
     def decide(self, pairs: list[tuple[int, int]], logits_FV: Tensor, now: int) -> None:
-        """Draw the tokens of (row, place) pairs from their laws, with the noise of each place."""
+        """Sample the tokens of (row, position) pairs from their laws, with the noise of each position."""
         if not pairs:
             return
         with self.state.trace.stage("accept"):
@@ -190,7 +191,7 @@ class Canvas:
             self.known[b][u], self.passes[b][u] = True, now
 
     def _run(self, final: list[set[int]], extra: list[dict[int, int]]) -> tuple[Tensor | None, list[dict[int, int]]]:
-        """A pass over final places and stand-ins {place: where its token is}. Laws, and each row's {place: node}."""
+        """A pass over final positions and replacements {position: token's position}; laws, {position: node}."""
         tables = [{**{t: t for t in sorted(f)}, **e} for f, e in zip(final, extra)]
         width = max(map(len, tables))
         if width == 0:
@@ -229,7 +230,7 @@ class Canvas:
 
 
 def audit(canvas: Canvas) -> Tensor:
-    """(B,) sum over places of the total variation between the law used and the law given all that stands before it."""
+    """(B,) sum over places of the total variation between the law used and the law given all previous positions."""
     state = canvas.state
     assert canvas.used_BTV is not None
     device, last = canvas.tokens_BT.device, canvas.total - 1
