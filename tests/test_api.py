@@ -461,7 +461,7 @@ def test_assistants_and_filled_caches_are_refused(one):
 @pytest.mark.parametrize("arguments,sentence", [
     ({"drafter": "nothing"}, "drafter: got 'nothing'"), ({"acceptance": "nothing"}, "acceptance: got 'nothing'"),
     ({"acceptance": "exact:k=3"}, "acceptance: exact does not take"), ({"levels": -1}, "levels: got -1"),
-    ({"acceptance": "exact:k"}, "expected key=value"),
+    ({"acceptance": "exact:k"}, "expected key=value"), ({"drafter": "none:k=3"}, "drafter: got 'none' with options"),
 ], ids=str)  # fmt: skip
 def test_accelerate_refuses(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):

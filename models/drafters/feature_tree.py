@@ -71,13 +71,11 @@ def plan(counts: tuple[int, ...], device: str) -> tuple[Tree, list[Level]]:
         first = len(parents)
         parents += [above[place][0] for place, _, _ in chosen]
         above = [(first + i, worth) for i, (_, _, worth) in enumerate(chosen)]
-    made = [
-        Level(
-            **{name: torch.tensor(ids, dtype=torch.long, device=device) for name, ids in x.items()},
-            children=max(x["rank"]) + 1,
-        )
-        for x in levels
-    ]
+    made = []
+    for x in levels:
+        parent, rank = (torch.tensor(x[k], dtype=torch.long, device=device) for k in ("parent", "rank"))
+        opened = torch.tensor(x["open"], dtype=torch.long, device=device)
+        made.append(Level(parent, rank, max(x["rank"]) + 1, opened))
     return trees.static(tuple(parents), device), made
 
 
