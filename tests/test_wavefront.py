@@ -518,6 +518,10 @@ def test_the_small_image_is_the_siblings_own():
     low.family = Janus(sibling(), Words())
     state.request.media = {"texts": ["2", "1", "0"]}
     assert torch.equal(low.small(state), stock.flip(0))
+    state.request.media = {"texts": ["2", "1", "0"], "negatives": ["2", "1", "0"]}  # away from itself: no guidance
+    unguided, _ = target.prefill(request(0.0, 1.0))
+    unguided.request.media = {"texts": ["2", "1", "0"]}
+    assert torch.equal(low.small(state), low.small(unguided)) and not torch.equal(low.small(state), stock.flip(0))
     state.request.media = {"texts": ["2"]}
     with pytest.raises(ValueError, match="texts: got 1, expected 3"):
         low.small(state)

@@ -27,6 +27,7 @@ from visspec.loop.decode import decode
 from visspec.loop.pace import Pace
 from visspec.models.drafters import feature_checkpoint
 from visspec.models.nets.upsampler import Upsampler
+from visspec.models.targets.families import prompt_of
 from visspec.models.targets.image_ar import Family, ImageAR, Prompt
 from visspec.sampling import derived as spending
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State
@@ -129,7 +130,9 @@ class LowRes(Drafter):
         if texts is not None:
             if len(texts) != len(given.ids):
                 raise ValueError(f"texts: got {len(texts)}, expected {len(given.ids)}, one a row")
-            return self.family.prompt([texts[row] for row in state.rows], guided, self.layout)
+            negatives = state.request.media.get("negatives")
+            own = None if negatives is None else [negatives[row] for row in state.rows]
+            return prompt_of(self.family, [texts[row] for row in state.rows], guided, self.layout, own)
         if not hasattr(self.family, "from_ids"):
             raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids)")
         return self.family.from_ids(given.ids[state.rows], given.attention[state.rows], guided)

@@ -334,7 +334,7 @@ class ImagePipeline(Copied):
         prompt = prompt_of(job.family, texts, job.sampling.guidance != 1.0, job.layout, negatives)
         request = Request(
             inputs=prompt, prompt=prompt.ids, max_new_tokens=job.layout.positions, sampling=job.sampling,
-            media={"texts": texts}, grid=job.layout.grid,
+            media={"texts": texts, "negatives": negatives}, grid=job.layout.grid,
         )  # fmt: skip
         if bool((job.layout.fixed >= 0).any()):
             request.fixed = job.layout.fixed.to(self.device)
