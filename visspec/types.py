@@ -223,8 +223,6 @@ class Capabilities:
 
     trees: bool = True
     vocab: int = 0
-    hidden: int = 0
-    family: str = ""
     never_drafted: frozenset[int] = frozenset()  # placeholder ids of image, video or audio content
     feature_layers: tuple[int, ...] = ()
     codebook: Tensor | None = None  # (codes, E) float32 as used by the image decoder; larger ids are grammar

@@ -275,8 +275,6 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
             raise ValueError(f"features: got layer {index}, expected one of {-depth - 1}..{depth} ({name})")
     return Capabilities(
         vocab=vocabulary(model),
-        hidden=text.hidden_size,
-        family=config.model_type,
         never_drafted=content_ids(config),
         feature_layers=tuple(features),
     )

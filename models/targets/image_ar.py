@@ -236,8 +236,6 @@ class ImageAR(Target):
         self.masks = Masks(next(decoder.parameters()).dtype)
         self.capabilities = Capabilities(
             vocab=family.codes + family.grammar,
-            hidden=decoder.config.hidden_size,
-            family=family.name,
             never_drafted=frozenset(range(family.codes, family.codes + family.grammar)),
             feature_layers=(-1,) if features else (),
             codebook=family.codebook,
