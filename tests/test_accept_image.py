@@ -4,13 +4,14 @@ K codes with vectors in the plane; V = K + 1 where a grammar id is wanted.
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.doubles import compact, drafted
+from tests.doubles import Double, compact, drafted
 from tests.kernels.test_accept_law import first_token_law
 from tests.laws import context_law, output_law, plain_law, total_variation
 from visspec import tree
@@ -23,7 +24,8 @@ from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
 from visspec.api import zoo
 from visspec.laws import Categorical, residual
-from visspec.types import Capabilities, Scores
+from visspec.loop.pairing import check
+from visspec.types import Capabilities, Draft, DrafterTraits, Scores
 
 K = 6
 CODES = torch.randn(K, 2, generator=torch.Generator().manual_seed(3))
@@ -359,6 +361,17 @@ def test_a_run_is_kept_as_one_uniform_number_would_keep_it():
     assert (f >= ratio.clamp(max=1) - 1e-12).all() and (f > ratio.clamp(max=1) + 1e-3).any()
 
 
+def test_a_run_ends_where_its_row_does():
+    """Beside a longer row, places without a node lift nothing before them, likely as their id would be."""
+    p = torch.tensor([[[0.9, 0.1], [0.2, 0.8], [0.9, 0.1], [0.1, 0.9]]], dtype=torch.float64)
+    q = torch.full_like(p, 0.5)
+    rule, tokens = RunProduct(alpha=0.1), torch.tensor([[0, 1, 1, -1]])
+    short = rule.mass(Draft(tokens[:, :3], tree.chain(2), Categorical(p=q[:, :3])), p[:, :3])
+    assert short[0, 1] > 0, "the second lifts the first"
+    assert torch.equal(rule.mass(drafted(tokens, tree.chain(3), q), p)[:, :3], short)
+    assert torch.equal(rule.mass(drafted(tokens[:, :3], tree.chain(2), q[:, :3]), p[:, :3]), short)
+
+
 def test_greedy_lantern_keeps_what_its_neighbours_lift_above_all_others():
     near = codebook.neighbours(CODES, 1, K)[:, 0].tolist()
     top, x = 0, next(x for x in range(1, K) if near[x] not in (0, x))
@@ -442,6 +455,33 @@ def test_bad_arguments_are_refused_in_a_sentence(text):
     name = text.partition(":")[2].partition("=")[0]
     with pytest.raises(ValueError, match=rf"{name}.*(expected|unexpected)|does not take"):
         zoo.acceptance(text)
+
+
+@pytest.mark.parametrize("name", ["rejection", "typical", *relaxed()])
+def test_rules_with_coins_take_drafters_that_sample_and_others_do_not(name):
+    sampling, image = Double(), SimpleNamespace(capabilities=IMAGE)
+    sampling.traits = DrafterTraits(samples=True)
+    rule = relaxed()[name] if name in relaxed() else zoo.acceptance(name)
+    check(sampling, rule, image)
+    with pytest.raises(ValueError, match=r"^drafter: Double samples, expected point masses for the rule Exact$"):
+        check(sampling, Exact(), image)
+    branching = Double()
+    branching.traits = DrafterTraits(trees=True)
+    if not rule.traits.chains_only:
+        check(branching, rule, image)
+    else:
+        with pytest.raises(
+            ValueError, match=r"^drafter: Double drafts trees, expected chains for the rule RunProduct$"
+        ):
+            check(branching, rule, image)
+
+
+@pytest.mark.parametrize("rule", [Grouped(group=3), bound(Grouped(clusters=3))], ids=["ranks", "clusters"])
+def test_nodes_without_a_law_borrow_nothing(rule):
+    p, q = laws(3)
+    draft = drafted(torch.tensor([[0, 1, 2]]), tree.chain(2), torch.stack([0 * q, q, 0 * q])[None])
+    mass = rule.mass(draft, p.expand(1, 3, K))
+    assert mass[0, ::2].tolist() == [0.0, 0.0] and mass[0, 1] != 0
 
 
 def test_pairings_are_refused_before_any_step():

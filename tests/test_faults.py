@@ -13,7 +13,7 @@ from tests.tables import Table, TableDrafter, TableTarget, decoded
 from tests.tiny import IMAGE, VOCAB, llama, prompt, shapes
 from visspec import tree as trees
 from visspec.accept.exact import Exact
-from visspec.laws import Categorical
+from visspec.laws import Categorical, check_tensor
 from visspec.types import Capabilities, DrafterTraits, Tree
 
 SAMPLE = {"do_sample": True, "max_new_tokens": NEW, "seed": 4}
@@ -236,6 +236,17 @@ def test_laws_that_are_none(kind, shape):
     drafter = Spoilt(stock("llava", shape), lambda d, s: BAD_LAWS[kind](d), samples=True)
     model = fast("llava", drafter, acceptance="rejection")
     check(model, inputs, stock("llava", shape), GREEDY, faults=2)
+
+
+@pytest.mark.parametrize("value, found", [
+    (torch.nn.Parameter(torch.zeros(2)), "a tensor of torch.strided on cpu"),
+    (torch.zeros(2).to_sparse(), "a tensor of torch.sparse_coo on cpu"),
+    (torch.zeros(2, device="meta"), "a tensor of torch.strided on meta"),
+    ([0.0, 0.0], "list"),
+])  # fmt: skip
+def test_what_is_no_plain_tensor_is_named(value, found):
+    with pytest.raises(ValueError, match=f"^q: got {found}, expected a plain tensor on cpu$"):
+        check_tensor("q", value, None, torch.zeros(1))
 
 
 def test_a_bad_law_takes_no_other_with_it():
