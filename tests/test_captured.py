@@ -56,6 +56,13 @@ def draw(rule, options, temperature=1.0, rows=(0, 1, 2)):
     return state.tokens, {name: meter.tolist() for name, meter in state.meters.items()}, len(state.trace.rounds)
 
 
+@pytest.mark.filterwarnings("error")
+def test_on_a_cpu_the_rule_runs_as_it_is():
+    rule = Captured(Cool(omega=1.5))
+    assert draw(rule, TREE) == draw(Cool(omega=1.5), TREE)
+    assert not rule.recordings and not rule.shared
+
+
 @pytest.mark.parametrize(
     "rule, options, temperature",
     [

@@ -595,6 +595,13 @@ def test_errors(make, sentence):
         make()
 
 
+def test_the_siblings_own_grammar_stands_in_its_image():
+    """A sibling of the target's size that is the target draws what plain decoding does, row ends and all."""
+    state, _ = ImageAR(family(Lined)).prefill(request(0.0, kind=Lined))
+    drawn = torch.tensor(plain(0.0, kind=Lined).tokens)
+    assert torch.equal(LowRes(family(Lined), family(Lined)).small(state), drawn[:, family(Lined).layout().free])
+
+
 @pytest.mark.parametrize("small, large", [((4, 5), (3, 5)), ((3, 4), (5, 3))])
 def test_a_sibling_may_be_larger_in_neither_direction(small, large):
     def shaped(rows, columns):
