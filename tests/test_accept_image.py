@@ -484,6 +484,12 @@ def test_nodes_without_a_law_borrow_nothing(rule):
     assert mass[0, ::2].tolist() == [0.0, 0.0] and mass[0, 1] != 0
 
 
+def test_a_gap_of_nothing_leaves_the_code_alone():
+    draft, scores = random_round(CHAIN, False)
+    lone, wide = (Grouped(group=5, max_gap=gap).mass(draft, scores.law.p)[:, 1:] for gap in (0.0, None))
+    assert lone.abs().max() == 0 < wide.min()
+
+
 def test_pairings_are_refused_before_any_step():
     text = Capabilities(vocab=K)
     for rule in (Lantern(), LanternPlus(), Grouped(clusters=3), Grouped(max_distance=1.0), RunProduct(base=Lantern())):

@@ -160,6 +160,7 @@ def test_kept_laws_are_those_of_the_tokens_up_to_the_stop(rule):
     state = decoded(TableTarget(SHARP), TableDrafter(SHARP), rule(), 60, LONG, eos=frozenset({2}), keep_logits=True)
     ends = {len(tokens) for tokens in state.tokens}
     assert len(ends) > 4 and all(2 not in tokens[:-1] for tokens in state.tokens)
+    assert [len(row) for row in state.trace.origin] == [len(row) for row in state.tokens]
     assert any(word == "drafted" and tokens[-1] == 2 for tokens, (*_, word) in zip(state.tokens, state.trace.origin))
     for tokens, kept in zip(state.tokens, state.tape.laws):
         code, expected = torch.zeros((), dtype=torch.long), []
