@@ -105,9 +105,10 @@ class Watch:
         self.tokens = sum(map(len, state.tokens))
         self.bar.update(self.tokens - before)
         if self.job.callback is not None:
-            given = tensors_so_far(state, self.job.layout, self.job.handed)
+            own = tensors_so_far(state, self.job.layout, self.job.handed)
+            given = {name: tensor.clone() for name, tensor in own.items()}
             back = self.job.callback(self.pipeline, len(state.trace.rounds), self.tokens, {"state": state, **given})
-            check_unchanged(back, state, given, tensors_so_far(state, self.job.layout, self.job.handed))
+            check_unchanged(back, state, given, own)
         if self.job.interrupt:
             raise Interrupted
 
@@ -259,13 +260,13 @@ def tensors_so_far(state: State, layout: Layout, names: tuple[str, ...]) -> dict
         return {}
     rows = [row[: layout.positions] for row in state.tokens]
     codes = torch.tensor([row + [-1] * (layout.positions - len(row)) for row in rows])[:, layout.free]
-    found = {"tokens": codes, "latents": codes.view(-1, *layout.grid).clone()}
+    found = {"tokens": codes, "latents": codes.view(-1, *layout.grid)}
     return {name: found[name] for name in names}
 
 
 def check_unchanged(back: Any, state: State, given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     """Raises ValueError where a callback wants something changed: `back` is what it returned, `given` the tensors that
-    it was handed, `own` the same made anew.
+    it was handed, copies of `own`.
     """
     if back is not None and not isinstance(back, dict):
         raise ValueError(f"callback_on_step_end: got a {type(back).__name__} back, expected None or what it was handed")

@@ -105,14 +105,13 @@ class Guarded(Drafter):
             raise ValueError("tree: got a branching draft, expected a chain (target or rule takes no trees)")
         if tree.size == 1:
             return trees.undrafted(state.pending)
-        offered: Tensor | bool = True
         real = possible & sound
+        wrong = ~real
         if draft.real is not None:
             check_tensor("real", draft.real, torch.bool, like)
             if draft.real.shape != (rows, tree.size):
                 raise ValueError(f"real: got shape {tuple(draft.real.shape)}, expected {(rows, tree.size)}")
-            offered, real = draft.real, real & draft.real
-        wrong = ~(possible & sound) & offered
+            wrong, real = wrong & draft.real, real & draft.real
         if state.request.fixed is not None:  # positions fixed by grammar are valid with any id: `fill` overwrites it
             allowed = allowed | (held(state, tree.depth) != FREE)
         real, q = real & allowed, draft.q
