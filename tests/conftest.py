@@ -16,3 +16,23 @@ settings.load_profile("visspec")
 def _seeded():
     """Every test starts from the same global random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random model of the painter's kind, as a checkpoint folder."""
+    from tests import tiny_images
+
+    where = tmp_path_factory.mktemp("tiny-painter")
+    tiny_images.painter(where)
+    return where
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    """A quiet pipeline of it."""
+    from visspec import ImagePipeline
+
+    found = ImagePipeline.from_pretrained(str(folder))
+    found.set_progress_bar_config(disable=True)
+    return found

@@ -53,18 +53,6 @@ def drawn() -> ImagePipeline:
     return quiet(ImagePipeline(tiny.janus(), Words()))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    where = tmp_path_factory.mktemp("tiny-painter")
-    tiny.painter(where)
-    return where
-
-
-@pytest.fixture(scope="module")
-def pipe(folder):
-    return quiet(ImagePipeline.from_pretrained(str(folder)))
-
-
 # --- negative prompts -------------------------------------------------------------------------------------------------
 
 

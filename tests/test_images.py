@@ -22,21 +22,6 @@ PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars",
 TOKENS = 36
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny random model of the painter's kind, as a checkpoint folder."""
-    where = tmp_path_factory.mktemp("tiny-painter")
-    tiny_images.painter(where)
-    return where
-
-
-@pytest.fixture(scope="module")
-def pipe(folder):
-    found = ImagePipeline.from_pretrained(str(folder))
-    found.set_progress_bar_config(disable=True)
-    return found
-
-
 def test_images_tokens_maps_and_statistics(pipe):
     out = pipe(PROMPTS[:2], num_images_per_prompt=2, seed=5)
     assert [i.size for i in out.images] == [(48, 48)] * 4 and all(isinstance(i, Image.Image) for i in out.images)
