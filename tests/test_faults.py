@@ -250,7 +250,7 @@ def test_what_is_no_plain_tensor_is_named(value, found):
 
 
 def test_a_bad_law_takes_no_other_with_it():
-    limits = Categorical.limits(4, frozenset(), "cpu")
+    limits = Categorical.limits(Capabilities(vocab=4), "cpu")
     q = torch.full((2, 4, 4), 0.25)
     q[0, 1], q[0, 2, 3], q[1, 3, 0] = float("nan"), float("inf"), -0.5
     law, lawful = Categorical(p=q).checked(torch.zeros(2, 4, dtype=torch.long), limits)

@@ -8,6 +8,7 @@ Records are frozen; `State` is the only mutable object of a request.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from visspec.laws import Categorical, Law
+from visspec.laws import Categorical, Law, Steps
 
 TINY = torch.finfo(torch.float32).tiny
 FREE = -1  # in `Request.fixed`: a position without a fixed token
@@ -165,6 +166,7 @@ class Trace:
     origin: list[list[str]] = field(default_factory=list)  # per row and token: plain, drafted, bonus, corrected
     latest: dict[str, float] = field(default_factory=dict)  # seconds of each stage in the latest round
     faults: int = 0  # number of invalid drafts and exceptions of the drafter
+    calls: Counter[str] = field(default_factory=Counter)  # of networks beside the passes: "head", "draft_head"
     gave_up: int = 0  # rounds without drafting because it would not save time
 
     @contextmanager
@@ -227,6 +229,15 @@ class Capabilities:
     feature_layers: tuple[int, ...] = ()
     codebook: Tensor | None = None  # (codes, E) float32 as used by the image decoder; larger ids are grammar
     law: type[Law] = Categorical  # of its nodes
+    steps: Steps | None = None  # of the chains that vectors are sampled by
+    size: int = 0  # of these vectors
+
+    @property
+    def chains(self) -> tuple[int, int]:
+        """(steps, size) of chains. Raises ValueError for a target of ids."""
+        if self.steps is None:
+            raise ValueError("target: got a model of ids, expected one of vectors")
+        return len(self.steps), self.size
 
 
 class Target:

@@ -32,7 +32,7 @@ class Guarded(Drafter):
     ):
         self.inner, self.traits, self.law = drafter, drafter.traits, capabilities.law
         self.trees = capabilities.trees and not chains
-        self.limits = self.law.limits(capabilities.vocab, capabilities.never_drafted, device)
+        self.limits = self.law.limits(capabilities, device)
         self.warned = False
 
     def start(self, state: State, scores: Scores) -> None:
@@ -116,8 +116,8 @@ class Guarded(Drafter):
             allowed = allowed | (held(state, tree.depth) != FREE)
         real, q = real & allowed, draft.q
         if q is not None:
-            if type(q) is not self.law:
-                raise TypeError(f"q: got {type(q).__name__}, expected {self.law.__name__} or None")
+            if type(q) is not self.law.drafts:
+                raise TypeError(f"q: got {type(q).__name__}, expected {self.law.drafts.__name__} or None")
             q, lawful = q.checked(value, self.limits)
             wrong, real = wrong | ~lawful & real, real & lawful
         assert state.refused is not None  # since `start`

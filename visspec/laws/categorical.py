@@ -1,48 +1,16 @@
-"""Laws: distributions of node values, one for each node of a batch.
-
-The loop passes laws between target, drafter and rule without reading them. Operations on a law (sampling, residuals,
-validation of a drafter's law) are methods of its class.
-
-Shapes: B rows, N nodes, V vocabulary.
-"""
+"""Laws over ids. Shapes: B rows, N nodes, V vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from visspec.laws.base import Law, check_tensor
+
 SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1e-4
-
-
-class Law:
-    """Base class. `width`: maximum number of random numbers for one sample."""
-
-    @property
-    def width(self) -> int:
-        raise NotImplementedError
-
-    @classmethod
-    def limits(cls, vocab: int, never: frozenset[int], device: torch.device | str) -> Tensor:
-        """Data about a target for `drafted`, computed once."""
-        raise NotImplementedError
-
-    @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(sanitised values, which are valid (B, N) bool, which may be drafted (B, N) bool).
-
-        Raises ValueError unless `value` is a tensor of such values for (B, N) nodes.
-        """
-        raise NotImplementedError
-
-    def checked(self, value: Tensor, limits: Tensor) -> tuple[Law, Tensor]:
-        """(the law, zeroed where the drafted value has zero probability; where it has not (B, N) bool).
-
-        Raises ValueError for a law of the wrong shape or dtype.
-        """
-        raise NotImplementedError
 
 
 class Categorical(Law):
@@ -86,10 +54,10 @@ class Categorical(Law):
         return cls(p=torch.stack([torch.zeros_like(levels[0]), *levels], dim=1))
 
     @classmethod
-    def limits(cls, vocab: int, never: frozenset[int], device: torch.device | str) -> Tensor:
+    def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
         """(V,) bool: ids that may be drafted."""
-        allowed_V = torch.ones(vocab, dtype=torch.bool, device=device)
-        allowed_V[[i for i in never if 0 <= i < vocab]] = False
+        allowed_V = torch.ones(capabilities.vocab, dtype=torch.bool, device=device)
+        allowed_V[[i for i in capabilities.never_drafted if 0 <= i < len(allowed_V)]] = False
         return allowed_V
 
     @classmethod
@@ -112,18 +80,12 @@ class Categorical(Law):
         return Categorical(p=torch.where(lawful[..., None], q, 0.0)), lawful
 
 
+Categorical.drafts = Categorical
+
+
 def categorical(law: Law) -> Categorical:
     """The same law, typed as one over ids, for code that only handles ids. Not checked here but in `pairing.check`."""
     return cast(Categorical, law)
-
-
-def check_tensor(name: str, value: object, dtype: torch.dtype | None, like: Tensor) -> None:
-    """Raises ValueError unless `value` is a plain tensor of this dtype (None: floating) on the device of `like`."""
-    if type(value) is not Tensor or value.layout != torch.strided or value.device != like.device:
-        what = f"a tensor of {value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name}: got {what}, expected a plain tensor on {like.device}")
-    if value.dtype != dtype if dtype else not value.is_floating_point():
-        raise ValueError(f"{name}: got {value.dtype}, expected {dtype or 'floats'}")
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:

@@ -1,0 +1,145 @@
+"""The diffusion head of continuous tokens: an MLP with adaptive normalisation, and its schedules of steps.
+
+MAR's DiffLoss network (Li et al., arXiv 2406.11838, section 3.3); parameters have its published names. Shapes: M rows,
+d size of a token, C width of the condition.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from visspec.laws import Steps
+
+LATEST = 0.999  # maximum beta of the cosine schedule
+OFFSET = 0.008  # of the cosine schedule, Nichol and Dhariwal 2021, equation 17
+EPSILON = 1e-6  # of all layer norms
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Timesteps of a DDPM that a chain visits, noisiest first. All (S,), float64.
+
+    times: what the network is told. signal, noise: x = signal value + noise eps at each of them.
+    """
+
+    steps: Steps
+    times: Tensor
+    signal: Tensor
+    noise: Tensor
+
+
+def cosine_levels(total: int = 1000) -> Tensor:
+    """Products of alpha after each of `total` training timesteps, (total,) float64, of the cosine schedule."""
+    t = torch.arange(total + 1, dtype=torch.float64) / total
+    level = torch.cos((t + OFFSET) / (1 + OFFSET) * math.pi / 2) ** 2
+    return (1 - (1 - level[1:] / level[:-1]).clamp(max=LATEST)).cumprod(dim=0)
+
+
+def schedule(count: int, learned: bool = False, total: int = 1000, noisy: bool = True) -> Schedule:
+    """`count` evenly spaced of `total` cosine timesteps, as iDDPM respaces them.
+
+    learned: deviations between the posterior's and the forward process's, at a share that the network predicts; else
+    the posterior's. Raises ValueError if the steps do not fit the timesteps.
+    """
+    if not 2 <= count <= total:
+        raise ValueError(f"steps: got {count}, expected 2..{total}, the timesteps the head was trained on")
+    stride = (total - 1) / (count - 1)
+    times = torch.tensor([round(i * stride) for i in range(count)])
+    level = cosine_levels(total)[times]  # rising in noise
+    before = torch.cat([level.new_ones(1), level[:-1]])
+    beta = 1 - level / before
+    posterior = beta * (1 - before) / (1 - level)
+    low = torch.cat([posterior[1:2], posterior[1:]]).log() / 2  # the last step's own would be no noise
+    high = beta.log() / 2 if learned else low
+    keep = (1 - before) * (1 - beta).sqrt() / (1 - level)
+    move = beta * before.sqrt() / (1 - level)
+    keep, move, low, high = (part.flip(0).float() for part in (keep, move, low, high))
+    steps = Steps(keep, move, low, high if learned else low, noisy)
+    return Schedule(steps, times.flip(0), level.sqrt().flip(0), (1 - level).sqrt().flip(0))
+
+
+class TimeEmbedding(nn.Module):
+    """Sinusoids of a timestep, then two layers: (M,) -> (M, width)."""
+
+    def __init__(self, width: int, frequencies: int = 256):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(frequencies, width), nn.SiLU(), nn.Linear(width, width))
+        self.frequencies = frequencies
+
+    def forward(self, t_M: Tensor) -> Tensor:
+        half = self.frequencies // 2
+        scale = torch.exp(-math.log(10_000) / half * torch.arange(half, device=t_M.device))
+        angle = t_M[..., None].float() * scale
+        return self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1).to(next(self.parameters()).dtype))
+
+
+class Block(nn.Module):
+    """A residual block, modulated by the condition."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.in_ln = nn.LayerNorm(width, eps=EPSILON)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
+
+    def forward(self, x: Tensor, modulation: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        shift, scale, gate = modulation
+        return x + gate * self.mlp(self.in_ln(x) * (1 + scale) + shift)
+
+
+class Final(nn.Module):
+    """The last, modulated layer."""
+
+    def __init__(self, width: int, out: int):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(width, elementwise_affine=False, eps=EPSILON)
+        self.linear = nn.Linear(width, out)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, modulation: tuple[Tensor, Tensor]) -> Tensor:
+        shift, scale = modulation
+        return self.linear(self.norm_final(x) * (1 + scale) + shift)
+
+
+class DiffusionHead(nn.Module):
+    """Noise predictor of a token: (points (M, d), timesteps (M,), conditions (M, C)) -> (M, d), or with `learned`
+    deviations (M, 2 d), the noise first.
+    """
+
+    def __init__(self, size: int, condition: int, width: int, depth: int, learned: bool = False):
+        super().__init__()
+        self.size, self.learned = size, learned
+        self.time_embed = TimeEmbedding(width)
+        self.cond_embed = nn.Linear(condition, width)
+        self.input_proj = nn.Linear(size, width)
+        self.res_blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.final_layer = Final(width, 2 * size if learned else size)
+
+    def begin(self) -> None:
+        """Initial weights: every block passes its input on, and the output is zero."""
+        last: list[Any] = [part.adaLN_modulation[1] for part in (*self.res_blocks, self.final_layer)]
+        for layer in (*last, self.final_layer.linear):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, t: Tensor, condition: Tensor) -> Tensor:
+        return self.modulated(x, self.modulations(self.time_embed(t) + self.cond_embed(condition)))
+
+    def modulations(self, y: Tensor) -> list[tuple[Tensor, ...]]:
+        """What the blocks and the last layer are modulated by, from the sum of time and condition (M, width)."""
+        active = F.silu(y)
+        blocks: Any = self.res_blocks
+        parts = [block.adaLN_modulation[1](active).chunk(3, dim=-1) for block in blocks]
+        return [*parts, self.final_layer.adaLN_modulation[1](active).chunk(2, dim=-1)]
+
+    def modulated(self, x: Tensor, modulations: list[tuple[Tensor, ...]]) -> Tensor:
+        x = self.input_proj(x)
+        for block, own in zip(self.res_blocks, modulations):
+            x = block(x, own)
+        return self.final_layer(x, modulations[-1])

@@ -1,0 +1,14 @@
+"""Laws: distributions of node values, one for each node of a batch.
+
+The loop passes laws between target, drafter and rule without reading them. Operations on a law (sampling, residuals,
+validation of a drafter's law) are methods of its class: `Categorical` for ids, `Denoising` for vectors.
+"""
+
+from visspec.laws.base import Law, check_tensor
+from visspec.laws.categorical import Categorical, categorical, draw, residual
+from visspec.laws.denoising import Denoising, Steps, Trajectory, denoising
+
+__all__ = [
+    "Categorical", "Denoising", "Law", "Steps", "Trajectory", "categorical", "check_tensor", "denoising", "draw",
+    "residual",
+]  # fmt: skip

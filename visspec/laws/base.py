@@ -1,0 +1,47 @@
+"""Base class of laws, and checks of a drafter's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Law:
+    """Base class. `width`: maximum number of random numbers for one sample. `drafts`: type of the laws of drafts."""
+
+    drafts: type[Law]
+
+    @property
+    def width(self) -> int:
+        raise NotImplementedError
+
+    @classmethod
+    def limits(cls, capabilities: Any, device: torch.device | str) -> Any:
+        """Data about a target (`types.Capabilities`) for `drafted` and `checked`, computed once."""
+        raise NotImplementedError
+
+    @classmethod
+    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """(sanitised values, which are valid (B, N) bool, which may be drafted (B, N) bool).
+
+        Raises ValueError unless `value` is a tensor of such values for (B, N) nodes.
+        """
+        raise NotImplementedError
+
+    def checked(self, value: Tensor, limits: Any) -> tuple[Law, Tensor]:
+        """(the law of drafts, sanitised; at which nodes it is valid (B, N) bool).
+
+        Raises ValueError for a law of the wrong shape or dtype.
+        """
+        raise NotImplementedError
+
+
+def check_tensor(name: str, value: object, dtype: torch.dtype | None, like: Tensor) -> None:
+    """Raises ValueError unless `value` is a plain tensor of this dtype (None: floating) on the device of `like`."""
+    if type(value) is not Tensor or value.layout != torch.strided or value.device != like.device:
+        what = f"a tensor of {value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name}: got {what}, expected a plain tensor on {like.device}")
+    if value.dtype != dtype if dtype else not value.is_floating_point():
+        raise ValueError(f"{name}: got {value.dtype}, expected {dtype or 'floats'}")

@@ -1,0 +1,163 @@
+"""Laws over vectors, sampled by a chain of Gaussian steps as by a diffusion head.
+
+Shapes: B rows, N nodes, S steps, d size of a vector; M rows of a batch of chains, W points of each chain. Step i of a
+chain takes x_i to x_(i+1), from x_0 ~ N(0, I) to the value x_S:
+
+    x_(i+1) = keep_i x_i + move_i o(x_i, i) + sigma_i z_i,    z_i ~ N(0, I)
+
+where o is the network's estimate of the value (the "predicted x0" of DDPM), and log sigma_i is fixed or lies between
+two bounds at a share that the network predicts (iDDPM, Nichol and Dhariwal 2021, equation 15).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from visspec.laws.base import Law, check_tensor
+
+Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Coefficients of the S steps of a chain, all (S,).
+
+    low, high: bounds of log sigma; equal where it is fixed. noisy: whether the last step adds noise; without it the
+    value given x_(S-1) is a point mass, and no draft would ever equal it.
+    """
+
+    keep: Tensor
+    move: Tensor
+    low: Tensor
+    high: Tensor
+    noisy: bool = True
+
+    def __post_init__(self):
+        size = len(self.keep)
+        for name in ("keep", "move", "low", "high"):
+            values = getattr(self, name)
+            if values.shape != (size,) or not bool(values.isfinite().all()):
+                raise ValueError(
+                    f"{name}: got shape {tuple(values.shape)}, finite {bool(values.isfinite().all())}, expected"
+                    f" {size} finite numbers, one for each step"
+                )
+        if size == 0:
+            raise ValueError("keep: got no steps, expected at least one")
+
+    def __len__(self) -> int:
+        return len(self.keep)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether deviations depend on the step only."""
+        return self.low is self.high
+
+    def to(self, device: torch.device | str) -> Steps:
+        if self.keep.device == torch.device(device):
+            return self
+        low = self.low.to(device)
+        high = low if self.fixed else self.high.to(device)
+        return Steps(self.keep.to(device), self.move.to(device), low, high, self.noisy)
+
+    def warmer(self, temperature: float) -> Steps:
+        """The same steps with all deviations multiplied by `temperature`."""
+        if temperature == 1.0:
+            return self
+        scale = torch.tensor(temperature).log().item()
+        low = self.low + scale
+        return Steps(self.keep, self.move, low, low if self.fixed else self.high + scale, self.noisy)
+
+
+class Denoising(Law):
+    """Laws (B, N) of vectors of `size` numbers, one chain each.
+
+    predict: (points (M, W, d), their steps (M, W) int64) -> (estimates of the value (M, W, d), shares (M, W, d) of log
+    sigma between its bounds, or None if deviations are fixed), for M = B N chains, row by row. calls: counts calls of
+    `predict` under "head".
+    """
+
+    def __init__(
+        self, predict: Predict, steps: Steps, shape: tuple[int, int], size: int, calls: Counter[str] | None = None
+    ):
+        self.predict, self.steps, self.shape, self.size = predict, steps, shape, size
+        self.calls = Counter() if calls is None else calls
+
+    @property
+    def width(self) -> int:
+        """Normal numbers of one sample."""
+        return (len(self.steps) + 1) * self.size
+
+    def estimate(self, x_MWd: Tensor, step_MW: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`predict`, counted."""
+        self.calls["head"] += 1
+        return self.predict(x_MWd, step_MW)
+
+    def deviation(self, step_MW: Tensor, share_MWd: Tensor | None) -> Tensor:
+        """log sigma: (M, W, 1) if fixed, else (M, W, d)."""
+        low = self.steps.low[step_MW][..., None]
+        if share_MWd is None:
+            return low
+        return low + share_MWd * (self.steps.high[step_MW][..., None] - low)
+
+    @classmethod
+    def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
+        """(S, d), uninitialised: its shape is what drafts are checked against."""
+        return torch.empty(*capabilities.chains, device=device)
+
+    @classmethod
+    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        check_tensor("value", value, None, limits)
+        if value.shape != (*shape, limits.shape[1]):
+            raise ValueError(f"value: got shape {tuple(value.shape)}, expected {(*shape, limits.shape[1])}")
+        finite_BN = value.isfinite().all(dim=-1)
+        return torch.where(finite_BN[..., None], value, 0.0), finite_BN, torch.ones_like(finite_BN)
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory(Law):
+    """Chains that drafts were sampled by: all points, and the Gaussian that each of them was drawn from.
+
+    points: (B, N, S + 1, d), the last of them the drafted value. mean (B, N, S, d) and log_sigma (B, N, S, 1 or d) of
+    the law of point i + 1 given those before.
+    """
+
+    points: Tensor
+    mean: Tensor
+    log_sigma: Tensor
+
+    @classmethod
+    def chain(cls, levels: Sequence[Trajectory]) -> Trajectory:
+        """Stack trajectories (B, S + 1, d) of a chain's levels to (B, 1 + levels, ...); the root's entry is unused."""
+        stacks = zip(*((level.points, level.mean, level.log_sigma) for level in levels))
+        return cls(*(torch.stack([torch.zeros_like(stack[0]), *stack], dim=1) for stack in stacks))
+
+    def checked(self, value: Tensor, limits: Tensor) -> tuple[Trajectory, Tensor]:
+        steps, size = limits.shape
+        parts = (("points", self.points, 1), ("mean", self.mean, 0), ("log_sigma", self.log_sigma, 0))
+        for name, tensor, more in parts:
+            length = steps + more
+            check_tensor(f"q.{name}", tensor, None, limits)
+            widths = (1, size) if name == "log_sigma" else (size,)
+            if tensor.shape[:-1] != (*value.shape[:2], length) or tensor.shape[-1] not in widths:
+                raise ValueError(
+                    f"q.{name}: got shape {tuple(tensor.shape)}, expected {(*value.shape[:2], length, size)}: a drafter"
+                    " takes the target's steps, in vectors of its size"
+                )
+        lawful_BN = (self.points[:, :, -1] == value).all(dim=-1)
+        for tensor in (self.points, self.mean, self.log_sigma):
+            lawful_BN = lawful_BN & tensor.isfinite().flatten(2).all(dim=-1)
+        return self, lawful_BN
+
+
+Denoising.drafts = Trajectory
+
+
+def denoising(law: Law) -> Denoising:
+    """The same law, typed as one over vectors. Not checked here but in `pairing.check`."""
+    return cast(Denoising, law)
