@@ -21,12 +21,12 @@ GAP = 2 / 96  # what settled shapes keep between their boxes
 FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29, "bound": 3 << 28}
 
 
-def settled(scene: Scene) -> Scene | None:
-    """The scene with shapes on the nearest places of the grid and one of TEXTURES; None where two come too close."""
+def settled(scene: Scene, step: float = STEP, radii: tuple[float, ...] = RADII) -> Scene | None:
+    """The scene with shapes on the nearest places of a grid and one of TEXTURES; None where two come too close."""
     shapes: list[Shape] = []
     for shape in scene.shapes:
-        radius = min(RADII, key=lambda r: abs(r - shape.radius))
-        x, y = (round(at / STEP) * STEP for at in (shape.x, shape.y))
+        radius = min(radii, key=lambda r: abs(r - shape.radius))
+        x, y = (round(at / step) * step for at in (shape.x, shape.y))
         inside = radius <= min(x, y) and max(x, y) <= 1 - radius
         if not inside or any(max(abs(x - s.x), abs(y - s.y)) < radius + s.radius + GAP for s in shapes):
             return None
