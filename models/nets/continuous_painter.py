@@ -9,6 +9,7 @@ picture, N of them, S steps of the head, d size of a token, C hidden size.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedModel
 
-from visspec.checkpoint import check_whole
+from visspec.checkpoint import (
+    check_folder,
+    check_shapes,
+    check_whole,
+    load_strictly,
+    read_json,
+    read_shapes,
+    read_tensors,
+)
 from visspec.models.nets.diffusion_head import DiffusionHead, Schedule, schedule
 
 
@@ -116,6 +125,26 @@ class ContinuousPainter(PreTrainedModel):
         latents = values_BTd.transpose(1, 2).unflatten(2, (self.config.grid, -1))
         scale = self.autoencoder.config.scaling_factor
         return (self.autoencoder.decode(latents / scale).sample / 2 + 0.5).clamp(0, 1)
+
+
+def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> ContinuousPainter:
+    """The painter or drafter of a folder, in eval mode. Raises ValueError in one sentence for another folder, before
+    any weight is read where the headers tell it.
+    """
+    where = check_folder(folder)
+    entries = read_json(where, "config.json")
+    if entries.get("model_type") != ContinuousPainterConfig.model_type:
+        raise ValueError(
+            f"model_type: got {entries.get('model_type')!r} in {where}, expected {ContinuousPainterConfig.model_type!r}"
+        )
+    try:
+        model = ContinuousPainter(ContinuousPainterConfig.from_dict(entries))
+    except Exception as error:  # of whichever library checks the part that is wrong
+        raise ValueError(f"model: config.json of {where} describes no model ({str(error).splitlines()[0]})") from None
+    check_shapes(model, read_shapes(where), where)
+    load_strictly(model.to(dtype), read_tensors(where), where)
+    model.name_or_path = model.config._name_or_path = str(folder)
+    return model.eval()
 
 
 def value_of(velocity: Tensor, x: Tensor, signal: Tensor | float, noise: Tensor | float) -> Tensor:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,9 @@ from visspec import checkpoint
 from visspec.api import zoo
 
 logger = logging.getLogger(__name__)
+
+# architectures that transformers does not have, and who loads a folder of them
+OURS = {"ContinuousPainter": "visspec.models.nets.continuous_painter:load"}
 
 
 def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code: bool = False):
@@ -33,8 +39,37 @@ def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str
     where = str(spec or "painter")
     folder = zoo.located(where)
     named = checkpoint.read_json(folder, "config.json").get("architectures") if folder.is_dir() else None
-    kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
+    architecture = (named or [""])[0]
+    if architecture in OURS:
+        return _load_ours(folder, OURS[architecture], device, dtype)
+    kind = getattr(transformers, architecture, None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
+
+
+def _load_ours(folder: Path, loader: str, device: str, dtype: Any):
+    from transformers import AutoProcessor
+
+    _check_device(device)
+    module, name = loader.split(":")
+    wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model = getattr(import_module(module), name)(folder, wanted)
+    with _quiet():  # it would say that it does not know the type of the model
+        processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
+    return model.to(device), processor
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers reports errors only."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: bool):
@@ -53,16 +88,13 @@ def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: boo
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
     _check_device(device)
     precision = torch.float32 if device == "cpu" and dtype == "auto" else dtype
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
     try:
-        model, info = kind.from_pretrained(
-            where, dtype=precision, use_safetensors=True, output_loading_info=True, **options
-        )
+        with _quiet():  # what it would report of the tensors is said below, in one sentence
+            model, info = kind.from_pretrained(
+                where, dtype=precision, use_safetensors=True, output_loading_info=True, **options
+            )
     except (RuntimeError, OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"model: {where} could not be loaded, {_first_line(error)}") from None
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             name = sorted(map(str, info[what]))[0]

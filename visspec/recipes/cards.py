@@ -31,7 +31,7 @@ def origin(model: PreTrainedModel, recipe: str, folder: Path, measured: dict, **
     versions: dict[str, Any] = {"numpy": np.__version__, "pillow": PIL.__version__}
     stored: dict[str, Any] = {"compute_dtype": "bfloat16 autocast over float32 weights", "stored_dtype": "float16"}
     weights = identity(folder / "model.safetensors")
-    return provenance(model, recipe=recipe, **versions, **more, **stored, weights=weights, measured=measured)
+    return provenance(model, recipe=recipe, **versions, **(stored | more), weights=weights, measured=measured)
 
 
 def layers(sizes: dict[str, int]) -> str:

@@ -71,7 +71,7 @@ class AutoencoderStage(Stage):
 
     def report(self) -> dict:
         """Figures of the reconstructions."""
-        return measure(settle(self.model), 8 if self.step < self.steps else 1)
+        return measure(settle(self.model), self.options.every_prompt * (8 if self.step < self.steps else 1))
 
 
 @torch.no_grad()

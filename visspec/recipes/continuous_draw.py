@@ -164,7 +164,7 @@ class DrawStage(TokenStage):
         if self.rank:
             return {}
         painter = assembled(self.options.out, self.model)
-        return score(painter, rows_of_tasks(6), 2.0)
+        return score(painter, rows_of_tasks(6 * self.options.every_prompt), 2.0)
 
 
 class DraftStage(TokenStage):

@@ -1,0 +1,192 @@
+"""The continuous painter: its network, strict loading, and its recipe on a few steps."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from visspec.api.loading import load_image_model
+from visspec.laws import Steps
+from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler, guided, load, value_of
+from visspec.models.nets.diffusion_head import cosine_levels, schedule
+from visspec.recipes import continuous_autoencoder, continuous_card, continuous_data, continuous_draw
+from visspec.recipes.captioner_build import save
+from visspec.recipes.continuous_painter import parser
+from visspec.recipes.painter_build import build_tokenizer
+from visspec.recipes.painter_tokens import prompt_ids, without_words
+
+TINY = {
+    "text": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "head_width": 16, "head_depth": 1, "denoising_steps": 4,
+}  # fmt: skip
+SMALL = continuous_autoencoder.CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4}
+
+
+@pytest.fixture(scope="module")
+def painter():
+    """A tiny one with random weights, those that begin at zero too."""
+    torch.manual_seed(0)
+    model = continuous_draw.build("painter", SMALL, TINY).eval()
+    for parameter in model.head.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def written(painter, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("continuous")
+    save(painter, continuous_card.build_processor(), folder, torch.float32)
+    continuous_card.generation_config(2.0).save_pretrained(folder)
+    return folder
+
+
+def prompts(guidance):
+    """Ids and mask of two prompts of unequal length."""
+    tokenizer = build_tokenizer()
+    ids = prompt_ids(tokenizer, ["a photo of a red ring", "a photo of a star and a bar"])
+    seen = ids != tokenizer.pad_token_id
+    if guidance == 1.0:
+        return ids, seen
+    return torch.cat([ids, without_words(tokenizer, ids)]), seen.repeat(2, 1)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_plain_loop_is_the_chain_written_out(painter, guidance):
+    """Cache, precomputed coefficients and modulations against one whole pass a token and DDPM's posterior."""
+    ids, seen = prompts(guidance)
+    drawn = Sampler(painter, guidance)(ids, seen, torch.Generator().manual_seed(3))
+    normals = torch.Generator().manual_seed(3)
+    plan, values = schedule(4), torch.zeros(2, painter.tokens, 8)
+    with torch.inference_mode():
+        for t in range(6):
+            copies = len(ids) // 2
+            hidden = painter(ids, seen, values.repeat(copies, 1, 1))[:, t]
+            x, *noises = torch.randn(5, 2, 8, generator=normals)
+            for i, noise in enumerate(noises):
+                time = plan.times[i].expand(len(ids))
+                velocity = guided(painter.head(x.repeat(copies, 1), time, hidden), guidance)
+                value = value_of(velocity, x, plan.signal[i].float(), plan.noise[i].float())
+                x = plan.steps.keep[i] * x + plan.steps.move[i] * value + plan.steps.low[i].exp() * noise
+            values[:, t] = x
+    assert torch.allclose(drawn[:, :6], values[:, :6], atol=2e-4)
+    assert drawn.shape == (2, 64, 8)
+
+
+def test_temperature_scales_the_noise_of_every_step(painter):
+    cold, warm = (Sampler(painter, 1.0, t).parts for t in (0.5, 1.0))
+    assert all(a[:2] == pytest.approx(b[:2]) and a[2] == pytest.approx(b[2] / 2) for a, b in zip(cold, warm))
+
+
+def test_velocity_stands_for_the_value_at_every_level():
+    level, value, eps = cosine_levels(), torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    signal, noise = level.sqrt()[:, None], (1 - level).sqrt()[:, None]
+    found = value_of(signal * eps - noise * value, signal * value + noise * eps, signal, noise)
+    assert torch.allclose(found, value.expand_as(found))
+
+
+def test_an_input_carries_the_place_of_the_next_token(painter):
+    values, index = torch.randn(1, 1, 8), torch.tensor([[0, 7, 63]])
+    step = painter.embed(values.expand(1, 3, 8), index) - painter.z_proj(values)
+    rows, columns = painter.rows.weight, painter.columns.weight
+    assert torch.allclose(step[0], torch.stack([rows[0] + columns[1], rows[1] + columns[0], rows[7] + columns[7]]))
+
+
+def test_loads_by_its_architecture(painter, written):
+    model, processor = load_image_model(str(written))
+    assert isinstance(model, ContinuousPainter) and not model.training
+    for name, value in painter.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    ids = processor(text=["a photo of a red ring"], generation_mode="image", return_tensors="pt")["input_ids"]
+    assert ids[0, -1] == processor.tokenizer.convert_tokens_to_ids("<begin_of_image>")
+    pictures = model.pixels(torch.randn(2, 64, 8)).detach()
+    assert pictures.shape == (2, 3, 64, 64) and float(pictures.min()) >= 0 and float(pictures.max()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t, c: t.pop("z_proj.bias"), "lacks tensor 'z_proj.bias'"),
+        (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
+        (lambda t, c: t.update({"z_proj.bias": torch.ones(3)}), "tensor 'z_proj.bias' of .* has shape"),
+        (lambda t, c: t["z_proj.bias"].fill_(torch.nan), "not finite"),
+        (lambda t, c: c.update(token=0), "token: got 0, expected a whole number"),
+        (lambda t, c: c.update(denoising_steps=1), "denoising_steps: got 1, expected"),
+        (lambda t, c: c.update(model_type="janus"), "model_type: got 'janus'"),
+        (lambda t, c: c["text_config"].update(hidden_size="wide"), "config.json of .* describes no model"),
+    ],
+)
+def test_refuses_what_is_no_painter(written, tmp_path, change, said):
+    tensors, entries = load_file(written / "model.safetensors"), json.loads((written / "config.json").read_text())
+    change(tensors, entries)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=said) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_drafter_draws_no_picture():
+    model = continuous_draw.build("drafter", sizes=TINY)
+    with pytest.raises(ValueError, match="no autoencoder"):
+        model.pixels(torch.zeros(1, 64, 8))
+
+
+def test_pairs_are_of_known_tasks_on_plain_ground():
+    for seed in range(6):
+        metadata, scene = continuous_data.pair(seed)
+        assert metadata["tag"] in continuous_data.TASKS and scene.ground == "plain"
+        for shape in scene.shapes:
+            assert shape.radius in continuous_data.RADII
+            assert all((at / continuous_data.STEP).is_integer() for at in (shape.x, shape.y))
+
+
+def test_settled_autoencoder_gives_tokens_of_deviation_one(monkeypatch):
+    """Folded into the weights: mean 0 and deviation 1 of sampled tokens, a posterior of one deviation everywhere, and
+    the picture that the decoder was trained to make.
+    """
+    monkeypatch.setattr(continuous_autoencoder, "CONFIG", SMALL)
+    trained = continuous_autoencoder.AutoencoderKL(**SMALL).eval()
+    model = continuous_autoencoder.settle(trained, count=64)
+    first = continuous_data.FIRST_SEED["tokens"] - 1
+    scenes = [continuous_data.pair(first - i)[1] for i in range(64)]
+    pictures = continuous_autoencoder.pixels(scenes, continuous_data.SIDE)
+    with torch.no_grad():
+        posterior = model.encode(pictures).latent_dist
+        variance = posterior.mean.var((0, 2, 3)) + posterior.var.mean((0, 2, 3))
+        assert torch.allclose(posterior.mean.mean((0, 2, 3)), torch.zeros(8), atol=1e-4)
+        assert torch.allclose(variance, torch.ones(8), atol=1e-3)
+        assert torch.allclose(posterior.std, posterior.std[:1, :, :1, :1].expand_as(posterior.std))
+        mean = continuous_autoencoder.moments(trained, continuous_data.mixed(0, 64))
+        own = continuous_autoencoder.moments(trained, pictures)
+        normalised = (own - mean.mean((0, 2, 3), keepdim=True)) / mean.std((0, 2, 3), keepdim=True)
+        wanted = trained.decoder(trained.post_quant_conv(normalised))
+        assert torch.allclose(model.decode(posterior.mean).sample, wanted, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_recipe_writes_both_folders(tmp_path, monkeypatch):
+    for module in (continuous_autoencoder, continuous_draw):
+        monkeypatch.setattr(module, "CONFIG", SMALL)
+    for name in ("painter", "drafter"):
+        monkeypatch.setitem(continuous_draw.SIZES, name, TINY)
+    monkeypatch.setattr(continuous_card, "GUIDANCES", (1.0, 2.0))
+    options: argparse.Namespace = parser().parse_args(
+        ["--out", str(tmp_path), "--pairs", "8", "--rows", "4", "--steps", "3", "--drafter-steps", "2", "--every", "9",
+         "--autoencoder-steps", "2", "--every-prompt", "72"]
+    )  # fmt: skip
+    continuous_autoencoder.AutoencoderStage(options, 0).run()
+    continuous_data.write_tokens(options, continuous_autoencoder.load_autoencoder(tmp_path))
+    continuous_draw.DrawStage(options, 0).run()
+    continuous_draw.DraftStage(options, 0).run()
+    continuous_card.finish(options)
+    for name in continuous_card.NAMES.values():
+        assert isinstance(load(tmp_path / name), ContinuousPainter)
+        assert json.loads((tmp_path / name / "provenance.json").read_text())["compute_dtype"] == "float32"
+    assert "{" not in (tmp_path / "painter-continuous" / "README.md").read_text()
+
+
+def test_schedule_of_a_painter_is_noisy_to_the_end(painter):
+    plan = painter.schedule()
+    assert isinstance(plan.steps, Steps) and plan.steps.noisy and plan.steps.fixed and len(plan.steps) == 4
