@@ -19,7 +19,7 @@ from visspec.recipes.painter_tokens import prompt_ids, without_words
 
 TINY = {
     "text": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-    "head_width": 16, "head_depth": 1, "denoising_steps": 4,
+    "head_width": 16, "head_depth": 1, "denoising_steps": 4, "feature": 0,
 }  # fmt: skip
 SMALL = continuous_autoencoder.CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4}
 
@@ -133,6 +133,15 @@ def test_a_drafter_draws_no_picture():
         model.pixels(torch.zeros(1, 64, 8))
 
 
+def test_a_drafter_reads_the_conditions_that_are_known():
+    model = continuous_draw.build("drafter", sizes=TINY | {"feature": 16}).eval()
+    values, index, features = torch.randn(2, 3, 8), torch.arange(3).expand(2, 3), torch.randn(2, 3, 16)
+    features[:, 1:] = 0.0
+    plain, read = model.embed(values, index), model.embed(values, index, features)
+    assert torch.equal(plain[:, 1:], read[:, 1:])
+    assert torch.allclose(read[:, 0] - plain[:, 0], model.feature_proj(features[:, 0]), atol=1e-6)
+
+
 def test_pairs_are_of_known_tasks_on_plain_ground():
     for seed in range(6):
         metadata, scene = continuous_data.pair(seed)
@@ -170,7 +179,7 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     for module in (continuous_autoencoder, continuous_draw):
         monkeypatch.setattr(module, "CONFIG", SMALL)
     for name in ("painter", "drafter"):
-        monkeypatch.setitem(continuous_draw.SIZES, name, TINY)
+        monkeypatch.setitem(continuous_draw.SIZES, name, TINY | {"feature": 16 if name == "drafter" else 0})
     monkeypatch.setattr(continuous_card, "GUIDANCES", (1.0, 2.0))
     options: argparse.Namespace = parser().parse_args(
         ["--out", str(tmp_path), "--pairs", "8", "--rows", "4", "--steps", "3", "--drafter-steps", "2", "--every", "9",

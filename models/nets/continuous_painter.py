@@ -32,7 +32,8 @@ from visspec.models.nets.diffusion_head import DiffusionHead, Schedule, schedule
 class ContinuousPainterConfig(PreTrainedConfig):
     """token: numbers of a token; grid: rows and columns of tokens; head_width, head_depth: of the diffusion head;
     denoising_steps: of a token when it is sampled. autoencoder: configuration of an `AutoencoderKL` whose latents are
-    the tokens, None for a drafter, which draws none.
+    the tokens, None for a drafter, which draws none. feature: hidden size of a painter whose conditions a drafter reads
+    beside tokens, 0 for none.
     """
 
     model_type = "continuous_painter"
@@ -47,15 +48,17 @@ class ContinuousPainterConfig(PreTrainedConfig):
         head_depth: int = 6,
         denoising_steps: int = 100,
         autoencoder: dict[str, Any] | None = None,
+        feature: int = 0,
         **options: Any,
     ):
         sizes = {"token": token, "grid": grid, "head_width": head_width, "head_depth": head_depth}
         for name, value in sizes.items():
             check_whole(name, value, 1, 1 << 16)
         check_whole("denoising_steps", denoising_steps, 2, 1000)
+        check_whole("feature", feature, 0, 1 << 16)
         self.text_config = text_config if isinstance(text_config, LlamaConfig) else LlamaConfig(**(text_config or {}))
         self.token, self.grid, self.head_width, self.head_depth = token, grid, head_width, head_depth
-        self.denoising_steps, self.autoencoder = denoising_steps, autoencoder
+        self.denoising_steps, self.autoencoder, self.feature = denoising_steps, autoencoder, feature
         super().__init__(**options)
 
 
@@ -78,6 +81,8 @@ class ContinuousPainter(PreTrainedModel):
         self.z_proj = nn.Linear(config.token, width)
         self.rows, self.columns = nn.Embedding(config.grid, width), nn.Embedding(config.grid, width)
         self.head = DiffusionHead(config.token, width, config.head_width, config.head_depth)
+        if config.feature:
+            self.feature_proj = nn.Linear(config.feature, width)
         if config.autoencoder is not None:
             self.autoencoder = AutoencoderKL(**config.autoencoder)
         self.post_init()
@@ -102,14 +107,24 @@ class ContinuousPainter(PreTrainedModel):
         first = self.places(torch.zeros_like(ids_RL[:, -1:]))
         return torch.cat([words[:, :-1], words[:, -1:] + first], dim=1)
 
-    def embed(self, values_BNd: Tensor, index_BN: Tensor) -> Tensor:
-        """Inputs of tokens number `index` (B, N, C); the position of token i predicts token i + 1."""
-        return self.z_proj(values_BNd) + self.places(index_BN + 1)
+    def embed(self, values_BNd: Tensor, index_BN: Tensor, features_BNF: Tensor | None = None) -> Tensor:
+        """Inputs of tokens number `index` (B, N, C); the position of token i predicts token i + 1.
 
-    def forward(self, ids_BL: Tensor, attention_BL: Tensor, values_BTd: Tensor) -> Tensor:
+        features: for a drafter, the conditions that the painter drew the tokens from, zero where they are not known.
+        """
+        inputs = self.z_proj(values_BNd) + self.places(index_BN + 1)
+        if features_BNF is None:
+            return inputs
+        known = (features_BNF != 0).any(dim=-1, keepdim=True)
+        return inputs + self.feature_proj(features_BNF) * known
+
+    def forward(
+        self, ids_BL: Tensor, attention_BL: Tensor, values_BTd: Tensor, features_BTF: Tensor | None = None
+    ) -> Tensor:
         """Conditions of the head for every token of a picture, (B, T, C), given those before it."""
         index = torch.arange(self.tokens - 1, device=ids_BL.device).expand(len(ids_BL), -1)
-        inputs = torch.cat([self.embed_prompt(ids_BL), self.embed(values_BTd[:, :-1], index)], dim=1)
+        tokens = self.embed(values_BTd[:, :-1], index, None if features_BTF is None else features_BTF[:, :-1])
+        inputs = torch.cat([self.embed_prompt(ids_BL), tokens], dim=1)
         mask = torch.cat([attention_BL.bool(), torch.ones_like(index, dtype=torch.bool)], dim=1)
         hidden = self.decoder(inputs_embeds=inputs, attention_mask=mask.long(), use_cache=False).last_hidden_state
         return hidden[:, ids_BL.shape[1] - 1 :]

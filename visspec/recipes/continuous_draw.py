@@ -34,11 +34,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "text": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
         "head_width": 64,
         "head_depth": 2,
+        "feature": 192,  # the painter's hidden size
     },
 }
 TIMES = 2  # levels of noise of a token in a step
 READING_WEIGHT = 0.1  # of the throw-away heads' loss
 FADE = (0.5, 0.8)  # shares of the steps between which it falls to 0
+READ = (0.0, 0.15, 0.3, 0.6)  # shares of the tokens whose conditions the drafter reads, one of these a picture
 LABELS = (3, 1 + len(CLASSES), 1 + len(COLOURS), 1 + len(CLASSES), 1 + len(COLOURS))  # shapes begun, next one, newest
 
 
@@ -171,7 +173,8 @@ class DraftStage(TokenStage):
     """Training of the drafter: its velocity is to be the painter's at the same points, after the same tokens.
 
     A painter's law learnt from its head is nearer to it than one that is learnt from data: the drafter's own mistakes
-    are the only difference.
+    are the only difference. It reads the conditions of some tokens, as after a verification that of the last one, and
+    of a quarter of the pictures of none.
     """
 
     def __init__(self, options: argparse.Namespace, rank: int):
@@ -186,8 +189,12 @@ class DraftStage(TokenStage):
         ids, mask, values, ink, _, _ = self.rows()
         x, times, _ = self.noised(values)
         with torch.no_grad():
-            wanted = self.painter.head(x, times, self.painter(ids, mask, values))
-        losses = (self.model.head(x, times, self.model(ids, mask, values)) - wanted).square().mean((0, 3))
+            conditions = self.painter(ids, mask, values)
+            wanted = self.painter.head(x, times, conditions)
+        share = torch.tensor(READ)[torch.randint(len(READ), (len(ids), 1))]
+        features = conditions * (torch.rand(values.shape[:2]) < share)[..., None]
+        made = self.model.head(x, times, self.model(ids, mask, values, features))
+        losses = (made - wanted).square().mean((0, 3))
         self.notes["ink"] = round(losses[ink].mean().item(), 4)
         return losses.mean()
 
