@@ -161,7 +161,8 @@ def test_results_travel_as_values():
     assert latest_read(ast.parse("x = fast.last_stats")) and not latest_read(ast.parse("fast.last_stats = x"))
 
 
-HOST_READS = {  # the one synchronisation of a round, and the slow general road for processors
+HOST_READS = {  # the one synchronisation of a round, the slow general road for processors, and after a head's pass
+    "denoise.py": ["run"],
     "decode.py": ["settle"],
     "sampling.py": ["process"],
 }

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from visspec import kernels
 from visspec import tree as trees
-from visspec.laws import Categorical, draw
+from visspec.laws import Categorical, Denoising, Trajectory, draw
 from visspec.types import Draft, Sampling, State, Tree
 
 CHUNK = 16  # positions drawn at a time: a constant, so that a row's stream does not depend on how it is consumed
@@ -112,6 +113,52 @@ class Coins(Uniform):
         window_BTU = self.window(tree.levels + 1)
         coins_BN = window_BTU.flatten(1).gather(1, trees.kept(tree, _coin).expand(len(window_BTU), -1))
         return coins_BN, window_BTU[:, 0, SIBLINGS].contiguous()
+
+
+class Normals(Noise):
+    """Of each position, for chains of S steps in d dimensions: the start and the steps' normal numbers, two coins a
+    step, and K candidates of residuals, with a coin each, for R of the steps: candidates = (R, K).
+    """
+
+    samples = True
+
+    def __init__(
+        self, generators: Sequence[torch.Generator], steps: int, size: int, candidates: tuple[int, int] = (0, 0)
+    ):
+        self.steps, self.size, self.candidates = steps, size, candidates
+        count = candidates[0] * candidates[1]
+        self.parts = ((steps + 1) * size, count * size, steps * 2, count)
+        super().__init__(generators, sum(self.parts))
+
+    def _chunk(self, generator: torch.Generator) -> Tensor:
+        normals = torch.randn(CHUNK, sum(self.parts[:2]), generator=generator, device=generator.device)
+        coins = torch.rand(CHUNK, sum(self.parts[2:]), generator=generator, device=generator.device)
+        return torch.cat([normals, coins], dim=1)
+
+    def numbers(self, positions: int, first: int = 0) -> Numbers:
+        """The numbers of each row's next positions from `first` on, for M = B (positions - first) chains."""
+        numbers_MU = self.window(positions)[:, first:].flatten(0, 1)
+        steps, candidates, coins, chances = numbers_MU.split(self.parts, dim=1)
+        steps = steps.unflatten(1, (self.steps + 1, self.size))
+        return Numbers(
+            steps[:, 0], steps[:, 1:], coins.unflatten(1, (self.steps, 2)).log(),
+            candidates.unflatten(1, (*self.candidates, self.size)), chances.unflatten(1, self.candidates).log(),
+        )  # fmt: skip
+
+    def draft(self, law: Denoising, level: int) -> tuple[Tensor, Trajectory]:  # type: ignore[override]
+        numbers = self.numbers(level + 1, level)
+        path = law.sample(numbers.start, numbers.steps)
+        return path.points[:, -1], path
+
+
+class Numbers(NamedTuple):
+    """Random numbers of M chains."""
+
+    start: Tensor  # (M, d)
+    steps: Tensor  # (M, S, d)
+    coins: Tensor  # (M, S, 2) logarithms of uniform numbers
+    candidates: Tensor  # (M, R, K, d) normal numbers
+    chances: Tensor  # (M, R, K) logarithms of uniform numbers
 
 
 def _coin(tree: Tree) -> Tensor:

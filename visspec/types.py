@@ -109,6 +109,8 @@ class Verdict:
     next: Tensor  # (B, *X) bonus, residual or repaired value: the next pending node
     drift: Tensor | None = None  # (B,) estimate of this round's total variation; None for exact rules
     displacement: Tensor | None = None  # (B,) expected latent distance to the exact rule's result, summed
+    capped: Tensor | None = None  # (B,) number of residuals that were not drawn as the rule says
+    values: Tensor | None = None  # (B, N, *X) values in place of the drafted ones, of rules that keep what follows them
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ class DrafterTraits:
     trees: bool = False  # its drafts branch
     adaptive_depth: bool = True  # false: use a fixed depth, e.g. if drafts improve over several passes
     whole_images: bool = False  # it can draft a whole image (`sketch`)
+    law: type[Law] = Categorical  # of the values it drafts
 
 
 class Drafter:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from visspec.checkpoint import (
     check_folder,
@@ -92,6 +93,12 @@ class ContinuousPainter(PreTrainedModel):
         """Tokens of a picture."""
         return self.config.grid**2
 
+    @property
+    def factor(self) -> int:
+        """Pixels a side of a token."""
+        parts = (self.config.autoencoder or {}).get("block_out_channels", [0])
+        return 2 ** (len(parts) - 1)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embed_tokens
 
@@ -158,6 +165,8 @@ def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> ContinuousPa
         raise ValueError(f"model: config.json of {where} describes no model ({str(error).splitlines()[0]})") from None
     check_shapes(model, read_shapes(where), where)
     load_strictly(model.to(dtype), read_tensors(where), where)
+    if (where / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(where)
     model.name_or_path = model.config._name_or_path = str(folder)
     return model.eval()
 
@@ -199,8 +208,7 @@ class Sampler:
         modulations = head.modulations(self.time_S1C + head.cond_embed(hidden_RC))
         twice = self.guidance != 1.0
         for i, (keep, move, sigma) in enumerate(self.parts):
-            own = [tuple(part[i] for part in parts) for parts in modulations]
-            velocity = guided(head.modulated(torch.cat([x, x]) if twice else x, own), self.guidance)
+            velocity = guided(head.modulated(torch.cat([x, x]) if twice else x, modulations[i]), self.guidance)
             x = torch.add(keep * x, velocity, alpha=move).add_(normal[i + 1], alpha=sigma)
         return x
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, modulation: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         shift, scale, gate = modulation
-        return x + gate * self.mlp(self.in_ln(x) * (1 + scale) + shift)
+        return torch.addcmul(x, gate, self.mlp(torch.addcmul(shift, self.in_ln(x), scale)))
 
 
 class Final(nn.Module):
@@ -104,7 +104,7 @@ class Final(nn.Module):
 
     def forward(self, x: Tensor, modulation: tuple[Tensor, Tensor]) -> Tensor:
         shift, scale = modulation
-        return self.linear(self.norm_final(x) * (1 + scale) + shift)
+        return self.linear(torch.addcmul(shift, self.norm_final(x), scale))
 
 
 class DiffusionHead(nn.Module):
@@ -131,15 +131,21 @@ class DiffusionHead(nn.Module):
     def forward(self, x: Tensor, t: Tensor, condition: Tensor) -> Tensor:
         return self.modulated(x, self.modulations(self.time_embed(t) + self.cond_embed(condition)))
 
-    def modulations(self, y: Tensor) -> list[tuple[Tensor, ...]]:
-        """What the blocks and the last layer are modulated by, from the sum of time and condition (M, width)."""
-        active = F.silu(y)
-        blocks: Any = self.res_blocks
-        parts = [block.adaLN_modulation[1](active).chunk(3, dim=-1) for block in blocks]
-        return [*parts, self.final_layer.adaLN_modulation[1](active).chunk(2, dim=-1)]
+    def modulations(self, y: Tensor) -> Tensor:
+        """Shifts, scales (one added) and gates of the blocks, shift and scale of the last layer, side by side, from the
+        sum of time and condition (..., width).
+        """
+        active, blocks, parts = F.silu(y), cast(Any, self.res_blocks), []
+        for block in (*blocks, self.final_layer):
+            shift, scale, *gate = block.adaLN_modulation[1](active).split(self.final_layer.linear.in_features, dim=-1)
+            parts += [shift, scale + 1, *gate]
+        return torch.cat(parts, dim=-1)
 
-    def modulated(self, x: Tensor, modulations: list[tuple[Tensor, ...]]) -> Tensor:
+    def modulated(self, x: Tensor, modulations: Tensor) -> Tensor:
+        """The head at x (..., d), whose modulations are known."""
+        blocks: Any = self.res_blocks
+        *parts, shift, scale = modulations.split(self.final_layer.linear.in_features, dim=-1)
         x = self.input_proj(x)
-        for block, own in zip(self.res_blocks, modulations):
-            x = block(x, own)
-        return self.final_layer(x, modulations[-1])
+        for i, block in enumerate(blocks):
+            x = block(x, parts[3 * i : 3 * i + 3])
+        return self.final_layer(x, (shift, scale))

@@ -13,6 +13,7 @@ FAMILIES = {
     "emu3": "visspec.models.targets.emu3:Emu3",
     "glm_image": "visspec.models.targets.glm_image:GlmImage",
     "chameleon": "visspec.models.targets.chameleon:Chameleon",
+    "continuous_painter": "visspec.models.targets.continuous:ContinuousImages",
     "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",  # not of transformers: known by its class
 }
 

@@ -66,6 +66,7 @@ class Prompt:
     embeds: Tensor  # (R, L, d)
     attention: Tensor  # (R, L) bool, false at padding
     positions: Tensor | None = None  # (R, L + T) or (A, R, L + T) position ids of all slots; None: the slot's number
+    tokens: Tensor | None = None  # (R, L) ids of all rows, where they were made of ids
 
 
 class Family:
@@ -77,11 +78,15 @@ class Family:
     name: str
     codes: int
     grammar: int = 0  # number of grammar ids after the codes
+    target: type[ImageAR]  # that drives it
     guided: bool = True  # whether the model supports an unconditional prompt
     decoder: Any  # the stock transformer
     processor: Any = None  # texts -> ids; None if prompts are ids
     codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
     default_guidance: float = 1.0
+    vectors: bool = False  # whether its tokens are vectors, not codes
+    default_drafter: str = "jacobi"
+    default_rule: str = "exact"
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
 
     def layout(self, height: int | None = None, width: int | None = None) -> Layout:
@@ -132,6 +137,9 @@ class Family:
             raise ValueError(
                 f"prompt: got {prompt.ids.shape[1]} tokens and an image of {layout.positions}, expected at most {room}"
             )
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises ValueError for settings that have no meaning for the model."""
 
     def places(self, index: Tensor, state: State) -> Tensor:
         """Position ids of the decoder for linear indices (R, N) counted from the prompt's first slot."""
@@ -253,7 +261,8 @@ class ImageAR(Target):
         cache.slots.open(length, self.device)
         padded = not bool(prompt.attention.all())
         newest = torch.full((rows,), length - 1, device=self.device)
-        state = State(request, prompt.ids[:, -1], newest, cache, list(range(rows)), Ids(request, rows))
+        pending, tape = self._opened(request)
+        state = State(request, pending, newest, cache, list(range(rows)), tape)
         index = torch.arange(length, device=self.device).expand(prompt.embeds.shape[0], length)
         mask = None
         if padded:
@@ -263,8 +272,16 @@ class ImageAR(Target):
         cache.slots.commit([list(range(length))] * prompt.embeds.shape[0])
         if padded:
             cache.slots.padding = prompt.attention
-        scores = self._scores(state, trees.undrafted(state.pending), self.family.head(hidden[:, -1:]), hidden)
-        return state, scores
+        return state, self._scores(state, trees.undrafted(state.pending), hidden[:, -1:], hidden)
+
+    def _opened(self, request: Request) -> tuple[Tensor, Any]:
+        """The node before the first, (B, *X), and the tape of a request."""
+        ids = request.inputs.ids
+        return ids[:, -1], Ids(request, len(ids))
+
+    def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
+        """Inputs (B, N, d) of the draft's nodes, whose positions are `index` (B, N)."""
+        return self.family.embed(draft.value)
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, both guidance rows of each. Scores for (B, N)."""
@@ -273,13 +290,13 @@ class ImageAR(Target):
         if tree.parent.shape[0] > 1:
             tree = _repeated(tree, twice)
         extent = slots.open(tree.size, self.device)
-        embeds = self.family.embed(draft.value)
         index = state.position[:, None] + draft.tree.depth
+        embeds = self._embed(state, draft, index)
         if twice == 2:
             embeds, index = embeds.repeat(2, 1, 1), index.repeat(2, 1)
         mask = self.masks(slots, tree, extent)
         hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)
-        return self._scores(state, draft, self.family.head(hidden), hidden)
+        return self._scores(state, draft, hidden, hidden)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.slots.commit(outcome.path * _twice(state))
@@ -327,8 +344,9 @@ class ImageAR(Target):
         )
         return output.last_hidden_state
 
-    def _scores(self, state: State, draft: Draft, logits: Tensor, hidden: Tensor) -> Scores:
-        logits, uncond, features = self._parts(state, logits, hidden)
+    def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
+        """Scores of the nodes with the hidden states `last` (R, N, d); `hidden` (R, L, d) are the pass's."""
+        logits, uncond, features = self._parts(state, self.family.head(last), hidden)
         return Scores(Categorical(constrain(process(logits, draft, state, uncond), draft, state)), features)
 
     def _parts(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -338,12 +356,17 @@ class ImageAR(Target):
         rows = len(state.rows)
         if self.family.grammar:
             logits = F.pad(logits, (0, self.family.grammar), value=float("-inf"))
-        features = hidden if self.features else None
+        features = self._shown(state, hidden)
         if logits.shape[0] == rows:
             return logits, None, features
-        if features is not None:
-            features = torch.cat([features[:rows], features[rows:]], dim=-1)
         return logits[:rows], logits[rows:], features
+
+    def _shown(self, state: State, hidden: Tensor) -> Tensor | None:
+        """(B, L, F) hidden states for a drafter, those of both guidance rows in one."""
+        if not self.features:
+            return None
+        rows = len(state.rows)
+        return hidden if len(hidden) == rows else torch.cat([hidden[:rows], hidden[rows:]], dim=-1)
 
 
 def _twice(state: State) -> int:
@@ -355,3 +378,6 @@ def _repeated(tree: Tree, times: int) -> Tree:
     """Repeat a tree for copies of the rows."""
     parent, depth, ancestor = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
     return Tree(parent, depth, ancestor, tree.levels, tree.chain)
+
+
+Family.target = ImageAR

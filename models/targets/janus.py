@@ -12,22 +12,17 @@ from visspec.models.targets.image_ar import Family, Layout, Prompt, generate_opt
 from visspec.types import Sampling
 
 
-class Janus(Family):
+class Worded(Family):
     """Prompts end with the begin-of-image token; the unconditional prompt is the same with its words padded out.
 
     `processor` is the model's own (`JanusProcessor`), or anything that turns texts into left-padded ids. A negative
     prompt is a prompt like any other; an empty one is the unconditional prompt.
     """
 
-    def __init__(self, model: Any, processor: Any):
-        config, inner = model.config, model.model
-        self.model, self.processor, self.name = model, processor, config.model_type
-        self.decoder = inner.language_model
-        self.codes = config.vq_config.num_embeddings
-        self.side = config.vq_config.num_patches
-        self.pixel_side = config.vision_config.image_size
-        self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
-        settings = model.generation_config
+    def __init__(self, model: Any, processor: Any, side: int, pixel_side: int, settings: Any = None):
+        self.model, self.processor, self.name = model, processor, model.config.model_type
+        self.side, self.pixel_side = side, pixel_side
+        settings = settings or model.generation_config
         self.default_guidance = float(settings.guidance_scale or 5.0)  # generate's own default
         more = getattr(settings, "generation_kwargs", None) or {}  # only where the checkpoint's file has them
         self.keeps = (settings.bos_token_id, more.get("boi_token_id"))
@@ -59,12 +54,6 @@ class Janus(Family):
         other = torch.where(worded_B1, other, self._wordless(ids))
         return self.from_ids(ids, seen, guided, other, torch.where(worded_B1, real, seen))
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
-        scale, own = sampling.guidance, generate_options(sampling)
-        return self.model.generate(
-            **self._asked(texts), generation_mode="image", guidance_scale=scale, **own, **options
-        )
-
     def _asked(self, texts: list[str]) -> dict[str, Tensor]:
         batch = self.asked()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
         return {name: batch[name].to(self.decoder.device) for name in ("input_ids", "attention_mask")}
@@ -84,12 +73,33 @@ class Janus(Family):
         if guided:
             rows = torch.cat([ids, self._wordless(ids) if negative is None else negative])
             attention = torch.cat([attention, attention if negative_attention is None else negative_attention])
-        return Prompt(ids, self.model.get_input_embeddings()(rows), attention)
+        return Prompt(ids, self.embed_prompt(rows), attention, tokens=rows)
+
+    def embed_prompt(self, ids: Tensor) -> Tensor:
+        """Ids of prompts (R, L) -> the decoder's inputs (R, L, d)."""
+        return self.model.get_input_embeddings()(ids)
 
     def _wordless(self, ids: Tensor) -> Tensor:
         """The unconditional prompt, as stock `generate` makes it."""
         kept = (ids == self.keeps[0]) | (ids == self.keeps[1])
         return torch.where(kept, ids, self.pad)
+
+
+class Janus(Worded):
+    """The stock model with its codes."""
+
+    def __init__(self, model: Any, processor: Any):
+        config, inner = model.config, model.model
+        super().__init__(model, processor, config.vq_config.num_patches, config.vision_config.image_size)
+        self.decoder = inner.language_model
+        self.codes = config.vq_config.num_embeddings
+        self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
+
+    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+        scale, own = sampling.guidance, generate_options(sampling)
+        return self.model.generate(
+            **self._asked(texts), generation_mode="image", guidance_scale=scale, **own, **options
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(tokens)

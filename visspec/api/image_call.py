@@ -234,7 +234,9 @@ def sampling_of(given: Mapping[str, Any], model: Any, family: Family) -> Samplin
         if not right:
             raise ValueError(f"{name}: got {value}, expected {wanted}")
         values[name] = value
-    return Sampling(guidance=float(values.pop("guidance_scale")), **values)
+    sampling = Sampling(guidance=float(values.pop("guidance_scale")), **values)
+    family.check_sampling(sampling)
+    return sampling
 
 
 def check_callback(callback: Any, tensors: Any) -> tuple[str, ...]:
@@ -254,13 +256,16 @@ def check_callback(callback: Any, tensors: Any) -> tuple[str, ...]:
 
 def tensors_so_far(state: State, layout: Layout, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Codes of the batch after a round, int64 on the CPU, -1 where there is none yet: "tokens" (B, rows * columns),
-    "latents" (B, rows, columns). Orders that are not raster show theirs at the end.
+    "latents" (B, rows, columns); vectors of d numbers have one dimension more and are NaN where there is none. Orders
+    that are not raster show theirs at the end.
     """
     if not names:
         return {}
-    rows = [row[: layout.positions] for row in state.tokens]
-    codes = torch.tensor([row + [-1] * (layout.positions - len(row)) for row in rows])[:, layout.free]
-    found = {"tokens": codes, "latents": codes.view(-1, *layout.grid)}
+    rows = [state.tape.values(row).cpu() for row in range(len(state.tokens))]
+    none = float("nan") if rows[0].is_floating_point() else -1
+    room = [row.new_full((layout.positions - len(row), *row.shape[1:]), none) for row in rows]
+    codes = torch.stack([torch.cat(pair) for pair in zip(rows, room)])[:, layout.free]
+    found = {"tokens": codes, "latents": codes.unflatten(1, layout.grid)}
     return {name: found[name] for name in names}
 
 
@@ -272,8 +277,13 @@ def check_unchanged(back: Any, state: State, given: dict[str, Tensor], own: dict
         raise ValueError(f"callback_on_step_end: got a {type(back).__name__} back, expected None or what it was handed")
     for name, value in {**given, **(back or {})}.items():
         same = value is state if name == "state" else isinstance(value, Tensor) and name in own
-        if not same or (name in own and not torch.equal(value, own[name])):
+        if not same or (name in own and not _same(value, own[name])):
             raise ValueError(
                 f"callback_on_step_end: got another {name!r} back, expected it as it was handed: tokens that are drawn"
                 " stay (`pipeline.interrupt` ends the call)"
             )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether both are equal, NaN where the other is."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())

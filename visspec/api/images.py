@@ -26,7 +26,7 @@ from visspec.loop.pairing import Pairing, pair
 from visspec.loop.stats import Stats
 from visspec.models.targets.families import family_of, prompt_of
 from visspec.models.targets.image_ar import Family, ImageAR
-from visspec.types import Acceptance, Drafter, DrafterTraits, Order, Request, Sampling, State
+from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State
 
 KEPT = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "_progress", "_home")  # copied
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -37,9 +37,9 @@ class ImagePipeline(Copied):
     """Accelerated image generation with a loaded model. The model is not changed.
 
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; they can
-    be overridden per call. parts: additional parts of some families (a codec, a style, a negative prompt). order: order
-    of decoding, raster by default; "zipar:window=4" does not use a drafter. Raises ValueError if the parts are
-    incompatible.
+    be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
+    additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
+    default; "zipar:window=4" does not use a drafter. Raises ValueError if the parts are incompatible.
     """
 
     model: Any
@@ -49,8 +49,8 @@ class ImagePipeline(Copied):
         self,
         model: nn.Module,
         processor: Any,
-        drafter: str | Drafter | None = "jacobi",
-        acceptance: str | Acceptance = "exact",
+        drafter: Any = ...,
+        acceptance: str | Acceptance | None = None,
         levels: int | None = None,
         parts: dict[str, Any] | None = None,
         order: str | Order | None = None,
@@ -63,6 +63,9 @@ class ImagePipeline(Copied):
         self._home: torch.device | None = None
         self._lock, self._inside, self._calls = threading.RLock(), 0, Calls()
         self._renew()
+        if drafter is ...:
+            self.drafter = self.family.default_drafter
+        self.acceptance = acceptance if acceptance is not None else self.family.default_rule
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in KEPT}
@@ -299,7 +302,7 @@ class ImagePipeline(Copied):
 
     def _pairing(self, drafter, acceptance, order) -> Pairing:
         def make_target(traits: DrafterTraits) -> ImageAR:
-            return ImageAR(self.family, features=bool(traits.feature_layers))
+            return self.family.target(self.family, features=bool(traits.feature_layers))
 
         rule, (found, name) = own_rule(acceptance), self._drafter(drafter)
         # with an adaptive pace the samples of rules with their own random numbers would depend on timing
@@ -363,13 +366,13 @@ class ImagePipeline(Copied):
         if not done:
             return out
         free = job.layout.free
-        codes = torch.tensor([state.tokens[b] for b in done])[:, free]
+        codes = torch.stack([state.tape.values(b) for b in done]).cpu()[:, free]
         out.tokens = list(codes)
         out.maps = [origin_map(state.trace.origin[b], job.layout) for b in done]
         passes = [pass_numbers(o) for o in state.trace.origin] if job.pairing.order.raster else state.memory
         out.passes = [np.array(passes[b], np.int32)[free.numpy()].reshape(job.layout.grid) for b in done]
         if job.output_type == "latent":
-            out.images = list(codes.view(len(done), *job.layout.grid))
+            out.images = list(codes.unflatten(1, job.layout.grid))
             return out
         pixels = job.family.pixels(codes.to(self.model.device), job.layout).cpu()
         out.images = list(pixels) if job.output_type == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]

@@ -15,6 +15,7 @@ import torch
 from visspec import checkpoint
 from visspec.api import zoo
 
+OWN = {"continuous_painter": "visspec.models.nets.continuous_painter:load"}  # networks that transformers does not have
 logger = logging.getLogger(__name__)
 
 # architectures that transformers does not have, and who loads a folder of them
@@ -38,7 +39,10 @@ def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str
 
     where = str(spec or "painter")
     folder = zoo.located(where)
-    named = checkpoint.read_json(folder, "config.json").get("architectures") if folder.is_dir() else None
+    config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
+    named = config.get("architectures")
+    if config.get("model_type") in OWN:
+        return _load_own(folder, OWN[config["model_type"]], device, dtype)
     architecture = (named or [""])[0]
     if architecture in OURS:
         return _load_ours(folder, OURS[architecture], device, dtype)
@@ -70,6 +74,16 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+def _load_own(folder: Path, reference: str, device: str, dtype: str):
+    """(model, processor) of a folder with a network of ours."""
+    from transformers import AutoProcessor
+
+    _check_device(device)
+    precision = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model = zoo.load(reference)(folder, precision)
+    return model.to(device).eval(), AutoProcessor.from_pretrained(str(folder), local_files_only=True)
 
 
 def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: bool):

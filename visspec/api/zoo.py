@@ -30,6 +30,12 @@ ACCEPTANCE = {
         "visspec.accept.run_product:RunProduct",
         "confident runs of a chain judged by one product of ratios",
     ),
+    "coupled": (
+        "visspec.accept.coupled:Coupled",
+        "vectors: denoising chains coupled step by step with the drafter's; exact; several steps in a pass",
+    ),
+    "surrogate": ("visspec.accept.surrogate:Surrogate", "vectors: the published ratio (CSpD); drift is measured"),
+    "legacy": ("visspec.accept.legacy:Legacy", "vectors: the published code of CSpD, for comparison only"),
     "local": ("visspec.accept.local:Local", "drafted images judged place by place; rejected islands are drawn again"),
 }
 DRAFTERS = {
@@ -41,6 +47,10 @@ DRAFTERS = {
     "image-eagle": (
         "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
         "images: on the target's hidden states; trained; tree=chain, dynamic or static",
+    ),
+    "continuous": (
+        "visspec.models.drafters.continuous:ContinuousDrafter",
+        "vectors: a small model of the painter's form; its denoising chains are the drafts; trained",
     ),
 }
 ORDERS = {  # order of generation of an image's positions
@@ -90,11 +100,28 @@ PRESETS = {  # docs/presets.md compares them
         "LANTERN on Jacobi windows",
     ),
 }
+VECTOR_PRESETS = {  # of painters of vectors
+    "plain": Preset("none", "coupled:window=1", "no drafting, one step of a chain in a pass of the head"),
+    "denoise": Preset("none", "coupled:window=8", "accelerated diffusion by speculative sampling, on every vector"),
+    "chains": Preset("painter-continuous-drafter", "coupled:window=8", "drafted vectors, chains coupled step by step"),
+    "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
+    "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
+}
 SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, that of its target, what it is
     "vispec": ("eagle", "captioner-vispec", "captioner", "the embedded captioner's"),
     "painter-eagle": ("image-eagle", "painter-eagle", "painter", "the embedded painter's"),
+    "painter-continuous-drafter": (
+        "continuous",
+        "painter-continuous-drafter",
+        "painter-continuous",
+        "the embedded continuous painter's",
+    ),
 }
-KINDS = {"feature_drafter": "eagle", "image_drafter": "image-eagle"}  # of a checkpoint: the drafter that reads it
+KINDS = {
+    "feature_drafter": "eagle",
+    "image_drafter": "image-eagle",
+    "continuous_painter": "continuous",
+}  # of a checkpoint: the drafter that reads it
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
     "int": (int, "a whole number"),
     "float": ((int, float), "a finite number"),
@@ -178,9 +205,9 @@ def acceptance(text: str, what: str = "acceptance") -> Any:
     return make(what, name, load(reference), options)
 
 
-def preset(name: str) -> Preset:
-    """A preset of image generation. Raises ValueError for an unknown name."""
-    return _pick(PRESETS, "preset", name)
+def preset(name: str, vectors: bool = False) -> Preset:
+    """A preset of image generation, of codes or of vectors. Raises ValueError for an unknown name."""
+    return _pick(VECTOR_PRESETS if vectors else PRESETS, "preset", name)
 
 
 def method(text: str) -> dict[str, str | None]:
@@ -234,8 +261,8 @@ def _drafter_class(name: str) -> Any:
 
 def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
     """A drafter from a checkpoint folder; its options are those of its class."""
-    written = read_json(folder, "config.json").get("kind")
-    kind = _drafter_class(KINDS.get(str(written), "eagle"))
+    config = read_json(folder, "config.json")
+    kind = _drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
     return make("drafter", folder.name, kind, options, partial(kind.from_pretrained, folder, model))
 
 

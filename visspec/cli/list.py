@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> None:
             view.add_row(kind, name, what)
     for name, (kind, *_, what) in zoo.SHIPPED.items():
         view.add_row("drafter", name, f"{what} {kind}, shipped with the package")
-    for name, preset in zoo.PRESETS.items():
+    for name, preset in [*zoo.PRESETS.items(), *zoo.VECTOR_PRESETS.items()]:
         view.add_row("preset", name, f"{preset.source} ({preset})")
     for folder in sorted(p for p in zoo.CHECKPOINTS.iterdir() if (p / "config.json").is_file()):
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6

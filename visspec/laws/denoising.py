@@ -21,7 +21,7 @@ from torch import Tensor
 
 from visspec.laws.base import Law, check_tensor
 
-Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+Predict = Callable[[Tensor, Tensor | int, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,33 +77,59 @@ class Steps:
 class Denoising(Law):
     """Laws (B, N) of vectors of `size` numbers, one chain each.
 
-    predict: (points (M, W, d), their steps (M, W) int64) -> (estimates of the value (M, W, d), shares (M, W, d) of log
-    sigma between its bounds, or None if deviations are fixed), for M = B N chains, row by row. calls: counts calls of
-    `predict` under "head".
+    predict: (points (M, W, d), their steps (M, W) int64 or one for all, indices (M,) of the chains among the B N, row
+    by row, or None for all) -> (estimates of the value (M, W, d), shares (M, W, d) of log sigma between its bounds, or
+    None if deviations are fixed). calls: counts calls of `predict` under `name`. every: steps of a sampled chain from
+    one estimate of the value to the next; it is kept in between, which makes another, cheaper law.
     """
 
     def __init__(
-        self, predict: Predict, steps: Steps, shape: tuple[int, int], size: int, calls: Counter[str] | None = None
-    ):
+        self, predict: Predict, steps: Steps, shape: tuple[int, int], size: int, calls: Counter[str] | None = None,
+        name: str = "head", every: int = 1,
+    ):  # fmt: skip
         self.predict, self.steps, self.shape, self.size = predict, steps, shape, size
-        self.calls = Counter() if calls is None else calls
+        self.calls, self.name, self.every = Counter() if calls is None else calls, name, every
 
     @property
     def width(self) -> int:
         """Normal numbers of one sample."""
         return (len(self.steps) + 1) * self.size
 
-    def estimate(self, x_MWd: Tensor, step_MW: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`predict`, counted."""
-        self.calls["head"] += 1
-        return self.predict(x_MWd, step_MW)
+    def kernel(self, x_MWd: Tensor, step_MW: Tensor, chains_M: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Law of each point's next one: (mean (M, W, d), log sigma (M, W, 1 or d), estimate of the value (M, W, d))."""
+        value, share = self.estimate(x_MWd, step_MW, chains_M)
+        return *self.gaussian(x_MWd, step_MW, value, share), value
 
-    def deviation(self, step_MW: Tensor, share_MWd: Tensor | None) -> Tensor:
-        """log sigma: (M, W, 1) if fixed, else (M, W, d)."""
-        low = self.steps.low[step_MW][..., None]
-        if share_MWd is None:
-            return low
-        return low + share_MWd * (self.steps.high[step_MW][..., None] - low)
+    def estimate(
+        self, x_MWd: Tensor, step_MW: Tensor | int, chains_M: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`predict`, counted."""
+        self.calls[self.name] += 1
+        return self.predict(x_MWd, step_MW, chains_M)
+
+    def gaussian(self, x: Tensor, step: Tensor | int, value: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(mean, log sigma) of the points after x (..., d), by estimates of the value and shares at steps (...)."""
+        steps = self.steps
+        mean = steps.keep[step][..., None] * x + steps.move[step][..., None] * value
+        log_sigma = steps.low[step][..., None]
+        if share is not None:
+            log_sigma = log_sigma + share * (steps.high[step][..., None] - log_sigma)
+        return mean, log_sigma
+
+    def sample(self, start_Md: Tensor, normal_MSd: Tensor) -> Trajectory:
+        """One value of each of the M = B N laws, from normal numbers, step by step."""
+        points, means, deviations = [start_Md], [], []
+        last = len(self.steps) - 1
+        for i, normal_Md in enumerate(normal_MSd.unbind(1)):
+            x_Md = points[-1]
+            if i % self.every == 0:
+                value, share = (None if part is None else part[:, 0] for part in self.estimate(x_Md[:, None], i))
+            mean, log_sigma = self.gaussian(x_Md, i, cast(Tensor, value), share)
+            quiet = i == last and not self.steps.noisy
+            points.append(mean if quiet else torch.addcmul(mean, log_sigma.exp(), normal_Md))
+            means.append(mean)
+            deviations.append(log_sigma.expand(len(mean), -1))
+        return Trajectory(torch.stack(points, 1), torch.stack(means, 1), torch.stack(deviations, 1))
 
     @classmethod
     def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:

@@ -70,7 +70,8 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
     trace = Trace()
     with trace.stage("prefill"):
         state, scores = target.prefill(request)
-        state.trace, trace.origin = trace, [[] for _ in state.rows]
+        trace.calls, trace.origin = state.trace.calls, [[] for _ in state.rows]
+        state.trace = trace
         if request.generators is not None and not request.sampling.greedy:
             state.noise = accept.make_noise(request.generators, scores.law.width)
         draft = trees.undrafted(state.pending)
@@ -103,7 +104,8 @@ def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outc
         tape.keep(row, b, path, scores)
         outcome.path.append(path)
         outcome.tokens.append(gained)
-    for name, measured in (("drift", verdict.drift), ("displacement", verdict.displacement)):
+    meters = ("drift", verdict.drift), ("displacement", verdict.displacement), ("capped", verdict.capped)
+    for name, measured in meters:
         if measured is not None:
             meter = state.meters.setdefault(name, measured.new_zeros(len(origin)))
             meter.index_add_(0, to_device(state.rows, measured.device), measured)

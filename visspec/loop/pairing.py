@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from visspec.laws import Categorical
 from visspec.loop.guard import Guarded
 from visspec.loop.orders import Islands, Raster
 from visspec.loop.pace import Pace
@@ -76,6 +77,8 @@ def pair(
         guarded = Guarded(drafter, target.capabilities, target.device, rule.traits.chains_only)
     if order is None:
         order = Islands() if traits.whole_images and rule.traits.whole_images else Raster()
+    if not order.raster and target.capabilities.law is not Categorical:
+        raise ValueError(f"order: got {type(order).__name__}, expected raster: vectors follow one another")
     pace = Pace(levels or traits.levels, adaptive and traits.adaptive_depth)
     return Pairing(target, guarded, name, rule, pace, order.joined(rule, guarded))
 
@@ -90,6 +93,8 @@ def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
     if drafter is None:
         return
     kind = type(drafter).__name__
+    if drafter.traits.law is not law:
+        raise ValueError(f"drafter: {kind} drafts for {drafter.traits.law.__name__} laws, expected {law.__name__}")
     if rule.traits.chains_only and drafter.traits.trees:
         raise ValueError(f"drafter: {kind} drafts trees, expected chains for the rule {name}")
     if drafter.traits.samples and not rule.traits.judges_draws:

@@ -1,4 +1,4 @@
-"""What a request has produced so far, as the loop keeps it. `Ids` holds tokens on the host.
+"""What a request has produced so far, as the loop keeps it: `Ids` holds ids on the host, `Stack` vectors on the device.
 
 The loop reads a round on the host once. A tape adds what it needs to that read, and takes its part of the result.
 """
@@ -59,8 +59,65 @@ class Ids:
         if self.request.keep_raw:
             self.raw[row].extend(scores.aux["raw"][b, path[: count - len(self.raw[row])]])
 
+    def values(self, row: int) -> Tensor:
+        """Tokens of an original row, (T,) on the CPU."""
+        return torch.tensor(self.tokens[row], dtype=torch.long)
+
     def ids(self, row: int) -> Tensor:
         """Prompt and tokens of an original row, (1, length)."""
         prompt = self.request.prompt
         gained = torch.tensor([self.tokens[row]], dtype=torch.long, device=prompt.device)
         return torch.cat([prompt[row : row + 1], gained], dim=1)
+
+
+class Stack:
+    """Vectors of every original row; a row ends at the limit. `tokens` are their numbers, 0, 1, 2, ... in each row.
+
+    laws, raw: empty, for vectors have no logits.
+    """
+
+    def __init__(self, request: Request, rows: int):
+        self.request = request
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.laws: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.raw = self.laws
+        self.finished: set[int] = set()
+        self.held: list[list[Tensor]] = [[] for _ in range(rows)]  # of each round: (gained, d)
+        self._round: tuple[Draft, Verdict] | None = None
+
+    def parts(self, draft: Draft, verdict: Verdict) -> list[Tensor]:
+        """A column (B, 1) of what was drawn: 1 where it is finite."""
+        self._round = draft, verdict
+        return [verdict.next.isfinite().all(dim=-1, keepdim=True).long()]
+
+    def gained(self, path: list[int], finite: list[int]) -> list[int]:
+        """Nodes of the path that a row gained, without the root, then 0 for the next one."""
+        if finite != [1]:
+            raise ValueError("model: got a vector that is not finite from its head, expected finite numbers")
+        return [*path[1:], 0]
+
+    def append(self, row: int, gained: list[int]) -> int:
+        """Count a row's new vectors up to the limit, and return how many were added."""
+        tokens = self.tokens[row]
+        count = min(len(gained), self.request.max_new_tokens - len(tokens))
+        tokens.extend(range(len(tokens), len(tokens) + count))
+        if len(tokens) >= self.request.max_new_tokens:
+            self.finished.add(row)
+        if self.request.on_tokens is not None:
+            self.request.on_tokens(tokens[len(tokens) - count :])
+        return count
+
+    def keep(self, row: int, b: int, path: list[int], scores: Scores) -> None:
+        """Keep the vectors just added, on the device. A path of a chain is a range of its nodes."""
+        assert self._round is not None
+        draft, verdict = self._round
+        values = draft.value if verdict.values is None else verdict.values
+        self.held[row] += [values[b, 1 : len(path)], verdict.next[b, None]]
+
+    def ids(self, row: int) -> Tensor:
+        """The prompt of an original row, (1, length): vectors have no ids."""
+        return self.request.prompt[row : row + 1]
+
+    def values(self, row: int) -> Tensor:
+        """Vectors of an original row, (T, d)."""
+        return torch.cat(self.held[row])[: len(self.tokens[row])]

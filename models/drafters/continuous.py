@@ -1,0 +1,144 @@
+"""Drafts of vectors from a small model of the painter's own form, on the painter's hidden states where it reads them.
+
+Each drafted vector is a chain of the target's steps under the small head, whose realised points the rule couples the
+target's own chain with. The small head is asked at every few steps only and its estimate kept in between: the drafted
+law is that of this cheaper chain, known at every step.
+
+Shapes: B rows, R = B or 2 B cache rows, U tokens not read yet, d size of a token, F features of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from visspec import tree as trees
+from visspec.cache import to_device
+from visspec.laws import Denoising, Trajectory
+from visspec.models.nets.continuous_painter import ContinuousPainter, load
+from visspec.models.targets.continuous import ContinuousAR, ContinuousImages
+from visspec.models.targets.image_ar import Prompt
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
+
+
+class ContinuousDrafter(Drafter):
+    """levels: maximum draft length. every: steps from one call of the head to the next.
+
+    Raises ValueError if its vectors, places or steps are not the target's.
+    """
+
+    def __init__(self, small: ContinuousPainter, target: Any, *, levels: int = 4, every: int = 8):
+        for name, value in (("levels", levels), ("every", every)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, expected at least 1")
+        ours, theirs = small.config, target.config
+        for name in ("token", "grid", "denoising_steps"):
+            found, wanted = getattr(ours, name), getattr(theirs, name)
+            if found != wanted:
+                raise ValueError(f"drafter: got {name} {found}, expected {wanted} as the target has")
+        width = theirs.text_config.hidden_size
+        if ours.feature not in (0, width):
+            raise ValueError(f"drafter: got feature {ours.feature}, expected {width}, the target's hidden size, or 0")
+        self.family, self.every = ContinuousImages(small, None, settings=target.generation_config), every
+        self.own = ContinuousAR(self.family)
+        self.feature = ours.feature
+        self.traits = DrafterTraits(levels, (-1,) if ours.feature else (), samples=True, law=Denoising)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> ContinuousDrafter:
+        """Load a checkpoint folder, strictly; `options` as in the constructor."""
+        small: Any = load(folder)
+        return cls(small.to(target.device), target, **options)
+
+    def start(self, state: State, scores: Scores) -> None:
+        request, rows = state.request, state.rows
+        prompt = request.inputs
+        ids = prompt.tokens
+        if ids is None:
+            raise ValueError("prompt: got embeddings, expected ids (`ContinuousImages.from_ids`)")
+        inner = Prompt(prompt.ids, self.family.embed_prompt(ids), prompt.attention, tokens=ids)
+        own = Request(inner, prompt.ids, request.max_new_tokens, request.sampling)
+        memory = Memory(self.own.prefill(own)[0])
+        self.own.select(memory.own, rows)
+        memory.own.rows, memory.own.position = rows, memory.own.position[rows] + 1
+        memory.queue(list(state.pending[:, None]), self._known(scores, rows, [[-1]] * len(rows)))
+        state.memory = memory
+
+    def propose(self, state: State, depth: int) -> Draft:
+        memory: Memory = state.memory
+        own, slots = memory.own, memory.own.cache.slots
+        counts = [len(row) for row in memory.values]
+        known = pad_sequence(memory.features, batch_first=True) if self.feature else None
+        hidden = self._read(memory, pad_sequence(memory.values, batch_first=True), known)
+        last = to_device([count - 1 for count in counts] * (len(hidden) // len(counts)), hidden.device)
+        hidden = hidden[torch.arange(len(hidden), device=hidden.device), last][:, None]
+        memory.advance(counts)
+        memory.values, memory.features = [], []
+        committed, position = list(slots.lengths), own.position
+        values: list[Tensor] = []
+        paths: list[Trajectory] = []
+        noise: Any = state.noise
+        for level in range(depth):
+            if level:
+                hidden = self._read(memory, values[-1][:, None], None)
+                memory.advance([1] * len(state.rows))
+            law = self.family.laws(hidden, own.request, own.trace.calls, "draft_head", self.every)
+            value, path = noise.draft(law, level)
+            values.append(value)
+            paths.append(path)
+        slots.lengths, own.position = committed, position  # drafted tokens are read again with the target's features
+        return trees.chain_draft(state.pending, torch.stack(values, dim=1), Trajectory.chain(paths))
+
+    def _read(self, memory: Memory, values_BUd: Tensor, features: Tensor | None) -> Tensor:
+        """Hidden states (R, U, C) of the small decoder over tokens below what it has read."""
+        if self.feature and features is None:
+            features = values_BUd.new_zeros(len(memory.own.cache.slots.lengths), values_BUd.shape[1], self.feature)
+        tree = trees.chain(values_BUd.shape[1] - 1, str(values_BUd.device))
+        return self.own.read(memory.own, Draft(values_BUd, tree), features)
+
+    def _known(self, scores: Scores, rows: list[int], paths: list[list[int]]) -> list[Tensor]:
+        """The target's hidden states (u, F) at the nodes of each row's path, for all R rows; empty if none are read."""
+        if not self.feature:
+            return []
+        assert scores.features is not None
+        halves = scores.features.split(self.feature, dim=-1)
+        return [half[row, path] for half in halves for row, path in zip(rows, paths)]
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Queue the accepted vectors and the next one, with the hidden states that they were drawn from."""
+        rows = range(len(outcome.path))
+        values = [torch.cat([draft.value[b, outcome.path[b][1:]], verdict.next[b, None]]) for b in rows]
+        state.memory.queue(values, self._known(scores, list(rows), outcome.path))
+
+    def select(self, state: State, keep: list[int]) -> None:
+        memory: Memory = state.memory
+        rows = len(state.memory.own.rows)
+        self.own.select(memory.own, keep)
+        memory.own.rows = [memory.own.rows[b] for b in keep]
+        memory.own.position = memory.own.position[to_device(keep, memory.own.position.device)]
+        memory.values = [memory.values[b] for b in keep]
+        halves = range(0, len(memory.features), rows)
+        memory.features = [memory.features[start + b] for start in halves for b in keep]
+
+
+@dataclass
+class Memory:
+    """The small model's state, and what it has not read: vectors (u, d) of each row, hidden states (u, F) of all R."""
+
+    own: State
+    values: list[Tensor] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+
+    def queue(self, values: list[Tensor], features: list[Tensor]) -> None:
+        self.values = [torch.cat(pair) for pair in zip(self.values, values)] if self.values else values
+        self.features = [torch.cat(pair) for pair in zip(self.features, features)] if self.features else features
+
+    def advance(self, counts: list[int]) -> None:
+        slots = self.own.cache.slots
+        slots.lengths = [n + c for n, c in zip(slots.lengths, counts * (len(slots.lengths) // len(counts)))]
+        self.own.position = self.own.position + to_device(counts, self.own.position.device)

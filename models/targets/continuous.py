@@ -1,0 +1,129 @@
+"""A causal model of continuous tokens as a target: a stock decoder, and a diffusion head for the next vector.
+
+The node of the loop is a vector of d numbers; its law after each node is a chain of the head's steps (`Denoising`).
+The declared target samples all steps with noise, the last one included. Guidance mixes the head's outputs.
+
+Shapes: B requests, R = B or 2 B cache rows, L prompt, N nodes, M = B N chains, W points of each, S steps, d size of a
+token, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.laws import Denoising, Steps
+from visspec.loop.tape import Stack
+from visspec.models.nets.continuous_painter import ContinuousPainter, guided, value_of
+from visspec.models.targets.image_ar import ImageAR, Layout, _twice
+from visspec.models.targets.janus import Worded
+from visspec.types import Draft, Request, Sampling, Scores, State
+
+MOST_ROWS = 1 << 14  # rows of modulations that are made ahead of a head's calls
+
+
+class ContinuousImages(Worded):
+    """Prompts as Janus has them; tokens are vectors, in raster order. settings: a generation_config in place of the
+    model's.
+    """
+
+    vectors = True
+    default_drafter = "none"
+    default_rule = "coupled"
+    codes = 0
+
+    def __init__(self, model: ContinuousPainter, processor: Any, *, settings: Any = None):
+        grid = model.config.grid
+        super().__init__(model, processor, grid, grid * model.factor, settings)
+        self.decoder, self.size = model.decoder, model.config.token
+        plan = model.schedule()
+        device = model.z_proj.weight.device
+        self.steps = plan.steps.to(device)
+        self.signal, self.noise = (part.float().to(device)[:, None] for part in (plan.signal, plan.noise))
+        self.times_SC = model.head.time_embed(plan.times.to(device)).detach()
+        self.warm: dict[float, Steps] = {1.0: self.steps}  # by temperature
+        if model.config.autoencoder is None:
+            self.no_pixels = "the model has no autoencoder"
+
+    def embed_prompt(self, ids: Tensor) -> Tensor:
+        return self.model.embed_prompt(ids)
+
+    def laws(
+        self, hidden_RNC: Tensor, request: Request, calls: Counter[str], name: str = "head", every: int = 1
+    ) -> Denoising:
+        """Laws after nodes with these hidden states, of the unconditional rows last under guidance."""
+        sampling, head = request.sampling, self.model.head
+        if sampling.temperature not in self.warm:
+            self.warm[sampling.temperature] = self.steps.warmer(sampling.temperature)
+        copies = 1 if sampling.guidance == 1.0 else 2
+        rows, nodes = hidden_RNC.shape[0] // copies, hidden_RNC.shape[1]
+        own_GMC = head.cond_embed(hidden_RNC).view(copies, rows * nodes, 1, -1)
+        points = self.times_SC[::every]
+        ahead_GMSU = head.modulations(points + own_GMC) if copies * rows * nodes * len(points) <= MOST_ROWS else None
+
+        def predict(x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, None]:
+            if ahead_GMSU is None:
+                condition = own_GMC if chains_M is None else own_GMC[:, chains_M]
+                modulations = head.modulations(self.times_SC[step] + condition)
+            elif isinstance(step, int):
+                modulations = ahead_GMSU[:, :, step // every, None]
+            else:
+                of = torch.arange(len(x_MWd), device=x_MWd.device) if chains_M is None else chains_M
+                modulations = ahead_GMSU[:, of[:, None], step]
+            velocity = head.modulated(x_MWd.to(modulations.dtype), modulations)
+            velocity = guided(velocity, sampling.guidance)[0].float()
+            return value_of(velocity, x_MWd, self.signal[step], self.noise[step]), None
+
+        steps = self.warm[sampling.temperature]
+        return Denoising(predict, steps, (rows, nodes), self.size, calls, name, every)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        for name, value, usual in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
+            if value != usual:
+                raise ValueError(f"{name}: got {value}, expected {usual}: vectors have no ranks to cut")
+        if sampling.greedy:
+            raise ValueError("temperature: got 0, expected a positive number: a vector is a draw, none is likeliest")
+
+    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+        return self.model.pixels(tokens).float()
+
+
+class ContinuousAR(ImageAR):
+    """`ContinuousImages` as a target. Drafts are chains of vectors."""
+
+    family: ContinuousImages
+
+    def __init__(self, family: ContinuousImages, features: bool = False):
+        super().__init__(family, features)
+        self.capabilities = replace(
+            self.capabilities, trees=False, law=Denoising, steps=family.steps, size=family.size, codebook=None
+        )
+
+    def _opened(self, request: Request) -> tuple[Tensor, Stack]:
+        self.family.check_sampling(request.sampling)
+        rows = len(request.inputs.ids)
+        return torch.zeros(rows, self.family.size, device=self.device), Stack(request, rows)
+
+    def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
+        values = draft.value.to(self.family.model.z_proj.weight.dtype)
+        return self.family.model.embed(values, index - state.request.inputs.ids.shape[1])
+
+    def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
+        return Scores(self.family.laws(last, state.request, state.trace.calls), self._shown(state, hidden))
+
+    def read(self, state: State, draft: Draft, features_RNF: Tensor | None) -> Tensor:
+        """Hidden states (R, N, C) of a drafter's own pass over a chain; features: the painter's, where known."""
+        slots, tree = state.cache.slots, draft.tree
+        extent = slots.open(tree.size, self.device)
+        index = (state.position[:, None] + tree.depth).repeat(_twice(state), 1)
+        values = draft.value.to(self.family.model.z_proj.weight.dtype).repeat(_twice(state), 1, 1)
+        places = index - state.request.inputs.ids.shape[1]
+        embeds = self.family.model.embed(values, places, features_RNF)
+        return self._run(embeds, self.masks(slots, tree, extent), index, state.cache)
+
+
+ContinuousImages.target = ContinuousAR

@@ -1,0 +1,259 @@
+"""Acceptance between denoising chains: laws of the output against closed forms, with negative controls that fail."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from visspec import tree as trees
+from visspec.accept import denoise
+from visspec.accept.coupled import Coupled
+from visspec.accept.couplings import bounded, reflected
+from visspec.accept.legacy import Legacy
+from visspec.accept.surrogate import Surrogate
+from visspec.laws import Denoising, Steps, Trajectory
+from visspec.loop.decode import decode
+from visspec.loop.pace import Pace
+from visspec.loop.tape import Stack
+from visspec.models.nets.diffusion_head import schedule
+from visspec.sampling import Normals
+from visspec.types import Capabilities, Drafter, DrafterTraits, Request, Sampling, Scores, State, Target
+
+KS_LIMIT = 1.95  # times 1/sqrt(N): a level of 0.001
+
+
+class Gaussian:
+    """A head for data N(centre, scale^2 I): its estimate of the value is linear, so the chain's law is known."""
+
+    def __init__(self, sch, size, scale=0.5, widen=0.0, last=None):
+        """widen: added to all log deviations; last: that of the last step in place of the schedule's."""
+        self.sch, self.size, self.scale = sch, size, scale
+        low = sch.steps.low.clone()
+        if last is not None:
+            low[-1] = np.log(last)
+        low += widen
+        self.steps = Steps(sch.steps.keep, sch.steps.move, low, low)
+        signal, noise = sch.signal.float(), sch.noise.float()
+        self.slope = signal * scale**2 / (signal**2 * scale**2 + noise**2)  # of the estimate in x
+        self.signal = signal
+
+    def law(self, centre_BNd, shares=None, steps=None):
+        centre_Md = centre_BNd.flatten(0, 1)
+
+        def predict(x, step, chains):
+            centre = (centre_Md if chains is None else centre_Md[chains])[:, None]
+            value = centre + self.slope[step][..., None] * (x - self.signal[step][..., None] * centre)
+            return value, None if shares is None else torch.full_like(x, shares)
+
+        return Denoising(predict, steps or self.steps, tuple(centre_BNd.shape[:2]), self.size, Counter())
+
+    def exact(self, steps=None, share=None):
+        """(factor of the centre, deviation) of the chain's end."""
+        steps = steps or self.steps
+        mean, variance = 0.0, 1.0
+        log_sigma = steps.low if share is None else steps.low + share * (steps.high - steps.low)
+        for i in range(len(steps)):
+            keep, move, slope, signal = (float(t[i]) for t in (steps.keep, steps.move, self.slope, self.signal))
+            factor = keep + move * slope
+            mean = factor * mean + move * (1 - slope * signal)
+            variance = factor**2 * variance + float(log_sigma[i].exp()) ** 2
+        return mean, variance**0.5
+
+
+def generators(rows, seed=0):
+    return [torch.Generator().manual_seed(seed * 1_000_003 + row) for row in range(rows)]
+
+
+class Together:
+    """One generator for many rows: the numbers of all rows in one draw, for tests of many samples."""
+
+    def __new__(cls, rows, steps, size, candidates=(0, 0), positions=2, seed=0):
+        noise = Normals([torch.Generator()], steps, size, candidates)
+        g = torch.Generator().manual_seed(seed)
+        normals = torch.randn(rows, positions, sum(noise.parts[:2]), generator=g)
+        coins = torch.rand(rows, positions, sum(noise.parts[2:]), generator=g)
+        made = Normals.of(torch.cat([normals, coins], dim=2))
+        made.generators = [None] * rows
+        made.steps, made.size, made.candidates, made.parts = noise.steps, noise.size, noise.candidates, noise.parts
+        return made
+
+
+def ks(values, mean, deviation):
+    return stats.kstest((np.asarray(values) - mean) / deviation, "norm").statistic * len(values) ** 0.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 16])
+def test_reflection_is_a_maximal_coupling(size):
+    g = torch.Generator().manual_seed(0)
+    count = 100_000
+    normal = torch.randn(count, size, generator=g)
+    coin = torch.rand(count, generator=g).log()
+    other, mean, log_sigma = torch.zeros(size), torch.full((size,), 0.4 / size**0.5), torch.full((1,), -0.3)
+    drawn, same = reflected(normal, other, mean, log_sigma, coin)
+    point = other + log_sigma.exp() * normal
+    x = torch.where(same[:, None], point, drawn)
+    sigma = float(log_sigma.exp())
+    for axis in range(size):
+        assert ks(x[:, axis], float(mean[axis]), sigma) < KS_LIMIT
+    assert ks(x.sum(dim=1), float(mean.sum()), sigma * size**0.5) < KS_LIMIT
+    overlap = 2 * stats.norm.cdf(-0.4 / sigma / 2)
+    assert abs(float(same.float().mean()) - overlap) < 0.006
+
+
+@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("K", [1, 2, 8])
+def test_bounded_coupling_is_exact_for_every_number_of_candidates(size, K):
+    g = torch.Generator().manual_seed(1)
+    count = 100_000
+    log_q, log_p = torch.full((size,), 0.1), torch.linspace(-0.2, 0.1, size)
+    mean_q, mean_p = torch.zeros(size), torch.full((size,), 0.3 / size**0.5)
+    y = mean_q + log_q.exp() * torch.randn(count, size, generator=g)
+    drawn, same = bounded(
+        y, mean_q, log_q, mean_p, log_p, torch.rand(count, generator=g).log(),
+        torch.randn(count, K, size, generator=g), torch.rand(count, K, generator=g).log(),
+    )  # fmt: skip
+    x = torch.where(same[:, None], y, drawn)
+    for axis in range(size):
+        assert ks(x[:, axis], float(mean_p[axis]), float(log_p[axis].exp())) < KS_LIMIT
+    whitened = (x - mean_p) / log_p.exp()
+    assert stats.kstest((whitened**2).sum(dim=1).numpy(), stats.chi2(size).cdf).statistic * count**0.5 < KS_LIMIT
+    swapped = torch.where(same[:, None], drawn, y)  # a control: the other way round
+    assert ks(swapped[:, 0], float(mean_p[0]), float(log_p[0].exp())) > KS_LIMIT
+
+
+@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize("drafts", ["none", "near", "far"])
+def test_law_of_coupled_chains(size, window, drafts):
+    count, steps = 100_000 if size < 16 else 30_000, 20
+    sch = schedule(steps)
+    head, shift = Gaussian(sch, size), {"none": 0.0, "near": 0.05, "far": 0.6}[drafts]
+    shift, centre = shift / size**0.5, torch.full((count, 1, size), 0.7)
+    noise = Together(count, steps, size, positions=1, seed=window)
+    numbers, drafted = noise.numbers(1), None
+    if drafts != "none":
+        path = head.law(centre + shift).sample(numbers.start, numbers.steps)
+        drafted = denoise.Drafted(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
+    values, equal = denoise.run(head.law(centre), numbers, drafted, 1, window, merge=20)
+    factor, deviation = head.exact()
+    for axis in range(min(size, 4)):
+        assert ks(values[:, axis], 0.7 * factor, deviation) < KS_LIMIT
+    squares = (((values - 0.7 * factor) / deviation) ** 2).sum(dim=1).numpy()
+    assert stats.kstest(squares, stats.chi2(size).cdf).statistic * count**0.5 < KS_LIMIT
+    if drafted is not None:
+        assert bool((values == drafted.points[:, -1]).all(dim=1).eq(equal).all())
+        distance = shift * factor * size**0.5 / deviation
+        bound = 2 * stats.norm.cdf(-distance / 2)
+        rate = float(equal.float().mean())
+        assert rate < bound + 0.01 and (rate > 0.8 * bound if drafts == "near" else rate > 0)
+
+
+A, B = 0.6, 0.3  # centre of a vector's law, given the one before: A x + B
+
+
+class Line(Target):
+    """A target of vectors whose law is known: each is drawn around A times the one before, plus B."""
+
+    def __init__(self, head):
+        self.head = head
+        self.capabilities = Capabilities(trees=False, law=Denoising, steps=head.steps, size=head.size)
+
+    @property
+    def device(self):
+        return torch.device("cpu")
+
+    def prefill(self, request):
+        rows = len(request.prompt)
+        pending, position = torch.zeros(rows, self.head.size), torch.zeros(rows, dtype=torch.long)
+        state = State(request, pending, position, None, list(range(rows)), Stack(request, rows))
+        return state, Scores(self.head.law(A * pending[:, None] + B))
+
+    def verify(self, state, draft):
+        return Scores(self.head.law(A * draft.value + B))
+
+
+class Shadow(Drafter):
+    """Drafts from the same family of laws, shifted."""
+
+    traits = DrafterTraits(levels=2, samples=True)
+
+    def __init__(self, head, shift):
+        self.head, self.shift = head, shift
+
+    def propose(self, state, depth):
+        now, values, paths = state.pending, [], []
+        for level in range(depth):
+            now, path = state.noise.draft(self.head.law((A * now + B + self.shift)[:, None]), level)
+            values.append(now)
+            paths.append(path)
+        return trees.chain_draft(state.pending, torch.stack(values, dim=1), Trajectory.chain(paths))
+
+
+def with_numbers(rule, seed=0):
+    """The rule with numbers for very many rows."""
+
+    class Ruled(rule):
+        def make_noise(self, generators, width):
+            noise = super().make_noise([torch.Generator()], width)
+            return Together(len(generators), noise.steps, noise.size, noise.candidates, 10, seed)
+
+    return Ruled
+
+
+def joint(rule, rows=20_000, size=1, steps=10, shift=0.1, widen=0.0, last=None, length=4, seed=0, **options):
+    """Vectors (rows, length, d) that the loop decodes, whitened by the exact laws of the target; and its state."""
+    sch = schedule(steps)
+    target = Line(Gaussian(sch, size, last=last))
+    made = with_numbers(rule, seed)(**options)
+    made.bind(target.capabilities)
+    request = Request(
+        None, torch.zeros(rows, 1, dtype=torch.long), length, Sampling(1.0), generators=[torch.Generator()] * rows
+    )
+    state = decode(target, Shadow(Gaussian(sch, size, widen=widen, last=last), shift), made, request, Pace(2, False))
+    values = torch.stack([state.tape.values(row) for row in range(rows)])
+    factor, deviation = target.head.exact()
+    before = torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
+    return (values - factor * (A * before + B)) / deviation, state
+
+
+def failing(whitened):
+    """KS statistics above the limit: of every vector's residual and of sums over pairs of neighbours."""
+    columns = [whitened[:, t].flatten() for t in range(whitened.shape[1])]
+    pairs = list(itertools.pairwise(columns))
+    columns += [(a + sign * b) / 2**0.5 for a, b in pairs for sign in (1, -1)]
+    return [round(ks(column, 0.0, 1.0), 2) for column in columns if ks(column, 0.0, 1.0) >= KS_LIMIT]
+
+
+@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("window", [1, 4])
+def test_joint_law_through_the_loop(size, window):
+    whitened, state = joint(Coupled, rows=40_000 // size, size=size, window=window, merge=10)
+    assert not failing(whitened)
+    assert state.trace.rounds[0].levels == 2 and 0.2 < np.mean(state.trace.rounds[0].gained) / 3 < 1
+
+
+def test_joint_law_with_other_deviations():
+    """A drafter of other deviations is judged exactly too; its drafts are never equal under fixed ones."""
+    assert not failing(joint(Coupled, widen=0.2)[0])
+
+
+CONTROLS = {
+    "unequal deviations": (Surrogate, {"widen": 0.3, "last": 0.3}),
+    "temperature 42": (Legacy, {"shift": 0.5, "last": 0.3, "stop": True}),
+    "zero-fill": (Legacy, {"widen": 0.3, "last": 0.3, "softness": 1.0, "stop": True}),
+    "no stop": (Legacy, {"shift": 0.5, "softness": 1.0}),
+}
+
+
+def test_the_published_ratio_is_exact_without_its_product():
+    whitened, state = joint(Surrogate, last=0.3)  # equal deviations: the product is one
+    assert not failing(whitened) and float(state.meters["drift"].abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_published_shortcuts_fail(name):
+    rule, options = CONTROLS[name]
+    assert failing(joint(rule, **options)[0])

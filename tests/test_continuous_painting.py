@@ -1,0 +1,191 @@
+"""Pictures of vectors through `ImagePipeline`: the plain loop, presets, batches, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.test_continuous_painter import SMALL, TINY
+from visspec import ImagePipeline
+from visspec.api import zoo
+from visspec.laws import Denoising, Steps
+from visspec.models.drafters.continuous import ContinuousDrafter
+from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler
+from visspec.recipes import continuous_card, continuous_draw
+from visspec.recipes.painter_tokens import without_words
+from visspec.sampling import Normals
+
+PROMPTS = ["a photo of a red ring", "a photo of a star and a bar", "a photo of a blue square"]
+VECTOR_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Denoising]
+
+
+def fresh(name, autoencoder=None, **sizes):
+    torch.manual_seed(len(name))
+    model = continuous_draw.build(name, autoencoder, TINY | sizes).eval()
+    for parameter in model.head.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.generation_config = continuous_card.generation_config(2.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    made = ImagePipeline(fresh("painter", SMALL), continuous_card.build_processor())
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def small():
+    return fresh("drafter", feature=16)
+
+
+def drafter(small, pipe, **options):
+    return ContinuousDrafter(small, pipe.model, **options)
+
+
+def drawn(pipe, prompts=PROMPTS, seed=0, **options):
+    return pipe(prompts, seed=[seed + i for i in range(len(prompts))], output_type="latent", **options)
+
+
+def test_defaults_and_shapes(pipe):
+    out = pipe(PROMPTS[:2], seed=3)
+    assert (pipe.drafter, pipe.acceptance) == ("none", "coupled") and out.images[0].size == (64, 64)
+    assert out.tokens[0].shape == (64, 8) and out.maps[0].shape == out.passes[0].shape == (8, 8)
+    assert out.stats[0].guarantee == "exact for the declared target"
+    latent = pipe(PROMPTS[0], seed=3, output_type="latent").images[0]
+    assert latent.shape == (8, 8, 8)
+    torch.testing.assert_close(latent[0, :4], out.tokens[0][:4], atol=1e-4, rtol=1e-4)
+    assert np.array(out.images[0]).std() > 0
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_plain_decoding_is_the_plain_loop_of_the_model(pipe, guidance):
+    """The same vectors as the model's own sampler from the same normal numbers."""
+    out = drawn(pipe, PROMPTS[:1], seed=5, acceptance="coupled:window=1", guidance_scale=guidance, temperature=0.7)
+    batch = pipe.processor(text=PROMPTS[:1], generation_mode="image", padding=True, return_tensors="pt")
+    ids, seen = batch["input_ids"], batch["attention_mask"].bool()
+    if guidance != 1.0:
+        ids, seen = torch.cat([ids, without_words(pipe.processor.tokenizer, ids)]), seen.repeat(2, 1)
+    numbers = iter(Normals([torch.Generator().manual_seed(5)], 4, 8).window(64)[0, :, : 5 * 8].unflatten(1, (5, 8)))
+
+    class Given(Sampler):
+        def chain(self, hidden, normal):
+            return super().chain(hidden, next(numbers)[:, None])
+
+    expected = Given(pipe.model, guidance, 0.7)(ids, seen)
+    torch.testing.assert_close(out.tokens[0], expected[0], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rule", VECTOR_RULES)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_row_does_not_depend_on_its_batch(pipe, small, rule, drafts):
+    """Rounding differs with the batch, and a coin may turn on it: the first vectors are compared."""
+    options = {"acceptance": rule, "drafter": drafter(small, pipe, levels=2) if drafts else "none"}
+    together = drawn(pipe, **options)
+    again = drawn(pipe, **options)
+    assert all(map(torch.equal, together.tokens, again.tokens))
+    for row in range(3):
+        alone = drawn(pipe, PROMPTS[row : row + 1], seed=row, **options).tokens[0]
+        same = torch.isclose(alone, together.tokens[row], atol=1e-3, rtol=1e-3).all(dim=1)
+        assert bool(same[:4].all())
+
+
+def test_its_own_drafts_are_kept(pipe):
+    """A drafter that is the target itself: every vector is accepted."""
+
+    class Itself(ContinuousDrafter):
+        pass
+
+    own = Itself(pipe.model, pipe.model, levels=3, every=1)
+    out = drawn(pipe, PROMPTS[:2], drafter=own, acceptance="coupled:window=1")
+    assert out.stats[0].tau > 3.9 and out.stats[0].faults == 0
+    assert drawn(pipe, PROMPTS[:2], drafter=own, acceptance="surrogate").stats[0].tau > 3.9
+
+
+def test_calls_are_counted(pipe, small):
+    out = drawn(pipe, PROMPTS[:1], acceptance="coupled:window=1")
+    assert out.traces[0].calls == {"head": 64 * 4}
+    out = drawn(pipe, PROMPTS[:1], acceptance="coupled:window=4")
+    assert 64 <= out.traces[0].calls["head"] < 64 * 4
+    out = drawn(pipe, PROMPTS[:1], drafter=drafter(small, pipe, levels=2, every=2))
+    assert out.traces[0].calls["draft_head"] % 2 == 0 and out.traces[0].calls["head"] > 0
+
+
+@pytest.mark.parametrize("name", zoo.VECTOR_PRESETS)
+def test_a_preset_draws(pipe, small, name):
+    preset = zoo.preset(name, vectors=True)
+    drafts = "none" if preset.drafter == "none" else drafter(small, pipe, levels=2)
+    out = drawn(pipe, PROMPTS[:2], drafter=drafts, acceptance=preset.acceptance)
+    assert all(bool(tokens.isfinite().all()) for tokens in out.tokens)
+    assert (out.stats[0].guarantee == "approximate") == ("drift" in pipe.last_state.meters)
+
+
+def test_callbacks_see_vectors(pipe):
+    seen = []
+
+    def watch(pipeline, round, tokens, given):
+        seen.append(given["latents"])
+        return given
+
+    names = ["latents", "tokens"]
+    drawn(pipe, PROMPTS[:1], callback_on_step_end=watch, callback_on_step_end_tensor_inputs=names)
+    assert seen[0].shape == (1, 8, 8, 8) and bool(seen[0].isnan().any()) and bool(seen[-1].isfinite().all())
+
+
+@pytest.mark.parametrize("options,message", [
+    ({"temperature": 0.0}, "temperature: got 0"),
+    ({"top_k": 5}, "top_k: got 5"),
+    ({"top_p": 0.5}, r"top_p: got 0\.5"),
+    ({"acceptance": "exact"}, "acceptance: Exact judges Categorical"),
+    ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical"),
+    ({"drafter": "ngram"}, "drafter: NGram drafts for Categorical"),
+    ({"order": "zipar:window=2"}, "order: got ZipAR"),
+    ({"acceptance": "coupled:window=0"}, "window: got 0"),
+    ({"acceptance": "surrogate:tries=0"}, "tries: got 0"),
+    ({"height": 32}, "height, width: got 32"),
+])  # fmt: skip
+def test_what_can_not_be_is_refused_before_work_starts(pipe, options, message, monkeypatch):
+    monkeypatch.setattr(pipe.model.decoder, "forward", None)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        drawn(pipe, **options)
+
+
+@pytest.mark.parametrize("sizes,message", [
+    ({"denoising_steps": 3}, "denoising_steps 3, expected 4"), ({"feature": 7}, "feature 7, expected 16"),
+])  # fmt: skip
+def test_a_drafter_of_another_kind_is_refused(pipe, sizes, message):
+    with pytest.raises(ValueError, match=f"^drafter: got {message}"):
+        ContinuousDrafter(fresh("drafter", **sizes), pipe.model)
+
+
+def test_a_target_without_noise_in_its_last_step_is_refused(pipe):
+    own = pipe.family.steps
+    quiet = Steps(own.keep, own.move, own.low, own.low, noisy=False)
+    rule = zoo.acceptance("coupled")
+    with pytest.raises(ValueError, match="without noise in its last step"):
+        rule.bind(type("Capabilities", (), {"steps": quiet})())
+
+
+def test_a_drafter_that_fails_is_left_out(pipe, small):
+    """NaN from the small head: drafting goes on without these nodes, counted, and the picture is drawn."""
+    broken = fresh("drafter", feature=16)
+    torch.nn.init.constant_(broken.head.final_layer.linear.bias, float("nan"))
+    with pytest.warns(RuntimeWarning, match="invalid"):
+        out = drawn(pipe, PROMPTS[:1], drafter=drafter(broken, pipe, levels=2))
+    assert out.stats[0].faults > 0 and bool(out.tokens[0].isfinite().all())
+
+
+def test_a_target_that_fails_says_so(pipe):
+    model = fresh("painter", SMALL)
+    torch.nn.init.constant_(model.head.final_layer.linear.bias, float("nan"))
+    with pytest.raises(ValueError, match="^model: got a vector that is not finite"):
+        drawn(ImagePipeline(model, pipe.processor), PROMPTS[:1])
+
+
+def test_schedules_that_do_not_fit_are_refused():
+    ones = torch.ones(3)
+    with pytest.raises(ValueError, match="^move: got shape"):
+        Steps(ones, torch.ones(2), ones, ones)
+    with pytest.raises(ValueError, match="^low: got shape"):
+        Steps(ones, ones, ones.log() - float("inf"), ones)
+    assert isinstance(fresh("painter").schedule().steps, Steps) and issubclass(ContinuousPainter, torch.nn.Module)

@@ -1,0 +1,73 @@
+"""Exact acceptance of drafted vectors, by a coupling of the chains that they are sampled by.
+
+At every step of a chain the target's next point is drawn from a maximal coupling of its own Gaussian with the
+drafter's realised point; chains that have parted may meet again. A vector is accepted where both chains end at the same
+point, and the first that differs ends the path: it is the target's own draw. After a full path the bonus vector is
+drawn by the target alone. Given the vectors before it, each one's law is the target's, whatever was drafted.
+
+The declared target samples with noise in its last step too; without it no draft would ever equal the target's draw.
+With `window` > 1 the head takes several steps of each chain in one pass (`denoise`), which is exact as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from visspec.accept import denoise
+from visspec.laws import Denoising, denoising
+from visspec.sampling import Normals
+from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
+
+CANDIDATES = 8  # of the residual of a step, where deviations are predicted and so differ
+
+
+class Coupled(Acceptance):
+    """window: points of each chain in a pass of the head. merge: number of last steps in which chains that have parted
+    may meet again.
+    """
+
+    traits = RuleTraits("exact for the declared target", judges_draws=True, chains_only=True, law=Denoising)
+
+    def __init__(self, window: int = 8, merge: int = 40):
+        for name, value, least in (("window", window, 1), ("merge", merge, 0)):
+            if value < least:
+                raise ValueError(f"{name}: got {value}, expected at least {least}")
+        self.window, self.merge = window, merge
+        self.capabilities = Capabilities()
+
+    def bind(self, capabilities: Capabilities) -> None:
+        self.capabilities = capabilities
+        if capabilities.steps is not None and not capabilities.steps.noisy:
+            raise ValueError(
+                "acceptance: got coupled for a target without noise in its last step, expected one with it"
+                " (last_noise=True), for no draft equals a draw without"
+            )
+
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Normals:
+        steps = self.capabilities.steps
+        assert steps is not None
+        count, size = self.capabilities.chains
+        return Normals(generators, count, size, (0, 0) if steps.fixed else (count, CANDIDATES))
+
+    def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
+        assert noise is not None
+        law, nodes = denoising(scores.law), draft.tree.size
+        numbers = noise.numbers(nodes)
+        if draft.q is None and self.window == 1:
+            ends = law.sample(numbers.start, numbers.steps).points[:, -1]
+            return followed(draft, ends, torch.zeros_like(ends[:, 0], dtype=torch.bool))
+        return followed(draft, *denoise.run(law, numbers, denoise.below(draft), nodes, self.window, self.merge))
+
+
+def followed(draft: Draft, ends_Md: Tensor, accepted_M: Tensor) -> Verdict:
+    """The path of a chain up to the first node after which the value is not the drafted one, for M = B N nodes."""
+    size = draft.tree.size
+    index = torch.arange(size, device=ends_Md.device)
+    accepted_BN = accepted_M.view(-1, size) & (index < size - 1)
+    length_B = accepted_BN.long().cumprod(dim=1).sum(dim=1) + 1
+    path_BN = torch.where(index < length_B[:, None], index, -1)
+    last = (length_B - 1)[:, None, None].expand(-1, 1, ends_Md.shape[-1])
+    return Verdict(path_BN, length_B, ends_Md.view(*accepted_BN.shape, -1).gather(1, last)[:, 0])
