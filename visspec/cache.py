@@ -9,13 +9,15 @@ N nodes, D path.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from visspec import kernels
 
-GROW = 128  # extra slots allocated when the cache grows, so that it is copied rarely
+GROW = 128  # extra slots allocated at least, so that the cache is copied rarely
+AT_ONCE = 4096  # slots, or as many as the prompt has: an answer's room that is allocated with the prompt, at most
 
 
 def to_device(values: Sequence, device: torch.device | str) -> Tensor:
@@ -28,14 +30,20 @@ def to_device(values: Sequence, device: torch.device | str) -> Tensor:
 
 
 class SlotCache:
-    """Preallocated keys and values of all layers of one request. A layer is allocated when it is first written."""
+    """Preallocated keys and values of all layers of one request. A layer is allocated when it is first written.
 
-    def __init__(self, rows: int):
+    `answer`: slots that will follow the prompt. They are allocated with it, up to `AT_ONCE` or the prompt's own; a
+    layer that is full grows by half.
+    """
+
+    def __init__(self, rows: int, answer: int = 0):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.lengths = [0] * rows  # committed slots of each row, on the host
         self.padding: Tensor | None = None  # (B, L) bool: which prompt slots are real; None when all are
         self.nodes = 0  # slots per row written by this pass
+        self.answer = answer
+        self.mask: Any = None  # what `masks` keeps from pass to pass
         self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
         self._start = self._extent = 0
 
@@ -65,8 +73,9 @@ class SlotCache:
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's new (B, H, N, E) pair; return views of that layer's slots [0, extent)."""
         if layer == len(self.keys):
-            self.keys.append(self._allocate(key, self._extent))
-            self.values.append(self._allocate(value, self._extent))
+            room = self._extent + GROW + min(self.answer, max(AT_ONCE, self._extent))
+            self.keys.append(self._allocate(key, room))
+            self.values.append(self._allocate(value, room))
         elif self.keys[layer].shape[2] < self._extent:
             self.keys[layer] = self._grown(self.keys[layer])
             self.values[layer] = self._grown(self.values[layer])
@@ -84,10 +93,10 @@ class SlotCache:
     def _allocate(self, like: Tensor, slots: int) -> Tensor:
         rows, heads, _, size = like.shape
         # zeros, not empty: masked slots are multiplied by 0, and 0 * NaN is NaN
-        return torch.zeros(rows, heads, slots + GROW, size, dtype=like.dtype, device=like.device)
+        return torch.zeros(rows, heads, slots, size, dtype=like.dtype, device=like.device)
 
     def _grown(self, old: Tensor) -> Tensor:
-        new = self._allocate(old, self._extent)
+        new = self._allocate(old, max(self._extent + GROW, old.shape[2] * 3 // 2))
         new[:, :, : old.shape[2]] = old
         return new
 
@@ -116,7 +125,7 @@ class SlotCache:
         for store in stores:
             for layer, tensor in enumerate(store):
                 store[layer] = tensor[at[tensor.device]]
-        self.lengths = [self.lengths[b] for b in keep]
+        self.lengths, self.mask = [self.lengths[b] for b in keep], None
         if self.padding is not None:
             self.padding = self.padding[to_device(keep, self.padding.device)]
 

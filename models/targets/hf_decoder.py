@@ -20,7 +20,7 @@ from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
 from visspec.laws import Categorical
 from visspec.loop.tape import Ids
-from visspec.models.targets import probe, rotary, tree_attention
+from visspec.models.targets import folding, probe, rotary, tree_attention
 from visspec.models.targets.hooks import Hooked
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers
@@ -52,7 +52,8 @@ class HFDecoder(Target):
         text = model.config.get_text_config()
         mixed = bool(getattr(text, "layer_types", None))  # such models need a mask per layer type
         self.decoder = model.get_decoder()
-        self.masks = Masks(_dtype(self.decoder), _sliding_window(text), mixed)
+        shared = folding.groups(self.decoder, text._attn_implementation)
+        self.masks = Masks(_dtype(self.decoder), _sliding_window(text), mixed, shared)
         self.relational = text._attn_implementation == tree_attention.NAME and not self.masks.window
         # the last layer's output is the decoder's output, unless the decoder has its own head
         headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
@@ -80,7 +81,7 @@ class HFDecoder(Target):
         if length == 0:
             length = inputs["inputs_embeds"].shape[1]
         self._check_request(request, length)
-        cache = SlotLayers(rows)
+        cache = SlotLayers(rows, request.max_new_tokens)
         cache.slots.open(length, self.device)
         inputs["past_key_values"] = cache
         attention = inputs.get("attention_mask")

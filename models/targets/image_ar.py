@@ -22,6 +22,7 @@ from visspec.cache import SlotCache, to_device
 from visspec.grammar import constrain
 from visspec.laws import Categorical
 from visspec.loop.tape import Ids
+from visspec.models.targets import folding
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process, warp
@@ -241,7 +242,8 @@ class ImageAR(Target):
         if attention not in TAKES_MASKS:
             raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager'")
         self.family, self.features = family, features
-        self.masks = Masks(next(decoder.parameters()).dtype)
+        shared = folding.groups(decoder, attention)
+        self.masks = Masks(next(decoder.parameters()).dtype, groups=shared)
         self.capabilities = Capabilities(
             vocab=family.codes + family.grammar,
             never_drafted=frozenset(range(family.codes, family.codes + family.grammar)),
@@ -257,7 +259,7 @@ class ImageAR(Target):
         """Run the prompts (`request.inputs` is a `Prompt`). Scores: logits (B, 1, V), features (B, L, F)."""
         prompt: Prompt = request.inputs
         rows, length = prompt.ids.shape
-        cache = SlotLayers(prompt.embeds.shape[0])
+        cache = SlotLayers(prompt.embeds.shape[0], request.max_new_tokens)
         cache.slots.open(length, self.device)
         padded = not bool(prompt.attention.all())
         newest = torch.full((rows,), length - 1, device=self.device)
@@ -324,7 +326,7 @@ class ImageAR(Target):
         prompt_RL = slots.padding
         if prompt_RL is None:
             prompt_RL = torch.ones(twice * rows, start, dtype=torch.bool, device=self.device)
-        mask = self.masks.additive(torch.cat([prompt_RL[:, None].expand(-1, size, -1), image_RNS], dim=-1))
+        mask = self.masks.additive(torch.cat([prompt_RL[:, None].expand(-1, size, -1), image_RNS], dim=-1), self.masks.groups)
         embeds = self.family.embed(tokens).repeat(twice, 1, 1)
         index = (start + at_BN.clamp(max=total - 1)).repeat(twice, 1)
         hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)

@@ -1,40 +1,44 @@
-"""Additive attention masks of draft passes, for any decoder that takes a 4-D mask. R cache rows, N nodes, S slots."""
+"""Additive attention masks of draft passes, for any decoder that takes a 4-D mask.
+
+R cache rows, N nodes, S slots, G query heads per key head, M = G N rows of a mask: row g N + n is node n's (`folding`).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from visspec.cache import SlotCache, to_device, visibility
+from visspec.cache import GROW, SlotCache, to_device, visibility
 from visspec.types import Tree
 
-MASKS_KEPT = 32
+MOST_KEPT = 1 << 24  # numbers in all shared masks together
 
 
 class Masks:
     """Builds the mask of a pass; shared shapes come from a buffer. `window` 0 means full attention in every layer;
-    `mixed` models take a dictionary with a mask for each kind of layer.
+    `mixed` models take a dictionary with a mask for each kind of layer. `groups` is G, 1 for masks of N rows.
     """
 
-    def __init__(self, dtype: torch.dtype, window: int = 0, mixed: bool = False):
-        self.dtype, self.window, self.mixed = dtype, window, mixed
+    def __init__(self, dtype: torch.dtype, window: int = 0, mixed: bool = False, groups: int = 1):
+        self.dtype, self.window, self.mixed, self.groups = dtype, window, mixed, groups
         self._bias: dict[int, tuple[Tree, Tensor]] = {}
 
     def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor | dict[str, Tensor] | None:
-        """(1|R, 1, N, extent); None where plain causal attention does the same. A tree per row has R rows."""
-        if slots.uniform and slots.padding is None and not self.window and tree.parent.shape[0] == 1:
-            return None if tree.size == 1 else self._shared(tree, slots.length)
-        seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
-        full = self.additive(seen_RNS)
+        """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
         if not self.window:
-            return full
-        sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window))
+            if not slots.uniform or slots.padding is not None or tree.parent.shape[0] > 1:
+                return self._ragged(slots, tree, extent)
+            return None if tree.size == self.groups == 1 else self._shared(tree, slots.length)
+        seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
+        full = self.additive(seen_RNS, self.groups)
+        sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window), self.groups)
         return {"full_attention": full, "sliding_attention": sliding} if self.mixed else sliding
 
-    def additive(self, seen_RNS: Tensor) -> Tensor:
-        """0 where a node attends, the minimum elsewhere: (R, 1, N, S)."""
+    def additive(self, seen_RNS: Tensor, groups: int = 1) -> Tensor:
+        """0 where a node attends, the minimum elsewhere: (R, 1, M, S)."""
         bias = torch.zeros(seen_RNS.shape, dtype=self.dtype, device=seen_RNS.device)
-        return bias.masked_fill_(~seen_RNS, torch.finfo(self.dtype).min)[:, None]
+        bias = bias.masked_fill_(~seen_RNS, torch.finfo(self.dtype).min)[:, None]
+        return bias if groups == 1 else bias.repeat(1, 1, groups, 1)
 
     def _shared(self, tree: Tree, length: int) -> Tensor:
         """The mask if all rows are equal: a view into a buffer of [zeros | tree], not built per round."""
@@ -42,13 +46,60 @@ class Masks:
         if known is not None and known[0] is tree and known[1].shape[-1] - tree.size >= length:
             buffer = known[1]
         else:
-            own = self.additive(tree.ancestor)
-            buffer = torch.cat([own.new_zeros(1, 1, tree.size, 2 * length), own], dim=-1)
-            if len(self._bias) >= MASKS_KEPT:
+            own = self.additive(tree.ancestor, self.groups)
+            buffer = torch.cat([own.new_zeros(*own.shape[:3], length + length // 4 + GROW), own], dim=-1)
+            if sum(other.numel() for _, other in self._bias.values()) + buffer.numel() > MOST_KEPT:
                 self._bias.clear()
             self._bias[id(tree)] = (tree, buffer)
         view = buffer[..., buffer.shape[-1] - tree.size - length :]
         return aligned(view) if view.is_cuda else view
+
+    def _ragged(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
+        """The mask if rows differ. It is kept with the request: a round writes the slots behind each row's prefix."""
+        kept = slots.mask
+        if not isinstance(kept, Kept) or not kept.fits(slots, tree, self.groups):
+            room = extent + extent // 4 + GROW
+            seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, room)
+            slots.mask = Kept(self.additive(seen_RNS, self.groups), slots.lengths, tree.size)
+        else:
+            kept.move(slots.lengths, self.additive(tree.ancestor))
+        view = slots.mask.bias[:, :, : self.groups * tree.size, :extent]
+        return aligned(view) if view.is_cuda else view
+
+
+class Kept:
+    """The mask of rows of different length through the rounds of a request: bias (R, 1, M, S).
+
+    Every row of the bias has the same prefix, so that a pass with fewer nodes uses the first ones.
+    """
+
+    def __init__(self, bias: Tensor, lengths: list[int], nodes: int):
+        self.bias, self.lengths, self.nodes = bias, lengths, nodes
+
+    def fits(self, slots: SlotCache, tree: Tree, groups: int) -> bool:
+        """Whether the next pass can be written over the last one's slots."""
+        rows, _, most, room = self.bias.shape
+        gained = [new - old for new, old in zip(slots.lengths, self.lengths)]
+        return (
+            rows == len(slots.lengths)
+            and most >= groups * tree.size
+            and room >= max(self.lengths) + self.nodes + tree.size
+            and 0 <= min(gained)
+            and max(gained) <= self.nodes
+        )
+
+    def move(self, lengths: list[int], own: Tensor) -> None:
+        """Rows have committed nodes of the last pass; `own` (1|R, 1, N, N) is the next one's tree."""
+        device, (rows, _, most, _), size = self.bias.device, self.bias.shape, own.shape[-1]
+        lowest = torch.finfo(own.dtype).min
+        told_RX = to_device([[old, self.nodes + old - new] for new, old in zip(lengths, self.lengths)], device)
+        ahead = torch.arange(self.nodes + size, device=device)
+        around = torch.nn.functional.pad(own[:, 0], (self.nodes, 0))
+        around = torch.nn.functional.pad(around, (0, self.nodes), value=lowest).expand(rows, -1, -1)
+        values_RNW = around.gather(2, (told_RX[:, 1:] + ahead)[:, None].expand(-1, size, -1))
+        values_RMW = values_RNW.repeat(1, -(-most // size), 1)[:, :most]
+        self.bias[:, 0].scatter_(2, (told_RX[:, :1] + ahead)[:, None].expand(-1, most, -1), values_RMW)
+        self.lengths, self.nodes = lengths, size
 
 
 def aligned(bias: Tensor) -> Tensor:

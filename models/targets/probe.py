@@ -46,6 +46,7 @@ class Answer(NamedTuple):
     fault: str | None = None  # what is wrong with the model
     padding: bool = True  # whether rows padded at the left are continued as they would be without padding
     error: float = 0.0  # by how much a node's law differs from that of the same tokens one by one, of its spread
+    folds: bool = True  # whether its attention takes masks with a row for every head of a group (`folding`)
 
 
 _answers: dict[tuple, Answer] = {}
@@ -59,11 +60,17 @@ def check(target: HFDecoder) -> Answer:
     if target.device.type == "meta":
         return Answer()  # no numbers, nothing to ask
     parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
-    key = parts, target.relational, model.dtype, target.device.type, repr(model.config.to_dict())
+    key = parts, target.relational, target.masks.groups, model.dtype, target.device.type, repr(model.config.to_dict())
     answer = _answers.get(key)
     if answer is None:
         with HOOKING, untouched(model):  # one thread at a time asks, and no hooks come or go meanwhile
-            answer = _answers[key] = _asked(target)
+            answer = _asked(target)
+            if answer.fault is not None and target.masks.groups > 1:
+                target.masks.groups = 1
+                answer = _asked(target)._replace(folds=False)
+            _answers[key] = answer
+    if not answer.folds:
+        target.masks.groups = 1
     if answer.fault is not None:
         raise ValueError(answer.fault)
     if answer.error > EXACT and _exact(model):

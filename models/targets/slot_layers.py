@@ -46,8 +46,8 @@ class SlotLayers(Cache):
     prompt = 0
     reach: int | None = None
 
-    def __init__(self, rows: int):
-        self.slots, self.rows = SlotCache(rows), list(range(rows))
+    def __init__(self, rows: int, answer: int = 0):
+        self.slots, self.rows = SlotCache(rows, answer), list(range(rows))
         self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
         self.written: dict[int, int] = {}
         super().__init__(layers=[SlotLayer(self.slots, 0)])
