@@ -22,6 +22,7 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "bench": "measure",
     "bench caption": "captioning against transformers' generate and assisted modes",
     "bench image": "methods of image generation against stock generate",
+    "bench prompts": "passes and the whole loop behind long prompts, against transformers",
     "bench memory": "peak memory, plain and accelerated, each in its own process",
     "bench kernels": "time and bandwidth of each kernel",
     "train": "train",
