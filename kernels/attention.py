@@ -11,8 +11,6 @@ second launch merges them. The tree is given by `parent`, or by the mask that `g
 B rows, H query heads, G key heads, N nodes, S slots, F features.
 """
 
-from typing import Any
-
 import torch
 
 from visspec.kernels.common import (
@@ -251,43 +249,6 @@ def tree_attention(
         ancestors = ancestors.expand(B, -1, -1)
     check_tensor("ancestors", ancestors, (B, N, N), (torch.bool,), q.device)
     return _tree_attention_op(q, k, v, length, ancestors, start, scaling)
-
-
-def tree_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The signature of transformers' attention interface: returns (output (B, N, H, F), None).
-
-    A draft tree is passed by the forward arguments `tree_lengths` (B,) with `tree_parents` or `tree_ancestors`, and
-    `tree_starts` for left padding; a window shorter than the cache then raises ValueError. Without them (prefill,
-    vision tower) it is plain attention with `attention_mask`, causal if that is None. Soft caps are not supported.
-    """
-    for name in ("softcap", "s_aux"):
-        require(kwargs.get(name) is None, name, "a value", "None: this is plain softmax attention")
-    length = kwargs.get("tree_lengths")
-    if length is not None:
-        window = kwargs.get("sliding_window")
-        fits = window is None or window >= key.shape[2]
-        require(fits, "sliding_window", window, f"none, or at least the {key.shape[2]} slots of the cache")
-        given = (kwargs.get(name) for name in ("tree_parents", "tree_ancestors", "tree_starts"))
-        parents, ancestors, starts = (None if t is None else t.to(query.device) for t in given)
-        out = tree_attention(query, key, value, length.to(query.device), parents, ancestors, starts, scaling)
-    else:
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling,
-            is_causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
 
 
 def random_case(seed, rows=2, heads=4, groups=2, nodes=6, slots=40, features=16, padded=False, dtype=torch.float32):

@@ -20,7 +20,7 @@ from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
 from visspec.laws import Categorical
 from visspec.loop.tape import Ids
-from visspec.models.targets import folding, probe, rotary, tree_attention
+from visspec.models.targets import folding, probe, rotary
 from visspec.models.targets.hooks import Hooked
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers
@@ -30,7 +30,7 @@ from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, 
 # earlier versions return only the listed layers, without embeddings, so request all (tested with 5.17)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
 LAST = (-1,)
-ATTENTION_WITH_TREES = {"sdpa", "eager", tree_attention.NAME}
+ATTENTION_WITH_TREES = {"sdpa", "eager"}
 CROSS_ATTENDED = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
 MOST_POSITIONS = 1 << 20  # longer prompts are prepared like one of this length
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
@@ -54,7 +54,6 @@ class HFDecoder(Target):
         self.decoder = model.get_decoder()
         shared = folding.groups(self.decoder, text._attn_implementation)
         self.masks = Masks(_dtype(self.decoder), _sliding_window(text), mixed, shared)
-        self.relational = text._attn_implementation == tree_attention.NAME and not self.masks.window
         # the last layer's output is the decoder's output, unless the decoder has its own head
         headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
         self.watched = tuple(features) == LAST and not headed
@@ -146,27 +145,21 @@ class HFDecoder(Target):
                 " expected rows of one length"
             )
         slots.padding = real_BL
-        if self.relational:
-            tree_attention.check_padding(real_BL)
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows. Scores for (B, N)."""
         slots: SlotCache = state.cache.slots
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
-        if self.relational:
-            attention = tree_attention.draft_arguments(slots, tree)
-        else:
-            attention = {"attention_mask": self.masks(slots, tree, extent)}
         turning = nullcontext() if state.cache.reach is None else self._steps(state.cache, tree)
         with _Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
             output = self.model(
                 input_ids=draft.value,
+                attention_mask=self.masks(slots, tree, extent),
                 position_ids=state.position[:, None] + tree.depth,
                 past_key_values=state.cache,
                 use_cache=True,
                 return_dict=True,
-                **attention,
                 **self._outputs,
             )
         aux = {"raw": output.logits} if state.request.keep_raw else {}
@@ -265,8 +258,7 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
     attention = text._attn_implementation
     if attention not in ATTENTION_WITH_TREES:
         raise ValueError(
-            f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' or {tree_attention.NAME!r} (a draft"
-            " needs its own mask)"
+            f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' (a draft needs its own mask)"
         )
     if "position_ids" not in decoder or getattr(text, "alibi", False):
         raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")

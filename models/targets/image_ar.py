@@ -326,7 +326,8 @@ class ImageAR(Target):
         prompt_RL = slots.padding
         if prompt_RL is None:
             prompt_RL = torch.ones(twice * rows, start, dtype=torch.bool, device=self.device)
-        mask = self.masks.additive(torch.cat([prompt_RL[:, None].expand(-1, size, -1), image_RNS], dim=-1), self.masks.groups)
+        seen_RNS = torch.cat([prompt_RL[:, None].expand(-1, size, -1), image_RNS], dim=-1)
+        mask = self.masks.additive(seen_RNS, self.masks.groups)
         embeds = self.family.embed(tokens).repeat(twice, 1, 1)
         index = (start + at_BN.clamp(max=total - 1)).repeat(twice, 1)
         hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)

@@ -60,7 +60,7 @@ def check(target: HFDecoder) -> Answer:
     if target.device.type == "meta":
         return Answer()  # no numbers, nothing to ask
     parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
-    key = parts, target.relational, target.masks.groups, model.dtype, target.device.type, repr(model.config.to_dict())
+    key = parts, target.masks.groups, model.dtype, target.device.type, repr(model.config.to_dict())
     answer = _answers.get(key)
     if answer is None:
         with HOOKING, untouched(model):  # one thread at a time asks, and no hooks come or go meanwhile

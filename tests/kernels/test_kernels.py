@@ -157,27 +157,6 @@ def test_tree_attention(case):
             assert torch.equal(found, kernels.tree_attention(**arguments, parent=parent[0]))
 
 
-def test_attention_interface_equals_a_masked_attention_and_falls_back():
-    c = attention.random_case(1)
-    forward = kernels.tree_attention_forward
-    out, weights = forward(None, c["q"], c["k"], c["v"], None, tree_lengths=c["length"], tree_parents=c["parent"])
-    assert weights is None and torch.equal(out, kernels.tree_attention(**c).transpose(1, 2))
-    for refused in ({"sliding_window": 8}, {"softcap": 30.0}):
-        with pytest.raises(ValueError, match=next(iter(refused))):
-            forward(None, c["q"], c["k"], c["v"], None, tree_lengths=c["length"], tree_parents=c["parent"], **refused)
-    module = torch.nn.Module()
-    q, k, v = c["q"], c["k"][:, :, :6], c["v"][:, :, :6]
-    wide = [t.repeat_interleave(2, 1) for t in (k, v)]
-    plain, _ = forward(module, q, k, v, None)
-    causal = torch.nn.functional.scaled_dot_product_attention(q, *wide, is_causal=True)
-    assert torch.allclose(plain, causal.transpose(1, 2), atol=1e-6)
-    mask = torch.rand(2, 1, 6, 6) < 0.7
-    mask |= torch.eye(6, dtype=torch.bool)
-    masked, _ = forward(module, q, k, v, mask, scaling=0.3)
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, *wide, attn_mask=mask, scale=0.3)
-    assert torch.allclose(masked, wanted.transpose(1, 2), atol=1e-6)
-
-
 @cases(losses)
 def test_draft_losses_and_their_gradients(case):
     draft, target = losses.random_case(0, **case).values()

@@ -1,0 +1,254 @@
+"""Folded attention: models under stock `sdpa` answer as before, keys are not repeated, stock's own calls are stock's.
+
+Shapes: B rows, H query heads, K key heads, N nodes, S slots, E head size.
+"""
+
+import threading
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.integrations import sdpa_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
+
+import visspec
+from tests.doubles import NEW, Grower, TreeOracle, fast, new_tokens, stock
+from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
+from visspec import tree as trees
+from visspec.cache import SlotCache, visibility
+from visspec.models.targets import folding, masks, probe
+from visspec.models.targets.hf_decoder import HFDecoder
+
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+GROUPED = ("llama", "qwen2", "mistral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Nodes of every folded attention call, and slots of every call that repeats keys."""
+    seen, plain, repeat = {"folded": [], "repeated": []}, folding.folded, sdpa_attention.repeat_kv
+
+    def folded(query, *rest):
+        seen["folded"].append(query.shape[2])
+        return plain(query, *rest)
+
+    def repeated(states, *rest):
+        seen["repeated"].append(states.shape[2])
+        return repeat(states, *rest)
+
+    monkeypatch.setattr(folding, "folded", folded)
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", repeated)
+    return seen
+
+
+@pytest.mark.parametrize("shape", ["one", "ragged"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_greedy_output_equals_stock_under_sdpa(name, shape, calls):
+    expected, inputs = stock(name, shape), prompt(name, shapes(name)[shape])
+    for drafter in (None, TreeOracle(expected, 0.3), TreeOracle(expected, 0.3, per_row=True), Grower(expected)):
+        accelerated = visspec.accelerate(model_of(name), drafter, adaptive=False)
+        calls["repeated"].clear()
+        assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
+        # the prompt's pass is transformers' own
+        assert set(calls["repeated"]) <= {inputs["input_ids"].shape[1]}, "a draft's pass has repeated keys"
+    assert {1, 9, 11} <= set(calls["folded"])  # nodes: plain decoding, grown trees, two children a level
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_every_family_with_grouped_heads_folds(name, calls):
+    target = HFDecoder(model_of(name))
+    assert target.masks.groups == 2
+    expected = stock(name, "ragged")
+    inputs = prompt(name, shapes(name)["ragged"])
+    assert new_tokens(fast(name, TreeOracle(expected, 0.3)).generate(**inputs, **GREEDY), inputs) == expected
+    assert 11 in calls["folded"]
+
+
+def test_soft_caps_and_eager_keep_their_road():
+    assert HFDecoder(model_of("gemma2")).masks.groups == 1
+
+
+def test_padding_inside_the_prompt():
+    model, inputs = model_of("llama"), prompt("llama", ["9", "9"])
+    inputs["attention_mask"][1, 4:6] = 0
+    expected = new_tokens(model.generate(**inputs, **GREEDY), inputs)
+    for drafter in (None, TreeOracle(expected, 0.3)):
+        assert new_tokens(fast("llama", drafter).generate(**inputs, **GREEDY), inputs) == expected
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_folded_equals_repeated(data):
+    rows, keys, nodes = (data.draw(st.integers(1, 3)) for _ in range(3))
+    share, extent = data.draw(st.integers(2, 4)), data.draw(st.integers(4, 40))
+    size, value_size = data.draw(st.sampled_from([(8, 8), (8, 4), (16, 24)]))  # of another width: as in MLA
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    query = torch.randn(rows, nodes, keys * share, size, generator=g).transpose(1, 2)
+    key = torch.randn(rows, keys, extent, size, generator=g)
+    value = torch.randn(rows, keys, extent, value_size, generator=g)
+    mask = torch.randn(data.draw(st.sampled_from([1, rows])), 1, nodes, extent, generator=g)
+    module = nn.Module()
+    module.num_key_value_groups = share
+    folding.register()
+    entry = tf.AttentionInterface()["sdpa"]
+    wanted, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    # rows for more heads than this layer has to a key head are left alone
+    repeats = share + data.draw(st.integers(0, 2))
+    found, weights = entry(module, query, key, value, mask.repeat(1, 1, repeats, 1), scaling=0.3)
+    assert weights is None and found.shape == wanted.shape and found.is_contiguous()
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_stock_calls_are_stock():
+    folding.register()
+    folding.register()
+    entry = tf.AttentionInterface()["sdpa"]
+    assert entry.stock is sdpa_attention_forward  # once, whoever asks
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8)
+    for queries, slots in ((5, 9), (1, 9), (5, 5)):
+        for mask in (
+            None, torch.rand(2, 1, queries, slots) < 0.8, torch.randn(1, 1, queries, slots),
+            torch.randn(1, 1, 1, slots), torch.randn(2, 4, queries, slots),
+        ):  # fmt: skip
+            given = (module, query[:, :, :queries], key[:, :, :slots], key[:, :, :slots], mask)
+            for more in (
+                {},
+                {"scaling": 0.2, "is_causal": False},
+                {"position_bias": torch.randn(1, 4, queries, slots)},
+            ):
+                assert torch.equal(entry(*given, **more)[0], sdpa_attention_forward(*given, **more)[0])
+
+
+def test_more_than_a_softmax_goes_to_stock():
+    """Biases of a layer's own are added by transformers' function, soft caps are refused by it."""
+    folding.register()
+    entry = tf.AttentionInterface()["sdpa"]
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    query, key, mask = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 1, 3, 9)
+    bias = torch.randn(1, 4, 3, 9)
+    wanted, _ = sdpa_attention_forward(module, query, key, key, mask, position_bias=bias)
+    found, _ = entry(module, query, key, key, mask.repeat(1, 1, 2, 1), position_bias=bias)
+    assert torch.equal(found, wanted)
+    with pytest.raises(ValueError, match="softcap"):
+        entry(module, query, key, key, mask.repeat(1, 1, 2, 1), softcap=30.0)
+
+
+class Particular(modeling_llama.LlamaAttention):
+    """Asks the registry, as all do, but wants a mask of its own size."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        if attention_mask is not None and attention_mask.shape[2] != hidden_states.shape[1]:
+            raise RuntimeError("mask")
+        assert modeling_llama.ALL_ATTENTION_FUNCTIONS
+        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+
+class Own(modeling_llama.LlamaAttention):
+    """Attention that does not ask the registry."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Particular, Own])
+def test_attention_of_a_models_own_keeps_plain_masks(kind):
+    model = built(tf.LlamaForCausalLM, tf.LlamaConfig(**TEXT))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = kind
+    for _ in range(2):  # asked, then known
+        assert HFDecoder(model).masks.groups == 1
+    inputs, expected = prompt("llama", shapes("llama")["ragged"]), stock("llama", "ragged")
+    accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
+    assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
+
+
+def test_without_the_probe_it_folds_too(calls):
+    probe._answers.clear()
+    inputs, expected = prompt("llama", ["9"]), stock("llama", "one")
+    model = llama(rms_norm_eps=1.3e-6)
+    visspec.accelerate(model, None, probe=False).generate(**inputs, **GREEDY)
+    assert calls["folded"] and len(expected) == 1
+
+
+def test_stock_generate_in_another_thread_is_not_disturbed():
+    model, inputs = model_of("llama"), prompt("llama", shapes("llama")["ragged"])
+    expected, found, ended = stock("llama", "ragged"), [], threading.Event()
+
+    def decode() -> None:
+        while not ended.is_set():
+            found.append(new_tokens(model.generate(**inputs, **GREEDY), inputs))
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
+    while len(found) < 3 and thread.is_alive():
+        assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
+    ended.set()
+    thread.join()
+    assert len(found) >= 3 and all(one == expected for one in found)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_kept_mask_equals_a_new_one(data):
+    """Random rounds of rows of different length, padding, trees of changing size and shape, rows that leave."""
+    rows, padded = data.draw(st.integers(1, 3)), data.draw(st.booleans())
+    groups = data.draw(st.integers(1, 3))
+    made, slots = masks.Masks(torch.float32, groups=groups), SlotCache(rows)
+    slots.lengths = [6] * rows
+    if padded:
+        slots.padding = torch.tensor([[s >= b for s in range(6)] for b in range(rows)])
+    for _ in range(data.draw(st.integers(2, 7))):
+        size, live = data.draw(st.integers(1, 9)), len(slots.lengths)
+        parents = [[-1, *(data.draw(st.integers(0, n)) for n in range(size - 1))] for _ in range(live)]
+        tree = trees.from_parents(torch.tensor(parents), size) if data.draw(st.booleans()) else trees.static(
+            tuple(parents[0])
+        )  # fmt: skip
+        extent = slots.open(size, "cpu")
+        found = made(slots, tree, extent)
+        seen = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
+        if found is None:
+            assert groups == 1 and size == 1 and bool(seen.all())
+        else:
+            assert found.shape[2:] == (groups * size, extent)
+            assert torch.equal(found.expand(live, -1, -1, -1), made.additive(seen, groups))
+        slots.commit([list(range(data.draw(st.integers(1, size)))) for _ in range(live)])
+        if live > 1 and data.draw(st.booleans()):
+            slots.select(sorted(data.draw(st.sets(st.integers(0, live - 1), min_size=1))))
+
+
+@pytest.mark.parametrize("wrong", [None, 0.3])
+def test_ragged_rows_build_no_mask_each_round(wrong, monkeypatch):
+    built_masks, expected = [], stock("llama", "ragged")
+    monkeypatch.setattr(masks, "visibility", lambda *args: built_masks.append(1) or visibility(*args))
+    accelerated = fast("llama", None if wrong is None else TreeOracle(expected, wrong))
+    built_masks.clear()
+    rounds = accelerated.run(**prompt("llama", shapes("llama")["ragged"]), **GREEDY).state.trace.rounds
+    assert len(rounds) > 6 and len(built_masks) <= len(expected)  # the first, and one where rows leave
+
+
+def test_the_store_is_allocated_once(monkeypatch):
+    sizes, grown = [], []
+    allocate, grow = SlotCache._allocate, SlotCache._grown
+    monkeypatch.setattr(SlotCache, "_allocate", lambda *args: sizes.append(args[2]) or allocate(*args))
+    monkeypatch.setattr(SlotCache, "_grown", lambda *args: grown.append(1) or grow(*args))
+    inputs = prompt("llama", ["9"])
+    fast("llama", None).generate(**inputs, max_new_tokens=300, do_sample=False)
+    assert not grown and len(sizes) == 4 and 310 <= sizes[0] <= 310 + 129
+
+
+def test_a_store_of_unknown_end_grows_by_half():
+    cache, sizes = SlotCache(1), set()
+    for _ in range(40):
+        cache.open(50, "cpu")
+        cache.write(0, torch.zeros(1, 1, 50, 1), torch.zeros(1, 1, 50, 1))
+        cache.commit([list(range(50))])
+        sizes.add(cache.keys[0].shape[2])
+    assert len(sizes) <= 8
