@@ -135,12 +135,12 @@ def test_rows_draft_no_further_than_they_would_alone():
 # --- pace -------------------------------------------------------------------------------------------------------------
 
 
-def to_device(pace, rounds, verify=1e-3, draft=1e-4):
+def to_device(pace, rounds, verify=1e-3, draft=1e-4, context=0):
     """A pace that has seen rounds; times: seconds as functions of the levels."""
     verify, draft = (f if callable(f) else lambda levels, f=f: f for f in (verify, draft))
     for each in rounds:
         latest = {"verify": verify(each.levels), "accept": 0.0, "draft": draft(each.levels), "observe": 0.0}
-        pace.observe(Bag(rounds=[each], latest=latest))
+        pace.observe(Bag(rounds=[each], latest=latest, context=context))
     return pace
 
 
@@ -167,6 +167,16 @@ def test_drafting_that_costs_more_than_it_brings_is_left_out():
     assert to_device(Pace(4), rounds, draft=lambda levels: 1e-5 * levels).best(4) == 4
     assert to_device(Pace(4), rounds, draft=lambda levels: 2e-3 * levels).best(4) == 0
     assert to_device(Pace(4), rounds, verify=lambda levels: 1e-3 + 2e-3 * levels).best(4) == 0
+
+
+def test_costs_are_fitted_again_where_the_prompt_is_longer():
+    """Behind a short prompt a level costs nothing to verify, behind a long one as much as three plain passes."""
+    rounds = [Round(levels, [levels + 1], [False]) for levels in (1, 2, 3, 4)] * 20 + [Round(0, [1], [False])] * 20
+    pace = to_device(Pace(4), rounds, draft=1e-5)
+    assert pace.best(4, pace.at(40)) == pace.best(4, pace.at(9000)) == 4, "what is known of short ones is the start"
+    to_device(pace, rounds[:4] * 3, verify=lambda levels: 1e-2 + 3e-2 * levels, draft=1e-5, context=9000)
+    assert pace.best(4, pace.at(40)) == 4 and pace.best(4, pace.at(9000)) == 0
+    assert pace.best(4, pace.at(20000)) == 0, "9,000 tokens are nearer than 40"
 
 
 def test_a_drafter_that_rarely_offers_a_node_does_not_pay():
@@ -204,25 +214,29 @@ def test_the_best_depth_commits_most_tokens_a_second(levels, seed):
         pace.kept[d] = pace.tried[d] * random.random()
     prices = random.uniform(0, 0.3), random.uniform(0, 0.3)
     for d in range(levels + 1):
-        pace.verify.add(d, 1 + prices[0] * d)
-        pace.draft.add(d, prices[1] * d)
-    speed = [1 / pace.verify.at(0)]
+        pace.costs[0].verify.add(d, 1 + prices[0] * d)
+        pace.costs[0].draft.add(d, prices[1] * d)
+    speed = [1 / pace.costs[0].verify.at(0)]
     for d in range(1, levels + 1):
         reached = [math.prod(pace.offered(i) * pace.rate(i) for i in range(1, j + 1)) for j in range(d + 1)]
-        speed.append(sum(reached) / (pace.verify.at(d) + pace.draft.at(d)))
+        speed.append(sum(reached) / (pace.costs[0].verify.at(d) + pace.costs[0].draft.at(d)))
     pays = [d for d in range(1, levels + 1) if speed[d] > 1.02 * speed[0]]
     assert pace.best(levels) == max(pays, key=speed.__getitem__, default=0)
-    assert pace.verify.at(2.5) == pytest.approx(1 + prices[0] * 2.5)
+    assert pace.costs[0].verify.at(2.5) == pytest.approx(1 + prices[0] * 2.5)
 
 
 def test_a_rest_doubles_and_ends_with_success():
     pace = to_device(Pace(2), [Round(2, [1], [True])] * 50, draft=1.0)
-    state = Bag(budget=9, trace=Bag(gave_up=0))
-    assert pace.depth(state) == 0 and pace.resting == paces.FIRST_REST and pace.rest == 2 * paces.FIRST_REST
+    state = Bag(budget=9, trace=Bag(gave_up=0, context=0))
+    assert (
+        pace.depth(state) == 0
+        and pace.costs[0].resting == paces.FIRST_REST
+        and pace.costs[0].rest == 2 * paces.FIRST_REST
+    )
     assert [pace.depth(state) for _ in range(paces.FIRST_REST)] == [0] * paces.FIRST_REST
-    assert state.trace.gave_up == 1 + paces.FIRST_REST and pace.resting == 0
+    assert state.trace.gave_up == 1 + paces.FIRST_REST and pace.costs[0].resting == 0
     to_device(pace, [Round(2, [2], [True])])
-    assert pace.rest == paces.FIRST_REST
+    assert pace.costs[0].rest == paces.FIRST_REST
 
 
 @pytest.mark.parametrize("levels", [0, -1, 1024, 300_000_000, 2.0, "3", None])
@@ -237,7 +251,7 @@ def test_threads_share_a_pace():
 
     def work():
         for n in range(each):
-            state = Bag(budget=9, trace=Bag(gave_up=0))
+            state = Bag(budget=9, trace=Bag(gave_up=0, context=0))
             assert 0 <= pace.depth(state) <= 4
             to_device(pace, [Round(4, [5], [False]) if n % 3 else Round(4, [1], [True])])
 
@@ -251,7 +265,7 @@ def test_threads_share_a_pace():
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert pace.rounds == 8 * each and pace.resting >= 0
+    assert pace.rounds == 8 * each and pace.costs[0].resting >= 0
     assert all(k <= t <= o for k, t, o in zip(pace.kept, pace.tried, pace.open))
 
 

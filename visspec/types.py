@@ -170,6 +170,7 @@ class Trace:
     faults: int = 0  # number of invalid drafts and exceptions of the drafter
     calls: Counter[str] = field(default_factory=Counter)  # of networks beside the passes: "head", "draft_head"
     gave_up: int = 0  # rounds without drafting because it would not save time
+    context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
 
     @contextmanager
     def stage(self, name: str):

@@ -245,7 +245,8 @@ class Prompt:
         guarded = None
         if nodes > 1:
             guarded = Guarded(Oracle(self.answer, tau), target.capabilities, target.device, False)
-        times, same = {"stock": [], "ours": []}, True
+        same = True
+        times: dict[str, list[float]] = {"stock": [], "ours": []}
         for turn in range(repeats + 1):
             cache, wait = self.stock_cache(), synchronise(self)
             wait()

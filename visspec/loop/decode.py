@@ -77,6 +77,7 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
         draft = trees.undrafted(state.pending)
         settle(state, draft, scores, accept(draft, scores, state.noise))
     trace.rounds.clear()  # the prefill is not a round: tau counts passes over drafts
+    trace.context = request.prompt.shape[1] + 1
     retire(state, target, None)
     return state, scores
 
@@ -111,6 +112,7 @@ def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outc
             meter.index_add_(0, to_device(state.rows, measured.device), measured)
     lengths = [len(path) for path in outcome.path]
     state.trace.rounds.append(Round(draft.levels, lengths, tried))
+    state.trace.context += max(lengths)
     state.pending, state.position = verdict.next, state.position + verdict.length
     if state.noise is not None:
         state.noise.advance(lengths)

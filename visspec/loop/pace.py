@@ -2,6 +2,7 @@
 
 Drafting d levels is expected to commit 1 + sum_i prod_{j<=i} a_j tokens (a_j: acceptance rate at depth j) and to cost
 draft(d) + verify(d) seconds, both lines fitted to the measured rounds. The best d is used; d = 0 is plain decoding.
+Costs are fitted anew where the context doubles, since a pass behind a long prompt costs more, and other drafts pay.
 While d = 0 is best, drafting is off for a number of rounds that doubles after every unsuccessful probe. A `Pace` is
 shared by all requests and threads of an accelerated model, so measurements carry over between requests, and rounds are
 counted over all threads. The output does not depend on it (see `sampling`).
@@ -19,6 +20,7 @@ WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
 FIRST_REST, LONGEST_REST = 8, 256
+SHORT = 1024  # tokens; the cost of a pass behind fewer hardly depends on their number
 
 
 @dataclass
@@ -32,6 +34,10 @@ class Line:
             y = min(y, 2.0 * max(self.at(x), 1e-6))
         self.sums = [FORGET * s + new for s, new in zip(self.sums, (1.0, x, y, x * x, x * y))]
 
+    def lighter(self) -> Line:
+        """The same line with the weight of one point, so that new ones soon outweigh it."""
+        return Line([s / max(self.sums[0], 1.0) for s in self.sums])
+
     def at(self, x: float) -> float:
         w, sx, sy, sxx, sxy = self.sums
         if w == 0:
@@ -41,6 +47,16 @@ class Line:
         return max(sy / w + slope * (x - sx / w), 0.0)
 
 
+@dataclass
+class Costs:
+    """Seconds of a round's stages by levels, behind contexts of similar length, and whether drafting rests there."""
+
+    verify: Line = field(default_factory=Line)
+    draft: Line = field(default_factory=Line)
+    resting: int = 0  # rounds left
+    rest: int = FIRST_REST  # rounds of the next rest
+
+
 class Pace:
     """Chooses the depth of every round. With adaptive=False it is always `levels`."""
 
@@ -48,12 +64,11 @@ class Pace:
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
             raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
         self.levels, self.adaptive = levels, adaptive
-        self.verify, self.draft = Line(), Line()
+        self.costs = {0: Costs()}  # by doublings of the context beyond `SHORT`
         self.open = [0.0] * levels  # rows whose path reached the depth above
         self.tried = [0.0] * levels  # of these, rows with a node at this depth
         self.kept = [0.0] * levels  # of these, rows that accepted one
-        self.rounds = self.resting = 0
-        self.rest = FIRST_REST
+        self.rounds = 0
         self._lock = threading.Lock()  # held for a few microseconds a round
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,29 +95,39 @@ class Pace:
         if not self.adaptive or limit < 1:
             return max(limit, 0)
         with self._lock:
-            best = self._chosen(limit)
+            best = self._chosen(limit, state.trace.context)
         state.trace.gave_up += best == 0
         return best
 
-    def _chosen(self, limit: int) -> int:
-        if self.resting > 0:
-            self.resting -= 1
+    def at(self, context: int) -> Costs:
+        """The costs behind a context; those of the nearest one are where new ones begin."""
+        doublings = max(context // SHORT, 0).bit_length()
+        if doublings not in self.costs:
+            nearest = self.costs[min(self.costs, key=lambda known: abs(known - doublings))]
+            self.costs[doublings] = Costs(nearest.verify.lighter(), nearest.draft.lighter())
+        return self.costs[doublings]
+
+    def _chosen(self, limit: int, context: int) -> int:
+        costs = self.at(context)
+        if costs.resting > 0:
+            costs.resting -= 1
             return 0
-        best = self.best(limit)
+        best = self.best(limit, costs)
         if best == 0:
-            self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
+            costs.resting, costs.rest = costs.rest, min(2 * costs.rest, LONGEST_REST)
             # the probe starts from the prior again
             self.open, self.tried, self.kept = ([0.2 * n for n in x] for x in (self.open, self.tried, self.kept))
         return best
 
-    def best(self, limit: int) -> int:
+    def best(self, limit: int, costs: Costs | None = None) -> int:
         if self.rounds <= WARM_UP:
             return limit
-        expected, reach, winner, speed = 1.0, 1.0, 0, 1.0 / max(self.verify.at(0), 1e-9)
+        costs = costs or self.costs[0]
+        expected, reach, winner, speed = 1.0, 1.0, 0, 1.0 / max(costs.verify.at(0), 1e-9)
         for d in range(1, limit + 1):
             reach *= self.offered(d) * self.rate(d)
             expected += reach
-            rate = expected / max(self.verify.at(d) + self.draft.at(d), 1e-9)
+            rate = expected / max(costs.verify.at(d) + costs.draft.at(d), 1e-9)
             if rate > speed * (1.02 if winner == 0 else 1.0):
                 winner, speed = d, rate
         return winner
@@ -110,16 +135,16 @@ class Pace:
     def observe(self, trace: Trace) -> None:
         """Update from the latest round: stage times, and the accepted depth of each row."""
         with self._lock:
-            self._learn(trace.rounds[-1], trace.latest)
+            self._learn(trace.rounds[-1], trace.latest, self.at(trace.context))
 
-    def _learn(self, newest: Round, latest: dict[str, float]) -> None:
+    def _learn(self, newest: Round, latest: dict[str, float], costs: Costs) -> None:
         levels, gained, tried = newest
         self.rounds += 1
         if self.rounds > WARM_UP:
             # On CUDA the pass is queued in `verify` and finishes in `accept`.
-            self.verify.add(levels, latest["verify"] + latest["accept"])
+            costs.verify.add(levels, latest["verify"] + latest["accept"])
             if levels:
-                self.draft.add(levels, latest["draft"] + latest["observe"])
+                costs.draft.add(levels, latest["draft"] + latest["observe"])
         if not levels:
             return
         rows = len(gained)
@@ -130,4 +155,4 @@ class Pace:
             self.tried[d] = FORGET * self.tried[d] + (kept + sum(at_end)) / rows
             self.kept[d] = FORGET * self.kept[d] + kept / rows
         if max(gained) > 1:
-            self.rest = FIRST_REST
+            costs.rest = FIRST_REST

@@ -1,0 +1,45 @@
+"""`visspec bench prompts`: its rows, on the smallest layout behind short prompts."""
+
+import json
+
+import pytest
+
+from visspec.cli import bench_prompts
+from visspec.cli.main import main
+
+FIELDS = {
+    "nodes", "prompt", "heads", "layers", "over_stock_pass", "attention_over_stock_query", "loop_over_transformers",
+    "speedup", "identical", "compared",
+}  # fmt: skip
+
+
+def test_it_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+    small = bench_prompts.Layout(4, 2, 8, 1, 32)
+    monkeypatch.setitem(bench_prompts.LAYOUTS, "8/2x32", small)
+    file = tmp_path / "prompts.json"
+    options = "--heads 8/2x32 --prompts 40 300 --nodes 1 8 24 --max-new-tokens 13 --repeats 1".split()
+    assert main(["bench", "prompts", *options, "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    rows = record["rows"]
+    assert record["bench"] == "prompts" and record["provenance"]["attention"] == "sdpa"
+    assert [(r["prompt"], r["nodes"]) for r in rows] == [(p, n) for p in (40, 300) for n in (1, 8, 24)]
+    assert all(r.keys() == FIELDS and r["heads"] == "4/2x8" and r["over_stock_pass"] > 0 for r in rows)
+    assert [(r["identical"], r["compared"]) for r in rows] == [(1, 1), (1, 1), (None, 0)] * 2
+    assert "oracle drafter, tau 4" in capsys.readouterr().out
+
+
+def test_its_oracle_commits_tau_tokens_a_pass():
+    case = bench_prompts.Case(bench_prompts.Layout(4, 2, 8, 1, 32), "cpu")
+    prompt = bench_prompts.Prompt(case, 20, 21)
+    oracle = bench_prompts.Oracle(prompt.answer, 4)
+    guarded = bench_prompts.Guarded(oracle, case.target.capabilities, case.target.device, False)
+    pace = bench_prompts.Pace(7, adaptive=False)
+    state = bench_prompts.decode(case.target, guarded, bench_prompts.Exact(), prompt.request(), pace)
+    assert [max(r.gained) for r in state.trace.rounds] == [4] * 5 and state.trace.faults == 0
+    assert state.tokens == prompt.answer.tolist()
+
+
+def test_unknown_layouts_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "prompts", "--heads", "7/2x32"])
+    assert "8/2x32" in capsys.readouterr().err
