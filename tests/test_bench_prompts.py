@@ -43,3 +43,10 @@ def test_unknown_layouts_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "prompts", "--heads", "7/2x32"])
     assert "8/2x32" in capsys.readouterr().err
+
+
+def test_every_layout_is_a_model():
+    for name, layout in bench_prompts.LAYOUTS.items():
+        config = layout.config()
+        heads = f"{config.num_attention_heads}/{config.num_key_value_heads}x{config.head_dim}"
+        assert name == heads and config.num_hidden_layers == layout.layers

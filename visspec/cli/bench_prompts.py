@@ -50,11 +50,18 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         return f"{self.heads}/{self.keys}x{self.size}"
 
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=self.hidden, intermediate_size=2 * self.hidden,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.keys,
+            head_dim=self.size, max_position_embeddings=1 << 17, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+
 
 LAYOUTS = {
     str(layout): layout
     for layout in (
-        Layout(8, 8, 32, 4, 256), Layout(8, 2, 32, 4, 256), Layout(16, 4, 64, 8, 512), Layout(28, 4, 128, 2, 1024),
+        Layout(8, 8, 32, 4, 256), Layout(8, 2, 32, 4, 256), Layout(16, 4, 64, 8, 512), Layout(28, 4, 128, 2, 896),
         Layout(32, 8, 128, 2, 1024),
     )
 }  # fmt: skip
@@ -112,14 +119,9 @@ class Case:
 
     def __init__(self, layout: Layout, device: str):
         self.layout = layout
-        config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=layout.hidden, intermediate_size=2 * layout.hidden,
-            num_hidden_layers=layout.layers, num_attention_heads=layout.heads, num_key_value_heads=layout.keys,
-            head_dim=layout.size, max_position_embeddings=1 << 17, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+            model = LlamaForCausalLM._from_config(layout.config(), attn_implementation="sdpa").eval()
             torch.nn.init.normal_(model.lm_head.weight, std=4.0 * layout.hidden**-0.5)
             torch.nn.init.normal_(model.model.embed_tokens.weight)
         model.generation_config.eos_token_id = None
