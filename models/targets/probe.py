@@ -11,6 +11,7 @@ Shapes: R rows, N nodes, P nodes on the path, S slots, V vocabulary, H heads, E 
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from visspec.types import Draft, Request, State
 if TYPE_CHECKING:
     from visspec.models.targets.hf_decoder import HFDecoder
 
+LOGGER = logging.getLogger(__name__)
 PARENT, PATH = (-1, 0, 0, 2, 2, 4), (0, 2, 4, 5)  # the path's slots are not its depths
 SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of one row, of the other, and at most
 BESIDE_WINDOW = 16
@@ -68,6 +70,7 @@ def check(target: HFDecoder) -> Answer:
             if answer.fault is not None and target.masks.groups > 1:
                 target.masks.groups = 1
                 answer = _asked(target)._replace(folds=False)
+                LOGGER.info("%s: keys are repeated for heads that share them", type(model).__name__)
             _answers[key] = answer
     if not answer.folds:
         target.masks.groups = 1
