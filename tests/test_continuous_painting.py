@@ -178,14 +178,14 @@ def test_a_drafter_that_fails_is_left_out(pipe, small):
 def test_a_target_that_fails_says_so(pipe):
     model = fresh("painter", SMALL)
     torch.nn.init.constant_(model.head.final_layer.linear.bias, float("nan"))
-    with pytest.raises(ValueError, match="^model: got a vector that is not finite"):
+    with pytest.raises(ValueError, match=r"^model: got a vector that is not finite"):
         drawn(ImagePipeline(model, pipe.processor), PROMPTS[:1])
 
 
 def test_schedules_that_do_not_fit_are_refused():
     ones = torch.ones(3)
-    with pytest.raises(ValueError, match="^move: got shape"):
+    with pytest.raises(ValueError, match=r"^move: got shape"):
         Steps(ones, torch.ones(2), ones, ones)
-    with pytest.raises(ValueError, match="^low: got shape"):
+    with pytest.raises(ValueError, match=r"^low: got shape"):
         Steps(ones, ones, ones.log() - float("inf"), ones)
     assert isinstance(fresh("painter").schedule().steps, Steps) and issubclass(ContinuousPainter, torch.nn.Module)

@@ -160,7 +160,7 @@ def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> ContinuousPa
             f"model_type: got {entries.get('model_type')!r} in {where}, expected {ContinuousPainterConfig.model_type!r}"
         )
     try:
-        model = ContinuousPainter(ContinuousPainterConfig.from_dict(entries))
+        model: Any = ContinuousPainter(ContinuousPainterConfig.from_dict(entries))
     except Exception as error:  # of whichever library checks the part that is wrong
         raise ValueError(f"model: config.json of {where} describes no model ({str(error).splitlines()[0]})") from None
     check_shapes(model, read_shapes(where), where)

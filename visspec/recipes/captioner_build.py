@@ -15,7 +15,6 @@ from transformers import (
     LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    ProcessorMixin,
 )
 
 from visspec.eval.world.captions import vocabulary
@@ -121,7 +120,7 @@ def build_model(tower: dict[str, torch.Tensor], small: bool = False) -> LlavaFor
     return model
 
 
-def save(model: PreTrainedModel, processor: ProcessorMixin, folder: Path, dtype: torch.dtype) -> None:
+def save(model: PreTrainedModel, processor: Any, folder: Path, dtype: torch.dtype) -> None:
     """Write a complete, loadable folder with weights stored in `dtype`; the model in memory is left as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     before = model.dtype

@@ -156,7 +156,8 @@ class DrawStage(TokenStage):
             first = ids.shape[1] - 1
             state = middle[0] if torch.is_tensor(middle[0]) else middle[0][0]
             labels, asked = begun[~dropped][..., 2:].unbind(-1), state[~dropped, first:]
-            read = sum(F.cross_entropy(head(asked).mT, label) for head, label in zip(self.reading, labels))
+            wrong = [F.cross_entropy(head(asked).mT, label) for head, label in zip(self.reading, labels)]
+            read = torch.stack(wrong).sum()
             self.notes["reading"] = round(read.item(), 3)
             total = total + fade * READING_WEIGHT * read
         return total
