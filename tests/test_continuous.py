@@ -154,6 +154,29 @@ def test_law_of_coupled_chains(size, window, drafts):
 A, B = 0.6, 0.3  # centre of a vector's law, given the one before: A x + B
 
 
+@pytest.mark.parametrize("window", [1, 6])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_law_with_predicted_deviations(window, drafts):
+    """Between their bounds, at shares that the two heads predict differently."""
+    count, size, steps = 40_000, 2, 12
+    sch = schedule(steps, learned=True)
+    head = Gaussian(schedule(steps), size)
+    centre = torch.full((count, 1, size), 0.7)
+    noise = Together(count, steps, size, candidates=(steps, 4), positions=1, seed=window)
+    numbers, drafted = noise.numbers(1), None
+    if drafts:
+        path = head.law(centre + 0.02, shares=0.6, steps=sch.steps).sample(numbers.start, numbers.steps)
+        drafted = denoise.Drafted(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
+    law = head.law(centre, shares=0.3, steps=sch.steps)
+    values, equal = denoise.run(law, numbers, drafted, 1, window, merge=steps)
+    factor, deviation = head.exact(sch.steps, 0.3)
+    for axis in range(size):
+        assert ks(values[:, axis], 0.7 * factor, deviation) < KS_LIMIT
+    squares = (((values - 0.7 * factor) / deviation) ** 2).sum(dim=1).numpy()
+    assert stats.kstest(squares, stats.chi2(size).cdf).statistic * count**0.5 < KS_LIMIT
+    assert (float(equal.float().mean()) > 0.1) == drafts
+
+
 class Line(Target):
     """A target of vectors whose law is known: each is drawn around A times the one before, plus B."""
 
@@ -257,3 +280,90 @@ def test_the_published_ratio_is_exact_without_its_product():
 def test_published_shortcuts_fail(name):
     rule, options = CONTROLS[name]
     assert failing(joint(rule, **options)[0])
+
+
+def energy(x, y, permutations=200):
+    """p-value of the energy distance of two samples (n, k), by permutations."""
+    both = torch.cat([x, y]).double()
+    distances = torch.cdist(both, both)
+    n, g = len(x), torch.Generator().manual_seed(0)
+
+    def statistic(sign):
+        return -float(sign @ distances @ sign)
+
+    sign = torch.cat([torch.ones(n), -torch.ones(len(y))]).double()
+    found = statistic(sign)
+    others = [statistic(sign[torch.randperm(len(sign), generator=g)]) for _ in range(permutations)]
+    return (1 + sum(other >= found for other in others)) / (1 + permutations)
+
+
+def reference(whitened, count=2000):
+    """(sample of the output, sample of its law), both (count, all numbers of a row)."""
+    found = whitened[:count].flatten(1)
+    return found, torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("window", [1, 8])
+def test_joint_law_of_many(size, window):
+    """1e5 rows of vectors in chains of two drafted ones, through the loop."""
+    rows = 100_000 if size < 16 else 25_000  # 16 numbers a vector: 4e5 of each place
+    whitened, state = joint(Coupled, rows=rows, size=size, window=window, merge=10, seed=2)
+    assert not failing(whitened) and state.trace.rounds[0].levels == 2
+    assert energy(*reference(whitened)) > 0.001
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTROLS)
+def test_published_shortcuts_fail_by_energy(name):
+    rule, options = CONTROLS[name]
+    assert energy(*reference(joint(rule, **options)[0])) < 0.01
+
+
+# --- figures of the documentation -------------------------------------------------------------------------------------
+
+
+def test_acceptance_is_near_the_bound():
+    """16 dimensions, 100 steps, drafts 0.026 deviations away in each: against 1 - TV, and against coupling the last
+    step alone behind shared noise.
+    """
+    count, size, steps, away = 3000, 16, 100, 0.026
+    head = Gaussian(schedule(steps), size)
+    factor, deviation = head.exact()
+    centre = torch.zeros(count, 1, size)
+    noise = Together(count, steps, size, candidates=(1, 1), positions=2)
+    path = head.law(centre + away * deviation / factor).sample(*noise.numbers(1)[:2])
+    drafted = denoise.Drafted(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
+    bound = 2 * stats.norm.cdf(-away * size**0.5 / 2)
+    rates = []
+    for window in (1, 8):
+        _, equal = denoise.run(head.law(centre), noise.numbers(1), drafted, 1, window, merge=steps)
+        rates.append(float(equal.float().mean()) / bound)
+    assert rates[0] > 0.93 and rates[1] > 0.87
+    below = Trajectory.chain([path])
+    draft = trees.chain_draft(torch.zeros(count, size), path.points[:, None, -1], below)
+    scores = Scores(head.law(torch.zeros(count, 2, size)))
+    last_only = float((Surrogate(tries=1)(draft, scores, noise).length - 1).float().mean())
+    assert rates[0] * bound > 4 * last_only
+
+
+@pytest.mark.parametrize("size,share", [(4, 0.3), (16, 0.35), (64, 0.4)])
+def test_calls_of_a_mixture(size, share):
+    """Share of the sequential calls of the head that are left: 100 steps, windows of 8, eight Gaussians."""
+    sch, deviation = schedule(100), 0.3
+    signal, noise = sch.signal.float(), sch.noise.float()
+    centres = torch.randn(8, size, generator=torch.Generator().manual_seed(0))
+
+    def predict(x, step, chains):
+        s, n = signal[step][..., None], noise[step][..., None]
+        variance = (s * deviation) ** 2 + n**2
+        squares = ((x[..., None, :] - s[..., None] * centres) ** 2).sum(dim=-1)
+        mean = (-squares / (2 * variance)).softmax(dim=-1) @ centres
+        return mean + s * deviation**2 / variance * (x - s * mean), None
+
+    calls = Counter()
+    for seed in range(12):
+        numbers = Normals([torch.Generator().manual_seed(seed)], 100, size).numbers(1)
+        denoise.run(Denoising(predict, sch.steps, (1, 1), size, calls), numbers, None, 1, 8, 0)
+    assert calls["head"] / 12 / 100 < share
