@@ -50,7 +50,8 @@ def schedule(count: int, learned: bool = False, total: int = 1000, noisy: bool =
     if not 2 <= count <= total:
         raise ValueError(f"steps: got {count}, expected 2..{total}, the timesteps the head was trained on")
     stride = (total - 1) / (count - 1)
-    times = torch.tensor([round(i * stride) for i in range(count)])
+    # sums, as there: products would round ties otherwise
+    times = torch.tensor([0.0, *[stride] * (count - 1)], dtype=torch.float64).cumsum(dim=0).round().long()
     level = cosine_levels(total)[times]  # rising in noise
     before = torch.cat([level.new_ones(1), level[:-1]])
     beta = 1 - level / before

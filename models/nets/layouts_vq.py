@@ -90,7 +90,7 @@ def _codec(
     nn.Module.to(model, dtype or taming[CODEBOOK][1].dtype)
     published = {name: origin for name, (origin, _) in taming.items()}
     named = rename({name: tensor for name, (_, tensor) in taming.items()}, stock_rules(len(shape.multipliers)))
-    place(model, {name: (published[old], _fitted(name, tensor)) for name, (old, tensor) in named.items()}, where)
+    place(model, {name: (published[old], fitted(name, tensor)) for name, (old, tensor) in named.items()}, where)
     if normalised:
         codebook = taming[CODEBOOK][1]
         with torch.no_grad():
@@ -98,7 +98,7 @@ def _codec(
     return ImageCodec(model)
 
 
-def _fitted(name: str, tensor: Tensor) -> Tensor:
+def fitted(name: str, tensor: Tensor) -> Tensor:
     """Convert attention weights from 1 x 1 convolutions to linear layers."""
     linear = re.search(r"\.attentions\.\d+\.to_", name) and tensor.dim() == 4 and tensor.shape[2:] == (1, 1)
     return tensor[:, :, 0, 0] if linear else tensor
