@@ -4,8 +4,10 @@ Published layouts are written out by names and shapes, filled with random number
 is compared with formulas that read the published tensors directly.
 """
 
+import json
 import math
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaModel
 
-from tests.test_image_nets import Formulas, affine, attention, conv, filled, one_sentence, resnet, within
-from visspec.models.nets import layouts_kl, layouts_mar, mar
+from tests.test_image_nets import Formulas, affine, attention, conv, filled, llama_names, one_sentence, resnet, within
+from visspec.models.nets import flow, layouts_kl, layouts_mar, layouts_nextstep, mar
 from visspec.models.nets.diffusion_head import schedule
 from visspec.recipes.convert_checkpoint import convert
 
@@ -336,3 +339,147 @@ def test_what_does_not_fit_an_autoencoder_is_refused(tmp_path):
     save_file(tensors | {"quantize.weight": torch.zeros(1)}, file)
     with pytest.raises(ValueError, match=r"unknown tensor 'quantize\.weight'"):
         layouts_mar.load_mar_vae(file)
+
+
+# --- NextStep-1 -------------------------------------------------------------------------------------------------------
+
+NEXTSTEP = {  # entries of the published config.json that count, at a small size
+    "model_type": "nextstep", "num_attention_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "boi": 37,
+    "eoi": 38, "image_placeholder_id": 39, "latent_patch_size": 2, "latent_channels": 4, "latent_size": 8,
+    "max_position_embeddings": 64, "attention_bias": True, "o_attention_bias": False, "fm_head_dim": 24,
+}  # fmt: skip
+
+
+def nextstep_names(table=0):
+    names = {name.removeprefix("model."): shape for name, shape in llama_names("", 40).items()}
+    for layer in [name.removesuffix(".q_proj.weight") for name in names if name.endswith(".q_proj.weight")]:
+        for part in "qkv":
+            names[f"{layer}.{part}_proj.bias"] = names[f"{layer}.{part}_proj.weight"][:1]
+    names |= affine("image_in_projector", 32, 16) | affine("image_out_projector", 32, 32)
+    names |= {"gen_pos_embed": (1, table, 32)} if table else {}
+    return names | head_names("image_head.net", 16, 32, 24, 3, 1)
+
+
+def nextstep_folder(path, tensors, **config):
+    path.mkdir(exist_ok=True)
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(NEXTSTEP | config))
+    return path
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("table, used", [(0, False), (9, False), (9, True)])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_nextstep_loads_as_published(tmp_path, table, used, normalised):
+    torch.manual_seed(0)
+    tensors = filled(nextstep_names(table), 0.1)
+    model = layouts_nextstep.load_nextstep(
+        nextstep_folder(tmp_path / "a", tensors, use_gen_pos_embed=used), normalised=normalised
+    )
+    assert (model.config.channels, model.config.patch, model.config.image_start) == (4, 2, 37)
+    config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, rms_norm_eps=1e-5,
+                         num_attention_heads=4, num_key_value_heads=2, rope_theta=1e6, attention_bias=True)  # fmt: skip
+    llama = LlamaModel(config).eval()  # as the authors', but their output projections have no bias
+    own = {name: torch.zeros(32) for name in llama.state_dict() if name.endswith("o_proj.bias")}
+    llama.load_state_dict(own | {n: t for n, t in tensors.items() if re.match(r"embed_tokens|layers|norm", n)})
+    ids, values = torch.randint(36, (2, 5)), torch.randn(2, 3, 16)
+    reference = Published(tensors, 4, 0)
+    drawn = (values - values.mean(-1, keepdim=True)) / (values.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    image = reference.linear(drawn if normalised else values, "image_in_projector")
+    embeds = torch.cat([llama.embed_tokens(ids), image], dim=1)
+    hidden = llama(inputs_embeds=embeds).last_hidden_state
+    torch.testing.assert_close(model.embed(values), image, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.model(inputs_embeds=embeds).last_hidden_state, hidden, rtol=0, atol=1e-5)
+
+    index = torch.tensor([[0, 1, 2], [4, 5, 6]])
+    place = tensors["gen_pos_embed"][0][index] if used else 0
+    wanted = reference.linear(hidden[:, -3:] + place, "image_out_projector")
+    torch.testing.assert_close(model.conditions(hidden[:, -3:], index), wanted, rtol=0, atol=1e-5)
+    x, t = torch.randn(3, 16), torch.tensor([0.0, 0.3, 0.96])
+    wanted, condition = reference.head(x, t, wanted[0], "image_head.net"), wanted[0]
+    torch.testing.assert_close(model.head(x, t, condition), wanted, rtol=0, atol=1e-5)
+
+
+def test_what_does_not_fit_nextstep_is_refused(tmp_path):
+    tensors = filled(nextstep_names())
+
+    def refused(words, found=tensors, **config):
+        nextstep_folder(tmp_path / "a", found, **config)
+        with pytest.raises(ValueError, match=words) as error:
+            layouts_nextstep.load_nextstep(tmp_path / "a", normalised=False)
+        one_sentence(error)
+
+    for name in sorted(set(tensors) - {"lm_head.weight"})[::13]:
+        refused(r"checkpoint: .* (lacks|has no tensor|heads)", {n: t for n, t in tensors.items() if n != name})
+        refused(r"expected", tensors | {name: torch.zeros(*tensors[name].shape, 2)})
+    refused(r"unknown tensor 'layers\.0\.self_attn\.o_proj\.bias'",
+            tensors | {"layers.0.self_attn.o_proj.bias": torch.zeros(32)})  # fmt: skip
+    refused(r"has no 'boi'", boi=None)
+    refused(r"has no 'latent_patch_size'", latent_patch_size=None)
+    refused(r"patch: got 'two', expected a whole number", latent_patch_size="two")
+    refused(r"size: got 16, expected a multiple of 3 x 3", latent_patch_size=3)
+    refused(r"has no tensor 'gen_pos_embed'", use_gen_pos_embed=True)
+
+
+@torch.no_grad()
+def test_the_image_tokenizer_of_nextstep(tmp_path):
+    tensors = filled(kl_names(*TINY_KL[:-1], (), quantised=False), 0.1)
+    folder = nextstep_folder(tmp_path / "vae", tensors)
+    with pytest.raises(ValueError, match="scaling_factor: got None, expected a finite number above 0"):
+        layouts_nextstep.load_nextstep_vae(folder)
+    nextstep_folder(folder, tensors, scaling_factor=0.4, shift_factor=0.1)
+    model = layouts_nextstep.load_nextstep_vae(folder)
+    assert (model.config.scaling_factor, model.config.shift_factor) == (0.4, 0.1)
+    form = {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "levels": ("up.1", "up.0"), "res": "block"}
+    latent = torch.randn(1, 4, 3, 3)
+    wanted = KLFormulas(tensors).decode(latent, **within("decoder", form))
+    torch.testing.assert_close(model.decode(latent).sample, wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.2])
+@pytest.mark.parametrize("count", [2, 20, 50])
+def test_steps_of_flows_are_those_of_the_published_samplers(count, shift):
+    torch.manual_seed(0)
+    x, v = torch.randn(2, 7, dtype=torch.float64)
+
+    def check(schedule, i, t, mean, deviation):
+        steps = schedule.steps
+        assert schedule.velocity and steps.fixed
+        torch.testing.assert_close(schedule.times[i].item(), t)
+        found = steps.keep[i] * x + steps.move[i] * (x + schedule.noise[i] * v)
+        torch.testing.assert_close(found, mean, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(steps.low[i].exp().item(), deviation, rtol=1e-5, atol=1e-7)
+
+    grid = [i / (count - 1) * 0.96 for i in range(count)]
+    grid = [t / (shift - (shift - 1) * t) for t in grid]
+    first = flow.flow_schedule(count, shift)
+    for i, (t, after) in enumerate(pairwise(grid)):
+        score = (t * v - x) / ((1 - t) ** 2 + t * (1 - t))
+        mean = x + (v + (1 - t) * score) * (after - t)
+        check(first, i, t, mean, math.sqrt(2 * (1 - t)) * math.sqrt(after - t))
+    check(first, count - 1, grid[-1], x + 0.04 * v, flow.QUIET)  # the deviation is ours: theirs adds no noise
+    assert first.steps.noisy and not flow.flow_schedule(count, shift, noisy=False).steps.noisy
+
+    grid = [i / count for i in range(count)]
+    grid = [t / (shift - (shift - 1) * t) for t in grid] + [1.0]
+    second = flow.flow_schedule_v11(count, shift)
+    for i, (t, after) in enumerate(pairwise(grid)):
+        noise, value, sigma = x - v * t, x + v * (1 - t), 1 - t
+        deviation = math.sqrt(sigma / (1 - (grid[-2] if sigma == 1 else sigma))) * 0.8
+        mean = noise * (1 - after) + value * after - deviation**2 * (after - t) / (2 * sigma) * noise
+        check(second, i, t, mean, deviation * math.sqrt(after - t))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: flow.flow_schedule(1), "steps: got 1, expected at least 2"),
+        (lambda: flow.flow_schedule_v11(1), "steps: got 1, expected at least 2"),
+        (lambda: flow.flow_schedule(9, shift=0.0), "shift: got 0.0, expected a finite number above 0"),
+        (lambda: flow.flow_schedule(9, last=1.0), "last: got 1.0, expected the size of the last step"),
+        (lambda: flow.flow_schedule_v11(9, level=0.0), "level: got 0.0, expected a finite number above 0"),
+    ],
+)
+def test_settings_that_give_no_chain_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

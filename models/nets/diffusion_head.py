@@ -23,15 +23,17 @@ EPSILON = 1e-6  # of all layer norms
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Timesteps of a DDPM that a chain visits, noisiest first. All (S,), float64.
+    """Timesteps that a chain visits, noisiest first. All (S,), float64.
 
-    times: what the network is told. signal, noise: x = signal value + noise eps at each of them.
+    times: what the network is told. signal, noise: x = signal value + noise eps at each of them. velocity: the network
+    predicts value - eps (flow matching), else eps.
     """
 
     steps: Steps
     times: Tensor
     signal: Tensor
     noise: Tensor
+    velocity: bool = False
 
 
 def cosine_levels(total: int = 1000) -> Tensor:

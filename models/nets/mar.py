@@ -133,13 +133,20 @@ class MAR(nn.Module):
         # known tokens first, in raster order; rows that have fewer than others are padded
         place_BK = known_BT.byte().argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
         seen_BK = None if min(counts) == max(counts) else known_BT.gather(1, place_BK)
-        return self._decode(self._encode(values_BTd, class_B, place_BK, seen_BK), place_BK, seen_BK)
-
-    def _encode(self, values_BTd: Tensor, class_B: Tensor, place_BK: Tensor, seen_BK: Tensor | None) -> Tensor:
-        """(B, buffer + K, D): slots of the class, and the known tokens."""
-        buffer = self.config.buffer
         known_BKd = values_BTd.gather(1, place_BK[..., None].expand(-1, -1, values_BTd.shape[-1]))
-        mask = None
+        return self.conditions(known_BKd, place_BK, seen_BK, class_B)
+
+    def conditions(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
+        """Conditions (B, T, D), from known tokens and their positions in the image, in any order.
+
+        seen: false at padding; None: there is none. Positions of a row differ, also at padding.
+        """
+        x = self._encode(known_BKd, place_BK, seen_BK, class_B)
+        return self._decode(x, place_BK, seen_BK)
+
+    def _encode(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
+        """(B, buffer + K, D): slots of the class, and the known tokens."""
+        buffer, mask = self.config.buffer, None
         if seen_BK is not None:
             known_BKd = known_BKd.where(seen_BK[..., None], 0.0)  # masked slots have no weight, but NaN would spread
             mask = F.pad(seen_BK, (buffer, 0), value=True)[:, None, None]
@@ -153,7 +160,6 @@ class MAR(nn.Module):
         return self.encoder_norm(x)
 
     def _decode(self, x_BSD: Tensor, place_BK: Tensor, seen_BK: Tensor | None) -> Tensor:
-        """(B, T, D), from what `_encode` gives."""
         buffer = self.config.buffer
         first, known_BKD = self.decoder_embed(x_BSD).split([buffer, place_BK.shape[1]], dim=1)
         if seen_BK is not None:
