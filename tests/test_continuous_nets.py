@@ -444,9 +444,10 @@ def test_steps_of_flows_are_those_of_the_published_samplers(count, shift):
 
     def check(schedule, i, t, mean, deviation):
         steps = schedule.steps
-        assert schedule.velocity and steps.fixed
+        assert steps.fixed
+        of_point, of_output = (part[i] for part in schedule.estimate())
         torch.testing.assert_close(schedule.times[i].item(), t)
-        found = steps.keep[i] * x + steps.move[i] * (x + schedule.noise[i] * v)
+        found = steps.keep[i] * x + steps.move[i] * (of_point * x + of_output * v)
         torch.testing.assert_close(found, mean, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(steps.low[i].exp().item(), deviation, rtol=1e-5, atol=1e-7)
 

@@ -7,6 +7,7 @@ d size of a token, C width of the condition.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,21 +20,35 @@ from visspec.laws import Steps
 LATEST = 0.999  # maximum beta of the cosine schedule
 OFFSET = 0.008  # of the cosine schedule, Nichol and Dhariwal 2021, equation 17
 EPSILON = 1e-6  # of all layer norms
+# what heads predict, at x = signal value + noise eps: coefficients of x and of that in an estimate of the value
+PREDICTIONS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "noise": lambda signal, noise: (1 / signal, -noise / signal),  # eps
+    "velocity": lambda signal, noise: (signal, -noise),  # signal eps - noise value, of schedules with unit variance
+    "flow": lambda signal, noise: (torch.ones_like(noise), noise),  # value - eps, of schedules with signal + noise = 1
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """Timesteps that a chain visits, noisiest first. All (S,), float64.
 
-    times: what the network is told. signal, noise: x = signal value + noise eps at each of them. velocity: the network
-    predicts value - eps (flow matching), else eps.
+    times: what the network is told. signal, noise: x = signal value + noise eps at each of them. predicts: what the
+    network says, a name of PREDICTIONS.
     """
 
     steps: Steps
     times: Tensor
     signal: Tensor
     noise: Tensor
-    velocity: bool = False
+    predicts: str = "noise"
+
+    def __post_init__(self):
+        if self.predicts not in PREDICTIONS:
+            raise ValueError(f"predicts: got {self.predicts!r}, expected one of {', '.join(PREDICTIONS)}")
+
+    def estimate(self) -> tuple[Tensor, Tensor]:
+        """Coefficients (S,) of x and of what the network says in its estimate of the value."""
+        return PREDICTIONS[self.predicts](self.signal, self.noise)
 
 
 def cosine_levels(total: int = 1000) -> Tensor:

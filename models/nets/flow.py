@@ -65,4 +65,4 @@ def _check(count: int, shift: float) -> None:
 
 def _schedule(t: Tensor, keep: Tensor, move: Tensor, log_sigma: Tensor, noisy: bool) -> Schedule:
     keep, move, low = (part.float() for part in (keep, move, log_sigma))
-    return Schedule(Steps(keep, move, low, low, noisy), t, t, 1 - t, velocity=True)
+    return Schedule(Steps(keep, move, low, low, noisy), t, t, 1 - t, "flow")
