@@ -18,6 +18,14 @@ GUIDANCE = {"class": 4.0, "caption": 7.5}  # of the authors' sampling scripts
 FACTOR = 16  # pixels per code, along a side, of the published codec
 
 
+def class_numbers(texts: list[str], classes: int, name: str) -> Tensor:
+    """(B,) int64. Raises ValueError for a text that is no number of a class; `name` is the argument's."""
+    wrong = [text for text in texts if not (text.strip().isdecimal() and int(text) < classes)]
+    if wrong:
+        raise ValueError(f"{name}: got {wrong[0]!r}, expected a class number 0..{classes - 1}")
+    return torch.tensor([int(text) for text in texts])
+
+
 class LlamaGenImages(Family):
     """Prompts of a class-conditional model are class numbers ("207"), negative ones too. An empty negative prompt is
     the learned "nothing".
@@ -60,11 +68,7 @@ class LlamaGenImages(Family):
     def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
         """Class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
         if self.model.config.condition == "class":
-            classes = self.model.config.classes
-            wrong = [text for text in texts if not (text.strip().isdecimal() and int(text) < classes)]
-            if wrong:
-                raise ValueError(f"{name}: got {wrong[0]!r}, expected a class number 0..{classes - 1}")
-            return torch.tensor([int(text) for text in texts]), None
+            return class_numbers(texts, self.model.config.classes, name), None
         if self.processor is None:
             raise ValueError("processor: got None, expected a function from texts to text features and their mask")
         return left_padded(*self.processor(texts))

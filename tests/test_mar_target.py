@@ -1,0 +1,303 @@
+"""MAR through the loop: laws of its nodes, whole images, drafts of a smaller network, and the parallel baseline."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.test_image_nets import one_sentence
+from visspec import tree as trees
+from visspec.accept.coupled import Coupled
+from visspec.loop.decode import decode
+from visspec.loop.pace import Pace
+from visspec.models.drafters.mar import SmallMAR
+from visspec.models.nets.diffusion_head import schedule
+from visspec.models.nets.latents import unpatched
+from visspec.models.nets.mar import MAR, UNCONDITIONAL, MARConfig
+from visspec.models.targets.mar import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed, scales
+from visspec.sampling import Normals
+from visspec.types import Draft, Request, Sampling
+
+TOKENS, SIZE, STEPS = 9, 4, 8
+SMALL = MARConfig(32, 1, 4, head_width=24, head_depth=1, size=SIZE, tokens=TOKENS, buffer=3, classes=5)
+
+
+# a head that has learned nothing stays near its point: estimates from a predicted velocity, unlike noise, are finite
+PLAN = replace(schedule(STEPS, learned=True), predicts="velocity")
+
+
+def network(seed, scale=0.08):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = MAR(SMALL).eval()
+        for name, weight in model.named_parameters():
+            if "norm" not in name and "_ln" not in name:
+                weight.data.normal_(0, scale)
+        return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return network(0)
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return MARTarget(MARImages(model, plan=PLAN))
+
+
+def generators(rows, seed=0):
+    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(rows)]
+
+
+def request(classes, sampling=PLAIN, seed=0, **options):
+    given = generators(len(classes), seed)
+    prompt = ClassPrompt(torch.tensor(classes))
+    return Request(prompt, prompt.ids, TOKENS, sampling, generators=given, **options)
+
+
+def ruled(target, **options):
+    rule = Coupled(**{"window": 1} | options)
+    rule.bind(target.capabilities)
+    return rule
+
+
+def images(state):
+    return torch.stack([state.tape.values(row) for row in range(len(state.tokens))])
+
+
+def plain(target, *args, **options):
+    return decode(target, None, ruled(target), request(*args, **options), Pace(1, False))
+
+
+# --- laws of nodes ---------------------------------------------------------------------------------------------------
+
+
+def outputs(law):
+    """What a law says at some points, for every chain."""
+    g = torch.Generator().manual_seed(5)
+    count = law.shape[0] * law.shape[1]
+    x, step = torch.randn(count, 3, SIZE, generator=g), torch.tensor([1, 4, STEPS - 1]).expand(count, -1)
+    mean, log_sigma, _ = law.kernel(x, step)
+    return x, step, mean, log_sigma
+
+
+def by_hand(model, values, order, count, label, x, t, guidance, scale, plan):
+    """(mean, log sigma) of a chain of token number `count`, from the network alone."""
+    known = torch.zeros(1, TOKENS, dtype=torch.bool)
+    known[0, order[:count]] = True
+    place, raster_values = order[min(count, TOKENS - 1)], torch.zeros(1, TOKENS, SIZE)
+    raster_values[0, order[:count]] = values[:count]
+    time = plan.times[t]
+    given = model.head(x, time, model(raster_values, known, torch.tensor([label]))[:, place])
+    eps, share = given.chunk(2, dim=-1)
+    if guidance != 1.0:
+        without = model.head(x, time, model(raster_values, known, torch.tensor([UNCONDITIONAL]))[:, place])
+        eps = without[:, :SIZE] + scale * (eps - without[:, :SIZE])
+    signal, noise = plan.signal[t, None], plan.noise[t, None]
+    value = (x - noise * eps) / signal if plan.predicts == "noise" else signal * x - noise * eps
+    steps, share = plan.steps, (share + 1) / 2
+    mean = steps.keep[t, None] * x + steps.move[t, None] * value
+    return mean.float(), (1 - share) * steps.low[t, None] + share * steps.high[t, None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guidance, kind", [(1.0, "linear"), (2.9, "linear"), (2.9, "constant")])
+@pytest.mark.parametrize("predicts", ["noise", "velocity"])
+def test_every_node_has_the_law_of_its_prefix(model, guidance, kind, predicts):
+    torch.manual_seed(0)
+    plan = replace(PLAN, predicts=predicts)
+    target = MARTarget(MARImages(model, plan=plan, scale=kind))
+    asked = request([1, 4, UNCONDITIONAL], Sampling(1.0, guidance=guidance))
+    state, scores = target.prefill(asked)
+    drafts = torch.randn(3, TOKENS + 1, SIZE)
+    gained = [2, 0, 5]  # rows are not equally far
+    for row, count in enumerate(gained):
+        state.tokens[row].extend(range(count + 1))
+    state.position = torch.tensor(gained)
+    state.cache.put(torch.arange(TOKENS + 1).expand(3, -1), drafts)
+    nodes = 5
+    value = torch.stack([drafts[b, c : c + nodes] for b, c in enumerate(gained)])
+    found = target.verify(state, Draft(value, trees.chain(nodes - 1, "cpu"))).law
+    for law, counts in ((scores.law, [[0]] * 3), (found, [[c + n + 1 for n in range(nodes)] for c in gained])):
+        x, step, mean, log_sigma = outputs(law)
+        for chain, (row, count) in enumerate((b, count) for b in range(3) for count in counts[b]):
+            if count >= TOKENS:
+                continue  # beyond the end
+            after = min(count + 1, TOKENS - 1)
+            scale = guidance if kind == "constant" else 1 + (guidance - 1) * after / TOKENS
+            label = int(asked.inputs.classes[row])
+            hand = by_hand(model, drafts[row], asked.inputs.order[row], count, label, x[chain], step[chain], guidance,
+                           scale, plan)  # fmt: skip
+            torch.testing.assert_close(mean[chain], hand[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(log_sigma[chain], hand[1], rtol=1e-4, atol=1e-4)
+
+
+def test_guidance_grows_as_published():
+    """By the number of tokens that stay hidden after the step, of which there is one until the end."""
+    hidden = torch.tensor([max(1, 8 - k) for k in range(9)])
+    found = scales("linear", 2.9, torch.arange(1, 10), 9)
+    torch.testing.assert_close(found, 1 + 1.9 * (9 - hidden) / 9)
+    assert scales("constant", 2.9, torch.arange(1, 10), 9).tolist() == [pytest.approx(2.9)] * 9
+
+
+def test_together_all_nodes_see_what_was_known_before_the_draft(model):
+    torch.manual_seed(0)
+    separate, target = (MARTarget(MARImages(model, plan=PLAN, together=together)) for together in (False, True))
+    states = [t.prefill(request([1, 2]))[0] for t in (separate, target)]
+    for state in states:
+        state.position = torch.tensor([0, 0])
+        for row in range(2):
+            state.tokens[row].append(0)
+    draft = Draft(torch.randn(2, 3, SIZE), trees.chain(2, "cpu"))
+    one, all_three = (
+        outputs(t.verify(s, draft).law)[2].view(2, 3, 3, SIZE) for t, s in zip((separate, target), states)
+    )
+    torch.testing.assert_close(all_three[:, 0], one[:, 0])
+    assert not torch.allclose(all_three[:, 1:], one[:, 1:], atol=1e-3)
+
+
+# --- whole images ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_a_row_is_drawn_alike_alone_and_in_a_batch(target, guidance):
+    together = images(plain(target, [1, 4, 0], Sampling(1.0, guidance=guidance)))
+    alone = request([4], Sampling(1.0, guidance=guidance))
+    g = generators(3)[1]
+    alone.generators = [g]
+    found = images(decode(target, None, ruled(target), alone, Pace(1, False)))
+    torch.testing.assert_close(found[0], together[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("guidance, temperature", [(1.0, 1.0), (2.9, 0.9)])
+def test_the_parallel_baseline_with_one_token_a_step_is_plain_decoding(target, guidance, temperature):
+    sampling = Sampling(temperature, guidance=guidance)
+    state = plain(target, [1, 4], sampling)
+    given, calls = generators(2), Counter()
+    prompt = ClassPrompt(torch.tensor([1, 4])).ordered(TOKENS, given)
+    found = parallel(target, prompt, ruled(target).make_noise(given, 0), TOKENS, sampling, calls)
+    torch.testing.assert_close(found, images(state), rtol=0, atol=1e-5)
+    assert calls == {"trunk": TOKENS, "head": TOKENS * STEPS}
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 4])
+def test_fewer_steps_draw_whole_images(target, iterations):
+    given, calls = generators(2), Counter()
+    prompt = ClassPrompt(torch.tensor([1, 4])).ordered(TOKENS, given)
+    noise = Normals(given, STEPS, SIZE)
+    found = parallel(target, prompt, noise, iterations, Sampling(1.0, guidance=2.0), calls)
+    assert found.shape == (2, TOKENS, SIZE) and bool((found.abs().sum(dim=2) > 0).all())
+    assert calls == {"trunk": iterations, "head": iterations * STEPS}
+
+
+def test_steps_reveal_tokens_as_published():
+    def published(tokens, iterations):
+        known, hidden = [], tokens
+        for step in range(iterations):
+            mask = max(1, min(hidden - 1, math.floor(tokens * math.cos(math.pi / 2 * (step + 1) / iterations))))
+            hidden = 0 if step == iterations - 1 else mask
+            known.append(tokens - hidden)
+        return known
+
+    for tokens in (9, 64, 256):
+        for iterations in {1, 2, 5, 8, tokens - 1, tokens}:
+            assert revealed(tokens, iterations) == published(tokens, iterations)
+    assert revealed(256, 256) == list(range(1, 257))  # one token a step
+
+
+# --- drafts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_a_drafter_that_is_the_target_is_always_accepted(model, target, guidance):
+    sampling = Sampling(1.0, guidance=guidance)
+    drafter = SmallMAR(MARImages(model, plan=PLAN))
+    drafter.attach(target.family)
+    state = decode(target, drafter, ruled(target), request([1, 4, 0], sampling), Pace(3, False))
+    other = plain(target, [1, 4, 0], sampling)
+    order, index = state.request.inputs.order[:, :4], torch.arange(3)[:, None]
+    # the numbers of a bonus token are used in another way
+    torch.testing.assert_close(images(state)[index, order], images(other)[index, order], rtol=0, atol=1e-4)
+    assert [r.gained for r in state.trace.rounds] == [[4, 4, 4], [4, 4, 4]]
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_other_drafts_are_verified_row_by_row(target, window):
+    drafter = SmallMAR(MARImages(network(0, 0.079), plan=PLAN))
+    asked = request([1, 4, 0, 2, 3], Sampling(1.0, guidance=2.0))
+    state = decode(target, drafter, ruled(target, window=window), asked, Pace(3, False))
+    gained = [count for r in state.trace.rounds for count in r.gained]
+    assert min(gained) < max(gained) and bool(images(state).isfinite().all())
+    assert all(len(tokens) == TOKENS for tokens in state.tokens)
+
+
+def test_the_first_tokens_can_be_left_undrafted(model, target):
+    drafter = SmallMAR(MARImages(model, plan=PLAN), wait=4)
+    state = decode(target, drafter, ruled(target), request([1]), Pace(2, False))
+    assert [r.levels for r in state.trace.rounds] == [0, 0, 0, 0, 2, 0]
+    assert [r.gained for r in state.trace.rounds] == [[1], [1], [1], [1], [3], [1]]
+
+
+def test_a_drafter_follows_rounds_without_drafts(model, target):
+    class Uneven(Pace):
+        def depth(self, state):
+            return (0, 2, 0, 1)[len(state.trace.rounds) % 4]
+
+    state = decode(target, SmallMAR(MARImages(model, plan=PLAN)), ruled(target), request([1, 3]), Uneven(2, False))
+    assert [r.gained for r in state.trace.rounds] == [[1, 1], [3, 3], [1, 1], [2, 2], [1, 1]]
+    order, index = state.request.inputs.order[:, :8], torch.arange(2)[:, None]
+    assert torch.equal(state.memory.values[:, :8], images(state)[index, order])  # it has seen all that was drawn
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"classes": [5]}, "classes: got 5..5, expected numbers below 5"),
+        ({"classes": [-2]}, r"classes: got -2..-2, expected"),
+        ({"sampling": Sampling(0.0)}, "temperature: got 0, expected a positive number"),
+        ({"order": torch.zeros(1, TOKENS, dtype=torch.long)}, "order: got rows with a position twice"),
+        ({"order": torch.arange(4)[None]}, r"classes, order: got shapes \(1,\) and \(1, 4\)"),
+        ({"limit": TOKENS + 1}, "max_new_tokens: got 10, expected at most the image's 9 tokens"),
+    ],
+)
+def test_what_mar_can_not_draw_is_refused_before_any_pass(target, change, words):
+    asked = request(change.get("classes", [1]), change.get("sampling", Sampling(1.0)))
+    asked.max_new_tokens = change.get("limit", TOKENS)
+    if "order" in change:
+        asked.inputs = replace(asked.inputs, order=change["order"])
+    with pytest.raises(ValueError, match=words) as error:
+        target.prefill(asked)
+    one_sentence(error)
+
+
+def test_wrong_settings_are_refused(model, target):
+    with pytest.raises(ValueError, match=r"scale: got 'cosine', expected one of linear, constant"):
+        MARImages(model, scale="cosine")
+    with pytest.raises(ValueError, match=r"steps: got 1, expected 2\.\.1000"):
+        MARImages(model, plan=schedule(1, learned=True))
+    with pytest.raises(ValueError, match=r"schedule: got other deviations than the head's, expected learned ones"):
+        MARImages(model, plan=schedule(STEPS))
+    with pytest.raises(ValueError, match=r"iterations: got 10, expected 1\.\.9"):
+        revealed(9, 10)
+    with pytest.raises(ValueError, match=r"wait: got -1, expected"):
+        SmallMAR(target.family, wait=-1)
+    other = MARImages(MAR(replace(SMALL, size=3)))
+    with pytest.raises(ValueError, match=r"drafter: got 9 tokens of 4 numbers .* expected the target's 9 of 3"):
+        SmallMAR(target.family).attach(other)
+    with pytest.raises(ValueError, match=r"without noise in its last step"):
+        ruled(MARTarget(MARImages(model, plan=schedule(STEPS, learned=True, noisy=False))))
+    with pytest.raises(ValueError, match=r"tokens: got 8, expected a square"):
+        MARImages(MAR(replace(SMALL, tokens=8)))
+    with pytest.raises(ValueError, match=r"reads hidden states"):
+        MARTarget(target.family, features=True)
+
+
+def test_tokens_become_latents_as_published():
+    """Channels first within a token, then the rows and columns of its patch."""
+    latents = torch.arange(2 * 3 * 4 * 6).view(2, 3, 4, 6).float()
+    tokens = [latents[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].reshape(2, 12) for i in range(2) for j in range(3)]
+    assert torch.equal(unpatched(torch.stack(tokens, dim=1), (2, 3), 2), latents)
+    assert torch.equal(unpatched(latents.flatten(2).transpose(1, 2), (4, 6)), latents)
