@@ -10,6 +10,8 @@ import torch
 from tests.test_image_nets import one_sentence
 from visspec import tree as trees
 from visspec.accept.coupled import Coupled
+from visspec.accept.legacy import Legacy
+from visspec.accept.surrogate import Surrogate
 from visspec.loop.decode import decode
 from visspec.loop.pace import Pace
 from visspec.models.drafters.mar import SmallMAR
@@ -250,6 +252,20 @@ def test_a_drafter_follows_rounds_without_drafts(model, target):
     assert [r.gained for r in state.trace.rounds] == [[1, 1], [3, 3], [1, 1], [2, 2], [1, 1]]
     order, index = state.request.inputs.order[:, :8], torch.arange(2)[:, None]
     assert torch.equal(state.memory.values[:, :8], images(state)[index, order])  # it has seen all that was drawn
+
+
+@pytest.mark.parametrize("rule, together", [(Coupled, False), (Surrogate, False), (Legacy, True)])
+def test_what_is_known_is_what_was_drawn(rule, together):
+    """Also where a rule puts other values in place of the drafted ones: CSpD's code, whose nodes see one prefix."""
+    target = MARTarget(MARImages(network(0), plan=PLAN, together=together))
+    drafter, rule = SmallMAR(MARImages(network(1, 0.15), plan=PLAN)), rule()
+    rule.bind(target.capabilities)
+    state = decode(target, drafter, rule, request([1, 4, 0], Sampling(1.0, guidance=2.0)), Pace(3, False))
+    index, order = torch.arange(3)[:, None], state.request.inputs.order
+    drawn = images(state)[index, order]
+    rows = slice(None) if len(state.cache.values) == 3 else state.rows
+    assert torch.equal(state.cache.values[:, :TOKENS], drawn[rows])
+    assert torch.equal(state.memory.values[:, : TOKENS - 1], drawn[rows, :-1])
 
 
 @pytest.mark.parametrize(

@@ -82,5 +82,5 @@ class NextStep(nn.Module):
     def conditions(self, hidden_BND: Tensor, index_BN: Tensor) -> Tensor:
         """Conditions of the head (B, N, D) for an image's tokens `index`, from hidden states of those before them."""
         if self.config.positions:
-            hidden_BND = hidden_BND + self.gen_pos_embed[0, index_BN]
+            hidden_BND = hidden_BND + self.gen_pos_embed[0, index_BN.clamp(max=self.config.positions - 1)]
         return self.image_out_projector(hidden_BND)

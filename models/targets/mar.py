@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from visspec.cache import to_device
 from visspec.laws import Denoising
 from visspec.loop.tape import Stack
 from visspec.models.nets.diffusion_head import Schedule, schedule
@@ -27,7 +29,7 @@ from visspec.models.nets.mar import MAR, UNCONDITIONAL
 from visspec.models.targets.image_ar import Family, Layout
 from visspec.models.targets.llamagen import class_numbers
 from visspec.sampling import Normals
-from visspec.types import Capabilities, Draft, Request, Sampling, Scores, State, Target
+from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
 
 PLAIN = Sampling(temperature=1.0)
 SCALES = ("linear", "constant")  # guidance of a token by its number
@@ -136,15 +138,19 @@ class Known:
 
 
 class Scattered(Stack):
-    """Vectors that are drawn in an order of each row; `values` are in raster order, 0 where none is drawn yet."""
+    """Vectors that are drawn in an order of each row; `values` are in raster order, NaN where none is drawn yet."""
 
     def __init__(self, request: Request, order_BT: Tensor):
         super().__init__(request, len(order_BT))
         self.order = order_BT
 
+    def latest(self, row: int) -> Tensor:
+        """(n, d) vectors that a row gained in the latest round."""
+        return torch.cat(self.held[row][-2:])
+
     def values(self, row: int) -> Tensor:
         drawn_Nd = super().values(row)
-        raster_Td = drawn_Nd.new_zeros(self.order.shape[1], drawn_Nd.shape[1])
+        raster_Td = drawn_Nd.new_full((self.order.shape[1], drawn_Nd.shape[1]), math.nan)
         return raster_Td.index_copy(0, self.order[row, : len(drawn_Nd)], drawn_Nd)
 
 
@@ -182,6 +188,13 @@ class MARTarget(Target):
         known_rows = [len(state.tokens[row]) for row in state.rows]  # the pending token included
         most = max(known_rows) if self.family.together else min(max(known_rows) + nodes - 1, tokens)
         return self._scores(state, rank_BN, range(min(known_rows), most + 1))
+
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        """The tape's values: a rule may have put others in place of the drafted ones."""
+        tape: Scattered = state.tape
+        kept = pad_sequence([tape.latest(row) for row in state.rows], batch_first=True)
+        first_B1 = state.position[:, None] - to_device([[len(path) - 1] for path in outcome.path], self.device)
+        state.cache.put(first_B1 + torch.arange(kept.shape[1], device=self.device), kept)
 
     def select(self, state: State, keep: list[int]) -> None:
         state.cache = state.cache.select(keep)
