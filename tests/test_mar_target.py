@@ -183,6 +183,7 @@ def test_the_parallel_baseline_with_one_token_a_step_is_plain_decoding(target, g
     found = parallel(target, prompt, ruled(target).make_noise(given, 0), TOKENS, sampling, calls)
     torch.testing.assert_close(found, images(state), rtol=0, atol=1e-5)
     assert calls == {"trunk": TOKENS, "head": TOKENS * STEPS}
+    assert state.trace.calls == {"head": TOKENS * STEPS}
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 4])

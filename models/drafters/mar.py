@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from visspec import tree as trees
-from visspec.laws import Trajectory
+from visspec.laws import Denoising, Trajectory
 from visspec.models.targets.mar import Known, MARImages, MARTarget
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -15,7 +15,7 @@ class SmallMAR(Drafter):
     an image that are not drafted (token pre-filling of CSpD), when drafts are rarely accepted.
     """
 
-    traits = DrafterTraits(levels=4, samples=True)
+    traits = DrafterTraits(levels=4, samples=True, law=Denoising)
 
     def __init__(self, small: MARImages, wait: int = 0):
         if wait < 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 from visspec.laws import Denoising, Steps
 from visspec.models.nets.diffusion_head import DiffusionHead, Schedule
 
-KEPT = 1 << 24  # largest count of modulations that are computed for all steps at once
+MOST_ROWS = 1 << 14  # steps of chains whose modulations are computed together, which is faster than one by one
 
 
 class HeadLaws:
@@ -33,18 +33,22 @@ class HeadLaws:
 
     def __call__(
         self, condition: Tensor, shape: tuple[int, int], guidance: Tensor | None = None, temperature: float = 1.0,
-        calls: Counter[str] | None = None, name: str = "head",
+        calls: Counter[str] | None = None, name: str = "head", every: int = 1,
     ) -> Denoising:  # fmt: skip
-        """Laws (B, N) with conditions (M, C), or with guidance (M,), scales of the chains, (2 M, C)."""
-        chains = _Chains(self, condition, shape[0] * shape[1], guidance)
+        """Laws (B, N) with conditions (M, C), or with guidance (M,), scales of the chains, (2 M, C).
+
+        every: see `Denoising`; such laws can only be sampled.
+        """
+        chains = _Chains(self, condition, shape[0] * shape[1], guidance, every)
         steps = self._steps(temperature, condition.device)
-        return Denoising(chains, steps, shape, self.head.size, calls, name)
+        return Denoising(chains, steps, shape, self.head.size, calls, name, every)
 
     def prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Embedded times (S, width), and coefficients (S, 1) of a point and of the head's output in its estimate."""
         if self._prepared is None or self._prepared[0] != device:
             of_point, of_output = (part.float().to(device)[:, None] for part in self.schedule.estimate())
-            time_SC = self.head.time_embed(self.schedule.times.to(device))
+            with torch.inference_mode(False), torch.no_grad():
+                time_SC = self.head.time_embed(self.schedule.times.to(device))
             self._prepared = device, time_SC, of_point, of_output
         return self._prepared[1:]
 
@@ -57,45 +61,41 @@ class HeadLaws:
 
 
 class _Chains:
-    """`laws.Predict` of M chains."""
+    """`laws.Predict` of M chains. G = 1, or 2 with guidance, the unconditional ones last; U numbers of modulations."""
 
-    def __init__(self, laws: HeadLaws, condition: Tensor, count: int, guidance: Tensor | None):
-        self.laws, self.count, self.guidance = laws, count, guidance
-        if len(condition) != (count if guidance is None else 2 * count):
-            raise ValueError(f"condition: got {len(condition)} rows, expected {count}, or twice as many with guidance")
+    def __init__(self, laws: HeadLaws, condition: Tensor, count: int, guidance: Tensor | None, every: int):
+        self.laws, self.guidance, self.every = laws, guidance, every
+        halves = 1 if guidance is None else 2
+        if len(condition) != halves * count:
+            raise ValueError(f"condition: got {len(condition)} rows, expected {halves} x {count}")
         head = laws.head
-        self.condition = head.cond_embed(condition.to(head.cond_embed.weight.dtype))
-        self.table: list[tuple[Tensor, ...]] | None = None  # modulations (rows, S, width) of each part
+        own = head.cond_embed(condition.to(head.cond_embed.weight.dtype))
+        self.condition_GM1C = own.view(halves, count, 1, -1)
+        time_SC = laws.prepared(condition.device)[0][::every]
+        self.ahead_GMSU: Tensor | None = None
+        if len(condition) * len(time_SC) <= MOST_ROWS:
+            self.ahead_GMSU = head.modulations(time_SC + self.condition_GM1C)
 
-    def __call__(self, x_MWd: Tensor, step_MW: Tensor, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
         head = self.laws.head
         _, of_point, of_output = self.laws.prepared(x_MWd.device)
-        point, step, rows = x_MWd, step_MW, chains_M
+        modulations = self._modulations(step, chains_M)
+        said = head.modulated(x_MWd.to(modulations.dtype), modulations).float()  # (G, M, W, d or 2 d)
+        mixed = said[0, ..., : head.size]
         if self.guidance is not None:
-            everyone = torch.arange(self.count, device=x_MWd.device) if chains_M is None else chains_M
-            point, step = torch.cat([x_MWd, x_MWd]), torch.cat([step_MW, step_MW])
-            rows = torch.cat([everyone, everyone + self.count])
-        said = head.modulated(point.to(head.input_proj.weight.dtype), self._modulations(step, rows)).float()
-        if self.guidance is not None:
-            said, without = said.chunk(2)
-            scale = (self.guidance if chains_M is None else self.guidance[chains_M])[:, None, None]
-            mixed = without[..., : head.size] + scale * (said - without)[..., : head.size]
-        else:
-            mixed = said[..., : head.size]
-        value = of_point[step_MW] * x_MWd + of_output[step_MW] * mixed
+            scale_M = self.guidance if chains_M is None else self.guidance[chains_M]
+            mixed = torch.lerp(said[1, ..., : head.size], mixed, scale_M[:, None, None])
+        value = of_point[step] * x_MWd + of_output[step] * mixed
         # log sigma lies between the bounds at a share of (1 + what is said) / 2, of the conditional rows under guidance
-        return value, (said[..., head.size :] + 1) / 2 if head.learned else None
+        return value, (said[0, ..., head.size :] + 1) / 2 if head.learned else None
 
-    def _modulations(self, step: Tensor, rows: Tensor | None) -> list[tuple[Tensor, ...]]:
-        """Of points (rows, W) at their steps. Kept for all steps while they are few: one product of matrices is faster
-        than S small ones.
-        """
-        time_SC, head = self.laws.prepared(step.device)[0], self.laws.head
-        size = len(self.condition) * len(time_SC) * time_SC.shape[1] * (3 * len(head.res_blocks) + 2)
-        if size > KEPT:
-            condition = self.condition if rows is None else self.condition[rows]
-            return head.modulations(time_SC[step] + condition[:, None])
-        if self.table is None:
-            self.table = head.modulations(time_SC + self.condition[:, None])
-        rows = torch.arange(len(step), device=step.device) if rows is None else rows
-        return [tuple(part[rows[:, None], step] for part in parts) for parts in self.table]
+    def _modulations(self, step: Tensor | int, chains_M: Tensor | None) -> Tensor:
+        """(G, M, W, U) of the head at these steps."""
+        if self.ahead_GMSU is None:
+            own = self.condition_GM1C if chains_M is None else self.condition_GM1C[:, chains_M]
+            return self.laws.head.modulations(self.laws.prepared(own.device)[0][step] + own)
+        if isinstance(step, int):
+            ahead = self.ahead_GMSU if chains_M is None else self.ahead_GMSU[:, chains_M]
+            return ahead[:, :, step // self.every, None]
+        rows = torch.arange(len(step), device=step.device) if chains_M is None else chains_M
+        return self.ahead_GMSU[:, rows[:, None], step]

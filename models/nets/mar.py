@@ -118,6 +118,14 @@ class MAR(nn.Module):
         self.diffloss = nn.ModuleDict({"net": head})
 
     @property
+    def device(self) -> torch.device:
+        return self.mask_token.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.mask_token.dtype
+
+    @property
     def head(self) -> DiffusionHead:
         head = self.diffloss["net"]
         assert isinstance(head, DiffusionHead)

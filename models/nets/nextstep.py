@@ -66,6 +66,14 @@ class NextStep(nn.Module):
             self.register_buffer("gen_pos_embed", torch.zeros(1, config.positions, hidden, dtype=dtype))
 
     @property
+    def device(self) -> torch.device:
+        return self.image_in_projector.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.image_in_projector.weight.dtype
+
+    @property
     def head(self) -> DiffusionHead:
         head = self.image_head["net"]
         assert isinstance(head, DiffusionHead)
@@ -77,7 +85,7 @@ class NextStep(nn.Module):
 
     def embed(self, values: Tensor) -> Tensor:
         """Inputs of the decoder (..., D) for values (..., d) of the head's chains."""
-        return self.image_in_projector(self.drawn(values).to(self.image_in_projector.weight.dtype))
+        return self.image_in_projector(self.drawn(values).to(self.dtype))
 
     def conditions(self, hidden_BND: Tensor, index_BN: Tensor) -> Tensor:
         """Conditions of the head (B, N, D) for an image's tokens `index`, from hidden states of those before them."""

@@ -26,6 +26,15 @@ from visspec.types import Draft, Request, Sampling, Scores, State
 MOST_ROWS = 1 << 14  # rows of modulations that are made ahead of a head's calls
 
 
+def check_vectors(sampling: Sampling) -> None:
+    """Raises ValueError for settings that have no meaning for vectors."""
+    for name, value, usual in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
+        if value != usual:
+            raise ValueError(f"{name}: got {value}, expected {usual}: vectors have no ranks to cut")
+    if sampling.greedy:
+        raise ValueError("temperature: got 0, expected a positive number: a vector is a draw, none is likeliest")
+
+
 class ContinuousImages(Worded):
     """Prompts as Janus has them; tokens are vectors, in raster order. settings: a generation_config in place of the
     model's.
@@ -82,11 +91,7 @@ class ContinuousImages(Worded):
         return Denoising(predict, steps, (rows, nodes), self.size, calls, name, every)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        for name, value, usual in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
-            if value != usual:
-                raise ValueError(f"{name}: got {value}, expected {usual}: vectors have no ranks to cut")
-        if sampling.greedy:
-            raise ValueError("temperature: got 0, expected a positive number: a vector is a draw, none is likeliest")
+        check_vectors(sampling)
 
     def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
         return self.model.pixels(tokens).float()

@@ -14,7 +14,10 @@ FAMILIES = {
     "glm_image": "visspec.models.targets.glm_image:GlmImage",
     "chameleon": "visspec.models.targets.chameleon:Chameleon",
     "continuous_painter": "visspec.models.targets.continuous:ContinuousImages",
-    "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",  # not of transformers: known by its class
+    # not of transformers: known by their classes
+    "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",
+    "MAR": "visspec.models.targets.mar:MARImages",
+    "NextStep": "visspec.models.targets.nextstep:NextStepImages",
 }
 
 

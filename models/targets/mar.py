@@ -26,6 +26,7 @@ from visspec.models.nets.diffusion_head import Schedule, schedule
 from visspec.models.nets.head_law import HeadLaws
 from visspec.models.nets.latents import pixels, unpatched
 from visspec.models.nets.mar import MAR, UNCONDITIONAL
+from visspec.models.targets.continuous import check_vectors
 from visspec.models.targets.image_ar import Family, Layout
 from visspec.models.targets.llamagen import class_numbers
 from visspec.sampling import Normals
@@ -72,6 +73,7 @@ class MARImages(Family):
 
     name = "mar"
     codes = 0
+    vectors = True
     default_drafter, default_rule = "none", "coupled"
 
     def __init__(
@@ -105,7 +107,10 @@ class MARImages(Family):
 
     def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Any:
         classes = class_numbers(texts, self.model.config.classes, "prompt")
-        return ClassPrompt(classes.to(self.model.mask_token.device))
+        return ClassPrompt(classes.to(self.model.device))
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        check_vectors(sampling)
 
     def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
         if self.autoencoder is None:
@@ -166,12 +171,12 @@ class MARTarget(Target):
 
     @property
     def device(self) -> torch.device:
-        return self.model.mask_token.device
+        return self.model.device
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """`request.inputs` is a `ClassPrompt`. Scores: laws (B, 1) of the first tokens."""
-        tokens = self.model.config.tokens
-        prompt = request.inputs = request.inputs.ordered(tokens, request.generators)
+        self.family.check_sampling(request.sampling)
+        prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
         check(prompt, self.model, request)
         known = Known.nothing(prompt, self.model.config.size)
         position = torch.full_like(prompt.classes, -1)  # the number of a node before the first token
@@ -238,8 +243,6 @@ def check(prompt: ClassPrompt, model: MAR, request: Request) -> None:
     low, high = prompt.classes.aminmax()
     if int(low) < UNCONDITIONAL or int(high) >= model.config.classes:
         raise ValueError(f"classes: got {int(low)}..{int(high)}, expected numbers below {model.config.classes}")
-    if request.sampling.greedy:
-        raise ValueError("temperature: got 0, expected a positive number: vectors are always drawn")
     if request.max_new_tokens > tokens:
         raise ValueError(f"max_new_tokens: got {request.max_new_tokens}, expected at most the image's {tokens} tokens")
 
@@ -250,7 +253,7 @@ def conditions(model: MAR, known: Known, prefix_BN: Tensor, place_BP: Tensor, co
     """
     nodes, most = prefix_BN.shape[1], counts[-1]
     order = known.order[:, :most].repeat_interleave(nodes, dim=0)
-    values = known.values[:, :most].repeat_interleave(nodes, dim=0).to(model.mask_token.dtype)
+    values = known.values[:, :most].repeat_interleave(nodes, dim=0).to(model.dtype)
     classes, place = known.classes.repeat_interleave(nodes), place_BP.reshape(prefix_BN.numel(), -1)
     seen = None
     if len(counts) > 1:

@@ -18,7 +18,7 @@ from visspec.models.nets.flow import flow_schedule
 from visspec.models.nets.head_law import HeadLaws
 from visspec.models.nets.latents import pixels, unpatched
 from visspec.models.nets.nextstep import NextStep
-from visspec.models.targets.continuous import ContinuousAR
+from visspec.models.targets.continuous import ContinuousAR, check_vectors
 from visspec.models.targets.image_ar import Family, Layout, Prompt
 from visspec.types import Draft, Sampling, Scores, State
 
@@ -33,6 +33,7 @@ class NextStepImages(Family):
 
     name = "nextstep"
     codes = 0
+    vectors = True
     default_guidance = GUIDANCE
     default_drafter, default_rule = "none", "coupled"
 
@@ -71,11 +72,7 @@ class NextStepImages(Family):
         return Prompt(ids[: len(texts)], self.decoder.embed_tokens(ids), real, tokens=ids)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        for name, value, usual in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
-            if value != usual:
-                raise ValueError(f"{name}: got {value}, expected {usual}: vectors have no ranks to cut")
-        if sampling.greedy:
-            raise ValueError("temperature: got 0, expected a positive number: a vector is a draw, none is likeliest")
+        check_vectors(sampling)
 
     def conditioned(
         self, hidden_RND: Tensor, index_RN: Tensor, sampling: Sampling, calls: Counter[str], name: str = "head"
