@@ -7,6 +7,7 @@ conditions under guidance, the unconditional ones last.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,10 @@ class HeadLaws:
         self._warm: dict[tuple[float, torch.device], Steps] = {}
 
     def __call__(
-        self, condition: Tensor, shape: tuple[int, int], guidance: Tensor | None = None, temperature: float = 1.0,
-        calls: Counter[str] | None = None, name: str = "head", every: int = 1,
+        self, condition: Tensor, shape: tuple[int, int], guidance: Tensor | float | None = None,
+        temperature: float = 1.0, calls: Counter[str] | None = None, name: str = "head", every: int = 1,
     ) -> Denoising:  # fmt: skip
-        """Laws (B, N) with conditions (M, C), or with guidance (M,), scales of the chains, (2 M, C).
+        """Laws (B, N) with conditions (M, C), or with guidance, a scale or those of the chains (M,), (2 M, C).
 
         every: see `Denoising`; such laws can only be sampled.
         """
@@ -63,7 +64,7 @@ class HeadLaws:
 class _Chains:
     """`laws.Predict` of M chains. G = 1, or 2 with guidance, the unconditional ones last; U numbers of modulations."""
 
-    def __init__(self, laws: HeadLaws, condition: Tensor, count: int, guidance: Tensor | None, every: int):
+    def __init__(self, laws: HeadLaws, condition: Tensor, count: int, guidance: Tensor | float | None, every: int):
         self.laws, self.guidance, self.every = laws, guidance, every
         halves = 1 if guidance is None else 2
         if len(condition) != halves * count:
@@ -71,29 +72,32 @@ class _Chains:
         head = laws.head
         own = head.cond_embed(condition.to(head.cond_embed.weight.dtype))
         self.condition_GM1C = own.view(halves, count, 1, -1)
-        time_SC = laws.prepared(condition.device)[0][::every]
+        self.time_SC, self.of_point, self.of_output = laws.prepared(condition.device)
         self.ahead_GMSU: Tensor | None = None
-        if len(condition) * len(time_SC) <= MOST_ROWS:
-            self.ahead_GMSU = head.modulations(time_SC + self.condition_GM1C)
+        if len(condition) * len(self.time_SC[::every]) <= MOST_ROWS:
+            self.ahead_GMSU = head.modulations(self.time_SC[::every] + self.condition_GM1C)
 
     def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
         head = self.laws.head
-        _, of_point, of_output = self.laws.prepared(x_MWd.device)
         modulations = self._modulations(step, chains_M)
-        said = head.modulated(x_MWd.to(modulations.dtype), modulations).float()  # (G, M, W, d or 2 d)
-        mixed = said[0, ..., : head.size]
-        if self.guidance is not None:
-            scale_M = self.guidance if chains_M is None else self.guidance[chains_M]
-            mixed = torch.lerp(said[1, ..., : head.size], mixed, scale_M[:, None, None])
-        value = of_point[step] * x_MWd + of_output[step] * mixed
-        # log sigma lies between the bounds at a share of (1 + what is said) / 2, of the conditional rows under guidance
-        return value, (said[0, ..., head.size :] + 1) / 2 if head.learned else None
+        own, *other = head.modulated(x_MWd.to(modulations.dtype), modulations).float().unbind(0)  # (M, W, d or 2 d)
+        share = None
+        if head.learned:  # log sigma lies between the bounds at a share of (1 + what is said) / 2
+            own, said = own.split(head.size, dim=-1)
+            share, other = (said + 1) / 2, [part[..., : head.size] for part in other]
+        mixed = torch.lerp(*other, own, self._scale(chains_M)) if other else own
+        return self.of_point[step] * x_MWd + self.of_output[step] * mixed, share
+
+    def _scale(self, chains_M: Tensor | None) -> Any:
+        if not isinstance(self.guidance, Tensor):
+            return self.guidance
+        return (self.guidance if chains_M is None else self.guidance[chains_M])[:, None, None]
 
     def _modulations(self, step: Tensor | int, chains_M: Tensor | None) -> Tensor:
         """(G, M, W, U) of the head at these steps."""
         if self.ahead_GMSU is None:
             own = self.condition_GM1C if chains_M is None else self.condition_GM1C[:, chains_M]
-            return self.laws.head.modulations(self.laws.prepared(own.device)[0][step] + own)
+            return self.laws.head.modulations(self.time_SC[step] + own)
         if isinstance(step, int):
             ahead = self.ahead_GMSU if chains_M is None else self.ahead_GMSU[:, chains_M]
             return ahead[:, :, step // self.every, None]

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.laws import Denoising, Steps
+from visspec.laws import Denoising
 from visspec.loop.tape import Stack
-from visspec.models.nets.continuous_painter import ContinuousPainter, guided, value_of
+from visspec.models.nets.continuous_painter import ContinuousPainter
+from visspec.models.nets.head_law import HeadLaws
 from visspec.models.targets.image_ar import ImageAR, Layout, _twice
 from visspec.models.targets.janus import Worded
 from visspec.types import Draft, Request, Sampling, Scores, State
-
-MOST_ROWS = 1 << 14  # rows of modulations that are made ahead of a head's calls
 
 
 def check_vectors(sampling: Sampling) -> None:
@@ -49,12 +48,8 @@ class ContinuousImages(Worded):
         grid = model.config.grid
         super().__init__(model, processor, grid, grid * model.factor, settings)
         self.decoder, self.size = model.decoder, model.config.token
-        plan = model.schedule()
-        device = model.z_proj.weight.device
-        self.steps = plan.steps.to(device)
-        self.signal, self.noise = (part.float().to(device)[:, None] for part in (plan.signal, plan.noise))
-        self.times_SC = model.head.time_embed(plan.times.to(device)).detach()
-        self.warm: dict[float, Steps] = {1.0: self.steps}  # by temperature
+        self.chains = HeadLaws(model.head, replace(model.schedule(), predicts="velocity"))
+        self.steps = self.chains.steps.to(model.device)
         if model.config.autoencoder is None:
             self.no_pixels = "the model has no autoencoder"
 
@@ -65,30 +60,11 @@ class ContinuousImages(Worded):
         self, hidden_RNC: Tensor, request: Request, calls: Counter[str], name: str = "head", every: int = 1
     ) -> Denoising:
         """Laws after nodes with these hidden states, of the unconditional rows last under guidance."""
-        sampling, head = request.sampling, self.model.head
-        if sampling.temperature not in self.warm:
-            self.warm[sampling.temperature] = self.steps.warmer(sampling.temperature)
+        sampling = request.sampling
         copies = 1 if sampling.guidance == 1.0 else 2
-        rows, nodes = hidden_RNC.shape[0] // copies, hidden_RNC.shape[1]
-        own_GMC = head.cond_embed(hidden_RNC).view(copies, rows * nodes, 1, -1)
-        points = self.times_SC[::every]
-        ahead_GMSU = head.modulations(points + own_GMC) if copies * rows * nodes * len(points) <= MOST_ROWS else None
-
-        def predict(x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, None]:
-            if ahead_GMSU is None:
-                condition = own_GMC if chains_M is None else own_GMC[:, chains_M]
-                modulations = head.modulations(self.times_SC[step] + condition)
-            elif isinstance(step, int):
-                modulations = ahead_GMSU[:, :, step // every, None]
-            else:
-                of = torch.arange(len(x_MWd), device=x_MWd.device) if chains_M is None else chains_M
-                modulations = ahead_GMSU[:, of[:, None], step]
-            velocity = head.modulated(x_MWd.to(modulations.dtype), modulations)
-            velocity = guided(velocity, sampling.guidance)[0].float()
-            return value_of(velocity, x_MWd, self.signal[step], self.noise[step]), None
-
-        steps = self.warm[sampling.temperature]
-        return Denoising(predict, steps, (rows, nodes), self.size, calls, name, every)
+        shape = hidden_RNC.shape[0] // copies, hidden_RNC.shape[1]
+        scale = None if copies == 1 else sampling.guidance
+        return self.chains(hidden_RNC.flatten(0, 1), shape, scale, sampling.temperature, calls, name, every)
 
     def check_sampling(self, sampling: Sampling) -> None:
         check_vectors(sampling)
