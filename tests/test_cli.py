@@ -312,6 +312,7 @@ def test_list_and_doctor(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "ngram" in text and "torch" in text and "will run" in text
+    assert "MARImages" in text and "NextStepImages" in text
 
 
 def test_the_doctor_asks_for_triton_where_there_is_a_cuda_device(monkeypatch, capsys):

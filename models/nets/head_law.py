@@ -85,7 +85,7 @@ class _Chains:
         if head.learned:  # log sigma lies between the bounds at a share of (1 + what is said) / 2
             own, said = own.split(head.size, dim=-1)
             share, other = (said + 1) / 2, [part[..., : head.size] for part in other]
-        mixed = torch.lerp(*other, own, self._scale(chains_M)) if other else own
+        mixed = torch.lerp(other[0], own, self._scale(chains_M)) if other else own
         return self.of_point[step] * x_MWd + self.of_output[step] * mixed, share
 
     def _scale(self, chains_M: Tensor | None) -> Any:

@@ -74,9 +74,9 @@ def load_nextstep_vae(
     this class does not.
     """
     published = read_json(Path(folder), "config.json")
-    scaling = published.get("scaling_factor") if scaling is None else scaling
-    shift = published.get("shift_factor") if shift is None else shift
-    check_positive("scaling_factor", scaling)
-    if type(shift) not in (int, float) or not -math.inf < shift < math.inf:
-        raise ValueError(f"shift_factor: got {shift!r}, expected a finite number, here or in config.json of {folder}")
-    return load_kl(folder, scaling, shift, dtype)
+    factor: Any = published.get("scaling_factor") if scaling is None else scaling
+    centre: Any = published.get("shift_factor") if shift is None else shift
+    check_positive("scaling_factor", factor)
+    if type(centre) not in (int, float) or not math.isfinite(centre):
+        raise ValueError(f"shift_factor: got {centre!r}, expected a finite number, here or in config.json of {folder}")
+    return load_kl(folder, factor, centre, dtype)

@@ -51,6 +51,8 @@ class NextStep(nn.Module):
     first release (`use_norm`); those for version 1.1 do not.
     """
 
+    gen_pos_embed: Tensor
+
     def __init__(
         self, config: NextStepConfig, decoder: Qwen2Config, normalised: bool, dtype: torch.dtype = torch.float32
     ):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from visspec.models.targets.image_ar import Family, Layout, Prompt
+if TYPE_CHECKING:  # so that the table can be read without transformers
+    from visspec.models.targets.image_ar import Family, Layout, Prompt
 
 FAMILIES = {
     "janus": "visspec.models.targets.janus:Janus",

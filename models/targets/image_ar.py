@@ -79,7 +79,7 @@ class Family:
     name: str
     codes: int
     grammar: int = 0  # number of grammar ids after the codes
-    target: type[ImageAR]  # that drives it
+    target: type[Any]  # a `Target`, made of the family and `features`, that drives it
     guided: bool = True  # whether the model supports an unconditional prompt
     decoder: Any  # the stock transformer
     processor: Any = None  # texts -> ids; None if prompts are ids

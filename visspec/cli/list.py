@@ -14,6 +14,7 @@ def run(arguments: argparse.Namespace) -> None:
     from rich.table import Column, Table
 
     from visspec.api import zoo
+    from visspec.models.targets.families import FAMILIES
 
     view = Table("kind", "name", Column("what it is", overflow="fold"))
     for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE), ("order", zoo.ORDERS)):
@@ -23,6 +24,8 @@ def run(arguments: argparse.Namespace) -> None:
         view.add_row("drafter", name, f"{what} {kind}, shipped with the package")
     for name, preset in [*zoo.PRESETS.items(), *zoo.VECTOR_PRESETS.items()]:
         view.add_row("preset", name, f"{preset.source} ({preset})")
+    for name, reference in FAMILIES.items():
+        view.add_row("image model", name, "driven by " + reference.partition(":")[2])
     for folder in sorted(p for p in zoo.CHECKPOINTS.iterdir() if (p / "config.json").is_file()):
         size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e6
         view.add_row("checkpoint", folder.name, f"{size:.1f} MB, shipped with the package")
