@@ -146,6 +146,10 @@ def test_mar_in_the_pipeline(folder, guidance):
     drafting = ImagePipeline(network(0), None, SmallMAR(MARImages(network(0, 0.081), plan=PLAN)), parts=parts, levels=3)
     out = drafting(["1", "3", "0"], seed=[1, 2, 3], guidance_scale=guidance, output_type="latent")
     assert [image.shape for image in out.images] == [(3, 3, 4)] * 3
+    order = [torch.randperm(9, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
+    for row, drawn in enumerate(order):  # the first token drawn is of the first pass, wherever it stands
+        passes = torch.from_numpy(out.passes[row]).flatten()[drawn]
+        assert passes[0] == 0 and bool((passes.diff() >= 0).all()) and len(out.passes[row]) == 3
     assert sum(t.faults for t in out.traces) == 0
     assert max(count for t in out.traces for r in t.rounds for count in r.gained) > 1
 

@@ -153,6 +153,10 @@ class Scattered(Stack):
         """(n, d) vectors that a row gained in the latest round."""
         return torch.cat(self.held[row][-2:])
 
+    def placed(self, row: int, items: list[Any]) -> list[Any]:
+        by_place = dict(zip(self.order[row].tolist(), items))
+        return [by_place[place] for place in sorted(by_place)]
+
     def values(self, row: int) -> Tensor:
         drawn_Nd = super().values(row)
         raster_Td = drawn_Nd.new_full((self.order.shape[1], drawn_Nd.shape[1]), math.nan)

@@ -368,8 +368,10 @@ class ImagePipeline(Copied):
         free = job.layout.free
         codes = torch.stack([state.tape.values(b) for b in done]).cpu()[:, free]
         out.tokens = list(codes)
-        out.maps = [origin_map(state.trace.origin[b], job.layout) for b in done]
-        passes = [pass_numbers(o) for o in state.trace.origin] if job.pairing.order.raster else state.memory
+        origins = list(enumerate(state.trace.origin))
+        out.maps = [origin_map(state.tape.placed(*origins[b]), job.layout) for b in done]
+        raster = job.pairing.order.raster
+        passes = [state.tape.placed(b, pass_numbers(o)) for b, o in origins] if raster else state.memory
         out.passes = [np.array(passes[b], np.int32)[free.numpy()].reshape(job.layout.grid) for b in done]
         if job.output_type == "latent":
             out.images = list(codes.unflatten(1, job.layout.grid))

@@ -5,6 +5,8 @@ The loop reads a round on the host once. A tape adds what it needs to that read,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,10 @@ class Ids:
             self.laws[row].extend(categorical(scores.law).logits[b, path[: count - len(self.laws[row])]])
         if self.request.keep_raw:
             self.raw[row].extend(scores.aux["raw"][b, path[: count - len(self.raw[row])]])
+
+    def placed(self, row: int, items: list[Any]) -> list[Any]:
+        """Something about each token of an original row, in the order of `values`."""
+        return items
 
     def values(self, row: int) -> Tensor:
         """Tokens of an original row, (T,) on the CPU."""
@@ -117,6 +123,10 @@ class Stack:
     def ids(self, row: int) -> Tensor:
         """The prompt of an original row, (1, length): vectors have no ids."""
         return self.request.prompt[row : row + 1]
+
+    def placed(self, row: int, items: list[Any]) -> list[Any]:
+        """Something about each vector of an original row, in the order of `values`."""
+        return items
 
     def values(self, row: int) -> Tensor:
         """Vectors of an original row, (T, d)."""
