@@ -183,9 +183,10 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(continuous_card, "GUIDANCES", (1.0, 2.0))
     options: argparse.Namespace = parser().parse_args(
         ["--out", str(tmp_path), "--pairs", "8", "--rows", "4", "--steps", "3", "--drafter-steps", "2", "--every", "9",
-         "--autoencoder-steps", "2", "--every-prompt", "72"]
+         "--autoencoder-steps", "2", "--decoder-steps", "2", "--every-prompt", "72"]
     )  # fmt: skip
     continuous_autoencoder.AutoencoderStage(options, 0).run()
+    continuous_autoencoder.DecoderStage(options, 0).run()
     continuous_data.write_tokens(options, continuous_autoencoder.load_autoencoder(tmp_path))
     continuous_draw.DrawStage(options, 0).run()
     continuous_draw.DraftStage(options, 0).run()

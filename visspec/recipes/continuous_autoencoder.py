@@ -34,6 +34,7 @@ CONFIG = {
     "sample_size": SIDE,
     "scaling_factor": 1.0,
 }
+DECODER = ("post_quant_conv", "decoder")
 
 
 def rows_of_tasks(every: int = 1) -> list[Metadata]:
@@ -101,10 +102,44 @@ def settle(trained: AutoencoderKL, count: int = 512) -> AutoencoderKL:
 
 
 def load_autoencoder(folder: Path) -> AutoencoderKL:
-    """The autoencoder of `folder`, settled."""
+    """The autoencoder of `folder`, settled, with the decoder that was trained last."""
     model = AutoencoderKL(**CONFIG)
     model.load_state_dict(torch.load(folder / "autoencoder.pt", weights_only=True)["model"])
-    return settle(model)
+    model = settle(model)
+    if (folder / "decoder.pt").exists():
+        saved = torch.load(folder / "decoder.pt", weights_only=True)
+        for name in DECODER:
+            getattr(model, name).load_state_dict(saved[name])
+    return model
+
+
+class DecoderStage(Stage):
+    """More training of the decoder alone, on the prompts' pictures: tokens stay what they are, so it may as well run
+    after the painter has learnt them.
+    """
+
+    def __init__(self, options: argparse.Namespace, rank: int):
+        torch.manual_seed(3)
+        self.model = load_autoencoder(options.out).train()
+        parts = {name: getattr(self.model, name) for name in DECODER}
+        trained = [p for part in parts.values() for p in part.parameters()]
+        super().__init__(options, rank, "decoder.pt", options.decoder_steps, 2e-3, trained, 0.01, parts)
+
+    def loss(self) -> torch.Tensor:
+        """Picture loss of the next batch, decoded from sampled tokens."""
+        rows = self.options.rows
+        first = FIRST_SEED["decoder"] + (self.step * self.workers + self.rank) * rows
+        true = pixels([pair(i)[1] for i in range(first, first + rows)], SIDE)
+        with torch.no_grad():
+            latents = self.model.encode(true).latent_dist.sample(torch.Generator().manual_seed(self.step))
+        return picture_loss(self.model.decode(latents).sample, true)
+
+    def report(self) -> dict:
+        """Figures of the reconstructions."""
+        self.model.eval()
+        figures = measure(self.model, self.options.every_prompt * (8 if self.step < self.steps else 1))
+        self.model.train()
+        return figures
 
 
 @torch.no_grad()

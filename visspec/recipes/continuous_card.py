@@ -134,9 +134,8 @@ def write(
 
 def finish(options: argparse.Namespace) -> None:
     """Write both folders from the last checkpoints, read the painter back, measure it and describe them."""
-    saved = {
-        part: torch.load(options.out / f"{part}.pt", weights_only=True) for part in ("autoencoder", "draw", "drafter")
-    }
+    parts = ("autoencoder", "decoder", "draw", "drafter")
+    saved = {part: torch.load(options.out / f"{part}.pt", weights_only=True) for part in parts}
     trained = build("painter")
     trained.load_state_dict(saved["draw"]["model"])
     folder = options.out / NAMES["painter"]
@@ -154,8 +153,9 @@ def finish(options: argparse.Namespace) -> None:
         for part, state in saved.items()
     }
     data = {"rows": options.rows * options.workers, "times": TIMES, "pairs": options.pairs}
-    both = {part: stages[part] for part in ("autoencoder", "draw")}
-    write("painter", model, options, measured, seeds={"autoencoder": 0, "draw": 1, "measured": SEED}, **both, **data)
+    own = {part: stages[part] for part in parts[:3]}
+    seeds = {"autoencoder": 0, "draw": 1, "decoder": 3, "measured": SEED}
+    write("painter", model, options, measured, seeds=seeds, **own, **data)
     cards.publish(folder, painter_card(model, options, measured, stages, len(rows)))
     drafter = build("drafter")
     drafter.load_state_dict(saved["drafter"]["model"])
@@ -191,7 +191,8 @@ def painter_card(
         decoded=decoded, loss=stages["draw"]["loss"], text=cards.layers(SIZES["painter"]["text"]),
         vocabulary=config.text_config.vocab_size, depth=config.head_depth, width=config.head_width,
         low=min(decoded["posterior_deviation"]), high=max(decoded["posterior_deviation"]),
-        minutes=minutes["autoencoder"] + minutes["draw"], ae_minutes=minutes["autoencoder"],
+        minutes=minutes["autoencoder"] + minutes["decoder"] + minutes["draw"],
+        ae_minutes=minutes["autoencoder"] + minutes["decoder"],
         draw_minutes=minutes["draw"], seen=stages["draw"]["steps"] * options.rows * options.workers,
         pairs=options.pairs, note=options.note,
     )  # fmt: skip

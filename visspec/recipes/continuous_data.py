@@ -23,7 +23,7 @@ GRID = SIDE // PATCH
 TASKS = ("single_object", "colors", "two_object")
 # Shapes stand on a grid of half patches and have one of two radii, as those of the other painter and for its reasons.
 STEP, RADII = 4 / SIDE, (8 / SIDE, 10 / SIDE)
-FIRST_SEED = {"autoencoder": 0, "crowded": 1 << 27, "tokens": 1 << 28}  # all below HELD_OUT_SEED
+FIRST_SEED = {"autoencoder": 0, "crowded": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29}  # all below HELD_OUT_SEED
 
 
 def painted(metadata: Metadata, rng: np.random.Generator) -> Scene:

@@ -1,14 +1,15 @@
 """Train the embedded continuous painter and its drafter from zero: continuous tokens, drawn by a diffusion head.
 
-python -m visspec.recipes.continuous_painter --out runs/continuous [--stage autoencoder|tokens|draw|draft|finish|all]
+python -m visspec.recipes.continuous_painter --out runs/continuous [--stage STAGE ...] [--resume]
 
-Stage `autoencoder` teaches a small `AutoencoderKL` with a broad posterior, `tokens` codes pictures with it, `draw`
-trains the painter on tokens drawn from that posterior, `draft` a smaller model of the same form on the painter's head,
-and `finish` writes both folders with model cards and provenance. Every stage is resumable.
+Stage `autoencoder` teaches a small `AutoencoderKL` with a broad posterior, `decoder` goes on with its decoder alone,
+`tokens` codes pictures with it, `draw` trains the painter on tokens drawn from that posterior, `draft` a smaller model
+of the same form on the painter's head, and `finish` writes both folders with model cards and provenance. Every stage is
+resumable.
 
 Data: scenes of one or two shapes on plain ground, 64 pixels a side, after prompts of GenEval's tasks for one object,
-colours and two objects; seeds from 2^30 on are never trained on. Seeds: 0 (autoencoder), 1 (draw), 2 (draft). One CPU
-core, about an hour.
+colours and two objects; seeds from 2^30 on are never trained on. Seeds: 0 (autoencoder), 1 (draw), 2 (draft), 3
+(decoder). One CPU core, about an hour.
 """
 
 import argparse
@@ -16,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from visspec.recipes.continuous_autoencoder import AutoencoderStage, load_autoencoder
+from visspec.recipes.continuous_autoencoder import AutoencoderStage, DecoderStage, load_autoencoder
 from visspec.recipes.continuous_card import finish
 from visspec.recipes.continuous_data import write_tokens
 from visspec.recipes.continuous_draw import DraftStage, DrawStage
 from visspec.recipes.stages import in_workers, keep_memory
 
-STAGES = ("autoencoder", "tokens", "draw", "draft", "finish")
+STAGES = ("autoencoder", "decoder", "tokens", "draw", "draft", "finish")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,9 +33,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--stage", nargs="+", choices=(*STAGES, "all"), default=["all"])
     parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
     parser.add_argument("--autoencoder-steps", type=int, default=800)
+    parser.add_argument("--decoder-steps", type=int, default=500)
     parser.add_argument("--pairs", type=int, default=18_000, help="pairs of prompt and picture")
-    parser.add_argument("--steps", type=int, default=5000, help="painter steps")
-    parser.add_argument("--drafter-steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=3800, help="painter steps")
+    parser.add_argument("--drafter-steps", type=int, default=1800)
     parser.add_argument("--rows", type=int, default=16, help="pictures in a batch of one worker")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate of painter and drafter")
     parser.add_argument("--every", type=int, default=1000, help="steps between reports and checkpoints")
@@ -53,6 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = STAGES if "all" in options.stage else options.stage
     if "autoencoder" in wanted:
         in_workers(AutoencoderStage, options)
+    if "decoder" in wanted:
+        in_workers(DecoderStage, options)
     if "tokens" in wanted:
         write_tokens(options, load_autoencoder(options.out))
     if "draw" in wanted:
