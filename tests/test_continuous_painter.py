@@ -37,8 +37,8 @@ def painter():
 @pytest.fixture(scope="module")
 def written(painter, tmp_path_factory):
     folder = tmp_path_factory.mktemp("continuous")
+    painter.generation_config = continuous_card.generation_config(1.5)
     save(painter, continuous_card.build_processor(), folder, torch.float32)
-    continuous_card.generation_config(2.0).save_pretrained(folder)
     return folder
 
 
@@ -98,6 +98,9 @@ def test_loads_by_its_architecture(painter, written):
     assert isinstance(model, ContinuousPainter) and not model.training
     for name, value in painter.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+    settings = model.generation_config
+    assert settings.guidance_scale == 1.5
+    assert settings.generation_kwargs["boi_token_id"] == processor.tokenizer.get_vocab()["<begin_of_image>"]
     ids = processor(text=["a photo of a red ring"], generation_mode="image", return_tensors="pt")["input_ids"]
     assert ids[0, -1] == processor.tokenizer.convert_tokens_to_ids("<begin_of_image>")
     pictures = model.pixels(torch.randn(2, 64, 8)).detach()

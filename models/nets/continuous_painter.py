@@ -74,6 +74,7 @@ class ContinuousPainter(PreTrainedModel):
     config_class = ContinuousPainterConfig
     base_model_prefix = "decoder"
     _supports_sdpa = True
+    generation_config: GenerationConfig | None = None  # guidance and temperature of a folder, for those who sample
 
     def __init__(self, config: ContinuousPainterConfig):
         super().__init__(config)
@@ -101,6 +102,12 @@ class ContinuousPainter(PreTrainedModel):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embed_tokens
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As transformers', and `generation_config`, which it writes only for models with its own `generate`."""
+        super().save_pretrained(save_directory, *args, **options)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(save_directory)
 
     def places(self, index: Tensor) -> Tensor:
         """Embeddings of the places of tokens number `index`; beyond the picture's end, of its last."""
@@ -166,7 +173,7 @@ def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> ContinuousPa
     check_shapes(model, read_shapes(where), where)
     load_strictly(model.to(dtype), read_tensors(where), where)
     if (where / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(where)
+        model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))
     model.name_or_path = model.config._name_or_path = str(folder)
     return model.eval()
 
