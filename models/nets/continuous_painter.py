@@ -206,17 +206,18 @@ class Sampler:
             self.time_S1C = model.head.time_embed(plan.times.to(weight.device))[:, None]
         steps, signal, noise = plan.steps.warmer(temperature), plan.signal, plan.noise
         keep, move = steps.keep.double(), steps.move.double()
-        parts = keep + move * signal, -move * noise, steps.low.double().exp()  # of x, of the velocity, of the noise
-        self.parts = list(zip(*(part.tolist() for part in parts)))
+        self.sigma_S11 = steps.low.double().exp().float().to(weight)[:, None, None]
+        self.parts = list(zip((keep + move * signal).tolist(), (-move * noise).tolist()))  # of x, of the velocity
 
     def chain(self, hidden_RC: Tensor, normal: Tensor) -> Tensor:
         """Tokens (B, d) of conditions, from normal numbers (S + 1, B, d), of which the first is where chains begin."""
         head, x = self.model.head, normal[0]
         modulations = head.modulations(self.time_S1C + head.cond_embed(hidden_RC))
         twice = self.guidance != 1.0
-        for i, (keep, move, sigma) in enumerate(self.parts):
-            velocity = guided(head.modulated(torch.cat([x, x]) if twice else x, modulations[i]), self.guidance)
-            x = torch.add(keep * x, velocity, alpha=move).add_(normal[i + 1], alpha=sigma)
+        each = zip(self.parts, (normal[1:] * self.sigma_S11).unbind(0), modulations.unbind(0))
+        for (keep, move), noise, own in each:
+            velocity = guided(head.modulated(torch.cat([x, x]) if twice else x, own), self.guidance)
+            x = torch.add(noise, x, alpha=keep).add_(velocity, alpha=move)
         return x
 
     @torch.inference_mode()
