@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,6 @@ from visspec.api import zoo
 
 OWN = {"continuous_painter": "visspec.models.nets.continuous_painter:load"}  # networks that transformers does not have
 logger = logging.getLogger(__name__)
-
-# architectures that transformers does not have, and who loads a folder of them
-OURS = {"ContinuousPainter": "visspec.models.nets.continuous_painter:load"}
 
 
 def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code: bool = False):
@@ -43,24 +39,8 @@ def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str
     named = config.get("architectures")
     if config.get("model_type") in OWN:
         return _load_own(folder, OWN[config["model_type"]], device, dtype)
-    architecture = (named or [""])[0]
-    if architecture in OURS:
-        return _load_ours(folder, OURS[architecture], device, dtype)
-    kind = getattr(transformers, architecture, None) or transformers.AutoModelForMultimodalLM
+    kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
-
-
-def _load_ours(folder: Path, loader: str, device: str, dtype: Any):
-    from transformers import AutoProcessor
-
-    _check_device(device)
-    module, name = loader.split(":")
-    wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model = getattr(import_module(module), name)(folder, wanted)
-    with _quiet():  # it would say that it does not know the type of the model
-        processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
-    logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
-    return model.to(device), processor
 
 
 @contextmanager
@@ -83,7 +63,10 @@ def _load_own(folder: Path, reference: str, device: str, dtype: str):
     _check_device(device)
     precision = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model = zoo.load(reference)(folder, precision)
-    return model.to(device).eval(), AutoProcessor.from_pretrained(str(folder), local_files_only=True)
+    with _quiet():  # it would say that it does not know the type of the model
+        processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
+    logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
+    return model.to(device).eval(), processor
 
 
 def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: bool):
