@@ -7,6 +7,7 @@ import torch
 from tests.test_continuous_painter import SMALL, TINY
 from visspec import ImagePipeline
 from visspec.api import zoo
+from visspec.cli import bench_image
 from visspec.laws import Denoising, Steps
 from visspec.models.drafters.continuous import ContinuousDrafter
 from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler
@@ -189,3 +190,45 @@ def test_schedules_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"^low: got shape"):
         Steps(ones, ones, ones.log() - float("inf"), ones)
     assert isinstance(fresh("painter").schedule().steps, Steps) and issubclass(ContinuousPainter, torch.nn.Module)
+
+
+def test_the_stock_loop_is_the_models_own_sampler(pipe):
+    """With guidance, of any number of steps, for prompts of unequal length."""
+    layout, sampling = pipe.family.layout(), pipe.sampling(2.0, 1.0, None, None)
+    torch.manual_seed(4)
+    tokens = pipe.family.stock(PROMPTS[:2], sampling, layout)
+    prompt = pipe.family.prompt(PROMPTS[:2], True)
+    torch.manual_seed(4)
+    assert tokens.shape == (2, 64, 8)
+    assert torch.equal(tokens, Sampler(pipe.model, 2.0)(prompt.tokens, prompt.attention))
+    with pytest.raises(ValueError, match="cache_implementation: got 'static'"):
+        pipe.family.stock(PROMPTS[:1], sampling, layout, cache_implementation="static")
+
+
+def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
+    fewer = bench_image.fewer_steps(pipe, [2])["plain, 2 steps"]
+    out = drawn(fewer, PROMPTS[:1], acceptance="coupled:window=1")
+    assert out.traces[0].calls == {"head": 64 * 2} and len(pipe.family.steps) == 4
+    with pytest.raises(ValueError, match="denoising_steps|steps: got 1,"):
+        ImagePipeline(pipe.model, pipe.processor, parts={"denoising_steps": 1})
+
+
+def test_the_bench_of_vectors(pipe):
+    """Passes and calls of the head apart; the model's own loop and fewer steps beside the methods."""
+    others = bench_image.fewer_steps(pipe, [2])
+    record = bench_image.bench(
+        pipe, PROMPTS[:2], {"denoise": "none/coupled:window=4"}, {"temperature": 1.0}, warmup=1, others=others
+    )
+    rows = {row["name"]: row for row in record["rows"]}
+    assert list(rows) == ["plain", "denoise", "plain, 2 steps"] and not record["failures"]
+    assert record["stock"]["cache"] == "dynamic"
+    assert rows["plain"]["head_calls"] == 4 and rows["plain, 2 steps"]["head_calls"] == 2
+    assert 1 <= rows["denoise"]["head_calls"] < 4 and rows["denoise"]["trunk_passes"] == rows["plain"]["trunk_passes"]
+    heads = [column.header for column in bench_image.table(record).columns]
+    assert heads[2] == "head calls /\ntoken"
+
+
+def test_prompts_of_some_tasks():
+    rows = bench_image.spread(10, ["colors", "single_object"])
+    assert len(rows) == 10 and {row["tag"] for row in rows} == {"colors", "single_object"}
+    assert bench_image.chosen("coupled", vectors=True)[1] == str(zoo.VECTOR_PRESETS["coupled"])

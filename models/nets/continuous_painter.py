@@ -198,15 +198,17 @@ class Sampler:
     in one call for each token.
     """
 
-    def __init__(self, model: ContinuousPainter, guidance: float = 1.0, temperature: float = 1.0):
+    def __init__(
+        self, model: ContinuousPainter, guidance: float = 1.0, temperature: float = 1.0, steps: int | None = None
+    ):
         self.model, self.guidance = model, guidance
-        plan = model.schedule()
+        plan = schedule(model.config.denoising_steps if steps is None else steps)
         weight = model.z_proj.weight
         with torch.inference_mode():
             self.time_S1C = model.head.time_embed(plan.times.to(weight.device))[:, None]
-        steps, signal, noise = plan.steps.warmer(temperature), plan.signal, plan.noise
-        keep, move = steps.keep.double(), steps.move.double()
-        self.sigma_S11 = steps.low.double().exp().float().to(weight)[:, None, None]
+        coefficients, signal, noise = plan.steps.warmer(temperature), plan.signal, plan.noise
+        keep, move = coefficients.keep.double(), coefficients.move.double()
+        self.sigma_S11 = coefficients.low.double().exp().float().to(weight)[:, None, None]
         self.parts = list(zip((keep + move * signal).tolist(), (-move * noise).tolist()))  # of x, of the velocity
 
     def chain(self, hidden_RC: Tensor, normal: Tensor) -> Tensor:

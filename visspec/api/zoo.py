@@ -103,7 +103,7 @@ PRESETS = {  # docs/presets.md compares them
 VECTOR_PRESETS = {  # of painters of vectors
     "plain": Preset("none", "coupled:window=1", "no drafting, one step of a chain in a pass of the head"),
     "denoise": Preset("none", "coupled:window=8", "accelerated diffusion by speculative sampling, on every vector"),
-    "chains": Preset("painter-continuous-drafter", "coupled:window=8", "drafted vectors, chains coupled step by step"),
+    "coupled": Preset("painter-continuous-drafter", "coupled:window=8", "drafted vectors, chains coupled step by step"),
     "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
     "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
 }

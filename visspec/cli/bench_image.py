@@ -34,7 +34,7 @@ from visspec.eval.report.records import Picture
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.paired import Run
 from visspec.eval.world.render import render
-from visspec.eval.world.suite import free_scene, suite
+from visspec.eval.world.suite import TASKS, free_scene, suite
 from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.provenance import provenance
@@ -42,6 +42,8 @@ from visspec.types import Sampling
 
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
 REFERENCES = 4  # renders of each prompt that the distance is taken to
+HEAD_CALLS = ("head", "draft_head")  # networks of painters of vectors whose sequential calls are counted
+HEAD_COLUMN = "head calls / token"  # beside NFE, where there are any
 SPEED = ("method", "NFE", "fewer by", "ms / NFE", "over stock", "95 %")
 QUALITY = ("method", "GenEval", "FD", "drift / token", "displacement", "guarantee")
 HEADS = SPEED + QUALITY[1:]
@@ -54,6 +56,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=positive, default=24, help="prompts of the shape world's suite")
     parser.add_argument("--model", default="painter")
     parser.add_argument("--method", action="append", help="preset or name=drafter/rule; repeat; default: all")
+    parser.add_argument("--task", action="append", choices=TASKS, help="prompts of this task only; repeat")
+    parser.add_argument("--denoising-steps", type=positive, action="append", metavar="N",
+                        help="painters of vectors: also plain decoding with N steps of the head; repeat")  # fmt: skip
     parser.add_argument("--quality", type=int, default=0, help="images a method for GenEval and FD (0: none)")
     parser.add_argument("--batch-size", type=positive, default=1, help="images at a time in the speed part")
     parser.add_argument("--images", type=Path, help="keep the images of the quality part in this folder; it resumes")
@@ -66,38 +71,60 @@ def run(arguments: argparse.Namespace) -> None:
     """Print and write the record, one row a method."""
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    methods = dict(chosen(m) for m in arguments.method or zoo.PRESETS)
     pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
     )
+    vectors = pipe.family.vectors
+    methods = dict(chosen(m, vectors) for m in arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS))
+    others = fewer_steps(pipe, arguments.denoising_steps or ())
     if arguments.quality and pipe.family.no_pixels:
         raise ValueError(f"--quality: got {arguments.quality}, expected 0: {pipe.family.no_pixels}")
     pipe.set_progress_bar_config(disable=True)
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
-    record = bench(
-        pipe, [p["prompt"] for p in spread(arguments.prompts)], methods, options, arguments.seed, arguments.batch_size
-    )
+    texts = [p["prompt"] for p in spread(arguments.prompts, arguments.task)]
+    record = bench(pipe, texts, methods, options, arguments.seed, arguments.batch_size, others=others)
     if arguments.quality:
         home = arguments.json.resolve().parent if arguments.json else None
-        judge(pipe, record, methods, options, arguments.quality, arguments.seed, arguments.images, home)
+        folder, seed = arguments.images, arguments.seed
+        judge(pipe, record, methods, options, arguments.quality, seed, folder, home, arguments.task, others)
     console = Console()
     console.print(*tables(record, console.width))
     write_json(arguments.json, record)
 
 
-def spread(count: int) -> list[dict]:
-    """`count` prompts from all over the suite."""
-    return suite()[:: max(1, len(suite()) // count)][:count]
+def spread(count: int, tasks: Sequence[str] | None = None) -> list[dict]:
+    """`count` prompts from all over the suite, or over these tasks of it."""
+    rows = [row for row in suite() if tasks is None or row["tag"] in tasks]
+    return rows[:: max(1, len(rows) // count)][:count]
 
 
-def chosen(method: str) -> tuple[str, str]:
+def chosen(method: str, vectors: bool = False) -> tuple[str, str]:
     """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:
-        return name, str(zoo.preset(name))
+        return name, str(zoo.preset(name, vectors))
     if "/" not in pair:
         raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
     return name, pair
+
+
+def fewer_steps(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
+    """Pipelines of the same model whose head takes other numbers of steps, by the names of their rows: what faster
+    sampling is to be compared with. Raises ValueError for a painter of codes.
+    """
+    if counts and not pipe.family.vectors:
+        raise ValueError(f"--denoising-steps: got {counts[0]}, expected none: {pipe.family.name} draws codes")
+    found = {}
+    for count in counts:
+        parts = pipe.parts | {"denoising_steps": count}
+        found[f"plain, {count} steps"] = made = ImagePipeline(pipe.model, pipe.processor, parts=parts)
+        made.set_progress_bar_config(disable=True)
+    return found
+
+
+def undrafted(pipe: ImagePipeline) -> str:
+    """The "drafter/rule" of plain decoding."""
+    return str(zoo.preset("plain", pipe.family.vectors))
 
 
 class StockArm:
@@ -148,9 +175,10 @@ class OurArm:
 
 def bench(
     pipe: ImagePipeline, texts: Sequence[str], methods: dict[str, str], options: dict[str, Any], seed: int = 0,
-    batch_size: int = 1, warmup: int = 2,
+    batch_size: int = 1, warmup: int = 2, others: dict[str, ImagePipeline] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Speed of every method against the stock generate at its better cache, and against our plain loop.
+    """Speed of every method against the stock generate at its better cache, and against our plain loop. others:
+    pipelines with plain decoding of their own, by name.
 
     Where the stock class draws no images, `stock` of the record is None and the plain loop is the only baseline.
     """
@@ -158,7 +186,9 @@ def bench(
     prompts = list(enumerate(groups))
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
     ours = {name: OurArm(pipe, method, options, seed, sampling) for name, method in methods.items()}
-    ours = ({} if "plain" in ours else {"plain": OurArm(pipe, "none/exact", options, seed, sampling)}) | ours
+    ours = ({} if "plain" in ours else {"plain": OurArm(pipe, undrafted(pipe), options, seed, sampling)}) | ours
+    for name, other in (others or {}).items():
+        ours[name] = OurArm(other, undrafted(other), options, seed, sampling)
     caches = [StockArm(pipe, sampling, seed, cache) for cache in CACHES]
     try:
         stock = speed.fastest(caches, prompts[: max(1, warmup)])
@@ -191,11 +221,15 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     same = speed.compare(plain, found)
     guarantee = arm.outputs[-1].stats[0].guarantee
     reach = [entry for run in found for entry in run.rounds]
+    traces = [trace for out in arm.outputs[-len(found) :] for trace in out.traces]
+    tokens = max(sum(run.count for run in found), 1)
+    calls = {f"{name}_calls": sum(trace.calls[name] for trace in traces) / tokens for name in HEAD_CALLS}
     return {
         "name": name, **arm.method, "order": arm.method["order"] or "raster",
         "guarantee": guarantee, "promises_tokens": arm.promise,
         "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
         **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
+        "trunk_passes": sum(len(run.rounds) + 1 for run in found) / tokens, **calls,
         "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
         "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"],
         "acceptance_by_depth": acceptance_by_depth(reach), "reached_by_depth": [n for n in by_depth(reach)[0] if n],
@@ -236,20 +270,23 @@ def numbers(grid: np.ndarray) -> list[list[float | None]]:
 
 def judge(
     pipe: ImagePipeline, record: dict[str, Any], methods: dict[str, str], options: dict[str, Any], count: int,
-    seed: int, folder: Path | None, home: Path | None = None,
+    seed: int, folder: Path | None, home: Path | None = None, tasks: Sequence[str] | None = None,
+    others: dict[str, ImagePipeline] | None = None,
 ) -> None:  # fmt: skip
-    """Draw `count` prompts of the suite with every method and add GenEval, strict and FD to the rows, in place.
+    """Draw `count` prompts of the suite, or of some of its tasks, with every method and add GenEval, strict and FD to
+    the rows, in place.
 
     Images already in the folder are kept: a killed run goes on where it was. The record names those inside `home`, its
     own folder, by path; reports open nothing else, so of others it holds thumbnails.
     """
-    prompts = spread(count)
+    prompts = spread(count, tasks)
     extractor, reference = RandomConv(), None
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
-            drawn = draw(pipe, methods.get(line["name"], "none/exact"), prompts, options, seed, root)
-            reference = reference or rendered(extractor, open_image(drawn[0][0]).width)
+            source = (others or {}).get(line["name"], pipe)
+            drawn = draw(source, methods.get(line["name"], undrafted(pipe)), prompts, options, seed, root)
+            reference = reference or rendered(extractor, open_image(drawn[0][0]).width, tasks)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"))
             distance = fid.from_folder(root, reference, extractor)
             line |= scores(report.summary)
@@ -308,10 +345,10 @@ def draw(
     return entries
 
 
-def rendered(extractor: RandomConv, side: int) -> references.Reference:
-    """Several renders of each of the suite's prompts, `side` pixels wide."""
+def rendered(extractor: RandomConv, side: int, tasks: Sequence[str] | None = None) -> references.Reference:
+    """Several renders of each of the suite's prompts, or of those of these tasks, `side` pixels wide."""
     rng = np.random.default_rng(REFERENCE_SEED)
-    renders = [render(free_scene(p, rng), side) for p in suite() for _ in range(REFERENCES)]
+    renders = [render(free_scene(p, rng), side) for p in spread(len(suite()), tasks) for _ in range(REFERENCES)]
     stack = torch.from_numpy(np.stack(renders)).permute(0, 3, 1, 2)
     return references.from_features(torch.cat([extractor(part) for part in stack.split(32)]), extractor)
 
@@ -330,6 +367,9 @@ def table(record: dict[str, Any], heads: Sequence[str] = HEADS) -> Table:
     if stock := record["stock"]:
         title += f", stock with its {stock['cache']} cache"
     view = Table(title=title)
+    if "NFE" in heads and any(line.get("head_calls") for line in record["rows"]):
+        at = heads.index("NFE") + 1
+        heads = [*heads[:at], HEAD_COLUMN, *heads[at:]]
     for head in heads:
         said = "over plain" if head == "over stock" and not record["stock"] else head.replace(" / ", " /\n")
         view.add_column(said, justify="left" if head in LEFT else "right", no_wrap=head != "guarantee")
@@ -351,6 +391,7 @@ def _lines(record: dict[str, Any]) -> Iterator[dict[str, str]]:
         far = line["latent_displacement"]
         yield {
             "method": line["name"], "NFE": f"{line['nfe']:.1f}", "fewer by": f"{line['nfe_reduction']:.2f}",
+            HEAD_COLUMN: f"{line.get('head_calls', 0.0):.1f}",
             "ms / NFE": f"{line['ms_per_nfe']:.1f}", "over stock": f"{line['speedup']:.2f}",
             "95 %": f"{low:.2f}..{high:.2f}", "drift / token": f"{line['drift_per_token']:.4f}",
             "displacement": "not measured" if far is None else f"{far:.4f}", "guarantee": line["guarantee"],

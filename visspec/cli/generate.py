@@ -13,8 +13,9 @@ from visspec.files import Results, replacing
 if TYPE_CHECKING:
     from PIL import Image
 
-    from visspec.api.images import ImageOutput
+    from visspec.api.images import ImageOutput, ImagePipeline
 
+CHOSEN = ("drafter", "acceptance", "order")
 MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the batch an image was drawn in
 
 
@@ -31,9 +32,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, help="pixels; default: the model's own")
     parser.add_argument("--width", type=int, help="pixels; default: the model's own")
     parser.add_argument("--preset", help="a published method by name, see visspec list")
-    parser.add_argument("--drafter", help="name with options, or folder (default: jacobi)")
+    parser.add_argument("--drafter", help="name with options, or folder (default: jacobi; none for vectors)")
     parser.add_argument("--order", help="order of decoding, with options: zipar:window=4 (default: raster)")
-    parser.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact)")
+    parser.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)")
     parser.add_argument("--batch-size", type=positive, default=8)
     parser.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
     parser.add_argument("--json", type=Path, help="write seeds, passes, guarantee, drift and displacement to this file")
@@ -45,20 +46,21 @@ def run(arguments: argparse.Namespace) -> None:
     from visspec.api.images import ImagePipeline
     from visspec.provenance import provenance
 
-    chosen = method(arguments)
+    check_method(arguments)
     pipe = ImagePipeline.from_pretrained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype, **chosen,
+        arguments.model, device=arguments.device, dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,
     )  # fmt: skip
+    chosen = method(arguments, pipe)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     stream = pipe.stream(
         arguments.prompt, num_images_per_prompt=arguments.n, guidance_scale=arguments.guidance_scale,
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, height=arguments.height,
-        width=arguments.width, seed=arguments.seed, batch_size=arguments.batch_size,
+        width=arguments.width, seed=arguments.seed, batch_size=arguments.batch_size, **chosen,
     )  # fmt: skip
     shown: list[Image.Image] = []
     captions: list[str] = []
-    about = {**chosen, "provenance": provenance(pipe.model)}
+    about = {name: getattr(pipe, name) for name in CHOSEN} | chosen | {"provenance": provenance(pipe.model)}
     first = first_number(arguments.out)
     with Results(arguments.json, about) as results:
         try:
@@ -91,17 +93,26 @@ def first_number(folder: Path) -> int:
     return max(numbers, default=-1) + 1
 
 
-def method(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Drafter, rule and order from --preset, or from their own options."""
+def check_method(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for a preset that is not known, or that has options beside it."""
     from visspec.api import zoo
 
-    own = {name: getattr(arguments, name) for name in ("drafter", "acceptance", "order")}
     if arguments.preset is None:
-        return own | {"drafter": own["drafter"] or "jacobi", "acceptance": own["acceptance"] or "exact"}
-    for name, value in own.items():
-        if value is not None:
+        return
+    if arguments.preset not in zoo.VECTOR_PRESETS:  # which one it is, the model tells
+        zoo.preset(arguments.preset)
+    for name in CHOSEN:
+        if (value := getattr(arguments, name)) is not None:
             raise ValueError(f"--{name}: got {value} beside --preset, expected one of the two")
-    return zoo.method(str(zoo.preset(arguments.preset)))
+
+
+def method(arguments: argparse.Namespace, pipe: ImagePipeline) -> dict[str, Any]:
+    """Drafter, rule and order from --preset, or from their own options; those not given are the pipeline's."""
+    from visspec.api import zoo
+
+    if arguments.preset is not None:
+        return zoo.method(str(zoo.preset(arguments.preset, pipe.family.vectors)))
+    return {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
 
 
 def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:
