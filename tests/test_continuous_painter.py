@@ -146,6 +146,18 @@ def test_a_drafter_reads_the_conditions_that_are_known():
     assert torch.allclose(read[:, 0] - plain[:, 0], model.feature_proj(features[:, 0]), atol=1e-6)
 
 
+def test_a_fresh_drafter_has_the_painters_head_and_embeddings(painter):
+    model = continuous_draw.drafter_of(painter, TINY | {"feature": 16}).eval()
+    ids, _ = prompts(1.0)
+    assert torch.equal(model.embed_prompt(ids), painter.embed_prompt(ids))
+    x, t, condition = torch.randn(3, 8), torch.tensor([5, 500, 999]), torch.randn(3, 16)
+    assert torch.equal(model.head(x, t, condition), painter.head(x, t, condition))
+    values = torch.randn(2, 3, 8)
+    index, features = torch.arange(3).expand(2, 3), torch.randn(2, 3, 16)
+    read = model.embed(values, index, features) - model.embed(values, index)
+    assert torch.allclose(read, features, atol=1e-6)
+
+
 def test_pairs_are_of_known_tasks_on_plain_ground():
     for seed in range(6):
         metadata, scene = continuous_data.pair(seed)

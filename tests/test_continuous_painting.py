@@ -1,5 +1,7 @@
 """Pictures of vectors through `ImagePipeline`: the plain loop, presets, batches, and what is refused."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,23 @@ def test_its_own_drafts_are_kept(pipe):
     assert drawn(pipe, PROMPTS[:2], drafter=own, acceptance="surrogate").stats[0].tau > 3.9
 
 
+def test_a_drafted_vector_is_read_with_the_condition_it_was_drawn_from(pipe, small):
+    """The painter's of those that are verified, the drafter's own of the others."""
+    drafts, seen = drafter(small, pipe, levels=3, every=4), []
+    read = drafts.own.read
+
+    def watched(state, draft, features):
+        hidden = read(state, draft, features)
+        seen.append((features, hidden))
+        return hidden
+
+    drafts.own.read = watched
+    drawn(pipe, PROMPTS[:1], drafter=drafts, acceptance="coupled:window=1")
+    for (_, before), (features, _) in list(pairwise(seen))[:2]:
+        assert torch.equal(features, before[:, -1:])
+    assert all(bool((features != 0).any(dim=-1).all()) for features, _ in seen)
+
+
 def test_calls_are_counted(pipe, small):
     out = drawn(pipe, PROMPTS[:1], acceptance="coupled:window=1")
     assert out.traces[0].calls == {"head": 64 * 4}
@@ -157,6 +176,12 @@ def test_what_can_not_be_is_refused_before_work_starts(pipe, options, message, m
 def test_a_drafter_of_another_kind_is_refused(pipe, sizes, message):
     with pytest.raises(ValueError, match=f"^drafter: got {message}"):
         ContinuousDrafter(fresh("drafter", **sizes), pipe.model)
+
+
+def test_a_drafter_whose_own_conditions_have_another_size_is_refused(pipe, small):
+    wide = fresh("drafter", feature=16, text=TINY["text"] | {"hidden_size": 32})
+    with pytest.raises(ValueError, match="^drafter: got hidden size 32, expected 16"):
+        ContinuousDrafter(wide, pipe.model)
 
 
 def test_a_target_without_noise_in_its_last_step_is_refused(pipe):

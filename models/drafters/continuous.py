@@ -44,6 +44,8 @@ class ContinuousDrafter(Drafter):
         width = theirs.text_config.hidden_size
         if ours.feature not in (0, width):
             raise ValueError(f"drafter: got feature {ours.feature}, expected {width}, the target's hidden size, or 0")
+        if ours.feature and (own := ours.text_config.hidden_size) != ours.feature:  # it reads its own conditions too
+            raise ValueError(f"drafter: got hidden size {own}, expected {ours.feature}, the size of what it reads")
         self.family, self.every = ContinuousImages(small, None, settings=target.generation_config), every
         self.own = ContinuousAR(self.family)
         self.feature = ours.feature
@@ -85,7 +87,7 @@ class ContinuousDrafter(Drafter):
         noise: Any = state.noise
         for level in range(depth):
             if level:
-                hidden = self._read(memory, values[-1][:, None], None)
+                hidden = self._read(memory, values[-1][:, None], hidden if self.feature else None)
                 memory.advance([1] * len(state.rows))
             law = self.family.laws(hidden, own.request, own.trace.calls, "draft_head", self.every)
             value, path = noise.draft(law, level)

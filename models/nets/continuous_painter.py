@@ -124,7 +124,8 @@ class ContinuousPainter(PreTrainedModel):
     def embed(self, values_BNd: Tensor, index_BN: Tensor, features_BNF: Tensor | None = None) -> Tensor:
         """Inputs of tokens number `index` (B, N, C); the position of token i predicts token i + 1.
 
-        features: for a drafter, the conditions that the painter drew the tokens from, zero where they are not known.
+        features: for a drafter, the conditions that the tokens were drawn from, the painter's or its own, zero where
+        they are not known.
         """
         inputs = self.z_proj(values_BNd) + self.places(index_BN + 1)
         if features_BNF is None:

@@ -79,10 +79,11 @@ license: apache-2.0
 
 # visspec painter-continuous-drafter
 
-The drafter of `painter-continuous`: the same form, {parameters:.2f} million parameters ({text}; head of {depth} blocks
-of width {width}), without an autoencoder. Trained to predict the same velocity as the painter's head at the same points
-of the forward process after the same tokens; last squared distance {loss} (tokens of deviation 1; the painter's own
-error is {painter_loss}).
+The drafter of `painter-continuous`: the same form, {parameters:.2f} million parameters ({text}), with a copy of the
+painter's head and without an autoencoder. It reads tokens, and the painter's conditions that they were drawn from where
+those are known; in drafts its own. Trained for the painter's velocity at the same points of the forward process after
+the same tokens; last loss {loss}: squared distance of the velocities (tokens of deviation 1) and a tenth of that of the
+conditions. The painter's own loss is {painter_loss}.
 
 ```python
 import visspec
@@ -165,9 +166,9 @@ def finish(options: argparse.Namespace) -> None:
     write("drafter", drafter, options, {"distance": stages["drafter"]["loss"]}, seeds={"draft": 2}, **stages, **data)
     text, parameters = cards.layers(SIZES["drafter"]["text"]), sum(p.numel() for p in drafter.parameters()) / 1e6
     card = DRAFTER_CARD.format(
-        parameters=parameters, text=text, depth=drafter.config.head_depth, width=drafter.config.head_width,
-        loss=stages["drafter"]["loss"], painter_loss=stages["draw"]["loss"], steps=stages["drafter"]["steps"],
-        rows=data["rows"], minutes=round(stages["drafter"]["seconds"] / 60), note=options.note,
+        parameters=parameters, text=text, loss=stages["drafter"]["loss"], painter_loss=stages["draw"]["loss"],
+        steps=stages["drafter"]["steps"], rows=data["rows"], minutes=round(stages["drafter"]["seconds"] / 60),
+        note=options.note,
     )  # fmt: skip
     cards.publish(folder, card)
     print(json.dumps({"folder": str(options.out), **measured}), flush=True)

@@ -31,17 +31,18 @@ SIZES: dict[str, dict[str, Any]] = {
         "head_depth": 6,
     },
     "drafter": {
-        "text": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
-        "head_width": 64,
-        "head_depth": 2,
-        "feature": 192,  # the painter's hidden size
+        "text": {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 3},
+        "head_width": 192,
+        "head_depth": 6,
+        "feature": 192,
     },
 }
 TIMES = 2  # levels of noise of a token in a step
 READING_WEIGHT = 0.1  # of the throw-away heads' loss
 FADE = (0.5, 0.8)  # shares of the steps between which it falls to 0
-# What the drafter reads of the painter: all but runs of AHEAD tokens, which begin with one of these probabilities
-AHEAD, BEGINS = 4, (0.05, 0.1, 0.2, 1.0)
+AHEAD, BEGINS = 4, 0.1  # tokens of a draft, and how often one begins: there the drafter reads its own conditions
+SHARED = ("decoder.embed_tokens", "decoder.norm", "z_proj", "rows", "columns", "head")  # parts it has of the painter
+NEARNESS = 0.1  # weight of the squared distance of its conditions from the painter's
 LABELS = (3, 1 + len(CLASSES), 1 + len(COLOURS), 1 + len(CLASSES), 1 + len(COLOURS))  # shapes begun, next one, newest
 
 
@@ -174,36 +175,50 @@ class DrawStage(TokenStage):
 class DraftStage(TokenStage):
     """Training of the drafter: its velocity is to be the painter's at the same points, after the same tokens.
 
-    A painter's law learnt from its head is nearer to it than one that is learnt from data: the drafter's own mistakes
-    are the only difference. It reads the conditions that tokens were drawn from where they would be known: not in runs
-    of AHEAD tokens, as in a draft, and not at all in a quarter of the pictures.
+    It has the painter's head, unchanged, and learns the conditions of it: from all tokens and from those conditions of
+    the painter that are known, its own in drafts. A law learnt from the painter's is nearer to it than one that is
+    learnt from data: the drafter's own mistakes are the only difference.
     """
 
     def __init__(self, options: argparse.Namespace, rank: int):
         torch.manual_seed(2)
-        self.model, self.painter = build("drafter").train(), load_painter(options.out)
-        super().__init__(
-            options, rank, "drafter.pt", options.drafter_steps, list(self.model.parameters()), {"model": self.model}
-        )
+        self.painter = load_painter(options.out)
+        self.model = drafter_of(self.painter).train()
+        self.model.head.requires_grad_(False)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        super().__init__(options, rank, "drafter.pt", options.drafter_steps, trained, {"model": self.model})
 
     def loss(self) -> torch.Tensor:
-        """Squared distance of both models' velocities."""
+        """Squared distance of both models' velocities, and of their conditions."""
         ids, mask, values, ink, _, _ = self.rows()
         x, times, _ = self.noised(values)
         with torch.no_grad():
             conditions = self.painter(ids, mask, values)
             wanted = self.painter.head(x, times, conditions)
-        begins = torch.rand(values.shape[:2]) < torch.tensor(BEGINS)[torch.randint(len(BEGINS), (len(ids), 1))]
-        ahead = F.max_pool1d(F.pad(begins.float(), (AHEAD - 1, 0)), AHEAD, 1)[..., None]
-        features = conditions * (1 - ahead)
-        made = self.model.head(x, times, self.model(ids, mask, values, features))
-        losses = (made - wanted).square().mean((0, 3))
+            begins = (torch.rand(values.shape[:2]) < BEGINS).float()
+            ahead = F.max_pool1d(F.pad(begins, (AHEAD - 1, 0)), AHEAD, 1)[..., None].bool()
+            features = torch.where(ahead, self.model(ids, mask, values, conditions), conditions)
+        made = self.model(ids, mask, values, features)
+        losses = (self.model.head(x, times, made) - wanted).square().mean((0, 3))
         self.notes["ink"] = round(losses[ink].mean().item(), 4)
-        return losses.mean()
+        self.notes["velocity"] = round(losses.mean().item(), 4)
+        return losses.mean() + NEARNESS * (made - conditions).square().mean()
 
     def report(self) -> dict:
         """Nothing: acceptance is measured on the finished pair."""
         return {}
+
+
+def drafter_of(painter: ContinuousPainter, sizes: dict | None = None) -> ContinuousPainter:
+    """A fresh drafter with the painter's embeddings and head. At first its conditions are about those it reads, each
+    token's for the next: right where a picture goes on as before.
+    """
+    model = build("drafter", sizes=sizes)
+    for name in SHARED:
+        model.get_submodule(name).load_state_dict(painter.get_submodule(name).state_dict())
+    nn.init.eye_(model.feature_proj.weight)
+    nn.init.zeros_(model.feature_proj.bias)
+    return model
 
 
 def assembled(folder: Path, model: ContinuousPainter) -> ContinuousPainter:
