@@ -180,7 +180,7 @@ def test_a_drafter_of_another_kind_is_refused(pipe, sizes, message):
 
 def test_a_drafter_whose_own_conditions_have_another_size_is_refused(pipe, small):
     wide = fresh("drafter", feature=16, text=TINY["text"] | {"hidden_size": 32})
-    with pytest.raises(ValueError, match="^drafter: got hidden size 32, expected 16"):
+    with pytest.raises(ValueError, match=r"^drafter: got hidden size 32, expected 16"):
         ContinuousDrafter(wide, pipe.model)
 
 
