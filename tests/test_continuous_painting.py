@@ -99,7 +99,7 @@ def test_its_own_drafts_are_kept(pipe):
     class Itself(ContinuousDrafter):
         pass
 
-    own = Itself(pipe.model, pipe.model, levels=3, every=1)
+    own = Itself(pipe.model, pipe.model, levels=3, skip=0.0)
     out = drawn(pipe, PROMPTS[:2], drafter=own, acceptance="coupled:window=1")
     assert out.stats[0].tau > 3.9 and out.stats[0].faults == 0
     assert drawn(pipe, PROMPTS[:2], drafter=own, acceptance="surrogate").stats[0].tau > 3.9
@@ -107,7 +107,7 @@ def test_its_own_drafts_are_kept(pipe):
 
 def test_a_drafted_vector_is_read_with_the_condition_it_was_drawn_from(pipe, small):
     """The painter's of those that are verified, the drafter's own of the others."""
-    drafts, seen = drafter(small, pipe, levels=3, every=4), []
+    drafts, seen = drafter(small, pipe, levels=3, skip=0.9), []
     read = drafts.own.read
 
     def watched(state, draft, features):
@@ -127,7 +127,7 @@ def test_calls_are_counted(pipe, small):
     assert out.traces[0].calls == {"head": 64 * 4}
     out = drawn(pipe, PROMPTS[:1], acceptance="coupled:window=4")
     assert 64 <= out.traces[0].calls["head"] < 64 * 4
-    out = drawn(pipe, PROMPTS[:1], drafter=drafter(small, pipe, levels=2, every=2))
+    out = drawn(pipe, PROMPTS[:1], drafter=drafter(small, pipe, levels=2, skip=0.5))
     assert out.traces[0].calls["draft_head"] % 2 == 0 and out.traces[0].calls["head"] > 0
 
 

@@ -1,8 +1,8 @@
 """Drafts of vectors from a small model of the painter's own form, on the painter's hidden states where it reads them.
 
 Each drafted vector is a chain of the target's steps under the small head, whose realised points the rule couples the
-target's own chain with. The small head is asked at every few steps only and its estimate kept in between: the drafted
-law is that of this cheaper chain, known at every step.
+target's own chain with. The small head may be asked at some steps only, its estimate kept in between: the drafted law
+is that of this cheaper chain, known at every step.
 
 Shapes: B rows, R = B or 2 B cache rows, U tokens not read yet, d size of a token, F features of the target.
 """
@@ -27,15 +27,18 @@ from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Score
 
 
 class ContinuousDrafter(Drafter):
-    """levels: maximum draft length. every: steps from one call of the head to the next.
+    """levels: maximum draft length. skip: share of the steps left from one call of the head to the next, 0 for every
+    step. wait: share of a picture's vectors, at its begin, that the target draws alone (token pre-filling in CSpD).
 
     Raises ValueError if its vectors, places or steps are not the target's.
     """
 
-    def __init__(self, small: ContinuousPainter, target: Any, *, levels: int = 4, every: int = 8):
-        for name, value in (("levels", levels), ("every", every)):
-            if value < 1:
-                raise ValueError(f"{name}: got {value}, expected at least 1")
+    def __init__(self, small: ContinuousPainter, target: Any, *, levels: int = 4, skip: float = 0.1, wait: float = 0.0):
+        if levels < 1:
+            raise ValueError(f"levels: got {levels}, expected at least 1")
+        for name, share in (("skip", skip), ("wait", wait)):
+            if not 0 <= share < 1:
+                raise ValueError(f"{name}: got {share}, expected a share in [0, 1)")
         ours, theirs = small.config, target.config
         for name in ("token", "grid", "denoising_steps"):
             found, wanted = getattr(ours, name), getattr(theirs, name)
@@ -46,9 +49,9 @@ class ContinuousDrafter(Drafter):
             raise ValueError(f"drafter: got feature {ours.feature}, expected {width}, the target's hidden size, or 0")
         if ours.feature and (own := ours.text_config.hidden_size) != ours.feature:  # it reads its own conditions too
             raise ValueError(f"drafter: got hidden size {own}, expected {ours.feature}, the size of what it reads")
-        self.family, self.every = ContinuousImages(small, None, settings=target.generation_config), every
+        self.family, self.skip = ContinuousImages(small, None, settings=target.generation_config), skip
         self.own = ContinuousAR(self.family)
-        self.feature = ours.feature
+        self.feature, self.alone = ours.feature, int(wait * theirs.grid**2)
         self.traits = DrafterTraits(levels, (-1,) if ours.feature else (), samples=True, law=Denoising)
 
     @classmethod
@@ -73,6 +76,8 @@ class ContinuousDrafter(Drafter):
 
     def propose(self, state: State, depth: int) -> Draft:
         memory: Memory = state.memory
+        if min(len(state.tokens[row]) for row in state.rows) < self.alone:
+            return trees.root(state.pending)
         own, slots = memory.own, memory.own.cache.slots
         counts = [len(row) for row in memory.values]
         known = pad_sequence(memory.features, batch_first=True) if self.feature else None
@@ -89,7 +94,7 @@ class ContinuousDrafter(Drafter):
             if level:
                 hidden = self._read(memory, values[-1][:, None], hidden if self.feature else None)
                 memory.advance([1] * len(state.rows))
-            law = self.family.laws(hidden, own.request, own.trace.calls, "draft_head", self.every)
+            law = self.family.laws(hidden, own.request, own.trace.calls, "draft_head", self.skip)
             value, path = noise.draft(law, level)
             values.append(value)
             paths.append(path)

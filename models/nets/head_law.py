@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.laws import Denoising, Steps
+from visspec.laws import Denoising, Steps, asked
 from visspec.models.nets.diffusion_head import DiffusionHead, Schedule
 
 MOST_ROWS = 1 << 14  # steps of chains whose modulations are computed together, which is faster than one by one
@@ -34,15 +34,15 @@ class HeadLaws:
 
     def __call__(
         self, condition: Tensor, shape: tuple[int, int], guidance: Tensor | float | None = None,
-        temperature: float = 1.0, calls: Counter[str] | None = None, name: str = "head", every: int = 1,
+        temperature: float = 1.0, calls: Counter[str] | None = None, name: str = "head", skip: float = 0.0,
     ) -> Denoising:  # fmt: skip
         """Laws (B, N) with conditions (M, C), or with guidance, a scale or those of the chains (M,), (2 M, C).
 
-        every: see `Denoising`; such laws can only be sampled.
+        skip: see `Denoising`; such laws can only be sampled.
         """
-        chains = _Chains(self, condition, shape[0] * shape[1], guidance, every)
+        chains = _Chains(self, condition, shape[0] * shape[1], guidance, skip)
         steps = self._steps(temperature, condition.device)
-        return Denoising(chains, steps, shape, self.head.size, calls, name, every)
+        return Denoising(chains, steps, shape, self.head.size, calls, name, skip)
 
     def prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Embedded times (S, width), and coefficients (S, 1) of a point and of the head's output in its estimate."""
@@ -64,8 +64,8 @@ class HeadLaws:
 class _Chains:
     """`laws.Predict` of M chains. G = 1, or 2 with guidance, the unconditional ones last; U numbers of modulations."""
 
-    def __init__(self, laws: HeadLaws, condition: Tensor, count: int, guidance: Tensor | float | None, every: int):
-        self.laws, self.guidance, self.every = laws, guidance, every
+    def __init__(self, laws: HeadLaws, condition: Tensor, count: int, guidance: Tensor | float | None, skip: float):
+        self.laws, self.guidance = laws, guidance
         halves = 1 if guidance is None else 2
         if len(condition) != halves * count:
             raise ValueError(f"condition: got {len(condition)} rows, expected {halves} x {count}")
@@ -74,8 +74,11 @@ class _Chains:
         self.condition_GM1C = own.view(halves, count, 1, -1)
         self.time_SC, self.of_point, self.of_output = laws.prepared(condition.device)
         self.ahead_GMSU: Tensor | None = None
-        if len(condition) * len(self.time_SC[::every]) <= MOST_ROWS:
-            self.ahead_GMSU = head.modulations(self.time_SC[::every] + self.condition_GM1C)
+        here = asked(len(self.time_SC), skip)
+        self.place = {step: place for place, step in enumerate(here)}  # of a step among those that are made ahead
+        if len(condition) * len(here) <= MOST_ROWS:
+            times_SC = self.time_SC if len(here) == len(self.time_SC) else self.time_SC[here]
+            self.ahead_GMSU = head.modulations(times_SC + self.condition_GM1C)
 
     def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
         head = self.laws.head
@@ -100,6 +103,6 @@ class _Chains:
             return self.laws.head.modulations(self.time_SC[step] + own)
         if isinstance(step, int):
             ahead = self.ahead_GMSU if chains_M is None else self.ahead_GMSU[:, chains_M]
-            return ahead[:, :, step // self.every, None]
+            return ahead[:, :, self.place[step], None]
         rows = torch.arange(len(step), device=step.device) if chains_M is None else chains_M
         return self.ahead_GMSU[:, rows[:, None], step]

@@ -61,14 +61,14 @@ class ContinuousImages(Worded):
         return self.model.embed_prompt(ids)
 
     def laws(
-        self, hidden_RNC: Tensor, request: Request, calls: Counter[str], name: str = "head", every: int = 1
+        self, hidden_RNC: Tensor, request: Request, calls: Counter[str], name: str = "head", skip: float = 0.0
     ) -> Denoising:
         """Laws after nodes with these hidden states, of the unconditional rows last under guidance."""
         sampling = request.sampling
         copies = 1 if sampling.guidance == 1.0 else 2
         shape = hidden_RNC.shape[0] // copies, hidden_RNC.shape[1]
         scale = None if copies == 1 else sampling.guidance
-        return self.chains(hidden_RNC.flatten(0, 1), shape, scale, sampling.temperature, calls, name, every)
+        return self.chains(hidden_RNC.flatten(0, 1), shape, scale, sampling.temperature, calls, name, skip)
 
     def check_sampling(self, sampling: Sampling) -> None:
         check_vectors(sampling)

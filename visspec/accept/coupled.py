@@ -25,16 +25,18 @@ CANDIDATES = 8  # of the residual of a step, where deviations are predicted and 
 
 
 class Coupled(Acceptance):
-    """window: points of each chain in a pass of the head. merge: number of last steps in which chains that have parted
-    may meet again.
+    """window: maximum number of points of each chain in a pass of the head. merge: number of last steps in which chains
+    that have parted may meet again.
     """
 
     traits = RuleTraits("exact for the declared target", judges_draws=True, chains_only=True, law=Denoising)
 
-    def __init__(self, window: int = 8, merge: int = 40):
+    def __init__(self, window: int = 16, merge: int = 40):
         for name, value, least in (("window", window, 1), ("merge", merge, 0)):
             if value < least:
                 raise ValueError(f"{name}: got {value}, expected at least {least}")
+        if window > denoise.MOST:
+            raise ValueError(f"window: got {window}, expected at most {denoise.MOST}")
         self.window, self.merge = window, merge
         self.capabilities = Capabilities()
 

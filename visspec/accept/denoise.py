@@ -5,7 +5,8 @@ law of the next point whose Gaussian is known too: while the chain runs along a 
 points are the proposals), elsewhere from a Gaussian around the mean that follows from an extrapolated estimate of the
 value. Each proposal is then coupled with the target's own law of that point (`couplings`): up to the first that is not
 the same, all are kept, and that one is replaced. (De Bortoli et al., arXiv 2501.05370, freeze the drift; the coupling
-of whole chains, with coalescing again after a difference, is ours.) W = 1 is a plain chain.
+of whole chains, with coalescing again after a difference, is ours.) W = 1 is a plain chain. The less noise is left, the
+sooner a proposal fails: a chain takes 1 / AHEAD of its remaining steps at most.
 
 Shapes: M chains, S steps, W points of a pass, d size.
 """
@@ -23,6 +24,9 @@ from visspec.cache import to_device
 from visspec.laws import Denoising, Steps, Trajectory
 from visspec.sampling import Numbers
 from visspec.types import Draft
+
+AHEAD = 5  # measured: windows of 16 keep 13 points with half of the steps left, 5 with a quarter, 2 with a tenth
+MOST = 32  # points of a chain in a pass
 
 _forecasts: WeakKeyDictionary[Steps, dict[int, Forecast]] = WeakKeyDictionary()
 
@@ -122,18 +126,21 @@ def run(
     if drafted is not None:
         start, along = torch.where(drafted.there[:, None], drafted.points[:, 0], start), drafted.there
     chains = Chains(zero, start, along, torch.zeros_like(start), torch.zeros_like(start))
-    alive = list(range(count))
+    widths = [reach(steps - step, window) for step in range(steps)]
+    reach_S = to_device(widths, device)
+    alive, width = list(range(count)), widths[0]
     chosen: Tensor | None = None  # indices of living chains; None: all
     own, path = numbers, drafted
     following, close = drafted is not None, False
     while alive:
         guide = path if following or close else None
-        chains = advance(law, chains, own, guide, chosen, window, merge if close else 0)
+        chains = advance(law, chains, own, guide, chosen, reach_S[:, None][chains.step], width, merge if close else 0)
         there = zero[: len(alive)] if path is None else path.there.long()
         done, met, drafts = torch.stack([chains.step, chains.along.long(), there]).tolist()
         following = any(met)
         close = any(t and not m and n + window > steps - merge for n, m, t in zip(done, met, drafts))
         over = [c for c, n in enumerate(done) if n == steps]
+        width = max((widths[n] for n in done if n < steps), default=1)
         if not over:
             continue
         at = to_device(over, device)
@@ -158,15 +165,22 @@ def run(
     return ends, equal
 
 
+def reach(left: int, window: int) -> int:
+    """Points of a chain in a pass, with so many steps left."""
+    return min(left, max(2, left // AHEAD), window)
+
+
 def advance(
-    law: Denoising, chains: Chains, numbers: Numbers, drafted: Drafted | None, chosen: Tensor | None, window: int,
-    merge: int,
+    law: Denoising, chains: Chains, numbers: Numbers, drafted: Drafted | None, chosen: Tensor | None, reach_M1: Tensor,
+    width: int, merge: int,
 ) -> Chains:  # fmt: skip
-    """One pass of the head over W points of each chain; every chain moves by one step at least."""
+    """One pass of the head over W = `width` points of each chain, of which `reach` count; every chain moves by one step
+    at least.
+    """
     steps = law.steps
-    step_MW = chains.step[:, None] + torch.arange(window, device=chains.step.device)
-    index = step_MW.clamp(max=len(steps) - 1)
-    own = proposals(steps, chains, index, numbers, drafted, window, merge)
+    place = torch.arange(width, device=chains.step.device)
+    index = (chains.step[:, None] + place).clamp(max=len(steps) - 1)
+    own = proposals(steps, chains, index, numbers, drafted, place == reach_M1 - 1, merge)
     before = torch.cat([chains.x[:, None], own.points[:, :-1]], dim=1)
     mean, log_sigma, value = law.kernel(before, index, chosen)
     coin = at_steps(numbers.coins[..., 0], index)
@@ -179,12 +193,11 @@ def advance(
             own.points, own.mean, own.log_sigma, mean, log_sigma, coin, at_steps(numbers.candidates, index),
             at_steps(numbers.chances, index),
         )  # fmt: skip
-    live = step_MW < len(steps)
-    kept_M = (same & live).long().cumprod(dim=1).sum(dim=1)
-    moved_M1 = torch.minimum(kept_M + 1, live.sum(dim=1))[:, None]
-    kept_M1, last = same.gather(1, moved_M1 - 1), (moved_M1 - 1)[..., None].expand(-1, 1, mean.shape[-1])
-    x = torch.where(kept_M1, own.points.gather(1, last)[:, 0], drawn.gather(1, last)[:, 0])
-    along = (kept_M1 & own.along.gather(1, moved_M1 - 1))[:, 0]
+    kept_M1 = same.long().cumprod(dim=1).sum(dim=1, keepdim=True)
+    moved_M1 = torch.minimum(kept_M1 + 1, reach_M1)
+    stays_M1, last = same.gather(1, moved_M1 - 1), (moved_M1 - 1)[..., None].expand(-1, 1, mean.shape[-1])
+    x = torch.where(stays_M1, own.points.gather(1, last)[:, 0], drawn.gather(1, last)[:, 0])
+    along = (stays_M1 & own.along.gather(1, moved_M1 - 1))[:, 0]
     now = value.gather(1, last)[:, 0]
     former = torch.cat([chains.value[:, None], value], dim=1).gather(1, last)[:, 0]
     slope = (now - former) * (chains.step[:, None] + moved_M1 > 1)
@@ -192,18 +205,21 @@ def advance(
 
 
 def proposals(
-    steps: Steps, chains: Chains, index: Tensor, numbers: Numbers, drafted: Drafted | None, window: int, merge: int
+    steps: Steps, chains: Chains, index: Tensor, numbers: Numbers, drafted: Drafted | None, final: Tensor, merge: int
 ) -> Proposals:
-    """The next W points: along the drafted chain where a chain is on it, else around the extrapolated estimate."""
+    """The next W points: along the drafted chain where a chain is on it, else around the extrapolated estimate.
+
+    final (M, W) bool: each chain's last point that counts.
+    """
     log_sigma = steps.low[index][..., None]
     if not steps.fixed:  # between the bounds; an estimate of deviations would say more
         log_sigma = (log_sigma + steps.high[index][..., None]) / 2
     normal = at_steps(numbers.steps, index)
-    ahead = forecast(steps, window)
+    ahead, width = forecast(steps, MOST), index.shape[1]
     step = index[:, 0]
-    points = ahead.point[step][..., None] * chains.x[:, None] + ahead.value[step][..., None] * chains.value[:, None]
-    points = points + ahead.slope[step][..., None] * chains.slope[:, None]
-    points = torch.baddbmm(points, ahead.noise[step], log_sigma.exp() * normal)
+    of_x, of_value, of_slope = (part[step, :width, None] for part in ahead[:3])
+    points = of_x * chains.x[:, None] + of_value * chains.value[:, None] + of_slope * chains.slope[:, None]
+    points = torch.baddbmm(points, ahead.noise[step, :width, :width], log_sigma.exp() * normal)
     mean = points - log_sigma.exp() * normal
     away = Proposals(points, normal, mean, log_sigma, torch.zeros_like(index, dtype=torch.bool))
     if drafted is None:
@@ -214,16 +230,17 @@ def proposals(
     on = Proposals(points, normal, mean, log_sigma, torch.ones_like(away.along))
     if merge:
         near = (index >= len(steps) - merge) & drafted.there[:, None]
-        away = merging(steps, chains, index, numbers, on, near, away)
+        away = merging(steps, chains, index, numbers, on, near, final, away)
     return Proposals(*(torch.where(chains.along.view(-1, *[1] * (b.dim() - 1)), a, b) for a, b in zip(on, away)))
 
 
 def merging(
-    steps: Steps, chains: Chains, index: Tensor, numbers: Numbers, on: Proposals, near: Tensor, away: Proposals
-) -> Proposals:
+    steps: Steps, chains: Chains, index: Tensor, numbers: Numbers, on: Proposals, near: Tensor, final: Tensor,
+    away: Proposals,
+) -> Proposals:  # fmt: skip
     """Proposals of chains away from the drafted one, one after another, coupled with its points where `near` (M, W).
 
-    The last of them is the drafted point itself: no pass goes on from it, so the target's own draw is coupled with it.
+    The final one is the drafted point itself: no pass goes on from it, so the target's own draw is coupled with it.
     """
     coin = at_steps(numbers.coins[..., 1], index)
     x, met = chains.x, torch.zeros_like(chains.along)
@@ -233,9 +250,10 @@ def merging(
         mean = keep * x + move * (chains.value + k * chains.slope)
         log_sigma, close = on.log_sigma[:, k], near[:, k]
         drawn, same = reflected(on.normal[:, k], on.mean[:, k], mean, log_sigma, coin[:, k])
-        same = close if k == index.shape[1] - 1 else same & close
+        ends = final[:, k]
+        same = (same | ends) & close
         drawn = torch.where(close[:, None], drawn, torch.addcmul(mean, log_sigma.exp(), away.normal[:, k]))
-        own = met | same if k == index.shape[1] - 1 else met
+        own = met | (same & ends)
         mean = torch.where(own[:, None], on.mean[:, k], mean)
         met = met | same
         x = torch.where(met[:, None], on.points[:, k], drawn)

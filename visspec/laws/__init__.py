@@ -6,9 +6,9 @@ validation of a drafter's law) are methods of its class: `Categorical` for ids, 
 
 from visspec.laws.base import Law, check_tensor
 from visspec.laws.categorical import Categorical, categorical, draw, residual
-from visspec.laws.denoising import Denoising, Steps, Trajectory, denoising
+from visspec.laws.denoising import Denoising, Steps, Trajectory, asked, denoising
 
 __all__ = [
-    "Categorical", "Denoising", "Law", "Steps", "Trajectory", "categorical", "check_tensor", "denoising", "draw",
-    "residual",
+    "Categorical", "Denoising", "Law", "Steps", "Trajectory", "asked", "categorical", "check_tensor", "denoising",
+    "draw", "residual",
 ]  # fmt: skip

@@ -79,16 +79,16 @@ class Denoising(Law):
 
     predict: (points (M, W, d), their steps (M, W) int64 or one for all, indices (M,) of the chains among the B N, row
     by row, or None for all) -> (estimates of the value (M, W, d), shares (M, W, d) of log sigma between its bounds, or
-    None if deviations are fixed). calls: counts calls of `predict` under `name`. every: steps of a sampled chain from
-    one estimate of the value to the next; it is kept in between, which makes another, cheaper law.
+    None if deviations are fixed). calls: counts calls of `predict` under `name`. skip: see `asked`; the
+    estimate is kept in between, which makes another, cheaper law of sampled chains.
     """
 
     def __init__(
         self, predict: Predict, steps: Steps, shape: tuple[int, int], size: int, calls: Counter[str] | None = None,
-        name: str = "head", every: int = 1,
+        name: str = "head", skip: float = 0.0,
     ):  # fmt: skip
         self.predict, self.steps, self.shape, self.size = predict, steps, shape, size
-        self.calls, self.name, self.every = Counter() if calls is None else calls, name, every
+        self.calls, self.name, self.skip = Counter() if calls is None else calls, name, skip
 
     @property
     def width(self) -> int:
@@ -119,10 +119,10 @@ class Denoising(Law):
     def sample(self, start_Md: Tensor, normal_MSd: Tensor) -> Trajectory:
         """One value of each of the M = B N laws, from normal numbers, step by step."""
         points, means, deviations = [start_Md], [], []
-        last = len(self.steps) - 1
+        last, here = len(self.steps) - 1, set(asked(len(self.steps), self.skip))
         for i, normal_Md in enumerate(normal_MSd.unbind(1)):
             x_Md = points[-1]
-            if i % self.every == 0:
+            if i in here:
                 value, share = (None if part is None else part[:, 0] for part in self.estimate(x_Md[:, None], i))
             mean, log_sigma = self.gaussian(x_Md, i, cast(Tensor, value), share)
             quiet = i == last and not self.steps.noisy
@@ -182,6 +182,17 @@ class Trajectory(Law):
 
 
 Denoising.drafts = Trajectory
+
+
+def asked(count: int, skip: float) -> list[int]:
+    """Steps at which a sampled chain's head is asked: from one to the next, a share `skip` of the steps that are left.
+
+    Late steps have little noise, and a kept estimate differs by much of it.
+    """
+    steps = [0]
+    while (after := steps[-1] + max(1, int((count - steps[-1]) * skip))) < count:
+        steps.append(after)
+    return steps
 
 
 def denoising(law: Law) -> Denoising:
