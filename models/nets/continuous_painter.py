@@ -74,7 +74,7 @@ class ContinuousPainter(PreTrainedModel):
     config_class = ContinuousPainterConfig
     base_model_prefix = "decoder"
     _supports_sdpa = True
-    generation_config: GenerationConfig | None = None  # guidance and temperature of a folder, for those who sample
+    generation_config: Any = None  # guidance and temperature of a folder, for those who sample
 
     def __init__(self, config: ContinuousPainterConfig):
         super().__init__(config)
