@@ -128,4 +128,5 @@ def save(model: PreTrainedModel, processor: Any, folder: Path, dtype: torch.dtyp
     model.config.dtype = dtype
     model.save_pretrained(folder, state_dict=weights)
     model.config.dtype = before
-    processor.save_pretrained(folder)
+    if processor is not None:
+        processor.save_pretrained(folder)

@@ -38,7 +38,7 @@ picture = pipe("a photo of a red ring").images[0]
 
 ## Measured
 
-GenEval on {prompts} prompts of the suite (`visspec.eval.world.suite`), all of its tasks {tasks}, one picture a prompt,
+GenEval on {prompts} prompts of the suite (`visspec.eval.world.suite`), of {tasks}, one picture a prompt,
 sampled by the plain loop (`visspec.models.nets.continuous_painter.Sampler`) at temperature 1, seed {seed}; judged by
 visspec's shape detector, which sees them enlarged to 96 pixels. The score is the mean of these tasks.
 
@@ -161,7 +161,7 @@ def finish(options: argparse.Namespace) -> None:
     drafter = build("drafter")
     drafter.load_state_dict(saved["drafter"]["model"])
     folder = options.out / NAMES["drafter"]
-    save(drafter, build_tokenizer(), folder, torch.float16)
+    save(drafter, None, folder, torch.float16)
     drafter = load(folder)
     write("drafter", drafter, options, {"distance": stages["drafter"]["loss"]}, seeds={"draft": 2}, **stages, **data)
     text, parameters = cards.layers(SIZES["drafter"]["text"]), sum(p.numel() for p in drafter.parameters()) / 1e6
@@ -184,7 +184,7 @@ def painter_card(
     return head + CARD.format(
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
         steps=config.denoising_steps, token=config.token, tokens=model.tokens, side=SIDE, prompts=prompts, seed=SEED,
-        tasks=", ".join(TASKS),
+        tasks=", ".join(TITLES.get(tag, tag) for tag in TASKS),
         heads=" | ".join(TITLES.get(tag, tag) for tag in EVERY_TASK if tag in TASKS), rules="---|" * len(TASKS),
         rows="\n".join([_row(f"drawn, guidance {best['guidance']}", best), _row("decoded tokens", decoded)]),
         guidance=best["guidance"], swept=measured["swept"],
