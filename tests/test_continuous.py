@@ -177,6 +177,26 @@ def test_law_with_predicted_deviations(window, drafts):
     assert (float(equal.float().mean()) > 0.1) == drafts
 
 
+@pytest.mark.parametrize("window", [2, 8])
+def test_a_chain_does_not_depend_on_those_beside_it(window):
+    """One without a draft, beside drafted ones that part and meet again: the same points, the same passes."""
+    count, size, steps = 6, 4, 60
+    head = Gaussian(schedule(steps), size)
+    centre = torch.linspace(0, 1, count)[:, None, None].expand(-1, 1, size)
+    numbers = Together(count, steps, size, positions=1).numbers(1)
+    path = head.law(centre + 0.3).sample(numbers.start, numbers.steps)
+    there = torch.tensor([True, False, True, False, True, True])
+    drafted = denoise.Drafted(path.points, path.mean, path.log_sigma * there[:, None, None], there)
+    values, equal = denoise.run(head.law(centre), numbers, drafted, 1, window, merge=40)
+    for row in range(count):
+        own = type(numbers)(*(part[row : row + 1] for part in numbers))
+        law = head.law(centre[row : row + 1])
+        alone = denoise.Drafted(*(part[row : row + 1] for part in drafted)) if there[row] else None
+        value, same = denoise.run(law, own, alone, 1, window, merge=40)
+        torch.testing.assert_close(value[0], values[row], atol=1e-4, rtol=1e-4)
+        assert bool(same[0]) == bool(equal[row])
+
+
 class Line(Target):
     """A target of vectors whose law is known: each is drawn around A times the one before, plus B."""
 

@@ -32,8 +32,8 @@ _forecasts: WeakKeyDictionary[Steps, dict[int, Forecast]] = WeakKeyDictionary()
 
 
 class Forecast(NamedTuple):
-    """Coefficients of the points after each step i when the estimate of the value is o + k slope at the k-th of them:
-    x_(i+k+1) = point x + value o + slope_ slope + sum_j noise_j sigma_j z_j.
+    """Coefficients of the points after each step i when the estimate of the value is o + k o' at the k-th of them:
+    x_(i+k+1) = point x_i + value o + slope o' + sum_j noise_j sigma_(i+j) z_(i+j).
     """
 
     point: Tensor  # (S, W)
@@ -98,7 +98,7 @@ class Proposals(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """Chains that are not finished. `index`: their places among all, on the host and on the device."""
+    """Where the M chains are that are not finished."""
 
     step: Tensor  # (M,) steps done
     x: Tensor  # (M, d)
@@ -243,12 +243,13 @@ def merging(
     The final one is the drafted point itself: no pass goes on from it, so the target's own draw is coupled with it.
     """
     coin = at_steps(numbers.coins[..., 1], index)
+    log_sigmas = torch.where(near[..., None], on.log_sigma, away.log_sigma)
     x, met = chains.x, torch.zeros_like(chains.along)
     made = []
     for k in range(index.shape[1]):
         keep, move = steps.keep[index[:, k]][:, None], steps.move[index[:, k]][:, None]
         mean = keep * x + move * (chains.value + k * chains.slope)
-        log_sigma, close = on.log_sigma[:, k], near[:, k]
+        log_sigma, close = log_sigmas[:, k], near[:, k]
         drawn, same = reflected(on.normal[:, k], on.mean[:, k], mean, log_sigma, coin[:, k])
         ends = final[:, k]
         same = (same | ends) & close
