@@ -177,6 +177,19 @@ def test_law_with_predicted_deviations(window, drafts):
     assert (float(equal.float().mean()) > 0.1) == drafts
 
 
+def test_coins_of_both_couplings_are_apart(monkeypatch):
+    """Proposals are coupled with the drafted points, draws with the proposals: one coin for both would show here."""
+    monkeypatch.setattr(denoise, "AHEAD", 1)
+    count, steps = 100_000, 10
+    head, centre = Gaussian(schedule(steps), 1, last=0.2), torch.full((100_000, 1, 1), 0.7)
+    numbers = Together(count, steps, 1, positions=1, seed=3).numbers(1)
+    path = head.law(centre + 0.3).sample(numbers.start, numbers.steps)
+    drafted = denoise.Drafted(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
+    values, _ = denoise.run(head.law(centre), numbers, drafted, 1, 5, merge=steps)
+    factor, deviation = head.exact()
+    assert ks(values[:, 0], 0.7 * factor, deviation) < KS_LIMIT
+
+
 @pytest.mark.parametrize("window", [2, 8])
 def test_a_chain_does_not_depend_on_those_beside_it(window):
     """One without a draft, beside drafted ones that part and meet again: the same points, the same passes."""
