@@ -86,6 +86,10 @@ class SlotCache:
             self.keys.append(self._allocate(key, room))
             self.values.append(self._allocate(value, room))
         keys, values = self.keys[layer], self.values[layer]
+        if torch.compiler.is_dynamo_compiling():  # a graph holds for any rows and slots, for heads of the model's
+            for store, new in ((keys, key), (values, value)):
+                torch._check(store.shape[1] == new.shape[1])
+                torch._check(store.shape[3] == new.shape[3])
         if self._slots is None:
             keys[:, :, self._start : self._extent] = key
             values[:, :, self._start : self._extent] = value
@@ -106,13 +110,7 @@ class SlotCache:
     def _allocate(self, like: Tensor, slots: int) -> Tensor:
         rows, heads, _, size = like.shape
         # zeros, not empty: masked slots are multiplied by 0, and 0 * NaN is NaN
-        return self._marked(torch.zeros(rows, heads, slots, size, dtype=like.dtype, device=like.device))
-
-    def _marked(self, store: Tensor) -> Tensor:
-        """For graphs: heads and their size are the model's, only rows and slots vary."""
-        if self.steady:
-            torch._dynamo.mark_static(store, (1, 3))
-        return store
+        return torch.zeros(rows, heads, slots, size, dtype=like.dtype, device=like.device)
 
     def _grown(self, old: Tensor) -> Tensor:
         new = self._allocate(old, max(self._extent + GROW, old.shape[2] * 3 // 2))
@@ -143,7 +141,7 @@ class SlotCache:
         at = {device: to_device(keep, device) for device in {tensor.device for store in stores for tensor in store}}
         for store in stores:
             for layer, tensor in enumerate(store):
-                store[layer] = self._marked(tensor[at[tensor.device]])
+                store[layer] = tensor[at[tensor.device]]
         self.lengths, self.mask = [self.lengths[b] for b in keep], None
         if self.padding is not None:
             self.padding = self.padding[to_device(keep, self.padding.device)]

@@ -51,7 +51,7 @@ class Passes:
         options |= {k: v for k, v in {"recompile_limit": GRAPHS, "isolate_recompiles": True}.items() if k in known}
         self.view = view(model, decoder, torch.compile(decoder.forward, **options))
         if self.view is None:
-            self._refuse("a forward of the instance's own, or a decoder that is no part of the model")
+            self._refuse("a forward of the instance's own, or a decoder apart from it")
 
     def open(self, slots: SlotCache) -> None:
         """Before a request's prefill."""
@@ -87,7 +87,9 @@ class Passes:
                 if not off <= TOLERANCE.get(state.cache.slots.keys[0].dtype, 5e-2):
                     raise ValueError(f"its output differs by {off:.1e} of its norm")
         except Exception as error:
-            self._refuse(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            cause = getattr(error, "inner_exception", error)
+            said = str(cause).splitlines()[0] if str(cause) else ""
+            self._refuse(f"passes that fail when compiled ({type(cause).__name__}: {said})")
             return
         finally:
             self._warming = False
@@ -97,8 +99,7 @@ class Passes:
 
     def _refuse(self, why: str) -> None:
         self.refused = why
-        name = type(self.stock).__name__
-        warnings.warn(f"compile: {name} runs uncompiled, expected a model without {why}", RuntimeWarning, stacklevel=3)
+        warnings.warn(refusal(self.stock, why), RuntimeWarning, stacklevel=3)
 
     def _backend(self, graph: Any, inputs: Any) -> Callable:
         made = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
@@ -167,13 +168,13 @@ def no_duck_shapes() -> Iterator[None]:
         yield
 
 
+def refusal(model: nn.Module, why: str) -> str:
+    return f"compile: got {type(model).__name__} with {why}, expected one without; its passes run uncompiled"
+
+
 def compiled(model: nn.Module, decoder: nn.Module) -> Passes | None:
     """`Passes` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass."""
     if rotary.modules(decoder):
-        warnings.warn(
-            f"compile: {type(model).__name__} runs uncompiled, expected rotary frequencies that do not depend on the"
-            " length",
-            RuntimeWarning, stacklevel=3,
-        )  # fmt: skip
+        warnings.warn(refusal(model, "rotary frequencies that depend on the length"), RuntimeWarning, stacklevel=3)
         return None
     return Passes(model, decoder)
