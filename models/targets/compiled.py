@@ -133,11 +133,11 @@ def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
     """A view of a stock model for benchmarks, whose own `generate` runs its passes over one token compiled, as it does
     the prompt in any model. None as in `view`.
     """
-    steps = torch.compile(decoder.forward)
+    steps = torch.compile(decoder.forward, backend=BACKEND)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        ids = kwargs.get("inputs_embeds", kwargs.get("input_ids"))
-        return (steps if isinstance(ids, Tensor) and ids.shape[1] == 1 else decoder.forward)(*args, **kwargs)
+        widths = [part.shape[1] for part in map(kwargs.get, ("input_ids", "inputs_embeds")) if part is not None]
+        return (steps if widths == [1] else decoder.forward)(*args, **kwargs)
 
     return view(model, decoder, forward)
 
