@@ -25,6 +25,7 @@ from visspec.api import zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.checkpoint import read_json
 from visspec.cli.arguments import add_drawing, positive
+from visspec.cli.bench_compiled import compiled_family, compiled_record
 from visspec.cli.generate import save
 from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
@@ -37,8 +38,6 @@ from visspec.eval.world.render import render
 from visspec.eval.world.suite import TASKS, free_scene, suite
 from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth
-from visspec.models.targets.compiled import stepwise
-from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import Family
 from visspec.provenance import provenance
 from visspec.types import Sampling
@@ -218,29 +217,6 @@ def bench(
         "guidance_scale": sampling.guidance, "temperature": sampling.temperature,
         "provenance": provenance(pipe.model, seed=seed),
     }  # fmt: skip
-
-
-def compiled_family(pipe: ImagePipeline) -> Family:
-    """The family of the stock model with compiled passes. Raises ValueError for one that can't be compiled."""
-    model = stepwise(pipe.model, pipe.family.decoder)
-    if model is None:
-        raise ValueError("--compile: got a model that can't be compiled, expected one without forwards of its own")
-    return family_of(model, pipe.processor, **pipe.parts)
-
-
-def compiled_record(
-    rows: Sequence[dict[str, Any]], ours: dict[str, OurArm], runs: dict[str, list[Run]], prompts: int
-) -> dict[str, Any]:
-    """What a record holds of the compiled stock class; its rows get the ratio over that, and what was compiled late."""
-    stock = runs["stock_compiled"]
-    for line in rows:
-        passes = ours[line["name"]].passes
-        against = speed.compare(stock, runs[line["name"]])
-        line["speedup_over_compiled"] = against["speedup"]
-        line["speedup_over_compiled_ci95"] = against["speedup_ci95"]
-        line["compiled"] = passes is not None and not passes.refused
-        line["recompilations"] = passes.late if passes else 0
-    return {"baselines": {"transformers_compiled": {"seconds_per_image": sum(r.seconds for r in stock) / prompts}}}
 
 
 def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
