@@ -434,3 +434,22 @@ def test_the_shipped_drafter_is_refused_for_another_architecture(captioner):
     model.config = other
     with pytest.raises(ValueError, match=r"made for a model with vision_config\.patch_size 16, got 12"):
         visspec.accelerate(model, "vispec")
+
+
+def test_a_prompt_read_in_blocks_is_the_prompt_read_at_once(monkeypatch):
+    """In room for the whole request, which the rounds do not have to grow."""
+    from visspec.models.drafters import eagle
+
+    model = model_of("llava")
+    inputs, kept = prompt("llava", shapes("llava")["ragged"]), []
+    drafter = FeatureDrafter(FeatureHead(config_for(model, image_latents=2)), model)
+    for size in (512, 3):
+        monkeypatch.setattr(eagle, "BLOCK", size)
+        quick = visspec.accelerate(model, drafter, adaptive=False)
+        seen = []
+        monkeypatch.setattr(Memory, "reserve", lambda memory, slots, seen=seen: seen.append(memory))
+        quick.generate(**inputs, max_new_tokens=200, min_new_tokens=200, do_sample=False)
+        monkeypatch.undo()
+        kept.append((seen[0].kv[:, : max(seen[0].lengths)].clone(), seen[0].kv.shape[1], quick.last_state.tokens))
+    torch.testing.assert_close(kept[0][0], kept[1][0])
+    assert kept[0][1] == kept[1][1] >= 200 and kept[0][2] == kept[1][2]

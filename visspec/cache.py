@@ -33,7 +33,8 @@ class SlotCache:
     """Preallocated keys and values of all layers of one request. A layer is allocated when it is first written.
 
     `answer`: slots that will follow the prompt. They are allocated with it, up to `AT_ONCE` or the prompt's own; a
-    layer that is full grows by half.
+    layer that is full grows by half. `steady`: passes have the same form whether rows are of one length or not, as
+    compiled ones want: several rows are always addressed by slot, and a mask is always given.
     """
 
     def __init__(self, rows: int, answer: int = 0):
@@ -44,6 +45,7 @@ class SlotCache:
         self.nodes = 0  # slots per row written by this pass
         self.answer = answer
         self.mask: Any = None  # what `masks` keeps from pass to pass
+        self.steady = False
         self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
         self._start = self._extent = 0
 
@@ -56,12 +58,18 @@ class SlotCache:
     def uniform(self) -> bool:
         return min(self.lengths) == max(self.lengths)
 
+    @property
+    def apart(self) -> bool:
+        """Whether rows are addressed by slot."""
+        return not self.uniform or (self.steady and len(self.lengths) > 1)
+
     def open(self, nodes: int, device: torch.device | str) -> int:
         """Start a pass that writes `nodes` slots per row. Returns its extent: the number of slots it attends to."""
         self.nodes, self._start, self._extent = nodes, self.length, self.length + nodes
         self._slots = None
-        if not self.uniform:
+        if self.apart:
             self._slots = to_device(self.lengths, device)[:, None] + torch.arange(nodes, device=device)
+        self._reserve()
         return self._extent
 
     def open_at(self, slots: Tensor, extent: int) -> None:
@@ -69,6 +77,7 @@ class SlotCache:
         `commit`: row lengths do not change.
         """
         self.nodes, self._slots, self._extent = slots.shape[1], slots, extent
+        self._reserve()
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's new (B, H, N, E) pair; return views of that layer's slots [0, extent)."""
@@ -76,10 +85,11 @@ class SlotCache:
             room = self._extent + GROW + min(self.answer, max(AT_ONCE, self._extent))
             self.keys.append(self._allocate(key, room))
             self.values.append(self._allocate(value, room))
-        elif self.keys[layer].shape[2] < self._extent:
-            self.keys[layer] = self._grown(self.keys[layer])
-            self.values[layer] = self._grown(self.values[layer])
         keys, values = self.keys[layer], self.values[layer]
+        if torch.compiler.is_dynamo_compiling():  # a graph holds for any rows and slots, for heads of the model's
+            for store, new in ((keys, key), (values, value)):
+                torch._check(store.shape[1] == new.shape[1])
+                torch._check(store.shape[3] == new.shape[3])
         if self._slots is None:
             keys[:, :, self._start : self._extent] = key
             values[:, :, self._start : self._extent] = value
@@ -89,6 +99,13 @@ class SlotCache:
             keys[rows, :, slots] = key.transpose(1, 2)
             values[rows, :, slots] = value.transpose(1, 2)
         return keys[:, :, : self._extent], values[:, :, : self._extent]
+
+    def _reserve(self) -> None:
+        """Make room for this pass in all layers, which are of one size."""
+        if self.keys and self.keys[0].shape[2] < self._extent:
+            for store in (self.keys, self.values):
+                for layer, old in enumerate(store):
+                    store[layer] = self._grown(old)
 
     def _allocate(self, like: Tensor, slots: int) -> Tensor:
         rows, heads, _, size = like.shape

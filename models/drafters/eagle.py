@@ -24,6 +24,8 @@ from visspec.models.nets.feature_head import FeatureHead, HeadConfig
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
 from visspec.types import Scores, State
 
+BLOCK = 512  # elements of a prompt that are read at a time, on the CPU
+
 
 class FeatureDrafter(FeatureDrafting):
     """A drafter around a `FeatureHead`, for one loaded target.
@@ -67,12 +69,18 @@ class FeatureDrafter(FeatureDrafting):
         if positions.shape[-2] > len(rows):
             positions = positions[..., rows, :]
         following = self._embedded(prompt[:, 1:])
-        x_BTd, turn_BTC, globals_ = self.elements(layout, following, features_BLF, embeddings, positions)
-        memory = Memory(self.config.heads, [p - 1 for p in state.position.tolist()])
+        context = self._context(layout, embeddings.to(self.head.fc.weight.dtype))
+        given = following, features_BLF, embeddings, positions, context
+        # block by block, so that what is computed on the way stays in the processor's cache
+        size = BLOCK if features_BLF.device.type == "cpu" else max(layout.token.shape[1], 1)
+        starts = range(0, max(layout.token.shape[1], 1), size)
+        parts = (self.elements(layout.part(start, size), *given)[:2] for start in starts)
+        memory = Memory(self.config.heads, [p - 1 for p in state.position.tolist()], state.request.max_new_tokens)
         if self.images and layout.runs:
             assert self.fold.image_in is not None
-            memory.shift = globals_[layout.last_image.to(globals_.device)].to(self.fold.qkv.dtype) @ self.fold.image_in
-        self._read_prompt(state, memory, layout.lengths, x_BTd, turn_BTC, features_BLF[:, -1:])
+            latest = context[1][layout.last_image.to(context[1].device)]
+            memory.shift = latest.to(self.fold.qkv.dtype) @ self.fold.image_in
+        self._read_prompt(state, memory, layout.lengths, parts, features_BLF[:, -1:])
 
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.Layout:
         real = None if attention_BL is None else attention_BL.tolist()

@@ -10,6 +10,7 @@ Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +100,18 @@ class FeatureDrafting(Drafter):
         return layouts.compress(self.head, embeddings_BLd, layout)
 
     def elements(
-        self, layout: layouts.Layout, following_BLd: Tensor, features_BLF: Tensor, embeddings: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, layout: layouts.Layout, following_BLd: Tensor, features_BLF: Tensor, embeddings: Tensor,
+        positions: Tensor, known: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Layer inputs (B, T, d) and rotations (B, T, C) of a layout's elements, and their context vectors.
 
-        following: the embedding of the token after each; embeddings (B, L, d): input embeddings of the target.
+        following: the embedding of the token after each; embeddings (B, L, d): input embeddings of the target. known:
+        the whole layout's `_context`, if this is a part.
         """
         head, dtype = self.head, self.head.fc.weight.dtype
         embed = self._next_embeddings(layout, following_BLd)
         feature = head.reduced(layouts.pick(features_BLF, layout.token).to(dtype))
-        latents, context = self._context(layout, embeddings.to(dtype))
+        latents, context = known or self._context(layout, embeddings.to(dtype))
         x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
         section = self.config.mrope_section
         position = layouts.positions_at(positions, layout, following_BLd.shape[0], section)
@@ -119,10 +122,18 @@ class FeatureDrafting(Drafter):
         index = layout.token.clamp(max=following_BLd.shape[1] - 1)
         return layouts.pick(following_BLd, index).to(self.head.fc.weight.dtype)
 
-    def _read_prompt(self, state: State, memory: Memory, lengths: list[int], x: Tensor, turn: Tensor, last: Tensor):
-        """Compute keys and values of a prompt's elements except the last, stored with its feature (B, 1, F)."""
-        _, key, value = self.head.project(x, turn)
-        memory.write_prompt(torch.cat([key, value], dim=2).to(self.fold.qkv.dtype), lengths)
+    def _read_prompt(
+        self, state: State, memory: Memory, lengths: list[int], parts: Iterable[tuple[Tensor, Tensor]], last: Tensor
+    ) -> None:
+        """Compute keys and values of a prompt's elements except the last, stored with its feature (B, 1, F).
+
+        parts: layer inputs and rotations of consecutive elements.
+        """
+        start = 0
+        for x_BTd, turn_BTC in parts:
+            kv = self.head.keys_values(x_BTd, turn_BTC)
+            memory.write_prompt(kv.to(self.fold.qkv.dtype), lengths, start)
+            start += kv.shape[1]
         memory.add(state.pending[:, None], last, [1] * len(lengths))
         state.memory = memory
 

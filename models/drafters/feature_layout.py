@@ -9,7 +9,7 @@ d hidden size, F features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ class Layout:
     image: Tensor  # 1 + index of the last run before the element, or 0
     last_image: Tensor  # (B,) the same for generated tokens
     runs: list[tuple[int, int, int]]  # (row, start, end) of every image run
+
+    def part(self, start: int, size: int) -> Layout:
+        """Elements from `start` on, at most `size`."""
+        own = {name: getattr(self, name)[:, start : start + size] for name in ("token", "slot", "latent", "image")}
+        return replace(self, **own)
 
 
 def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], latents: int) -> Layout:

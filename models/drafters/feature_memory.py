@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visspec.cache import to_device
-
-GROW = 128
+from visspec.cache import AT_ONCE, GROW, to_device
 
 
 class Memory:
-    """State of one request. `first` is the position, by row, of the first element after the prompt's read."""
+    """State of one request. `first` is the position, by row, of the first element after the prompt's read. `answer`:
+    elements that will follow, for which there is room from the start as in `cache.SlotCache`.
+    """
 
-    def __init__(self, heads: int, first: list[int]):
-        self.heads = heads
+    def __init__(self, heads: int, first: list[int], answer: int = 0):
+        self.heads, self.answer = heads, answer
         self.positions = first  # position of each row's next element
         self.lengths: list[int] = [0] * len(first)
         self.shift: Tensor | None = None  # (B, d) term of the last global vector in a layer input
@@ -29,13 +29,19 @@ class Memory:
         self.kv = torch.empty(0)
         self.table = torch.empty(0)  # rotations by position, as far as this draft goes
 
-    def write_prompt(self, kv_BTHE: Tensor, lengths: list[int]) -> None:
-        """Store the prompt's keys and values, packed to the left, (B, T, 2H, E)."""
-        self.kv = kv_BTHE.new_zeros(kv_BTHE.shape[0], kv_BTHE.shape[1] + GROW, *kv_BTHE.shape[2:])
-        self.kv[:, : kv_BTHE.shape[1]] = kv_BTHE
-        self._view()
-        self.lengths = list(lengths)
-        self._measure()
+    def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:
+        """Store the prompt's keys and values, packed to the left, (B, T, 2H, E); those of its elements from `start` on.
+        lengths: of whole prompts.
+        """
+        end = start + kv_BTHE.shape[1]
+        if start == 0:
+            prompt = max(end, *lengths)
+            room = prompt + GROW + min(self.answer, max(AT_ONCE, prompt))
+            self.kv = kv_BTHE.new_zeros(kv_BTHE.shape[0], room, *kv_BTHE.shape[2:])
+            self._view()
+            self.lengths = list(lengths)
+            self._measure()
+        self.kv[:, start:end] = kv_BTHE
 
     def _view(self) -> None:
         self._keys = self.kv[:, :, : self.heads].transpose(1, 2)
@@ -54,7 +60,8 @@ class Memory:
     def reserve(self, slots: int) -> None:
         """Make room for this many slots."""
         if self.kv.shape[1] < slots:
-            grown = self.kv.new_zeros(self.kv.shape[0], slots + GROW, *self.kv.shape[2:])
+            room = max(slots + GROW, self.kv.shape[1] * 3 // 2)
+            grown = self.kv.new_zeros(self.kv.shape[0], room, *self.kv.shape[2:])
             grown[:, : self.kv.shape[1]] = self.kv
             self.kv = grown
             self._view()

@@ -113,7 +113,7 @@ class ImageFeatureDrafter(FeatureDrafting):
         memory.places = torch.cat([before, places[1:], behind]).to(self.fold.qkv.dtype)
         if self.counts and state.noise is not None and state.noise.samples:
             memory.coins = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
-        self._read_prompt(state, memory, layout.lengths, x, turn, features[:, -1:])
+        self._read_prompt(state, memory, layout.lengths, [(x, turn)], features[:, -1:])
 
     def _like(self, target: Family) -> Tensor:
         return next(target.decoder.parameters())

@@ -203,6 +203,13 @@ class FeatureHead(nn.Module):
         query, key, value = qkv.unbind(2)
         return rotate(query, turn_BTC), rotate(key, turn_BTC), value
 
+    def keys_values(self, x_BTd: Tensor, turn_BTC: Tensor) -> Tensor:
+        """Rotated keys, and values, (B, T, 2H, E), as `project` has them; for inference."""
+        d, heads = self.config.hidden, self.config.heads
+        kv = F.linear(self.norm_in(x_BTd), self.qkv.weight[d:]).unflatten(-1, (2 * heads, self.config.head_size))
+        kv[:, :, :heads] = rotate(kv[:, :, :heads], turn_BTC)
+        return kv
+
     def finish(self, x_BTd: Tensor, attended_BTd: Tensor) -> Tensor:
         """The layer after attention, and the norm before the target's LM head."""
         x = x_BTd + self.out(attended_BTd)

@@ -90,8 +90,8 @@ class ContinuousAR(ImageAR):
 
     family: ContinuousImages
 
-    def __init__(self, family: ContinuousImages, features: bool = False):
-        super().__init__(family, features)
+    def __init__(self, family: ContinuousImages, features: bool = False, compile: bool = False):
+        super().__init__(family, features, compile)
         self.capabilities = replace(
             self.capabilities, trees=False, law=Denoising, steps=family.steps, size=family.size, codebook=None
         )

@@ -21,6 +21,7 @@ from visspec.cache import SlotCache, to_device
 from visspec.laws import Categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import folding, probe, rotary
+from visspec.models.targets.compiled import compiled
 from visspec.models.targets.hooks import Hooked
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers
@@ -42,10 +43,13 @@ class HFDecoder(Target):
     `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), concatenated for the
     drafter; `embeddings` adds the prompt's input embeddings. Raises ValueError for a model that can't
     be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask), or
-    that fails `probe`; `check=False` disables the probe.
+    that fails `probe`; `check=False` disables the probe. `compile`: see `compiled`.
     """
 
-    def __init__(self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False, check: bool = True):
+    def __init__(
+        self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False, check: bool = True,
+        compile: bool = False,
+    ):  # fmt: skip
         self.model = model
         self.capabilities = describe(model, features)
         self.embeddings = embeddings
@@ -61,7 +65,9 @@ class HFDecoder(Target):
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
         self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
+        self.passes = None
         self.padding = probe.check(self).padding if check else True
+        self.passes = compiled(model, self.decoder) if compile else None
 
     @property
     def device(self) -> torch.device:
@@ -82,6 +88,8 @@ class HFDecoder(Target):
         self._check_request(request, length)
         cache = SlotLayers(rows, request.max_new_tokens)
         cache.slots.open(length, self.device)
+        if self.passes is not None:
+            self.passes.open(cache.slots)
         inputs["past_key_values"] = cache
         attention = inputs.get("attention_mask")
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
@@ -148,12 +156,21 @@ class HFDecoder(Target):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows. Scores for (B, N)."""
+        model = self.model
+        if self.passes is not None:
+            model = self.passes.choice(state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
+        output, seen = self._pass(model, state, draft)
+        aux = {"raw": output.logits} if state.request.keep_raw else {}
+        return Scores(Categorical(process(output.logits, draft, state)), self._features(output, seen), aux)
+
+    def _pass(self, model: Any, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
+        """The output of `model`, and what its decoder was seen to take and give."""
         slots: SlotCache = state.cache.slots
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
         turning = nullcontext() if state.cache.reach is None else self._steps(state.cache, tree)
         with _Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
-            output = self.model(
+            output = model(
                 input_ids=draft.value,
                 attention_mask=self.masks(slots, tree, extent),
                 position_ids=state.position[:, None] + tree.depth,
@@ -162,8 +179,7 @@ class HFDecoder(Target):
                 return_dict=True,
                 **self._outputs,
             )
-        aux = {"raw": output.logits} if state.request.keep_raw else {}
-        return Scores(Categorical(process(output.logits, draft, state)), self._features(output, seen), aux)
+        return output, seen
 
     def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.Steps:
         """Each node's sequence length, for models whose rotary frequencies depend on it."""

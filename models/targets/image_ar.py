@@ -23,6 +23,7 @@ from visspec.grammar import constrain
 from visspec.laws import Categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import folding
+from visspec.models.targets.compiled import compiled
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process, warp
@@ -234,9 +235,11 @@ def counted(attention: Tensor, ahead: int) -> Tensor:
 
 
 class ImageAR(Target):
-    """A `Family` as a `Target`. `features`: provide hidden states, of both guidance rows, concatenated."""
+    """A `Family` as a `Target`. `features`: provide hidden states, of both guidance rows, concatenated. `compile`: see
+    `compiled`.
+    """
 
-    def __init__(self, family: Family, features: bool = False):
+    def __init__(self, family: Family, features: bool = False, compile: bool = False):
         decoder = family.decoder
         attention = getattr(decoder.config, "_attn_implementation", "sdpa")
         if attention not in TAKES_MASKS:
@@ -244,6 +247,7 @@ class ImageAR(Target):
         self.family, self.features = family, features
         shared = folding.groups(decoder, attention)
         self.masks = Masks(next(decoder.parameters()).dtype, groups=shared)
+        self.passes = compiled(decoder, decoder) if compile else None
         self.capabilities = Capabilities(
             vocab=family.codes + family.grammar,
             never_drafted=frozenset(range(family.codes, family.codes + family.grammar)),
@@ -261,6 +265,8 @@ class ImageAR(Target):
         rows, length = prompt.ids.shape
         cache = SlotLayers(prompt.embeds.shape[0], request.max_new_tokens)
         cache.slots.open(length, self.device)
+        if self.passes is not None:
+            self.passes.open(cache.slots)
         padded = not bool(prompt.attention.all())
         newest = torch.full((rows,), length - 1, device=self.device)
         pending, tape = self._opened(request)
@@ -287,6 +293,14 @@ class ImageAR(Target):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, both guidance rows of each. Scores for (B, N)."""
+        decoder = self.family.decoder
+        if self.passes is not None:
+            decoder = self.passes.choice(state, lambda decoder, dummy: self._pass(decoder, state, dummy))
+        hidden = self._pass(decoder, state, draft)
+        return self._scores(state, draft, hidden, hidden)
+
+    def _pass(self, decoder: Any, state: State, draft: Draft) -> Tensor:
+        """Hidden states (R, N, d) of a pass over a draft."""
         slots: SlotCache = state.cache.slots
         twice, tree = _twice(state), draft.tree
         if tree.parent.shape[0] > 1:
@@ -297,8 +311,7 @@ class ImageAR(Target):
         if twice == 2:
             embeds, index = embeds.repeat(2, 1, 1), index.repeat(2, 1)
         mask = self.masks(slots, tree, extent)
-        hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)
-        return self._scores(state, draft, hidden, hidden)
+        return self._run(embeds, mask, self.family.places(index, state), state.cache, decoder)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.slots.commit(outcome.path * _twice(state))
@@ -334,10 +347,8 @@ class ImageAR(Target):
         logits, uncond, features = self._parts(state, self.family.head(hidden), hidden)
         return Scores(Categorical(warp(logits, state.request.sampling, uncond)), features)
 
-    def _run(
-        self, embeds: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor, cache: SlotLayers
-    ) -> Tensor:
-        output = self.family.decoder(
+    def _run(self, embeds: Tensor, mask: Any, positions: Tensor, cache: SlotLayers, decoder: Any = None) -> Tensor:
+        output = (decoder or self.family.decoder)(
             inputs_embeds=embeds,
             attention_mask=mask,
             position_ids=positions,

@@ -26,9 +26,10 @@ class Masks:
     def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor | dict[str, Tensor] | None:
         """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
         if not self.window:
-            if not slots.uniform or slots.padding is not None or tree.parent.shape[0] > 1:
-                return self._ragged(slots, tree, extent)
-            return None if tree.size == self.groups == 1 else self._shared(tree, slots.length)
+            if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1:
+                return laid(self._ragged(slots, tree, extent), slots.steady)
+            bare = tree.size == self.groups == 1 and not slots.steady
+            return None if bare else laid(self._shared(tree, slots.length), slots.steady)
         seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
         full = self.additive(seen_RNS, self.groups)
         sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window), self.groups)
@@ -51,8 +52,7 @@ class Masks:
             if sum(other.numel() for _, other in self._bias.values()) + buffer.numel() > MOST_KEPT:
                 self._bias.clear()
             self._bias[id(tree)] = (tree, buffer)
-        view = buffer[..., buffer.shape[-1] - tree.size - length :]
-        return aligned(view) if view.is_cuda else view
+        return buffer[..., buffer.shape[-1] - tree.size - length :]
 
     def _ragged(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
         """The mask if rows differ. It is kept with the request: a round writes the slots behind each row's prefix."""
@@ -63,8 +63,7 @@ class Masks:
             slots.mask = Kept(self.additive(seen_RNS, self.groups), slots.lengths, tree.size)
         else:
             kept.move(slots.lengths, self.additive(tree.ancestor))
-        view = slots.mask.bias[:, :, : self.groups * tree.size, :extent]
-        return aligned(view) if view.is_cuda else view
+        return slots.mask.bias[:, :, : self.groups * tree.size, :extent]
 
 
 class Kept:
@@ -102,10 +101,22 @@ class Kept:
         self.lengths, self.nodes = lengths, size
 
 
-def aligned(bias: Tensor) -> Tensor:
-    """The mask at an aligned address, because SDPA selects wide loads by strides only."""
+def laid(bias: Tensor, steady: bool) -> Tensor:
+    """The mask as attention reads it. steady: a copy whose strides follow from its shape in one way, so that a graph
+    made for one mask fits all.
+    """
+    if bias.is_cuda:
+        return aligned(bias, spare=steady)
+    return bias.clone(memory_format=torch.contiguous_format) if steady else bias
+
+
+def aligned(bias: Tensor, spare: bool = False) -> Tensor:
+    """The mask at an aligned address, because SDPA selects wide loads by strides only. spare: in rows that are always
+    longer than what is seen of them.
+    """
     seen = bias.shape[-1]
-    new = bias.new_empty(*bias.shape[:-1], -(-seen // 8) * 8)[..., :seen]
+    width = (seen // 8 + 1) * 8 if spare else -(-seen // 8) * 8
+    new = bias.new_empty(*bias.shape[:-1], width)[..., :seen]
     return new.copy_(bias)
 
 

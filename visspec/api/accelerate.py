@@ -34,6 +34,7 @@ def accelerate(
     adaptive: bool = True,
     tokenizer: Any = None,
     probe: bool = True,
+    compile: bool = False,
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
@@ -42,9 +43,11 @@ def accelerate(
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster.
     tokenizer: to show text in `last_stats`.
     probe: run the model on a few tokens, once per configuration, to check that it can verify drafts.
+    compile: run passes over drafts through `torch.compile`. The first request for 32 tokens or more takes the time to
+        compile (tens of seconds to minutes), shorter ones before it run uncompiled; the model itself is not changed.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
-    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe)
+    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile)
 
 
 def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculative:
@@ -73,10 +76,11 @@ class Accelerated(Copied):
     model: Any
 
     def __init__(
-        self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True
-    ):
+        self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True,
+        compile=False,
+    ):  # fmt: skip
         self.model, self.tokenizer = model, tokenizer
-        self._asked = (drafter, acceptance, levels, adaptive, probe)
+        self._asked = (drafter, acceptance, levels, adaptive, probe, compile)
         self._made = (self._fits(), self._pair())
         self.last_stats: Any = None  # a Stats after the first call
         self.last_state: Any = None  # its finished State
@@ -119,11 +123,11 @@ class Accelerated(Copied):
         return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
 
     def _pair(self) -> Pairing:
-        spec, acceptance, levels, adaptive, probe = self._asked
+        spec, acceptance, levels, adaptive, probe, compile = self._asked
         model = driven(self.model)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
-            return HFDecoder(model, traits.feature_layers, traits.embeddings, check=probe)
+            return HFDecoder(model, traits.feature_layers, traits.embeddings, check=probe, compile=compile)
 
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
             drafter, name = zoo.drafter(spec, model)
@@ -153,8 +157,8 @@ class Accelerated(Copied):
         return {"model": self.model, "asked": self._asked, "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        drafter, acceptance, levels, adaptive, probe = state["asked"]
-        Accelerated.__init__(self, state["model"], drafter, acceptance, levels, adaptive, state["tokenizer"], probe)
+        drafter, acceptance, levels, adaptive, *rest = state["asked"]
+        Accelerated.__init__(self, state["model"], drafter, acceptance, levels, adaptive, state["tokenizer"], *rest)
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`

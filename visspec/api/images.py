@@ -28,7 +28,8 @@ from visspec.models.targets.families import family_of, prompt_of
 from visspec.models.targets.image_ar import Family, ImageAR
 from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State
 
-KEPT = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "_progress", "_home")  # copied
+PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile")  # of the constructor
+KEPT = (*PARTS, "_progress", "_home")  # copied
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class ImagePipeline(Copied):
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; they can
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
-    default; "zipar:window=4" does not use a drafter. Raises ValueError if the parts are incompatible.
+    default; "zipar:window=4" does not use a drafter. compile: as in `visspec.accelerate`. Raises ValueError if
+    the parts are incompatible.
     """
 
     model: Any
@@ -54,9 +56,11 @@ class ImagePipeline(Copied):
         levels: int | None = None,
         parts: dict[str, Any] | None = None,
         order: str | Order | None = None,
+        compile: bool = False,
     ):
         self.model, self.processor, self.parts = model, processor, parts or {}
         self.drafter, self.acceptance, self.levels, self.order = drafter, acceptance, levels, order
+        self.compile = compile
         self.last_output = ImageOutput()  # finished images of the latest call, also if it was interrupted
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
@@ -71,7 +75,7 @@ class ImagePipeline(Copied):
         return {name: getattr(self, name) for name in KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        ImagePipeline.__init__(self, *(state[name] for name in KEPT[:7]))
+        ImagePipeline.__init__(self, *(state[name] for name in PARTS))
         self._progress, self._home = state["_progress"], state["_home"]
 
     @classmethod
@@ -90,7 +94,7 @@ class ImagePipeline(Copied):
     @property
     def components(self) -> dict[str, Any]:
         """What it was made from: `ImagePipeline(**pipe.components)` is another one that shares the weights."""
-        return {name: getattr(self, name) for name in KEPT[:7]}
+        return {name: getattr(self, name) for name in PARTS}
 
     @property
     def device(self) -> torch.device:
@@ -302,7 +306,7 @@ class ImagePipeline(Copied):
 
     def _pairing(self, drafter, acceptance, order) -> Pairing:
         def make_target(traits: DrafterTraits) -> ImageAR:
-            return self.family.target(self.family, features=bool(traits.feature_layers))
+            return self.family.target(self.family, bool(traits.feature_layers), self.compile)
 
         rule, (found, name) = own_rule(acceptance), self._drafter(drafter)
         # with an adaptive pace the samples of rules with their own random numbers would depend on timing

@@ -31,6 +31,7 @@ from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import held_out_scenes
 from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth, text_pieces
+from visspec.models.targets.compiled import stepwise
 from visspec.provenance import provenance
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
@@ -43,6 +44,7 @@ FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=positive, default=64, help="how many held-out scenes")
     parser.add_argument("--threads", type=positive, help="torch threads")
+    parser.add_argument("--compile", action="store_true", help="ours compiled, and transformers compiled beside it")
     add_captioning(parser)
 
 
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
         model, processor, [to_image(scene) for scene in held_out_scenes(arguments.images)], drafter=drafter,
         assistant=assistant, acceptance=arguments.acceptance, batch_size=arguments.batch_size,
         max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed,
-        request=arguments.prompt or PROMPT,
+        request=arguments.prompt or PROMPT, compile=arguments.compile,
     )  # fmt: skip
     Console().print(table(record))
     write_json(arguments.json, record)
@@ -65,11 +67,12 @@ def run(arguments: argparse.Namespace) -> None:
 def bench_caption(
     model, processor, images: Sequence, *, drafter="vispec", assistant=None, acceptance: str = "exact",
     batch_size: int = 1, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0, request: str = PROMPT,
-    warmup: int = 3,
+    warmup: int = 3, compile: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Run all arms on all images; returns the JSON object of docs/benchmarks.md.
 
     assistant: a smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
+    compile: ours runs compiled; a further arm is transformers' generate with a static cache and compiled steps.
     """
     groups = [images[i : i + batch_size] for i in range(0, len(images), batch_size)]
     prompts = [(i, prepare(processor, group, request, model)) for i, group in enumerate(groups)]
@@ -79,8 +82,13 @@ def bench_caption(
     arms: dict[str, Any] = {
         "transformers_generate": StockArm(model, base, seed),
         "plain": OurArm(accelerate(model, None), base, seed),
-        "ours": OurArm(accelerate(model, drafter, acceptance=acceptance), base, seed),
+        "ours": OurArm(accelerate(model, drafter, acceptance=acceptance, compile=compile), base, seed),
     }
+    if compile:
+        steps = stepwise(model, model.get_decoder())
+        if steps is None:
+            raise ValueError("--compile: got a model that can't be compiled, expected one without forwards of its own")
+        arms["transformers_compiled"] = StockArm(steps, base | {"cache_implementation": "static"}, seed)
     if batch_size == 1:
         warm = prompts[: max(warmup, 1)]
         # transformers' lookup drafts image placeholders and then fails on them; suppressed, it runs
@@ -92,6 +100,13 @@ def bench_caption(
             arms["transformers_assisted"] = speed.fastest([StockArm(model, o, seed) for o in assisted], warm)
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench caption", leave=False))
     record = summarise(runs, failures, arms, temperature)
+    if compile:
+        passes = arms["ours"].fast.target.passes
+        record |= {
+            "compiled": passes is not None and not passes.refused,
+            "speedup_over_compiled": record["baselines"]["transformers_compiled"]["ours_is_faster_by"],
+            "recompilations": passes.late if passes else 0,
+        }
     record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, model.dtype)
     return record | {
         "target": getattr(model.config, "_name_or_path", ""), "drafter": str(drafter), "acceptance": acceptance,

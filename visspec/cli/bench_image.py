@@ -25,6 +25,7 @@ from visspec.api import zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.checkpoint import read_json
 from visspec.cli.arguments import add_drawing, positive
+from visspec.cli.bench_compiled import compiled_family, compiled_record
 from visspec.cli.generate import save
 from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
@@ -37,6 +38,7 @@ from visspec.eval.world.render import render
 from visspec.eval.world.suite import TASKS, free_scene, suite
 from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth
+from visspec.models.targets.image_ar import Family
 from visspec.provenance import provenance
 from visspec.types import Sampling
 
@@ -63,6 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, default=1, help="images at a time in the speed part")
     parser.add_argument("--images", type=Path, help="keep the images of the quality part in this folder; it resumes")
     parser.add_argument("--threads", type=positive, help="torch threads")
+    parser.add_argument("--compile", action="store_true", help="ours compiled, and the stock class compiled beside it")
     parser.add_argument("--json", type=Path)
     add_drawing(parser)
 
@@ -72,8 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     pipe = ImagePipeline.from_pretrained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
-    )
+        arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code,
+        compile=arguments.compile,
+    )  # fmt: skip
     vectors = pipe.family.vectors
     methods = dict(chosen(m, vectors) for m in arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS))
     others = fewer_steps(pipe, arguments.denoising_steps or ())
@@ -130,8 +134,8 @@ def undrafted(pipe: ImagePipeline) -> str:
 class StockArm:
     """The model's own generate, then its own pixel decoder where it has one."""
 
-    def __init__(self, pipe: ImagePipeline, sampling: Sampling, seed: int, cache: str):
-        self.family, self.sampling, self.seed, self.cache = pipe.family, sampling, seed, cache
+    def __init__(self, family: Family, sampling: Sampling, seed: int, cache: str):
+        self.family, self.sampling, self.seed, self.cache = family, sampling, seed, cache
 
     def __call__(self, prompt: tuple[int, list[str]]) -> Run:
         index, texts = prompt
@@ -152,6 +156,7 @@ class OurArm:
         self.pipe, self.seed, self.options = pipe, seed, options
         self.method: dict[str, Any] = {**zoo.method(method)}
         pairing = pipe.pairing(**self.method)  # what can't be is refused here
+        self.passes = pairing.target.passes
         self.whole, self.promise = not pairing.order.raster, pairing.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
@@ -189,17 +194,20 @@ def bench(
     ours = ({} if "plain" in ours else {"plain": OurArm(pipe, undrafted(pipe), options, seed, sampling)}) | ours
     for name, other in (others or {}).items():
         ours[name] = OurArm(other, undrafted(other), options, seed, sampling)
-    caches = [StockArm(pipe, sampling, seed, cache) for cache in CACHES]
+    caches = [StockArm(pipe.family, sampling, seed, cache) for cache in CACHES]
     try:
         stock = speed.fastest(caches, prompts[: max(1, warmup)])
     except NotImplementedError:
         stock = None
     arms: dict[str, Any] = ({} if stock is None else {"stock": stock}) | ours
+    if pipe.compile and stock is not None:
+        arms["stock_compiled"] = StockArm(compiled_family(pipe), sampling, seed, "static")
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench image", leave=False))
     if not runs["plain"]:
         raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
     rows = [row(name, arm, runs) for name, arm in ours.items()]
-    return {
+    compiled = compiled_record(rows, ours, runs, len(texts)) if "stock_compiled" in arms else {}
+    return compiled | {
         "bench": "image", "target": getattr(pipe.model.config, "_name_or_path", ""), "rows": rows,
         "n_prompts": len(texts), "batch_size": batch_size, "seed": seed, "failures": failures,
         "stock": None if stock is None else {
@@ -385,6 +393,13 @@ def _lines(record: dict[str, Any]) -> Iterator[dict[str, str]]:
         yield {
             "method": "stock", "NFE": str(stock["nfe"]), "ms / NFE": f"{per:.1f}", "over stock": "1",
             "guarantee": "the model's own",
+        }  # fmt: skip
+    if compiled := record.get("baselines"):
+        over = stock["seconds_per_image"] / compiled["transformers_compiled"]["seconds_per_image"]
+        per = 1e3 * compiled["transformers_compiled"]["seconds_per_image"] / stock["nfe"]
+        yield {
+            "method": "stock, compiled", "NFE": str(stock["nfe"]), "ms / NFE": f"{per:.1f}",
+            "over stock": f"{over:.2f}", "guarantee": "the model's own",
         }  # fmt: skip
     for line in record["rows"]:
         low, high = line["speedup_ci95"]

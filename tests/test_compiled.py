@@ -1,0 +1,248 @@
+"""Compiled passes: the tokens of stock generate, no graph after the warm-up, and a model that is left as it was.
+
+Most tests stop before code is generated (`aot_eager`), which makes the same graphs and guards in less time.
+"""
+
+import copy
+import gc
+import pickle
+import random
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+
+import visspec
+from tests.doubles import Hostile, fast, new_tokens, stock
+from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
+from visspec.cache import SlotCache
+from visspec.models.targets import compiled
+from visspec.models.targets.masks import laid
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled, "WORTH", 1)
+    yield
+    torch._dynamo.reset()
+
+
+def dressed(model) -> list:
+    """What a model holds in its modules: hooks, forwards, children."""
+    return [
+        (
+            name,
+            sorted(vars(module)),
+            list(module._forward_hooks),
+            list(module._forward_pre_hooks),
+            list(module._modules),
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+def ids_of(length: int, rows: int = 1) -> dict:
+    return {"input_ids": torch.randint(4, 60, (rows, length))}
+
+
+@pytest.mark.slow
+def test_one_row_then_several_in_two_graphs_each_and_the_model_is_left_as_it_was():
+    model = llama(seed=11)
+    before = dressed(model)
+    quick = visspec.accelerate(model, "ngram", compile=True, adaptive=False)
+    passes = quick.target.passes
+    for rows, graphs in (("one", 2), ("ragged", 4), ("one", 4), ("several", 4), ("even", 4)):
+        inputs = prompt("llama", shapes("llama")[rows])
+        found = quick.generate(**inputs, **GREEDY)
+        assert torch.equal(found, model.generate(**inputs, **GREEDY))
+        assert (passes.graphs, passes.late) == (graphs, 0), rows
+    assert passes.ready == {False, True} and not passes.refused
+    assert dressed(model) == before
+    gone = weakref.ref(passes)
+    del quick, passes
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None and dressed(model) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"llama"}))
+def test_every_family_in_every_shape_without_a_late_graph(name):
+    quick = fast(name, Hostile(), compile=True)
+    for rows in shapes(name):
+        inputs = prompt(name, shapes(name)[rows])
+        assert new_tokens(quick.generate(**inputs, max_new_tokens=14, do_sample=False), inputs) == stock(name, rows, 14)
+    passes = quick.target.passes
+    assert (passes.late, passes.refused) == (0, "")
+    assert passes.graphs == 2 * len(passes.ready)
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_of_different_length_compile_nothing_late(monkeypatch):
+    """With generated code, because that has guards of its own."""
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    model, chance = llama(seed=12, max_position_embeddings=4096), random.Random(0)
+    quick = visspec.accelerate(model, Hostile(), compile=True, adaptive=False)
+    passes, late = quick.target.passes, []
+    for i in range(200):
+        rows, length = chance.choice((1, 1, 1, 2, 3)), chance.randrange(2, 400)
+        inputs = ids_of(length, rows)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        for row in range(1, rows):
+            inputs["attention_mask"][row, : chance.randrange(length - 1)] = 0
+        asked = {"max_new_tokens": chance.randrange(2, 12), "do_sample": False}
+        found = quick.generate(**inputs, **asked)
+        if i % 10 == 0:
+            assert torch.equal(found, model.generate(**inputs, **asked)), (rows, length)
+        if passes.late:
+            late.append((i, rows, length))
+    assert not late and passes.graphs == 4 and not passes.refused
+
+
+@pytest.mark.slow
+def test_images_with_guidance_in_two_graphs(pipe):
+    quick = visspec.ImagePipeline(**{**pipe.components, "compile": True})
+    quick.set_progress_bar_config(disable=True)
+    asked = dict(prompt=["a", "a b c"], seed=3, output_type="latent")
+    for options in ({"batch_size": 1}, {"batch_size": 2}, {"batch_size": 2, "guidance_scale": 2.0}):
+        plain, found = pipe(**asked, **options), quick(**asked, **options)
+        assert all(torch.equal(x, y) for x, y in zip(plain.tokens, found.tokens))
+    passes = [target.passes for target in {pairing.target for (pairing, _) in quick._built.values()}]
+    assert [(p.graphs, p.late, p.refused) for p in passes] == [(2, 0, "")]
+    assert copy.copy(quick).compile and not pipe.compile
+
+
+@pytest.mark.slow
+def test_a_pickle_compiles_anew_and_a_moved_model_too():
+    model = llama(seed=13)
+    quick = visspec.accelerate(model, "ngram", compile=True, adaptive=False)
+    inputs = ids_of(14)
+    want = model.generate(**inputs, **GREEDY)
+    assert torch.equal(quick.generate(**inputs, **GREEDY), want)
+    other = pickle.loads(pickle.dumps(quick))
+    assert other.target.passes.ready == set() and other.model is not model
+    assert torch.equal(other.generate(**inputs, **GREEDY), want) and other.target.passes.graphs == 2
+    quick.to(torch.float64)
+    assert torch.equal(quick.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+    assert quick.target.passes.graphs == 2 and quick.target.passes.late == 0
+
+
+def test_a_short_request_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(compiled, "WORTH", 13)
+    quick = fast("llama", "ngram", compile=True)
+    inputs = prompt("llama", shapes("llama")["one"])
+    assert new_tokens(quick.generate(**inputs, **GREEDY), inputs) == stock("llama", "one", 12)
+    assert quick.target.passes.graphs == 0 and not quick.target.passes.refused
+
+
+def broken(graph, inputs):
+    raise RuntimeError("no compiler here")
+
+
+def wrong(graph, inputs):
+    return lambda *args: tuple(
+        out * 1.1 if torch.is_tensor(out) and out.is_floating_point() else out for out in graph(*args)
+    )
+
+
+@pytest.mark.parametrize(("backend", "said"), [(broken, "no compiler here"), (wrong, "differs by")])
+def test_what_can_not_be_compiled_runs_as_it_is_which_is_said_once(monkeypatch, backend, said):
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: backend)
+    model = llama(seed=14)
+    quick, inputs = visspec.accelerate(model, "ngram", compile=True, adaptive=False), ids_of(9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            found = quick.generate(**inputs, **GREEDY)
+    ours = [str(w.message) for w in caught if "compile:" in str(w.message)]
+    assert len(ours) == 1 and said in ours[0]
+    assert torch.equal(found, model.generate(**inputs, **GREEDY))
+
+
+def test_a_hook_inside_the_decoder_is_called_which_compiled_it_would_not_be():
+    model = llama(seed=15)
+    quick, inputs, seen = visspec.accelerate(model, "ngram", compile=True, adaptive=False), ids_of(9), []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+    with pytest.warns(RuntimeWarning, match=r"compile: .*layers\.0\.mlp"):
+        quick.generate(**inputs, **GREEDY)
+    assert sum(n < 9 for n in seen) == len(quick.last_state.trace.rounds)
+    assert quick.target.passes.graphs == 0
+
+
+def test_forwards_of_an_instance_and_dynamic_rope_are_refused_in_words():
+    model = llama(seed=16)
+    model.model.forward = model.model.forward
+    with pytest.warns(RuntimeWarning, match="compile: .*forward of the instance"):
+        quick = visspec.accelerate(model, "ngram", compile=True)
+    assert quick.generate(**ids_of(5), **GREEDY).shape[1] <= 17
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.warns(RuntimeWarning, match="compile: .*rotary frequencies"):
+        visspec.accelerate(llama(seed=17, rope_parameters=rope), "ngram", compile=True)
+
+
+@pytest.mark.slow
+def test_the_stock_arm_compiles_its_steps_and_no_prompt(monkeypatch):
+    model, made = llama(seed=20), []
+    monkeypatch.setattr(compiled, "BACKEND", lambda graph, inputs: made.append(graph) or graph)
+    steps, inputs = compiled.stepwise(model, model.get_decoder()), ids_of(9)
+    found = steps.generate(**inputs, **GREEDY, cache_implementation="static")
+    assert torch.equal(found, model.generate(**inputs, **GREEDY)) and len(made) == 1
+
+
+def test_a_view_shares_everything_but_the_forward_of_the_decoder():
+    model = model_of("llava")
+    decoder, called = model.get_decoder(), []
+
+    def forward(*args, **kwargs):
+        called.append(kwargs["inputs_embeds"].shape)
+        return decoder.forward(*args, **kwargs)
+
+    view = compiled.view(model, decoder, forward)
+    inputs = prompt("llava", shapes("llava")["one"])
+    with torch.no_grad():
+        assert torch.equal(view(**inputs).logits, model(**inputs).logits)
+    assert len(called) == 1 and type(view) is type(model)
+    theirs = dict(view.named_parameters())
+    assert all(theirs[name] is parameter for name, parameter in model.named_parameters())
+    assert compiled.view(model, llama(seed=18).model, forward) is None
+
+
+def test_rows_of_one_length_are_apart_where_passes_are_steady():
+    slots = SlotCache(2)
+    slots.lengths = [5, 5]
+    assert not slots.apart
+    slots.steady = True
+    assert slots.apart
+    slots.lengths = [5]
+    assert not slots.apart
+
+
+def test_masks_of_one_shape_have_one_layout():
+    buffer = torch.randn(2, 1, 9, 64)
+    views = [buffer[:1, :, :4, 3:30], buffer[:1, :, :4, 7:34], buffer[:1, :, :4, :27].clone()]
+    told = {(m.stride(), m.storage_offset()) for m in (laid(view, steady=True) for view in views)}
+    assert len(told) == 1
+    assert laid(views[0], steady=False) is views[0]
+
+
+@pytest.mark.slow
+def test_two_threads_compile_once():
+    model = llama(seed=19)
+    quick, inputs = visspec.accelerate(model, "ngram", compile=True, adaptive=False), ids_of(9)
+    want, found = model.generate(**inputs, **GREEDY), [None] * 2
+
+    def go(i: int) -> None:
+        found[i] = quick.generate(**inputs, **GREEDY)
+
+    threads = [threading.Thread(target=go, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, want) for one in found)
+    assert (quick.target.passes.graphs, quick.target.passes.late) == (2, 0)
