@@ -174,6 +174,12 @@ def missing(text: str, scene: Scene) -> int:
     return len(facts(scene).keys() - {key for key, _ in parse(text)})
 
 
+def fact_words() -> frozenset[str]:
+    """Words that must be read from the picture."""
+    places = {"top", "bottom", "left", "right", "centre", "middle"}
+    return frozenset({*CLASSES, *COLOURS, *SIZES, *GROUNDS, *NUMBERS} | places)
+
+
 def vocabulary() -> list[str]:
     """Every word and mark that captions, questions, answers and requests can use, sorted."""
     tables = (_OPENING, _GROUND, _FIRST, *_SAME_ROW, *_LOWER_ROW, _MIDDLE_EMPTY, _CLOSING, REQUESTS, PLACES)

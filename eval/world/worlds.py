@@ -21,8 +21,8 @@ WORLDS = ("shapes", "emoji")
 @dataclass(frozen=True)
 class World:
     """One world. `scene` has `scene_from_seed` and `held_out_scenes`, `captions` has `caption`, `questions`, `facts`,
-    `parse`, `score`, `missing`, `vocabulary` and `REQUESTS`, `suite` has `suite`, `sample_prompt`, `free_scene`,
-    `parse` and `vocabulary`. A scene's `at(cell)` is what a cell of the 3 x 3 layout holds, or None.
+    `parse`, `score`, `missing`, `fact_words`, `vocabulary` and `REQUESTS`, `suite` has `suite`, `sample_prompt`,
+    `free_scene`, `parse` and `vocabulary`. A scene's `at(cell)` is what a cell of the 3 x 3 layout holds, or None.
     """
 
     name: str
@@ -35,6 +35,11 @@ class World:
     facts: dict[str, tuple[str, ...]]  # of what a cell holds: the attribute's name and all of its words
     settings: dict[str, tuple[str, ...]]  # the same, of a whole scene
     counts: tuple[int, ...]  # of things in a captioned scene
+    lesson: Callable[[int], Any]  # scene number n to learn to see by, with any count
+
+    def captioned(self, seed: int) -> Any:
+        """The captioned scene number `seed`."""
+        return self.scene.scene_from_seed(seed)
 
     def scenes(self, count: int, first: int = 0) -> list[Any]:
         """Held-out scenes number first..first+count, on which nothing is trained."""
@@ -63,20 +68,20 @@ def _modules(package: str) -> dict[str, ModuleType]:
 
 def _shapes() -> World:
     from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
-    from visspec.eval.world.scene import COUNTS
+    from visspec.eval.world.scene import COUNTS, scene_from_seed
 
     facts = {"kind": CLASSES, "colour": tuple(COLOURS), "size": SIZES}
     return World("shapes", 96, **_modules(""), detector=_shape_detector, facts=facts,
-                 settings={"ground": GROUNDS}, counts=COUNTS)  # fmt: skip
+                 settings={"ground": GROUNDS}, counts=COUNTS, lesson=scene_from_seed)  # fmt: skip
 
 
 def _emoji() -> World:
     from visspec.eval.world.emoji.atlas import names
-    from visspec.eval.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS
+    from visspec.eval.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS, crowded
 
     facts = {"name": names(), "size": tuple(SIZES)}
     return World("emoji", 120, **_modules(".emoji"), detector=_emoji_detector, facts=facts,
-                 settings={"ground": GROUNDS, "tint": tuple(TINTS)}, counts=COUNTS)  # fmt: skip
+                 settings={"ground": GROUNDS, "tint": tuple(TINTS)}, counts=COUNTS, lesson=crowded)  # fmt: skip
 
 
 def _shape_detector() -> Detector:

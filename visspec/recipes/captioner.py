@@ -4,7 +4,8 @@ python -m visspec.recipes.captioner --out runs/captioner [--stage vision|caption
 
 Stage `vision` teaches a CLIP tower dense labels (see captioner_vision.py), `caption` trains projector and text model
 on the frozen tower, `finish` writes a complete folder with float16 weights, a model card and its provenance. Every
-stage is resumable. With --small the caption stage trains the two-layer sibling on the same tower.
+stage is resumable. With --small the caption stage trains the two-layer sibling on the same tower. With --world emoji
+it is `captioner-emoji`, of the other world of `visspec.eval.world.worlds`.
 
 Data: scenes of `visspec.eval.world`, rendered as they are needed; batch t always holds the same scenes, and seeds
 from 2^30 on are never trained on. Seeds: 0 (vision), 1 (captions). Two CPU cores, no accelerator.
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlavaForConditionalGeneration
 
+from visspec.eval.world.worlds import WORLDS, world
 from visspec.recipes.captioner_build import build_model, build_processor, save
 from visspec.recipes.captioner_card import finish
 from visspec.recipes.captioner_data import Batch, Encoder
@@ -61,9 +63,10 @@ class CaptionStage(Stage):
     def __init__(self, options: argparse.Namespace, rank: int):
         torch.manual_seed(1)
         tower = torch.load(options.out / "vision.pt", weights_only=True)["tower"]
-        self.processor = build_processor()
-        self.encoder, self.waiting = Encoder(self.processor.tokenizer), list[Batch]()
-        self.model = build_model(tower, options.small).train()
+        self.world = world(options.world)
+        self.processor = build_processor(self.world)
+        self.encoder, self.waiting = Encoder(self.processor.tokenizer, self.world), list[Batch]()
+        self.model = build_model(tower, self.world, options.small).train()
         self.model.set_attn_implementation("eager")
         self.model.model.vision_tower.requires_grad_(False)
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -75,7 +78,7 @@ class CaptionStage(Stage):
         self.waiting = self.waiting or self.encoder.batches(self.step, self.options.rows, self.rank, self.workers)
         batch = self.waiting.pop(0)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            features = patch_features(self.model.model.vision_tower, pixels(batch.scenes)).float()
+            features = patch_features(self.model.model.vision_tower, pixels(batch.scenes, self.world)).float()
         return caption_loss(self.model, batch, features, self.encoder.first_image)
 
     def report(self) -> dict:
@@ -84,7 +87,7 @@ class CaptionStage(Stage):
             return {}
         self.model.eval()
         torch.set_num_threads(self.workers)
-        record = score_captions(self.model, self.processor)
+        record = score_captions(self.model, self.processor, self.world)
         torch.set_num_threads(1)
         self.model.train()
         if self.options.early and record["accuracy"] > 0.3:
@@ -97,6 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the embedded captioner from zero on two CPU cores.")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished model")
     parser.add_argument("--stage", choices=("vision", "caption", "finish", "all"), default="all")
+    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose scenes it describes")
     parser.add_argument("--small", action="store_true", help="the two-layer sibling, on the same vision tower")
     parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
     parser.add_argument("--vision-steps", type=int, default=VISION_STEPS)
@@ -116,11 +120,11 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.stage in ("vision", "all"):
-        teach_vision(options.out, options.vision_steps, resume=options.resume)
+        teach_vision(options.out, world(options.world), options.vision_steps, resume=options.resume)
     if options.stage in ("caption", "all"):
         in_workers(CaptionStage, options)
     if options.stage in ("finish", "all"):
-        finish(options.out, options.small, options.scenes)
+        finish(options.out, world(options.world), options.small, options.scenes, options.workers)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ STRIKE = 109
 MARGIN = 1  # transparent pixels around a tile's picture
 POINTS = range(0x1F300, 0x1FB00)
 LONGEST = 4  # words of a name
-# Letters, signs and parts of other pictures; clocks and arrows, which differ in a direction alone; words of size and place
+# Letters, signs, parts of other pictures; clocks and arrows, which differ in a direction alone; words of size and place
 LEFT_OUT = {"symbol", "sign", "modifier", "component", "letter", "keycap", "button", "clock", "arrow", "arrows"}
 LEFT_OUT |= {"left", "right", "leftwards", "rightwards", "up", "down", "lower", "pointing", "facing", "large", "small"}
 ALIKE = 0.1  # share of its energy by which a picture must differ, at CODED pixels a side, from every one before it

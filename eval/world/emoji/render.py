@@ -43,8 +43,8 @@ def _reduced(name: str, side: int) -> Image.Image:
 
 
 def stamp(name: str, x: float, y: float, side: float, turn: float) -> tuple[np.ndarray, int, int]:
-    """Premultiplied pixels float32 (n, n, 4), colours 0..255 and coverage 0..1, and the canvas's column and row of their
-    first. x, y and side in pixels, the centre anywhere.
+    """Premultiplied pixels float32 (n, n, 4), colours 0..255 and coverage 0..1, and the column and row of their first
+    on the canvas. x, y and side in pixels, the centre anywhere.
     """
     source = next((s for s in REDUCED if s >= side), TILE)
     reach = side * 0.66 + 1  # of a tile turned by up to 15 degrees, and a little more

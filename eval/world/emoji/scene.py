@@ -1,6 +1,6 @@
 """Scenes of the emoji world: one to five pictures on a ground with texture and tint, and how they are sampled.
 
-Lengths are fractions of the canvas side, the origin is the top left corner, y points down; turns are degrees, clockwise.
+Lengths are fractions of the canvas side, the origin is the top left corner, y points down; turns are clockwise degrees.
 """
 
 from dataclasses import dataclass
@@ -118,6 +118,11 @@ def sample_scene(rng: np.random.Generator, split: str = "any", counts: tuple[int
         side = SIZES[size] + SIZE_JITTER * bigger
         pictures.append(Picture(name, float(x), float(y), float(side), float(MOST_TURN * turn)))
     return Scene(tuple(pictures), *sample_ground(rng))
+
+
+def crowded(seed: int) -> Scene:
+    """A scene to learn to see by: half of them have six to nine pictures."""
+    return sample_scene(np.random.default_rng(seed), counts=(*COUNTS, 6, 7, 8, 9))
 
 
 def scene_from_seed(seed: int, split: str = "any") -> Scene:
