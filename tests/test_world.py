@@ -234,7 +234,7 @@ def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
     assert again["step"] == 4 and all(torch.equal(whole["tower"][k], again["tower"][k]) for k in whole["tower"])
 
     options = argparse.Namespace(out=tmp_path, steps=8, rows=2, rate=1e-3, early=None, workers=1, small=True, every=8)
-    options.world = "shapes"
+    options.world, options.float32 = "shapes", False
     straight = captioner.CaptionStage(options, 0)
     straight.run()
     first = captioner.CaptionStage(options, 0)

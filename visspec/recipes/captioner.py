@@ -40,11 +40,11 @@ PEAK_RATE = {False: 1.5e-3, True: 2e-3}
 
 
 def caption_loss(
-    model: LlavaForConditionalGeneration, batch: Batch, features: torch.Tensor, first: int
+    model: LlavaForConditionalGeneration, batch: Batch, features: torch.Tensor, first: int, half: bool = True
 ) -> torch.Tensor:
     """Weighted mean cross-entropy of a batch; `features` (B, patches, vision hidden) fill ids first..first+patches."""
     inner, length = model.model, features.shape[1]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
         embeds = model.get_input_embeddings()(batch.ids)
         seen = inner.multi_modal_projector(features).to(embeds.dtype)
         embeds = torch.cat([embeds[:, :first], seen, embeds[:, first + length :]], 1)
@@ -76,10 +76,10 @@ class CaptionStage(Stage):
     def loss(self) -> torch.Tensor:
         """Loss of the next batch; batches come several at a time, so checkpoints are made after all of them."""
         self.waiting = self.waiting or self.encoder.batches(self.step, self.options.rows, self.rank, self.workers)
-        batch = self.waiting.pop(0)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        batch, half = self.waiting.pop(0), not self.options.float32
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
             features = patch_features(self.model.model.vision_tower, pixels(batch.scenes, self.world)).float()
-        return caption_loss(self.model, batch, features, self.encoder.first_image)
+        return caption_loss(self.model, batch, features, self.encoder.first_image, half)
 
     def report(self) -> dict:
         """Captions of held-out scenes, by the first worker; it refreshes the early folder."""
@@ -105,6 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
     parser.add_argument("--vision-steps", type=int, default=VISION_STEPS)
     parser.add_argument("--steps", type=int, default=2500, help="text-model steps")
+    parser.add_argument("--float32", action="store_true", help="not bfloat16, which some processors are slow at")
     parser.add_argument("--every", type=int, default=500, help="steps between reports and checkpoints, in fours")
     parser.add_argument("--scenes", type=int, default=512, help="held-out scenes the finished model is measured on")
     parser.add_argument("--threads", type=int, default=2, help="threads of the other stages; 1 if cores are busy")
@@ -120,7 +121,9 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.stage in ("vision", "all"):
-        teach_vision(options.out, world(options.world), options.vision_steps, resume=options.resume)
+        teach_vision(
+            options.out, world(options.world), options.vision_steps, resume=options.resume, half=not options.float32
+        )
     if options.stage in ("caption", "all"):
         in_workers(CaptionStage, options)
     if options.stage in ("finish", "all"):

@@ -91,8 +91,8 @@ WORDS = {
         "short": "the emoji world",
         "things": "pictures",
         "package": ".emoji",
-        "notice": "\n\nThe pictures it was trained on are Google's Noto Color Emoji, under the SIL Open Font License 1.1; the "
-        "notice is beside\nthem, in `visspec/eval/world/emoji/OFL.txt`.",
+        "notice": "\n\nThe pictures it was trained on are Google's Noto Color Emoji, under the SIL Open Font License "
+        "1.1; the notice is beside\nthem, in `visspec/eval/world/emoji/OFL.txt`.",
     },
 }
 ROLES = {
