@@ -36,6 +36,7 @@ class World:
     settings: dict[str, tuple[str, ...]]  # the same, of a whole scene
     counts: tuple[int, ...]  # of things in a captioned scene
     lesson: Callable[[int], Any]  # scene number n to learn to see by, with any count
+    drawn: tuple[str, ...]  # tasks of the suite that its painter is taught
 
     def captioned(self, seed: int) -> Any:
         """The captioned scene number `seed`."""
@@ -44,6 +45,14 @@ class World:
     def scenes(self, count: int, first: int = 0) -> list[Any]:
         """Held-out scenes number first..first+count, on which nothing is trained."""
         return self.scene.held_out_scenes(count, first)
+
+    def prompt(self, rng: np.random.Generator) -> dict:
+        """A random prompt of those that the world's painter is taught, as metadata."""
+        return self.suite.sample_prompt(rng, tag=self.drawn[0] if len(self.drawn) == 1 else None)
+
+    def prompts(self) -> list[dict]:
+        """The prompts of the suite that the world's painter is taught."""
+        return [row for row in self.suite.suite() if row["tag"] in self.drawn]
 
     def render(self, scene: Any, size: int | None = None) -> np.ndarray:
         """Pixels, uint8 (size, size, 3)."""
@@ -69,10 +78,11 @@ def _modules(package: str) -> dict[str, ModuleType]:
 def _shapes() -> World:
     from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
     from visspec.eval.world.scene import COUNTS, scene_from_seed
+    from visspec.eval.world.suite import TASKS
 
     facts = {"kind": CLASSES, "colour": tuple(COLOURS), "size": SIZES}
     return World("shapes", 96, **_modules(""), detector=_shape_detector, facts=facts,
-                 settings={"ground": GROUNDS}, counts=COUNTS, lesson=scene_from_seed)  # fmt: skip
+                 settings={"ground": GROUNDS}, counts=COUNTS, lesson=scene_from_seed, drawn=TASKS)  # fmt: skip
 
 
 def _emoji() -> World:
@@ -81,7 +91,8 @@ def _emoji() -> World:
 
     facts = {"name": names(), "size": tuple(SIZES)}
     return World("emoji", 120, **_modules(".emoji"), detector=_emoji_detector, facts=facts,
-                 settings={"ground": GROUNDS, "tint": tuple(TINTS)}, counts=COUNTS, lesson=crowded)  # fmt: skip
+                 settings={"ground": GROUNDS, "tint": tuple(TINTS)}, counts=COUNTS, lesson=crowded,
+                 drawn=("single_object",))  # fmt: skip
 
 
 def _shape_detector() -> Detector:
