@@ -113,6 +113,9 @@ class Seen:
         return self.x - half, self.y - half, self.x + half, self.y + half
 
 
+PLACE = ("x", "y", "side", "whole", "gain")
+
+
 @dataclass
 class Places:
     """Results of the first step at P places of all scales: centre and side in pixels, and what pictures explain."""
@@ -120,7 +123,8 @@ class Places:
     x: torch.Tensor
     y: torch.Tensor
     side: torch.Tensor
-    gain: torch.Tensor  # (P, pictures), energy explained in the image's own pixels
+    whole: torch.Tensor  # energy there is, in the image's own pixels
+    gain: torch.Tensor  # (P, pictures), energy explained
 
 
 def noise_of(pixels: torch.Tensor) -> float:
@@ -153,14 +157,14 @@ def _glimpse(pixels: torch.Tensor, side: float) -> Places | None:
     gain.sub_((mean[at].square().sum(1) / area)[:, None])
     best = gain.unflatten(1, (-1, len(TURNS))).amax(-1) / scale**2
     x, y = ((n.float() + GLIMPSE / 2) / scale for n in (at % columns, at // columns))
-    return Places(x, y, torch.full_like(x, side), best)
+    return Places(x, y, torch.full_like(x, side), alone[at] / scale**2, best)
 
 
 def _around(places: Places, at: int) -> torch.Tensor:
     """Which places (P) are close to one of them, also in their side."""
-    reach = 0.25 * places.side[at]
+    reach = 0.3 * places.side[at]
     near = ((places.x - places.x[at]).abs() < reach) & ((places.y - places.y[at]).abs() < reach)
-    return near & ((places.side / places.side[at]).log().abs() < 0.3)
+    return near & ((places.side / places.side[at]).log().abs() < 0.5)
 
 
 def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
@@ -168,7 +172,7 @@ def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
     parts = [part for side in sides if (part := _glimpse(pixels, side)) is not None]
     if not parts:
         return None
-    return Places(*(torch.cat([getattr(part, name) for part in parts]) for name in ("x", "y", "side", "gain")))
+    return Places(*(torch.cat([getattr(part, name) for part in parts]) for name in PLACE))
 
 
 class _Fit:
@@ -270,16 +274,22 @@ class EmojiDetector:
                 far = ((places.x - found.x).abs() > reach) | ((places.y - found.y).abs() > reach)
             else:
                 far = ~_around(places, at)
-            places = Places(places.x[far], places.y[far], places.side[far], places.gain[far])
+            places = Places(*(getattr(places, name)[far] for name in PLACE))
         return tuple(sorted(out, key=lambda seen: -seen.score))
 
     def _fitted(self, pixels: torch.Tensor, places: Places, at: int, noise: float) -> Seen:
         """The picture that explains a place best, fitted from the RIVALS that do so around it in the first step."""
         x, y, side = (float(v[at]) for v in (places.x, places.y, places.side))
         index = _around(places, at).nonzero()[:, 0]
-        gain, where = places.gain[index].max(0)
-        picture = gain.topk(RIVALS).indices
-        start = index[where[picture]]
+        picture, start = [], []
+        for worth in (
+            places.gain[index],
+            places.gain[index] / places.whole[index, None],
+        ):  # a small one's share is high
+            most, where = worth.max(0)
+            picture.append(most.topk(RIVALS // 2).indices)
+            start.append(index[where[picture[-1]]])
+        picture, start = torch.cat(picture), torch.cat(start)
         pose = torch.stack(
             [(places.x[start] - x) / side, (places.y[start] - y) / side, (places.side[start] / side).log(),
              torch.zeros(len(start))], 1,
