@@ -29,7 +29,7 @@ from visspec.recipes.captioner_build import save
 from visspec.recipes.painter_build import TEXT, build_model, build_processor, build_tokenizer, generation_config
 from visspec.recipes.painter_card import sheet
 from visspec.recipes.painter_codes import decoded, latents, nearest
-from visspec.recipes.painter_draw import DROPPED, draw, drawn
+from visspec.recipes.painter_draw import DROPPED, GUIDANCES, draw, drawn
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
 from visspec.recipes.painter_tokens import prompt_ids, without_words
 from visspec.recipes.painter_vq import CUT_OUT, VQStage, load_vq
@@ -42,7 +42,6 @@ SHARD = 2000
 FIRST_SEED = {"vq": 0, "tokens": 1 << 28}  # both below HELD_OUT_SEED
 SIDES, OFFSET, MOST_TURN = (0.62, 0.7), 0.06, 6.0  # of the animals: what is drawn is at home in the middle
 WINDOW = 48  # pixels a side of the cut-outs that the VQ model starts with
-GUIDANCES = (1.0, 1.5, 2.0, 3.0)
 SEED = 0  # of the measured pictures
 
 
