@@ -15,5 +15,9 @@ setup(
     + [f"visspec.{name}.{sub}" for name in FOLDERS for sub in find_packages(name)],
     package_dir={"visspec": "visspec", **{f"visspec.{name}": name for name in FOLDERS}},
     include_package_data=False,  # package_data names all of it; setuptools would take data folders for lost packages
-    package_data={"visspec.models.zoo": ["*/*"], "visspec.eval.report": ["templates/*"]},
+    package_data={
+        "visspec.models.zoo": ["*/*"],
+        "visspec.eval.report": ["templates/*"],
+        "visspec.eval.world.emoji": ["atlas.*", "OFL.txt"],
+    },
 )

@@ -14,6 +14,7 @@ from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.api import zoo
+from visspec.eval.world.worlds import world
 from visspec.loop.decode import decode, open_request
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
@@ -360,7 +361,7 @@ def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):
     assert "| chain of 6 | " in card and "{" not in card.split("```")[2]
     loaded, _ = zoo.drafter(str(tmp_path / "x"), model)
     assert loaded.config.guidance == model.generation_config.guidance_scale and loaded.traits.levels == 5
-    pictures = painter_drafter.Pictures(Janus(model, painter_build.build_processor(True)), 2, 3.0)
+    pictures = painter_drafter.Pictures(Janus(model, painter_build.build_processor(True)), world("shapes"), 2, 3.0)
     pooled = [pictures(number) for number in range(painter_drafter.POOL)]
     assert [r.prompt.shape[1] for r in pooled] == sorted(r.prompt.shape[1] for r in pooled)
 

@@ -42,6 +42,7 @@ def test_a_build_warns_of_nothing_and_holds_the_data(kind, tmp_path):
     if kind == "wheel":
         held = zipfile.ZipFile(tmp_path / run.stdout.splitlines()[-1]).namelist()
         data = [*(ROOT / "models" / "zoo").glob("*/*"), *(ROOT / "eval" / "report" / "templates").iterdir()]
+        data += (ROOT / "eval" / "world" / "emoji").iterdir()
         left_out = (".safetensors", ".pyc")
         wanted = {f"visspec/{p.relative_to(ROOT)}" for p in data if p.is_file() and p.suffix not in left_out}
         assert wanted and wanted <= set(held)

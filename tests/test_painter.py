@@ -19,6 +19,7 @@ from visspec.api import zoo
 from visspec.eval.world.palette import CLASSES, COLOURS
 from visspec.eval.world.scene import HELD_OUT_SEED, Scene, Shape
 from visspec.eval.world.suite import parse, suite, vocabulary
+from visspec.eval.world.worlds import world
 from visspec.recipes import (
     captioner_build,
     captioner_card,
@@ -259,11 +260,12 @@ def test_cards_are_what_the_recipe_writes_of_their_provenance(low, folder):
 @pytest.mark.parametrize("small", [False, True])
 def test_cards_of_captioners_are_what_the_recipe_writes_up_to_their_training(small):
     """What follows, and a line of the small one's, was added by hand."""
-    folder = zoo.CHECKPOINTS / captioner_card.NAMES[small]
+    shapes = world("shapes")
+    folder = zoo.CHECKPOINTS / captioner_card.NAMES["shapes"][small]
     record = json.loads((folder / "provenance.json").read_text())
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(LlavaConfig.from_pretrained(folder))
-    text = captioner_card.card(small, model, len(captioner_build.build_tokenizer()), record)
+    text = captioner_card.card(shapes, small, model, len(captioner_build.build_tokenizer(shapes)), record)
     written, stored = (card.partition("## Training")[0] for card in (text, (folder / "README.md").read_text()))
     if small:
         added = re.search(r"Greedy captions that equal .*\n\n", stored)[0]

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from visspec.eval.world.scene import (
     sample_scene,
     scene_from_seed,
 )
+from visspec.eval.world.worlds import world
 
 ZOO = Path(__file__).resolve().parent.parent / "models" / "zoo"
 seeds = st.integers(0, 2**31 - 1)
@@ -180,7 +182,7 @@ def test_shipped_captioner_loads_offline_and_states_facts(name, least):
     processor = transformers.AutoProcessor.from_pretrained(ZOO / name, local_files_only=True)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(ZOO / name, local_files_only=True).float().eval()
     assert not model.generation_config.do_sample and model.generation_config.eos_token_id is not None
-    record = score_captions(model, processor, 16)
+    record = score_captions(model, processor, world("shapes"), 16)
     assert record["accuracy"] >= least
     assert record["tokens_range"][0] >= 55
 
@@ -220,19 +222,19 @@ def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
     from visspec.recipes import captioner, captioner_data, captioner_vision
 
-    threads = torch.get_num_threads()
+    threads, shapes = torch.get_num_threads(), world("shapes")
     monkeypatch.setattr(captioner, "score_captions", lambda *_: {"accuracy": 0.0})
-    captioner_vision.teach_vision(tmp_path, steps=4, batch=4, every=2)
+    captioner_vision.teach_vision(tmp_path, shapes, steps=4, batch=4, every=2)
     whole = torch.load(tmp_path / "vision.pt", weights_only=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(captioner_vision, "scene_from_seed", lambda seed: scene_from_seed(seed) if seed != 8 else 1 / 0)
-        with pytest.raises(ZeroDivisionError):  # the machine goes down in the third step
-            captioner_vision.teach_vision(tmp_path, steps=4, batch=4, every=2)
-    captioner_vision.teach_vision(tmp_path, steps=4, batch=4, every=2, resume=True)
+    failing = replace(shapes, lesson=lambda seed: scene_from_seed(seed) if seed != 8 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # the machine goes down in the third step
+        captioner_vision.teach_vision(tmp_path, failing, steps=4, batch=4, every=2)
+    captioner_vision.teach_vision(tmp_path, shapes, steps=4, batch=4, every=2, resume=True)
     again = torch.load(tmp_path / "vision.pt", weights_only=True)
     assert again["step"] == 4 and all(torch.equal(whole["tower"][k], again["tower"][k]) for k in whole["tower"])
 
     options = argparse.Namespace(out=tmp_path, steps=8, rows=2, rate=1e-3, early=None, workers=1, small=True, every=8)
+    options.world, options.float32 = "shapes", False
     straight = captioner.CaptionStage(options, 0)
     straight.run()
     first = captioner.CaptionStage(options, 0)

@@ -75,7 +75,7 @@ _CLOSING: Phrasings = (
 )
 
 
-def _pick(rng: np.random.Generator | None, phrasings: Phrasings) -> str:
+def pick(rng: np.random.Generator | None, phrasings: Phrasings) -> str:
     """A phrasing sampled by weight, or the most probable one without a generator."""
     return phrasings[0] if rng is None else phrasings[int(np.searchsorted(np.cumsum(WEIGHTS)[:-1], rng.random()))]
 
@@ -86,15 +86,15 @@ def _description(shape: Shape) -> str:
 
 def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
     """A caption of about 60 to 110 words and marks; without a generator the most probable one."""
-    out = [_pick(rng, _OPENING).format(n=NUMBERS[len(scene.shapes)]), _pick(rng, _GROUND).format(g=scene.ground)]
+    out = [pick(rng, _OPENING).format(n=NUMBERS[len(scene.shapes)]), pick(rng, _GROUND).format(g=scene.ground)]
     for i, shape in enumerate(scene.shapes):
         if i == 0:
             phrasings = _FIRST
         else:
             same = shape.cell // GRID == scene.shapes[i - 1].cell // GRID
             phrasings = (_SAME_ROW if same else _LOWER_ROW)[min(i, len(_SAME_ROW)) - 1]
-        out.append(_pick(rng, phrasings).format(d=_description(shape), p=PLACES[shape.cell]))
-    out.append(_pick(rng, _CLOSING if scene.at(CENTRE) else _MIDDLE_EMPTY))
+        out.append(pick(rng, phrasings).format(d=_description(shape), p=PLACES[shape.cell]))
+    out.append(pick(rng, _CLOSING if scene.at(CENTRE) else _MIDDLE_EMPTY))
     return " ".join(out)
 
 
@@ -172,6 +172,12 @@ def score(text: str, scene: Scene) -> tuple[int, int]:
 def missing(text: str, scene: Scene) -> int:
     """Number of facts of the scene that the caption doesn't state."""
     return len(facts(scene).keys() - {key for key, _ in parse(text)})
+
+
+def fact_words() -> frozenset[str]:
+    """Words that must be read from the picture."""
+    places = {"top", "bottom", "left", "right", "centre", "middle"}
+    return frozenset({*CLASSES, *COLOURS, *SIZES, *GROUNDS, *NUMBERS} | places)
 
 
 def vocabulary() -> list[str]:

@@ -4,7 +4,8 @@ python -m visspec.recipes.captioner --out runs/captioner [--stage vision|caption
 
 Stage `vision` teaches a CLIP tower dense labels (see captioner_vision.py), `caption` trains projector and text model
 on the frozen tower, `finish` writes a complete folder with float16 weights, a model card and its provenance. Every
-stage is resumable. With --small the caption stage trains the two-layer sibling on the same tower.
+stage is resumable. With --small the caption stage trains the two-layer sibling on the same tower. With --world emoji
+it is `captioner-emoji`, of the other world of `visspec.eval.world.worlds`.
 
 Data: scenes of `visspec.eval.world`, rendered as they are needed; batch t always holds the same scenes, and seeds
 from 2^30 on are never trained on. Seeds: 0 (vision), 1 (captions). Two CPU cores, no accelerator.
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlavaForConditionalGeneration
 
+from visspec.eval.world.worlds import WORLDS, world
 from visspec.recipes.captioner_build import build_model, build_processor, save
 from visspec.recipes.captioner_card import finish
 from visspec.recipes.captioner_data import Batch, Encoder
@@ -38,11 +40,11 @@ PEAK_RATE = {False: 1.5e-3, True: 2e-3}
 
 
 def caption_loss(
-    model: LlavaForConditionalGeneration, batch: Batch, features: torch.Tensor, first: int
+    model: LlavaForConditionalGeneration, batch: Batch, features: torch.Tensor, first: int, half: bool = True
 ) -> torch.Tensor:
     """Weighted mean cross-entropy of a batch; `features` (B, patches, vision hidden) fill ids first..first+patches."""
     inner, length = model.model, features.shape[1]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
         embeds = model.get_input_embeddings()(batch.ids)
         seen = inner.multi_modal_projector(features).to(embeds.dtype)
         embeds = torch.cat([embeds[:, :first], seen, embeds[:, first + length :]], 1)
@@ -61,9 +63,10 @@ class CaptionStage(Stage):
     def __init__(self, options: argparse.Namespace, rank: int):
         torch.manual_seed(1)
         tower = torch.load(options.out / "vision.pt", weights_only=True)["tower"]
-        self.processor = build_processor()
-        self.encoder, self.waiting = Encoder(self.processor.tokenizer), list[Batch]()
-        self.model = build_model(tower, options.small).train()
+        self.world = world(options.world)
+        self.processor = build_processor(self.world)
+        self.encoder, self.waiting = Encoder(self.processor.tokenizer, self.world), list[Batch]()
+        self.model = build_model(tower, self.world, options.small).train()
         self.model.set_attn_implementation("eager")
         self.model.model.vision_tower.requires_grad_(False)
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -73,10 +76,10 @@ class CaptionStage(Stage):
     def loss(self) -> torch.Tensor:
         """Loss of the next batch; batches come several at a time, so checkpoints are made after all of them."""
         self.waiting = self.waiting or self.encoder.batches(self.step, self.options.rows, self.rank, self.workers)
-        batch = self.waiting.pop(0)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            features = patch_features(self.model.model.vision_tower, pixels(batch.scenes)).float()
-        return caption_loss(self.model, batch, features, self.encoder.first_image)
+        batch, half = self.waiting.pop(0), not self.options.float32
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+            features = patch_features(self.model.model.vision_tower, pixels(batch.scenes, self.world)).float()
+        return caption_loss(self.model, batch, features, self.encoder.first_image, half)
 
     def report(self) -> dict:
         """Captions of held-out scenes, by the first worker; it refreshes the early folder."""
@@ -84,7 +87,7 @@ class CaptionStage(Stage):
             return {}
         self.model.eval()
         torch.set_num_threads(self.workers)
-        record = score_captions(self.model, self.processor)
+        record = score_captions(self.model, self.processor, self.world)
         torch.set_num_threads(1)
         self.model.train()
         if self.options.early and record["accuracy"] > 0.3:
@@ -97,10 +100,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the embedded captioner from zero on two CPU cores.")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished model")
     parser.add_argument("--stage", choices=("vision", "caption", "finish", "all"), default="all")
+    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose scenes it describes")
     parser.add_argument("--small", action="store_true", help="the two-layer sibling, on the same vision tower")
     parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
     parser.add_argument("--vision-steps", type=int, default=VISION_STEPS)
     parser.add_argument("--steps", type=int, default=2500, help="text-model steps")
+    parser.add_argument("--float32", action="store_true", help="not bfloat16, which some processors are slow at")
     parser.add_argument("--every", type=int, default=500, help="steps between reports and checkpoints, in fours")
     parser.add_argument("--scenes", type=int, default=512, help="held-out scenes the finished model is measured on")
     parser.add_argument("--threads", type=int, default=2, help="threads of the other stages; 1 if cores are busy")
@@ -116,11 +121,13 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.stage in ("vision", "all"):
-        teach_vision(options.out, options.vision_steps, resume=options.resume)
+        teach_vision(
+            options.out, world(options.world), options.vision_steps, resume=options.resume, half=not options.float32
+        )
     if options.stage in ("caption", "all"):
         in_workers(CaptionStage, options)
     if options.stage in ("finish", "all"):
-        finish(options.out, options.small, options.scenes)
+        finish(options.out, world(options.world), options.small, options.scenes, options.workers)
 
 
 if __name__ == "__main__":

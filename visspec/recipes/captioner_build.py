@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from visspec.eval.world.captions import vocabulary
-from visspec.recipes.captioner_vision import IMAGE_SIZE, MEAN, PATCH_SIZE, STD, vision_config
+from visspec.eval.world.worlds import World
+from visspec.recipes.captioner_vision import MEAN, SIDE, STD, vision_config
 
 PAD, BOS, EOS, UNK, IMAGE = "<pad>", "<s>", "</s>", "<unk>", "<image>"
 CHAT_TEMPLATE = (
@@ -36,9 +36,9 @@ TEXT: dict[bool, dict[str, Any]] = {
 }
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word or mark, lower-cased; decoding joins by spaces, marks stick to the word before."""
-    names = [PAD, BOS, EOS, UNK, IMAGE, "user", "assistant", ":", *vocabulary()]
+def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
+    """One token a word or mark of the world, lower-cased; decoding joins by spaces, marks stick to the word before."""
+    names = [PAD, BOS, EOS, UNK, IMAGE, "user", "assistant", ":", *world.captions.vocabulary()]
     return word_tokenizer(names, 1024, image_token=IMAGE)
 
 
@@ -71,18 +71,18 @@ def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def build_processor() -> LlavaProcessor:
+def build_processor(world: World) -> LlavaProcessor:
     """Tokenizer, image processor and chat template as one LlavaProcessor; it expands <image> to one token a patch."""
     images = CLIPImageProcessor(
-        size={"shortest_edge": IMAGE_SIZE},
-        crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        size={"shortest_edge": world.side},
+        crop_size={"height": world.side, "width": world.side},
         image_mean=list(MEAN),
         image_std=list(STD),
     )
     return LlavaProcessor(
         image_processor=images,
-        tokenizer=build_tokenizer(),
-        patch_size=PATCH_SIZE,
+        tokenizer=build_tokenizer(world),
+        patch_size=world.side // SIDE,
         vision_feature_select_strategy="default",
         chat_template=CHAT_TEMPLATE,
         image_token=IMAGE,
@@ -90,9 +90,9 @@ def build_processor() -> LlavaProcessor:
     )
 
 
-def build_model(tower: dict[str, torch.Tensor], small: bool = False) -> LlavaForConditionalGeneration:
+def build_model(tower: dict[str, torch.Tensor], world: World, small: bool = False) -> LlavaForConditionalGeneration:
     """A LLaVA with fresh text weights over a taught vision tower (a state dict of CLIPVisionModel)."""
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(world)
     text = LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,
@@ -101,16 +101,16 @@ def build_model(tower: dict[str, torch.Tensor], small: bool = False) -> LlavaFor
         **TEXT[small],
     )
     config = LlavaConfig(
-        vision_config=vision_config(),
+        vision_config=vision_config(world),
         text_config=text,
         image_token_index=tokenizer.get_vocab()[IMAGE],
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
-        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2,
+        image_seq_length=SIDE**2,
         tie_word_embeddings=False,
     )
     model = LlavaForConditionalGeneration(config)
-    taught = CLIPVisionModel(vision_config())
+    taught = CLIPVisionModel(vision_config(world))
     taught.load_state_dict(tower)
     target = model.model.vision_tower
     missing_keys, unexpected = target.load_state_dict(taught.state_dict(), strict=False)

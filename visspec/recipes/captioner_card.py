@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from visspec.eval.world.worlds import World
 from visspec.files import write_json
 from visspec.recipes import cards
 from visspec.recipes.captioner_build import TEXT, build_model, build_processor, save
@@ -16,13 +17,13 @@ MEASURED_FROM = 1000  # the first held-out scenes were watched during training; 
 
 CARD = """
 A `LlavaForConditionalGeneration` of {parameters:.1f} million parameters, trained from zero, that describes pictures of
-visspec's *shape world*: three to six coloured shapes in a 3x3 layout on a grey ground, 96 x 96 pixels.
+visspec's {world}, {side} x {side} pixels.
 {role}
 
 ```python
 from transformers import AutoProcessor, LlavaForConditionalGeneration
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import scene_from_seed
+from visspec.eval.world{package}.render import to_image
+from visspec.eval.world{package}.scene import scene_from_seed
 
 folder = "models/zoo/{name}"
 processor, model = AutoProcessor.from_pretrained(folder), LlavaForConditionalGeneration.from_pretrained(folder)
@@ -36,8 +37,7 @@ print(processor.batch_decode(model.generate(**inputs), skip_special_tokens=True)
 ## Measured
 
 On {scenes} held-out scenes (seeds from 2^30 + {first}; never trained on, nor watched during training), weights as
-stored, computed in float32, captions parsed back into facts: count, ground, empty middle, and for every shape its
-place, size, colour and class.
+stored, computed in float32, captions parsed back into facts: {facts}.
 
 | | greedy | temperature 1 |
 |---|---|---|
@@ -61,16 +61,40 @@ Vision: CLIP tower, {vision}. Text: Llama, {text}.
 ## Training
 
 Recipe: `python -m visspec.recipes.captioner --out FOLDER{flag}`;
-about {minutes} minutes in all where these weights were made, on two CPU cores shared with other work
+about {minutes} minutes in all where these weights were made, on {cores} shared with other work
 ({vision_minutes} for the vision tower, {caption_minutes} for the text model).
 Data, seeds and steps: `visspec/recipes/captioner.py`; versions and digests: `provenance.json`.
 
 ## Limits
 
-It knows nothing but the shape world. On any other picture it will describe shapes that are not there. Captions are what
-it was made for: short questions were a small part of its training, and it answers many of them wrongly.
+It knows nothing but {short}. On any other picture it will describe {things} that are not there. Captions are what
+it was made for: short questions were a small part of its training, and it answers many of them wrongly.{notice}
 """
-NAMES = {False: "captioner", True: "captioner-small"}
+NAMES = {
+    "shapes": {False: "captioner", True: "captioner-small"},
+    "emoji": {False: "captioner-emoji", True: "captioner-emoji-small"},
+}
+WORDS = {
+    "shapes": {
+        "world": "*shape world*: three to six coloured shapes in a 3x3 layout on a grey ground",
+        "facts": "count, ground, empty middle, and for every shape its\nplace, size, colour and class",
+        "short": "the shape world",
+        "things": "shapes",
+        "package": "",
+        "notice": "",
+    },
+    "emoji": {
+        "world": "*emoji world*: one to five turned pictures of Noto Color Emoji in a 3x3 layout on\ngrounds with "
+        "texture and tint",
+        "facts": "count, ground and tint, for every picture its\nplace, size and name, and how the first and the last "
+        "stand to each other",
+        "short": "the emoji world",
+        "things": "pictures",
+        "package": ".emoji",
+        "notice": "\n\nThe pictures it was trained on are Google's Noto Color Emoji, under the SIL Open Font License "
+        "1.1; the notice is beside\nthem, in `visspec/eval/world/emoji/OFL.txt`.",
+    },
+}
 ROLES = {
     False: "It is the target of visspec's demonstrations and tests: deep for its width, as real targets are.",
     True: "It is the assistant (draft model) of `captioner`: the same words, the same eyes, two text layers. "
@@ -78,35 +102,35 @@ ROLES = {
 }
 
 
-def finish(out: Path, small: bool, scenes: int) -> Path:
+def finish(out: Path, world: World, small: bool, scenes: int, cores: int) -> Path:
     """Write `out`/captioner(-small) from the last checkpoints, read it back, measure it and describe it; its path."""
-    folder = out / NAMES[small]
+    folder = out / NAMES[world.name][small]
     vision = torch.load(out / "vision.pt", weights_only=True)
     text = torch.load(out / ("caption-small.pt" if small else "caption.pt"), weights_only=True)
-    model = build_model(vision["tower"], small)
+    model = build_model(vision["tower"], world, small)
     model.load_state_dict(text["model"])
-    save(model, build_processor(), folder, torch.float16)
+    save(model, build_processor(world), folder, torch.float16)
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(folder)
     torch.manual_seed(0)
-    greedy = score_captions(model, processor, scenes, MEASURED_FROM)
-    sampled = score_captions(model, processor, scenes, MEASURED_FROM, sample=True)
-    answers = score_answers(model, processor, scenes, MEASURED_FROM)
+    greedy = score_captions(model, processor, world, scenes, MEASURED_FROM)
+    sampled = score_captions(model, processor, world, scenes, MEASURED_FROM, sample=True)
+    answers = score_answers(model, processor, world, scenes, MEASURED_FROM)
     measured = {"greedy": greedy, "temperature_1": sampled, "questions": answers}
     record = cards.origin(
         model, "visspec.recipes.captioner", folder, measured, seeds={"vision": 0, "caption": 1},
         vision={"steps": vision["step"], "seconds": round(vision["seconds"]), "accuracy": vision["accuracy"]},
-        caption={"steps": text["step"], "seconds": round(text["seconds"])},
+        caption={"steps": text["step"], "seconds": round(text["seconds"])}, world=world.name, cores=cores,
     )  # fmt: skip
     write_json(folder / "provenance.json", record)
-    cards.publish(folder, card(small, model, len(processor.tokenizer), record))
+    cards.publish(folder, card(world, small, model, len(processor.tokenizer), record))
     print(json.dumps({"stage": "finish", "folder": str(folder), **measured}), flush=True)
     return folder
 
 
-def card(small: bool, model: LlavaForConditionalGeneration, vocabulary: int, record: dict) -> str:
+def card(world: World, small: bool, model: LlavaForConditionalGeneration, vocabulary: int, record: dict) -> str:
     """The model card's text, from the provenance of the weights."""
-    name, measured = NAMES[small], record["measured"]
+    name, measured = NAMES[world.name][small], record["measured"]
     tower: Any = model.config.vision_config
     minutes = [round(record[part]["seconds"] / 60) for part in ("vision", "caption")]
     head = cards.HEAD.format(task="image-text-to-text", name=name)
@@ -114,6 +138,9 @@ def card(small: bool, model: LlavaForConditionalGeneration, vocabulary: int, rec
         name=name,
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
         role=ROLES[small],
+        side=world.side,
+        cores="one CPU core" if record.get("cores") == 1 else "two CPU cores",
+        **WORDS[world.name],
         scenes=measured["greedy"]["scenes"],
         first=MEASURED_FROM,
         g=measured["greedy"],
@@ -122,7 +149,8 @@ def card(small: bool, model: LlavaForConditionalGeneration, vocabulary: int, rec
         vision=f"{tower.num_hidden_layers} layers of width {tower.hidden_size}, patches of {tower.patch_size} pixels",
         text=cards.layers(TEXT[small]),
         vocabulary=vocabulary,
-        flag=" --small --stage caption, then --stage finish" if small else "",
+        flag=(" --world emoji" if world.name == "emoji" else "")
+        + (" --small --stage caption, then --stage finish" if small else ""),
         minutes=sum(minutes),
         vision_minutes=minutes[0],
         caption_minutes=minutes[1],

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from visspec.eval.world.captions import NUMBERS, REQUESTS, caption, questions
-from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
-from visspec.eval.world.scene import Scene, scene_from_seed
+from visspec.eval.world.worlds import World
 from visspec.recipes.captioner_vision import SIDE
 
 IMAGE_TOKENS = SIDE * SIDE
@@ -20,30 +18,31 @@ FIRST_SEED = 1 << 28  # scenes the vision stage has not seen, still below the he
 QUESTION_SHARE = 1 / 8
 GROUP = 4  # batches drawn and sorted together
 FACT_WEIGHT = 3.0  # words that must be read from the image weigh more than the sentences around them
-_FACT_WORDS = {*CLASSES, *COLOURS, *SIZES, *GROUNDS, *NUMBERS, "top", "bottom", "left", "right", "centre", "middle"}
 
 
 @dataclass(frozen=True)
 class Batch:
     """ids int64 (B, L), weight float32 (B, L): loss weight of predicting that token, 0 for prompts and padding."""
 
-    scenes: list[Scene]
+    scenes: list
     ids: torch.Tensor
     weight: torch.Tensor
 
 
-def _turns(scene: Scene, rng: np.random.Generator) -> list[tuple[str, str]]:
+def _turns(world: World, scene, rng: np.random.Generator) -> list[tuple[str, str]]:
     """(request, answer) turns of one row: a caption, or several questions in random order."""
     if rng.random() >= QUESTION_SHARE:
-        return [(REQUESTS[int(rng.integers(len(REQUESTS)))], caption(scene, rng))]
-    asked = questions(scene)
+        requests = world.captions.REQUESTS
+        return [(requests[int(rng.integers(len(requests)))], world.captions.caption(scene, rng))]
+    asked = world.captions.questions(scene)
     return [asked[i] for i in rng.permutation(len(asked))[:7]]
 
 
 class Encoder:
     """Turns sampled rows into ids and weights by one table look-up a word."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, world: World):
+        self.world, self.fact_words = world, world.captions.fact_words()
         self.table = tokenizer.get_vocab()
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.first_image = 3  # after "<s> user :"
@@ -59,7 +58,7 @@ class Encoder:
             asked = self._ids(("" if i == 0 else "user : ") + request + " assistant :")
             said = answer.split()
             ids += asked + self._ids(answer) + [self.eos]
-            weight += [0.0] * len(asked) + [FACT_WEIGHT if w in _FACT_WORDS else 1.0 for w in said] + [1.0]
+            weight += [0.0] * len(asked) + [FACT_WEIGHT if w in self.fact_words else 1.0 for w in said] + [1.0]
         return ids, weight
 
     def batches(self, step: int, rows: int, rank: int = 0, workers: int = 1) -> list[Batch]:
@@ -69,12 +68,12 @@ class Encoder:
         """
         rng = np.random.default_rng(FIRST_SEED + step)
         share = rows * workers
-        scenes = [scene_from_seed(FIRST_SEED + step * share + i) for i in range(share * GROUP)]
-        coded = [(scene, *self.row(_turns(scene, rng))) for scene in scenes]
+        scenes = [self.world.captioned(FIRST_SEED + step * share + i) for i in range(share * GROUP)]
+        coded = [(scene, *self.row(_turns(self.world, scene, rng))) for scene in scenes]
         coded.sort(key=lambda item: len(item[1]))
         return [self._pad(coded[i * share : (i + 1) * share][rank::workers]) for i in rng.permutation(GROUP)]
 
-    def _pad(self, coded: list[tuple[Scene, list[int], list[float]]]) -> Batch:
+    def _pad(self, coded: list[tuple[object, list[int], list[float]]]) -> Batch:
         length = max(len(ids) for _, ids, _ in coded)
         ids = np.full((len(coded), length), self.pad, np.int64)
         weight = np.zeros((len(coded), length), np.float32)

@@ -1,6 +1,8 @@
 """Train the drafter that ships for the embedded captioner, on rendered scenes that the captioner was not shown.
 
-python -m visspec.recipes.captioner_drafter --out runs/captioner-vispec [--resume] [--export FOLDER]
+python -m visspec.recipes.captioner_drafter --out runs/captioner-vispec [--world emoji] [--resume] [--export FOLDER]
+
+With --latents 0 it drafts without the image: the control of what sight is worth.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import torch
 from visspec.api import loading as targets
 from visspec.api import zoo
 from visspec.api.captions import prepare
-from visspec.eval.world.captions import REQUESTS, questions
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+from visspec.eval.world.scene import HELD_OUT_SEED
+from visspec.eval.world.worlds import WORLDS, World, world
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.provenance import provenance
+from visspec.recipes.captioner_card import NAMES
 from visspec.recipes.stages import keep_memory
 from visspec.recipes.train_drafter import Validation, fresh_or_resumed, parser_of, plan_of, request_of, train
 from visspec.types import Request
@@ -35,8 +37,9 @@ QUESTION_SHARE = 16  # one batch of so many asks questions, which have short ans
 class Scenes:
     """Batches of requests about rendered scenes: a pure function of their number."""
 
-    def __init__(self, model, processor, rows: int, first: int = FIRST_SEED):
+    def __init__(self, model, processor, world: World, rows: int, first: int = FIRST_SEED):
         self.model, self.processor, self.rows, self.first = model, processor, rows, first
+        self.world = world
 
     def __call__(self, number: int) -> Request:
         rng = np.random.default_rng(self.first + number)
@@ -46,18 +49,20 @@ class Scenes:
     def request(self, number: int, temperature: float, rng: np.random.Generator, asking: bool = False) -> Request:
         """One batch. All rows share a prompt length where they can: unpadded batches decode faster."""
         seed = self.first + number * self.rows
-        scenes = [scene_from_seed(seed + i) for i in range(self.rows)]
+        scenes = [self.world.captioned(seed + i) for i in range(self.rows)]
         if asking:
-            texts = [questions(s)[int(rng.integers(len(questions(s))))][0] for s in scenes]
+            asked = [self.world.captions.questions(s) for s in scenes]
+            texts = [turns[int(rng.integers(len(turns)))][0] for turns in asked]
         else:
-            texts = [REQUESTS[int(rng.integers(len(REQUESTS)))]] * self.rows
-        inputs = prepare(self.processor, [to_image(s) for s in scenes], texts, self.model)
+            requests = self.world.captions.REQUESTS
+            texts = [requests[int(rng.integers(len(requests)))]] * self.rows
+        inputs = prepare(self.processor, [self.world.to_image(s) for s in scenes], texts, self.model)
         return request_of(self.model, inputs, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=seed)
 
 
-def held_out(model, processor, rows: int, batches: int):
+def held_out(model, processor, world: World, rows: int, batches: int):
     """Requests about held-out scenes, for validation: temperature -> list."""
-    scenes = Scenes(model, processor, rows, HELD_OUT_SEED)
+    scenes = Scenes(model, processor, world, rows, HELD_OUT_SEED)
 
     def requests(temperature: float) -> list[Request]:
         return [scenes.request(i, temperature, np.random.default_rng(i)) for i in range(batches)]
@@ -77,9 +82,10 @@ def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
     parser = parser_of(
         "Train the embedded captioner's drafter on two CPU cores.",
-        target=zoo.CHECKPOINTS / "captioner", steps=3000, batch=48, group=8, opening=0.6, rate=2e-3, levels=12,
+        target=None, steps=3000, batch=48, group=8, opening=0.6, rate=2e-3, levels=12,
         middle=512, save_every=200,
     )  # fmt: skip
+    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose scenes the captioner describes")
     parser.add_argument("--latents", type=int, default=8, help="elements that an image run is compressed to")
     parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="hidden states of the target to draft on")
     return parser
@@ -90,15 +96,16 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     keep_memory()
     torch.set_num_threads(options.threads)
-    model, processor = targets.load(options.target)
+    seen, target = world(options.world), options.target or zoo.CHECKPOINTS / NAMES[options.world][False]
+    model, processor = targets.load(target)
     drafter = fresh_or_resumed(
         model, options.out, options.resume, options.seed,
         image_latents=options.latents, feature_layers=tuple(options.layers), levels=options.levels,
         intermediate=options.middle,
     )  # fmt: skip
     record = provenance(model, seed=options.seed, recipe="captioner_drafter", batch=options.batch)
-    validate = Validation(model, drafter, held_out(model, processor, 8, 1))
-    scenes = Scenes(model, processor, options.batch)
+    validate = Validation(model, drafter, held_out(model, processor, seen, 8, 1))
+    scenes = Scenes(model, processor, seen, options.batch)
     train(validate.target, drafter, scenes, plan_of(options), options.out, record, validate, options.resume)
     if options.export:
         export(options.out, options.export, model, options.levels)

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
-from visspec.eval.world.captions import REQUESTS, missing, questions, score
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import Scene, held_out_scenes
+from visspec.eval.world.captions import REQUESTS
+from visspec.eval.world.worlds import World
 
 MAX_NEW_TOKENS = 160
 
@@ -23,25 +22,26 @@ def prompt(processor: LlavaProcessor, request: str = REQUESTS[0]) -> str:
 
 
 @torch.no_grad()
-def _generate(model, processor, scenes: list[Scene], requests: list[str], sample: bool) -> tuple[torch.Tensor, list]:
+def _generate(model, processor, images: list, requests: list[str], sample: bool) -> tuple[torch.Tensor, list]:
     """New tokens (B, L), padded, and the entropies in nats of the laws they were drawn from, one list a row."""
     texts = [prompt(processor, request) for request in requests]
-    inputs = processor(text=texts, images=[to_image(s) for s in scenes], return_tensors="pt", padding=True)
+    inputs = processor(text=texts, images=images, return_tensors="pt", padding=True)
     law = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
     wide = {"max_new_tokens": MAX_NEW_TOKENS, "return_dict_in_generate": True, "output_logits": sample}
     out = model.generate(**inputs, **law, **wide)
     new = out.sequences[:, inputs["input_ids"].shape[1] :]
     if not sample:
-        return new, [[] for _ in scenes]
+        return new, [[] for _ in images]
     log_p = torch.stack(out.logits, 1).float().log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     alive = new != model.generation_config.pad_token_id
-    return new, [entropy[row][alive[row]].tolist() for row in range(len(scenes))]
+    return new, [entropy[row][alive[row]].tolist() for row in range(len(images))]
 
 
 def score_captions(
     model: LlavaForConditionalGeneration,
     processor: LlavaProcessor,
+    world: World,
     n: int = 64,
     first: int = 0,
     sample: bool = False,
@@ -57,13 +57,13 @@ def score_captions(
     nats: list[float] = []
     text = ""
     for start in range(first, first + n, batch):
-        scenes = held_out_scenes(min(batch, first + n - start), start)
+        scenes = world.scenes(min(batch, first + n - start), start)
         requests = [REQUESTS[i % len(REQUESTS)] for i in range(len(scenes))]
-        new, entropies = _generate(model, processor, scenes, requests, sample)
+        new, entropies = _generate(model, processor, [world.to_image(s) for s in scenes], requests, sample)
         for row, scene, entropy in zip(new, scenes, entropies):
             text = processor.tokenizer.decode(row, skip_special_tokens=True)
-            good, said = score(text, scene)
-            lost = missing(text, scene)
+            good, said = world.captions.score(text, scene)
+            lost = world.captions.missing(text, scene)
             right, stated, absent = right + good, stated + said, absent + lost
             perfect += good == said and not lost
             lengths.append(int((row != model.generation_config.pad_token_id).sum()))
@@ -77,15 +77,16 @@ def score_captions(
 
 
 def score_answers(
-    model: LlavaForConditionalGeneration, processor: LlavaProcessor, n: int = 256, first: int = 0
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, world: World, n: int = 256, first: int = 0
 ) -> dict:
     """One random question about each of `n` held-out scenes; an answer counts when every word is right."""
     rng = np.random.default_rng(first)
     right = 0
     for start in range(first, first + n, 64):
-        scenes = held_out_scenes(min(64, first + n - start), start)
-        asked = [(turns := questions(scene))[int(rng.integers(len(turns)))] for scene in scenes]
-        new, _ = _generate(model, processor, scenes, [question for question, _ in asked], False)
+        scenes = world.scenes(min(64, first + n - start), start)
+        asked = [(turns := world.captions.questions(scene))[int(rng.integers(len(turns)))] for scene in scenes]
+        images = [world.to_image(scene) for scene in scenes]
+        new, _ = _generate(model, processor, images, [question for question, _ in asked], False)
         for row, (_, answer) in zip(new, asked):
             said = processor.tokenizer.convert_ids_to_tokens(row, skip_special_tokens=True)
             right += " ".join(said) == answer

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from visspec.eval.world.suite import vocabulary
+from visspec.eval.world.worlds import world
 from visspec.recipes.captioner_build import BOS, EOS, IMAGE, PAD, UNK, special_ids, word_tokenizer
 from visspec.recipes.painter_data import SIDE
 
@@ -34,17 +34,17 @@ def grid(low: bool) -> int:
     return SIDE[low] // PATCH
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, lower-cased, `<s>` in front; batches are padded on the left."""
-    names = [PAD, BOS, EOS, UNK, BOI, EOI, IMAGE, *vocabulary()]
+def build_tokenizer(of: str = "shapes") -> PreTrainedTokenizerFast:
+    """One token a word of a world's prompts, lower-cased, `<s>` in front; batches are padded on the left."""
+    names = [PAD, BOS, EOS, UNK, BOI, EOI, IMAGE, *world(of).suite.vocabulary()]
     return word_tokenizer(names, 64, boi_token=BOI, eoi_token=EOI, image_token=IMAGE)
 
 
-def build_processor(low: bool = False) -> JanusProcessor:
+def build_processor(low: bool = False, of: str = "shapes") -> JanusProcessor:
     """Tokenizer and image processor; with generation_mode="image" it ends a prompt with the image-start token."""
     side = SIDE[low]
     images = JanusImageProcessor(size={"height": side, "width": side}, image_mean=list(MEAN), image_std=list(STD))
-    return JanusProcessor(image_processor=images, tokenizer=build_tokenizer(), num_image_tokens=grid(low) ** 2)
+    return JanusProcessor(image_processor=images, tokenizer=build_tokenizer(of), num_image_tokens=grid(low) ** 2)
 
 
 def vq_config(low: bool) -> JanusVQVAEConfig:
@@ -67,12 +67,12 @@ def vq_config(low: bool) -> JanusVQVAEConfig:
     )
 
 
-def model_config(low: bool = False, text: dict | None = None) -> JanusConfig:
+def model_config(low: bool = False, text: dict | None = None, of: str = "shapes") -> JanusConfig:
     """Configuration of the painter; `text` overrides sizes of the text model (for tests).
 
     The understanding tower is never trained or used: it has one layer of width 16, because the class requires one.
     """
-    tokenizer, sizes = build_tokenizer(), TEXT[low] | (text or {})
+    tokenizer, sizes = build_tokenizer(of), TEXT[low] | (text or {})
     width = sizes["hidden_size"]
     vq = vq_config(low)
     vq.projection_dim = vq.image_token_embed_dim = width
@@ -99,9 +99,11 @@ def model_config(low: bool = False, text: dict | None = None) -> JanusConfig:
     )
 
 
-def generation_config(low: bool = False, guidance: float = GUIDANCE, temperature: float = 1.0) -> GenerationConfig:
+def generation_config(
+    low: bool = False, guidance: float = GUIDANCE, temperature: float = 1.0, of: str = "shapes"
+) -> GenerationConfig:
     """Sampling with classifier-free guidance; `max_length` only has to hold prompt and image."""
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(of)
     return GenerationConfig(
         do_sample=True,
         temperature=temperature,
@@ -115,11 +117,11 @@ def generation_config(low: bool = False, guidance: float = GUIDANCE, temperature
 
 
 def build_model(
-    vq: dict[str, torch.Tensor], low: bool = False, text: dict | None = None
+    vq: dict[str, torch.Tensor], low: bool = False, text: dict | None = None, of: str = "shapes"
 ) -> JanusForConditionalGeneration:
     """A Janus with fresh text weights around a taught VQ model (a state dict); token embeddings start at its codes."""
-    model = JanusForConditionalGeneration(model_config(low, text))
+    model = JanusForConditionalGeneration(model_config(low, text, of))
     model.model.vqmodel.load_state_dict(vq)
     model.model.generation_embeddings.weight.data.copy_(vq["quantize.embedding.weight"])
-    model.generation_config = generation_config(low)
+    model.generation_config = generation_config(low, of=of)
     return model

@@ -22,7 +22,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.api import loading as targets
 from visspec.eval.world.scene import HELD_OUT_SEED
-from visspec.eval.world.suite import sample_prompt, suite
+from visspec.eval.world.worlds import WORLDS, World, world
 from visspec.loop.decode import decode
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
@@ -50,6 +50,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "static tree 4-6-6-4-2": {"tree": "static", "shape": "4-6-6-4-2"},
 }
 TIMED = "chain of 5"
+NAMES = {
+    "shapes": {"painter": "painter", "name": "painter-eagle", "prompt": "a photo of a red circle", "flag": ""},
+    "emoji": {
+        "painter": "painter-emoji",
+        "name": "painter-emoji-eagle",
+        "prompt": "a photo of an owl",
+        "flag": " --world emoji",
+    },
+}
 
 
 def temperature_of(family: Janus) -> float:
@@ -71,38 +80,46 @@ def request_of(family: Janus, texts: list[str], seed: int, guidance: float) -> R
 class Pictures:
     """Batches of requests for pictures of the grammar's prompts: a pure function of their number."""
 
-    def __init__(self, family: Janus, rows: int, guidance: float, first: int = FIRST_SEED):
-        self.family, self.rows, self.guidance, self.first = family, rows, guidance, first
+    def __init__(self, family: Janus, world: World, rows: int, guidance: float, first: int = FIRST_SEED):
+        self.world, self.family, self.rows, self.guidance, self.first = world, family, rows, guidance, first
 
     def __call__(self, number: int) -> Request:
         pool, place = divmod(number, POOL)
         rng = np.random.default_rng((self.first, pool))
-        texts = sorted((sample_prompt(rng)["prompt"] for _ in range(POOL * self.rows)), key=lambda t: len(t.split()))
+        texts = sorted(
+            (self.world.prompt(rng)["prompt"] for _ in range(POOL * self.rows)), key=lambda t: len(t.split())
+        )
         chosen = texts[place * self.rows :][: self.rows]
         return request_of(self.family, chosen, self.first + number * self.rows, self.guidance)
 
 
-def held_out(count: int) -> list[str]:
-    """Prompts of the suite, evenly spread over its tasks."""
-    rows = suite()
+def held_out(world: World, count: int) -> list[str]:
+    """Prompts of the suite, evenly spread over the painter's tasks."""
+    rows = world.prompts()
     return [rows[i * len(rows) // count]["prompt"] for i in range(count)]
 
 
 class Validation:
     """tau of chains under `rejection`, on held-out noise."""
 
-    def __init__(self, family: Janus, drafter: ImageFeatureDrafter, guidance: float):
-        self.target, self.drafter, self.family, self.guidance = Teaching(family), drafter, family, guidance
+    def __init__(self, family: Janus, world: World, drafter: ImageFeatureDrafter, guidance: float):
+        self.world, self.target, self.drafter, self.family, self.guidance = (
+            world,
+            Teaching(family),
+            drafter,
+            family,
+            guidance,
+        )
 
     def __call__(self) -> dict[str, Any]:
-        request = request_of(self.family, held_out(VALIDATED), HELD_OUT_SEED, self.guidance)
+        request = request_of(self.family, held_out(self.world, VALIDATED), HELD_OUT_SEED, self.guidance)
         found = measure(self.target, self.drafter, Rejection(), [request], self.drafter.traits.levels)
         return {"tau_sampled": round(found.tau, 3), "by_depth": found.by_depth}
 
 
-def figures(family: Janus, head, count: int, guidance: float) -> dict[str, Any]:
+def figures(family: Janus, world: World, head, count: int, guidance: float) -> dict[str, Any]:
     """tau of every shape under `rejection`, of a chain under `exact`, and the clock of one picture at a time."""
-    texts, positions = held_out(count), family.layout().positions
+    texts, positions = held_out(world, count), family.layout().positions
     target = ImageAR(family, features=True)
     table: dict[str, dict[str, Any]] = {}
     for name, options in SHAPES.items():
@@ -151,15 +168,15 @@ library_name: visspec
 
 # The painter's drafter
 
-A feature drafter of image tokens (EAGLE-type, as LANTERN uses) for `models/zoo/painter`: one decoder layer of width
+A feature drafter of image tokens (EAGLE-type, as LANTERN uses) for `models/zoo/{painter}`: one decoder layer of width
 {hidden} that drafts on the painter's last hidden states, conditional and unconditional reduced to one stream, with the
 painter's code embeddings (not stored here), learned rows and columns, and a head of its own over the {codes} codes that
 was taught the law *after* guidance {taught}. {parameters:.2f} million parameters, {megabytes:.1f} MB in half precision.
 
 ```python
 import visspec
-pipe = visspec.ImagePipeline.from_pretrained("painter", drafter="painter-eagle", acceptance="rejection")
-pipe("a photo of a red circle", seed=0).images[0]   # drafter="painter-eagle:tree=static,shape=4-6-6-4-2" for a tree
+pipe = visspec.ImagePipeline.from_pretrained("{painter}", drafter="{name}", acceptance="rejection")
+pipe("{prompt}", seed=0).images[0]   # drafter="{name}:tree=static,shape=4-6-6-4-2" for a tree
 ```
 
 Any other model is refused by its configuration; another guidance scale is drafted for, less well, and warned of.
@@ -183,7 +200,7 @@ One picture at a time, {timed}, `rejection`, against plain decoding in the same 
 
 ## Training
 
-`python -m visspec.recipes.painter_drafter --out RUN --export models/zoo/painter-eagle`: online distillation in {steps}
+`python -m visspec.recipes.painter_drafter --out RUN --export models/zoo/{name}{flag}`: online distillation in {steps}
 steps of {rows} pictures, {unroll} self-fed steps each (weights 0.8^i), soft cross-entropy for the first {opening:.0%}
 and total variation after it. The painter draws the pictures itself (temperature {temperature}, guidance {taught}):
 {pictures} pictures of prompts of its grammar, each used {reuse} times. {minutes:.0f} minutes on two cores shared with
@@ -194,7 +211,7 @@ Limits: it knows this painter at this size, at its own guidance and temperature 
 """
 
 
-def card(head, found: dict[str, Any], record: dict[str, Any], megabytes: float) -> str:
+def card(head, found: dict[str, Any], record: dict[str, Any], megabytes: float, of: str = "shapes") -> str:
     """The README of a checkpoint from its measured figures and its provenance."""
     config, training = head.config, record["training"]
     plan = training["plan"]
@@ -204,6 +221,7 @@ def card(head, found: dict[str, Any], record: dict[str, Any], megabytes: float) 
         **{k: found[k] for k in ("prompts", "guidance", "temperature", "positions", "ratio")},
         **{k: found[k] for k in ("plain_seconds", "drafted_seconds")},
         **{k: plan[k] for k in ("rows", "unroll", "opening", "reuse", "steps")},
+        **NAMES[of],
         hidden=config.hidden,
         codes=config.codes,
         taught=config.guidance,
@@ -219,17 +237,17 @@ def card(head, found: dict[str, Any], record: dict[str, Any], megabytes: float) 
     )
 
 
-def export(run: Path, folder: Path, family: Janus, count: int) -> dict[str, Any]:
+def export(run: Path, folder: Path, family: Janus, world: World, count: int) -> dict[str, Any]:
     """Write a finished run's weights in half precision, read them back, measure them, and write the card."""
     drafter = ImageFeatureDrafter.from_pretrained(run, family)
     record = json.loads((run / PROVENANCE).read_text()) | {"stored_as": "float16"}
     drafter.save_pretrained(folder, record, torch.float16)
     stored = ImageFeatureDrafter.from_pretrained(folder, family)
     assert isinstance(stored.config, ImageHeadConfig)
-    found = figures(family, stored.head, count, stored.config.guidance)
+    found = figures(family, world, stored.head, count, stored.config.guidance)
     (folder / PROVENANCE).write_text(json.dumps(record | {"measured": found}, indent=2, default=str) + "\n")
     megabytes = (folder / "model.safetensors").stat().st_size / 1e6
-    cards.publish(folder, card(stored.head, found, record, megabytes))
+    cards.publish(folder, card(stored.head, found, record, megabytes, world.name))
     return found
 
 
@@ -239,6 +257,7 @@ def parser() -> argparse.ArgumentParser:
         "Train the embedded painter's drafter on two CPU cores.",
         target="painter", steps=2000, batch=64, group=4, opening=0.5, rate=1.5e-3, levels=5, middle=None,
     )  # fmt: skip
+    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose prompts the painter draws")
     parser.add_argument("--start", type=Path, help="drafter folder whose weights the run starts from")
     parser.add_argument("--note", help="sentence for the card, say on what --start was trained")
     parser.add_argument("--prompts", type=int, default=16, help="prompts that finished weights are measured on")
@@ -261,16 +280,16 @@ def main(arguments: list[str] | None = None) -> None:
     if options.start and not options.resume:
         drafter.head.load_state_dict(ImageFeatureDrafter.from_pretrained(options.start, family).head.state_dict())
         drafter.refresh()
-    guidance = drafter.config.guidance
+    guidance, seen = drafter.config.guidance, world(options.world)
     record = provenance(model, seed=options.seed, recipe="painter_drafter", target=Path(options.target).name)
     record |= {"note": options.note} if options.note else {}
-    validate = Validation(family, drafter, guidance)
-    pictures = Pictures(family, options.batch, guidance, FIRST_SEED + (options.seed << 20))
+    validate = Validation(family, seen, drafter, guidance)
+    pictures = Pictures(family, seen, options.batch, guidance, FIRST_SEED + (options.seed << 20))
     train(
         validate.target, drafter, pictures, plan_of(options), options.out, record, validate, options.resume, Rejection()
     )
     if options.export:
-        print(json.dumps(export(options.out, options.export, family, options.prompts)))
+        print(json.dumps(export(options.out, options.export, family, seen, options.prompts)))
 
 
 if __name__ == "__main__":

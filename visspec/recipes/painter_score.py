@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visspec.eval.metrics.detection import DetectedColours, ShapeWorldDetector
+from visspec.eval.metrics.detection import DetectedColours, Detector, ShapeWorldDetector
 from visspec.eval.metrics.geneval import judge, kept, summarise
 from visspec.eval.world.suite import Metadata
 
@@ -19,9 +19,9 @@ def to_uint8(pictures: torch.Tensor) -> np.ndarray:
     return grey.permute(0, 2, 3, 1).numpy()
 
 
-def verdicts(pictures: np.ndarray, rows: Sequence[Metadata]) -> list[bool]:
-    """Whether each picture, uint8 (B, S, S, 3), shows what its prompt asks for."""
-    detector, colours = ShapeWorldDetector(), DetectedColours()
+def verdicts(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector | None = None) -> list[bool]:
+    """Whether each picture, uint8 (B, S, S, 3), shows what its prompt asks for; the shapes' detector unless given."""
+    detector, colours = detector or ShapeWorldDetector(), DetectedColours()
     out = []
     for picture, row in zip(pictures, rows):
         image = Image.fromarray(picture)

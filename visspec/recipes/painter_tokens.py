@@ -21,9 +21,9 @@ SHARD = 8000  # pairs in a file at most: coding more of them in one go fills the
 PROMPT = 12  # ids of the longest prompt: <s>, ten words, image start
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> torch.Tensor:
-    """Ids int64 (B, PROMPT) of "<s> words <begin_of_image>", padded on the left, as the processor makes them."""
-    out = tokenizer([text + BOI for text in prompts], padding="max_length", max_length=PROMPT, return_tensors="pt")
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompts: list[str], length: int = PROMPT) -> torch.Tensor:
+    """Ids int64 (B, length) of "<s> words <begin_of_image>", padded on the left, as the processor makes them."""
+    out = tokenizer([text + BOI for text in prompts], padding="max_length", max_length=length, return_tensors="pt")
     return out["input_ids"]
 
 

@@ -1,0 +1,257 @@
+"""The emoji world: its atlas, scenes, captions, prompts and detector; both worlds behind one interface."""
+
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from visspec.eval.metrics.detection import DetectedColours, Detection, Found
+from visspec.eval.metrics.geneval import judge, kept
+from visspec.eval.world.emoji import atlas, captions, suite
+from visspec.eval.world.emoji.detector import EmojiDetector
+from visspec.eval.world.emoji.render import ground, render, stamp
+from visspec.eval.world.emoji.robustness import wrong_passes
+from visspec.eval.world.emoji.scene import (
+    GRID,
+    GROUNDS,
+    SIZES,
+    TINTS,
+    Picture,
+    Scene,
+    allowed,
+    sample_scene,
+    scene_from_seed,
+)
+from visspec.eval.world.worlds import WORLDS, world
+
+seeds = st.integers(0, 2**31 - 1)
+
+
+@pytest.fixture(scope="module")
+def detector() -> EmojiDetector:
+    return EmojiDetector()
+
+
+def truth(scene: Scene) -> dict[str, list[Detection]]:
+    """The scene itself as GenEval's objects."""
+    boxes = [(p.name, (p.x - p.side / 2, p.y - p.side / 2, p.x + p.side / 2, p.y + p.side / 2)) for p in scene.pictures]
+    found = tuple(Detection(name, 1.0, tuple(v * 96 for v in box)) for name, box in boxes)
+    return kept(Found(found), 0.0)
+
+
+# --- atlas ---
+
+
+def test_atlas_has_distinct_pictures_and_plain_names():
+    assert len(atlas.names()) == len(set(atlas.names())) == 819
+    assert all(name == " ".join(name.split()) and 1 <= len(name.split()) <= 4 for name in atlas.names())
+    assert not {"large", "small", "left", "right"} & set(" ".join(atlas.names()).split())
+    pictures = atlas.premultiplied()
+    assert pictures.shape == (819, atlas.TILE, atlas.TILE, 4) and 0.05 < pictures[..., 3].mean((1, 2)).min()
+    assert "SIL OPEN FONT LICENSE Version 1.1" in (atlas.FOLDER / "OFL.txt").read_text()
+    assert (atlas.FOLDER / atlas.IMAGE).stat().st_size < 4e6
+
+
+@pytest.mark.parametrize("change", ["pixels", "names", "missing"])
+def test_an_altered_atlas_is_refused_in_a_sentence(tmp_path, change):
+    for file in (atlas.IMAGE, atlas.NAMES):
+        shutil.copy(atlas.FOLDER / file, tmp_path)
+    if change == "pixels":
+        (tmp_path / atlas.IMAGE).write_bytes((tmp_path / atlas.IMAGE).read_bytes()[:-1] + b"\0\1")
+    elif change == "names":
+        text = (tmp_path / atlas.NAMES).read_text()
+        (tmp_path / atlas.NAMES).write_text(text.replace("kangaroo", "wallaby"))
+    else:
+        (tmp_path / atlas.IMAGE).unlink()
+    with pytest.raises(ValueError, match=r"^atlas: got .*, expected .*") as error:
+        atlas.read(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+# --- scenes and pixels ---
+
+
+@given(seeds)
+@settings(max_examples=100, deadline=None)
+def test_scenes_are_legal_and_repeatable(seed):
+    scene = scene_from_seed(seed)
+    assert scene == scene_from_seed(seed) and scene.ground in GROUNDS and scene.tint in TINTS
+    cells, held = [p.cell for p in scene.pictures], [p.name for p in scene.pictures]
+    assert cells == sorted(set(cells)) and len(set(held)) == len(held) and 1 <= len(cells) <= 5
+    for p in scene.pictures:
+        left, top = (p.cell % GRID) / GRID, (p.cell // GRID) / GRID
+        assert left < p.x - p.side / 2 and p.x + p.side / 2 < left + 1 / GRID
+        assert top < p.y - p.side / 2 and p.y + p.side / 2 < top + 1 / GRID
+        assert abs(p.side - SIZES[p.size]) <= 0.0101 and scene.at(p.cell) is p
+
+
+def test_splits_part_the_pictures_and_their_sizes():
+    train, combinations, pictures = (set(allowed(name)) for name in ("train", "combinations", "pictures"))
+    assert train | combinations | pictures == set(allowed()) and len(train) + len(combinations) + len(pictures) == 1638
+    assert {name for _, name in combinations} <= {name for _, name in train}
+    assert not {name for _, name in pictures} & {name for _, name in train | combinations}
+    scene = sample_scene(np.random.default_rng(0), "pictures", (5,))
+    assert {(p.size, p.name) for p in scene.pictures} <= pictures
+    with pytest.raises(ValueError, match=r"^split: got 'test', expected"):
+        allowed("test")
+
+
+@pytest.mark.parametrize("kind", GROUNDS)
+def test_grounds_have_their_tint_and_their_texture(kind):
+    first, again = (ground(kind, "green", 96, np.random.default_rng(3)) for _ in range(2))
+    assert np.array_equal(first, again) and first.mean((0, 1)).argmax() == 1
+    grain = np.abs(first[1:, 1:] - first[:-1, 1:] - first[1:, :-1] + first[:-1, :-1]).mean()
+    assert (grain > 5) == (kind in ("grainy", "rough"))
+
+
+def test_a_picture_stands_where_the_scene_says_and_turns_clockwise():
+    pixels, left, top = stamp("rocket", 50.5, 30.25, 24, 0)
+    rows, columns = np.indices(pixels.shape[:2]) + 0.5
+    weight = pixels[..., 3] / pixels[..., 3].sum()
+    full = atlas.premultiplied()[atlas.numbers()["rocket"]][..., 3]
+    at = np.indices(full.shape) + 0.5
+    centre = (at * full).sum((1, 2)) / full.sum() / atlas.TILE - 0.5
+    found = np.array([(weight * rows).sum() + top - 30.25, (weight * columns).sum() + left - 50.5])
+    assert np.abs(found - 24 * centre).max() < 0.2
+    turned, x, y = stamp("ladder", 0, 0, 40, 15)
+    upper = turned[: -y - 8]
+    assert (upper[..., 3] * (np.arange(turned.shape[1]) + x)).sum() > 0  # what was on top went to the right
+
+
+@pytest.mark.parametrize(
+    ("scene", "words"),
+    [
+        (Scene((Picture("hexagon", 0.5, 0.5, 0.3),)), "name: got 'hexagon', expected one of the 819 names"),
+        (
+            Scene((Picture("owl", 0.9, 0.5, 0.3),)),
+            "scene: got a 'owl' of side 0.30 at (0.90, 0.50), expected a picture",
+        ),
+        (Scene((Picture("owl", 0.5, 0.5, float("nan")),)), "scene: got a 'owl' of side nan"),
+        (Scene((), "grass"), "ground: got 'grass', expected one of"),
+        (Scene((), "smooth", "mauve"), "tint: got 'mauve', expected one of"),
+    ],
+)
+def test_scenes_that_cannot_be_drawn_are_refused_in_a_sentence(scene, words):
+    with pytest.raises(ValueError) as error:
+        render(scene)
+    assert str(error.value).startswith(words) and "\n" not in str(error.value)
+
+
+# --- captions ---
+
+
+@given(seeds, seeds)
+@settings(max_examples=200, deadline=None)
+def test_captions_state_every_fact_and_nothing_else(seed, phrasing):
+    scene = scene_from_seed(seed)
+    for text in (captions.caption(scene), captions.caption(scene, np.random.default_rng(phrasing))):
+        assert dict(captions.parse(text)) == captions.facts(scene)
+        assert captions.score(text, scene) == (len(captions.facts(scene)),) * 2
+        assert captions.missing(text, scene) == 0 and 25 <= len(text.split()) <= 125
+        assert set(text.split()) <= set(captions.vocabulary())
+    known = set(captions.vocabulary())
+    assert all(set(f"{question} {answer}".split()) <= known for question, answer in captions.questions(scene))
+
+
+def test_every_wrong_word_costs_a_fact():
+    scene = Scene((Picture("owl", 0.17, 0.17, 0.28), Picture("frame with picture", 0.5, 0.5, 0.2)), "rough", "blue")
+    good = "in the top left corner there is a large owl ."
+    assert captions.score(good, scene) == (3, 3) and captions.missing(good, scene) == 7
+    for old, new in (("large", "small"), ("owl", "fox face"), ("owl", "unknown thing")):
+        assert captions.score(good.replace(old, new), scene) == (2, 3)
+    assert captions.score(good.replace("top left", "bottom left"), scene) == (0, 3)
+    assert captions.score("the frame with picture is below the owl .", scene) == (1, 1)
+    assert captions.score("the owl is below the frame with picture .", scene) == (0, 1)
+    assert captions.score("behind lies a rough green ground .", scene) == (1, 2)
+    assert captions.score("", scene) == (0, 0)
+
+
+# --- prompts ---
+
+
+def test_suite_is_fixed_and_read_back():
+    rows = suite.suite()
+    assert len(rows) == 360 and len({row["prompt"] for row in rows}) == 360
+    assert all(suite.parse(row["prompt"]) == row for row in rows)
+    assert all(set(row["prompt"].split()) <= set(suite.vocabulary()) for row in rows)
+    assert len(suite.subjects()) == 104
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["a photo of a unicorn", "a photo of an owl on a blue ground", "a photo of an owl and an owl",
+     "a photo of a owl", "a photo of two owls", "<b>a photo of an owl</b>", ""],
+)  # fmt: skip
+def test_other_sentences_are_refused(prompt):
+    with pytest.raises(ValueError, match=r"^prompt: got .*, expected a sentence of the emoji world's grammar"):
+        suite.parse(prompt)
+
+
+def test_scenes_show_what_the_prompt_asks_for():
+    rng = np.random.default_rng(1)
+    for row in suite.suite():
+        scene = suite.free_scene(row, rng)
+        assert judge(None, truth(scene), row, DetectedColours())[0], (row["prompt"], scene)
+        assert "ground" not in row or [scene.ground, scene.tint] == row["ground"]
+
+
+# --- both worlds ---
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_interface_holds_in_both_worlds(name):
+    each = world(name)
+    scene = each.scenes(1)[0]
+    assert scene == each.captioned(2**30) and each.render(scene).shape == (each.side, each.side, 3)
+    text = each.captions.caption(scene)
+    assert each.captions.score(text, scene)[0] == len(each.captions.facts(scene))
+    assert each.captions.fact_words() <= set(each.captions.vocabulary()) | {"zero", "seven", "eight", "nine"}
+    held = [thing for cell in range(9) if (thing := scene.at(cell))]
+    assert all(getattr(thing, kind) in words for thing in held for kind, words in each.facts.items())
+    assert all(getattr(scene, kind) in words for kind, words in each.settings.items()) and len(held) in each.counts
+    row = each.prompt(np.random.default_rng(0))
+    drawn = each.suite.free_scene(row, np.random.default_rng(1))
+    found = each.detector().detect(each.to_image(drawn))
+    assert judge(None, kept(found, 0.0), row, DetectedColours())[0]
+    assert {row["tag"] for row in each.prompts()} <= set(each.drawn)
+
+
+def test_an_unknown_world_is_refused():
+    with pytest.raises(ValueError, match=r"^world: got 'moon', expected one of \('shapes', 'emoji'\)"):
+        world("moon")
+
+
+# --- detector ---
+
+
+def test_pictures_are_found_where_they_stand(detector):
+    for seed in range(4):
+        scene = scene_from_seed(seed)
+        seen = detector.analyse(render(scene))
+        assert sorted(s.name for s in seen) == sorted(p.name for p in scene.pictures)
+        for p in scene.pictures:
+            found = next(s for s in seen if s.name == p.name)
+            assert max(abs(found.x - p.x * 120), abs(found.y - p.y * 120)) < 1.5
+            assert abs(found.side / 120 - p.side) < 0.03 and abs(found.turn - p.turn) < 8
+
+
+def test_grounds_and_noise_hold_nothing(detector):
+    rng = np.random.default_rng(0)
+    for kind in GROUNDS:
+        assert detector.analyse(render(Scene((), kind, "violet", 5), 96)) == ()
+    assert detector.analyse(rng.integers(0, 256, (96, 96, 3), dtype=np.uint8)) == ()
+    with pytest.raises(ValueError, match=r"^image: got shape \(16, 16, 3\), expected"):
+        detector.analyse(np.zeros((16, 16, 3)))
+
+
+def test_the_wrong_prompt_does_not_pass(detector):
+    right, wrong = wrong_passes(4, detector)
+    assert right == 4 and wrong == 0
+
+
+@pytest.mark.slow
+def test_clean_renders_pass_and_no_wrong_prompt_does(detector):
+    right, wrong = wrong_passes(150, detector)
+    assert right >= 148 and wrong == 0
