@@ -164,7 +164,7 @@ def no_duck_shapes() -> Iterator[None]:
     """Lengths that happen to be equal while a graph is made are not taken to be equal for ever."""
     from torch.fx.experimental import _config
 
-    with _config.patch(use_duck_shape=False) if hasattr(_config, "use_duck_shape") else warnings.catch_warnings():
+    with _config.patch(use_duck_shape=False) if hasattr(_config, "use_duck_shape") else warnings.catch_warnings():  # type: ignore[attr-defined]
         yield
 
 
