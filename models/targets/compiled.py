@@ -164,7 +164,8 @@ def no_duck_shapes() -> Iterator[None]:
     """Lengths that happen to be equal while a graph is made are not taken to be equal for ever."""
     from torch.fx.experimental import _config
 
-    with _config.patch(use_duck_shape=False) if hasattr(_config, "use_duck_shape") else warnings.catch_warnings():  # type: ignore[attr-defined]
+    config: Any = _config
+    with config.patch(use_duck_shape=False) if hasattr(config, "use_duck_shape") else warnings.catch_warnings():
         yield
 
 
