@@ -27,7 +27,7 @@ def verdicts(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector 
         image = Image.fromarray(picture)
         if image.width < JUDGED_AT:
             image = image.resize((JUDGED_AT, JUDGED_AT), Image.Resampling.BICUBIC)
-        found = detector.detect(image)
+        found = detector.detect(image, ())
         out.append(not found.refused and judge(None, kept(found, 0.0), row, colours)[0])
     return out
 

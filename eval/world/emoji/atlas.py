@@ -33,8 +33,8 @@ def read(folder: Path = FOLDER) -> dict[str, Image.Image]:
     found = digest(folder / IMAGE, names)
     if found != DIGEST:
         raise ValueError(f"atlas: got files with the digest {found[:16]} in {folder}, expected {DIGEST[:16]}")
-    with Image.open(folder / IMAGE, formats=["WEBP"]) as file:
-        page = file.convert("RGBA")
+    with Image.open(folder / IMAGE, formats=["WEBP"]) as stored:
+        page = stored.convert("RGBA")
     corners = [(i % COLUMNS * TILE, i // COLUMNS * TILE) for i in range(len(names))]
     return {name: page.crop((x, y, x + TILE, y + TILE)) for name, (x, y) in zip(names, corners)}
 

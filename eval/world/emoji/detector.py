@@ -281,15 +281,15 @@ class EmojiDetector:
         """The picture that explains a place best, fitted from the RIVALS that do so around it in the first step."""
         x, y, side = (float(v[at]) for v in (places.x, places.y, places.side))
         index = _around(places, at).nonzero()[:, 0]
-        picture, start = [], []
+        found, places_of = [], []
         for worth in (
             places.gain[index],
             places.gain[index] / places.whole[index, None],
         ):  # a small one's share is high
             most, where = worth.max(0)
-            picture.append(most.topk(RIVALS // 2).indices)
-            start.append(index[where[picture[-1]]])
-        picture, start = torch.cat(picture), torch.cat(start)
+            found.append(most.topk(RIVALS // 2).indices)
+            places_of.append(index[where[found[-1]]])
+        picture, start = torch.cat(found), torch.cat(places_of)
         pose = torch.stack(
             [(places.x[start] - x) / side, (places.y[start] - y) / side, (places.side[start] / side).log(),
              torch.zeros(len(start))], 1,

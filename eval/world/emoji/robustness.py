@@ -45,7 +45,8 @@ def table(count: int = 360, detector: Detector | None = None, seed: int = 0) -> 
     detector, colours = detector or EmojiDetector(), DetectedColours()
     out = []
     for tier, side in TIERS:
-        clean, line = _pictures(tier, side, count, seed), {"tier": tier, "side": side, "right": {}, "found": {}}
+        clean = _pictures(tier, side, count, seed)
+        line: dict = {"tier": tier, "side": side, "right": {}, "found": {}}
         for name, damage in damages().items():
             rng, begun = np.random.default_rng(seed), time.process_time()
             right = held = shown = 0
