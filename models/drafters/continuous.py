@@ -94,7 +94,7 @@ class ContinuousDrafter(Drafter):
             if level:
                 hidden = self._read(memory, values[-1][:, None], hidden if self.feature else None)
                 memory.advance([1] * len(state.rows))
-            law = self.family.laws(hidden, own.request, own.trace.calls, "draft_head", self.skip)
+            law = self.family.laws(hidden, own.request, state.calls, "draft_head", self.skip)
             value, path = noise.draft(law, level)
             values.append(value)
             paths.append(path)

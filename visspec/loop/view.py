@@ -7,6 +7,7 @@ tensors and generators are copies, lists are immutable, and the target's cache i
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -207,6 +208,11 @@ class View:
     @property
     def rows(self) -> list[int]:
         return list(self._state.rows)
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Calls of networks beside the target's passes, to which a drafter adds those of its head ("draft_head")."""
+        return self._state.trace.calls
 
     @property
     def tokens(self) -> FixedRows:
