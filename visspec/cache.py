@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from visspec import kernels
 
@@ -145,6 +145,40 @@ class SlotCache:
         self.lengths, self.mask = [self.lengths[b] for b in keep], None
         if self.padding is not None:
             self.padding = self.padding[to_device(keep, self.padding.device)]
+
+
+    def pack(self) -> list[int]:
+        """Drop the padding of prompts, so that no slot below a row's length is masked. Returns each row's number of
+        dropped slots.
+        """
+        if self.padding is None:
+            return [0] * len(self.lengths)
+        longest, slots = self.length, []
+        for real, length in zip(self.padding.tolist(), self.lengths):
+            kept = [s for s, is_real in enumerate(real) if is_real] + list(range(len(real), length))
+            slots.append(kept + [0] * (longest - len(kept)))  # what is behind a row's length is never attended to
+        for store in (self.keys, self.values):
+            for layer, tensor in enumerate(store):
+                slot_BS = to_device(slots, tensor.device)
+                store[layer] = tensor.clone()
+                store[layer][:, :, :longest] = tensor.gather(2, slot_BS[:, None, :, None].expand_as(tensor[:, :, :longest]))
+        dropped = [row.count(False) for row in self.padding.tolist()]
+        self.lengths = [length - gone for length, gone in zip(self.lengths, dropped)]
+        self.padding = self.mask = None
+        return dropped
+
+    def join(self, other: SlotCache, take: list[int]) -> None:
+        """Add rows of another cache of the same model, both without padding (`pack`)."""
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, (old, new) in enumerate(zip(mine, theirs)):
+                added = new[to_device(take, new.device)]
+                room = max(old.shape[2], added.shape[2])
+                mine[layer] = torch.cat([_widened(old, room), _widened(added, room)])
+        self.lengths, self.mask = self.lengths + [other.lengths[b] for b in take], None
+
+
+def _widened(store: Tensor, slots: int) -> Tensor:
+    return nn.functional.pad(store, (0, 0, 0, slots - store.shape[2]))
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | None, extent: int) -> Tensor:

@@ -63,6 +63,11 @@ class Noise:
         self.generators = [self.generators[i] for i in keep]
         self.ahead = [self.ahead[i] for i in keep]
 
+    def join(self, other: Noise, take: Sequence[int]) -> None:
+        """Add rows of other noise of the same kind."""
+        self.generators += [other.generators[i] for i in take]
+        self.ahead += [other.ahead[i] for i in take]
+
     def draft(self, law: Categorical, level: int) -> tuple[Tensor, Categorical | None]:
         """A drafted value for each row (B,), `level` positions after the next one, and the law it was drawn from; None
         where drafts are point masses to the rule.
@@ -206,21 +211,22 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
     Processors may depend on the history, which differs between the nodes of a draft, so they are called for each node
     separately. This is slow and needs one more synchronisation.
     """
-    sampling = state.request.sampling
-    if not sampling.processors:
+    sampling, rows = state.request.sampling, len(state.rows)
+    if not any(own.sampling.processors for own in state.request.each or (state.request,)):
         return warp(logits_BNV, sampling, uncond_BNV)
     logits_BNV = warp(logits_BNV, replace(sampling, temperature=0.0), uncond_BNV).clone()
-    rows, batch = len(state.rows), state.request.prompt.shape[0]
     path = trees.paths(draft.tree).expand(rows, -1, -1).tolist()
     for b, row in enumerate(state.rows):
+        own, index = state.request.of(row)
+        batch = own.prompt.shape[0]
         prefix = state.ids(b)[0]  # ends with the pending token, node 0 of every path; empty below an embedded prompt
         for n in range(draft.tree.size):
             steps = draft.value[b, [i for i in path[b][n][1:] if i >= 0]]
             ids = torch.cat([prefix, steps]).expand(batch, -1)  # processors may have settings per row
             scores = logits_BNV[b, n].expand(batch, -1).clone()
-            for processor in sampling.processors:
+            for processor in own.sampling.processors:
                 scores = processor(ids, scores)
-            logits_BNV[b, n] = scores[row]
+            logits_BNV[b, n] = scores[index]
     return warp(logits_BNV, sampling)
 
 

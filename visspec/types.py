@@ -141,6 +141,11 @@ class Request:
     copies: int = 1  # sequences per prompt (num_return_sequences)
     fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the fixed token of each position, or FREE
     grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
+    each: list[Request] = field(default_factory=list)  # a request of one row per row, if rows were put together
+
+    def of(self, row: int) -> tuple[Request, int]:
+        """The request that a row's limit, ends, processors and prompt come from, and the row's index in it."""
+        return (self.each[row], 0) if self.each else (self, row)
 
     @cached_property
     def stride(self) -> int:
@@ -214,8 +219,12 @@ class State:
 
     @property
     def budget(self) -> int:
-        """Remaining number of tokens of the live row with the fewest tokens."""
-        return self.request.max_new_tokens - min(len(self.tokens[r]) for r in self.rows)
+        """Remaining number of tokens of the live row with the most of them."""
+        return max(map(self.room, self.rows))
+
+    def room(self, row: int) -> int:
+        """Remaining number of tokens of an original row."""
+        return self.request.of(row)[0].max_new_tokens - len(self.tokens[row])
 
     def ids(self, live_row: int) -> Tensor:
         """Prompt and emitted tokens of a live row, (1, length)."""
@@ -267,6 +276,15 @@ class Target:
     def select(self, state: State, keep: list[int]) -> None:
         """Keep only these live rows."""
 
+    pads = False  # whether prompts of different length can be prefilled together, each row as it is alone
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        """Add the live rows `take` of another request behind the live rows; `other` is not changed.
+
+        Raises ValueError if the target doesn't support it.
+        """
+        raise ValueError(f"stream: got {type(self).__name__}, expected a target that takes rows into a running batch")
+
     def revise(self, state: State, value: Tensor, where: Tensor, seen: Tensor) -> Scores:
         """One pass over positions of an image in any order. Raises ValueError if the target doesn't support it."""
         raise ValueError(f"order: got {type(self).__name__}, expected a target that can decode out of raster order")
@@ -284,6 +302,7 @@ class DrafterTraits:
     adaptive_depth: bool = True  # false: use a fixed depth, e.g. if drafts improve over several passes
     whole_images: bool = False  # it can draft a whole image (`sketch`)
     law: type[Law] = Categorical  # of the values it drafts
+    joins: bool = False  # rows can enter a running batch (`join`)
 
 
 class Drafter:
@@ -311,6 +330,12 @@ class Drafter:
 
     def select(self, state: State, keep: list[int]) -> None:
         """Drop all live rows but these."""
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        """Add live rows of another request, started and not observed: its rows `[other.rows[b] for b in take]` are now
+        the last len(take) of `state.rows`. Only called with `traits.joins`; `other.memory` must still serve the rows
+        that were not taken.
+        """
 
     def sketch(self, state: State) -> Tensor:
         """(B, rows * columns) codes of whole images, in raster order, for the live rows after the prefill."""

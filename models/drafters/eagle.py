@@ -43,7 +43,7 @@ class FeatureDrafter(FeatureDrafting):
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.borrowed = (embed, lm_head)
         super().__init__(head, embed, lm_head, self._like(model), width, nodes)
-        self.traits = replace(self.traits, embeddings=self.images)
+        self.traits = replace(self.traits, embeddings=self.images, joins=True)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> FeatureDrafter:
@@ -81,6 +81,9 @@ class FeatureDrafter(FeatureDrafting):
             latest = context[1][layout.last_image.to(context[1].device)]
             memory.shift = latest.to(self.fold.qkv.dtype) @ self.fold.image_in
         self._read_prompt(state, memory, layout.lengths, parts, features_BLF[:, -1:])
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        state.memory.join(other.memory, take)
 
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.Layout:
         real = None if attention_BL is None else attention_BL.tolist()

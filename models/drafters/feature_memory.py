@@ -158,3 +158,32 @@ class Memory:
         self.shift = None if self.shift is None else self.shift[keep]
         self.waiting = [(t[keep], f[keep], [c[b] for b in keep]) for t, f, c in self.waiting]
         self._measure()
+
+    def join(self, other: Memory, take: list[int]) -> None:
+        """Add rows of another request's memory."""
+        room = max(self.kv.shape[1], other.kv.shape[1])
+        self.kv = torch.cat([_padded(kv, room) for kv in (self.kv, other.kv[take])])
+        self._view()
+        if self.shift is not None or other.shift is not None:
+            self.shift = torch.cat([self._shift_like(other), other._shift_like(self)[take]])
+        self.lengths = self.lengths + [other.lengths[b] for b in take]
+        self.positions = self.positions + [other.positions[b] for b in take]
+        self.waiting, other.waiting = [self.take()], [other.take()]
+        (token, feature, counts), (new_token, new_feature, new_counts) = self.waiting[0], other.waiting[0]
+        width = max(token.shape[1], new_token.shape[1])
+        tokens = torch.cat([_padded(t, width) for t in (token, new_token[take])])
+        features = torch.cat([_padded(f, width) for f in (feature, new_feature[take])])
+        self.waiting = [(tokens, features, counts + [new_counts[b] for b in take])]
+        self._measure()
+
+    def _shift_like(self, other: Memory) -> Tensor:
+        """The rows' shift, or zeros if none of them has an image."""
+        if self.shift is not None:
+            return self.shift
+        assert other.shift is not None
+        return other.shift.new_zeros(len(self.lengths), other.shift.shape[1])
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """(B, T, ...) with zeros behind, up to `width` elements."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))

@@ -8,11 +8,13 @@ the host on ids that are already there; image placeholders are never drafted (th
 from __future__ import annotations
 
 from visspec import tree as trees
-from visspec.types import Draft, Drafter, Outcome, Scores, State, Verdict
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
 class NGram(Drafter):
     """Drafts what followed the longest match (at most `longest`, at least `shortest` tokens) in prompt + output."""
+
+    traits = DrafterTraits(joins=True)
 
     def __init__(self, longest: int = 3, shortest: int = 1):
         if not 1 <= shortest <= longest:
@@ -30,6 +32,10 @@ class NGram(Drafter):
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         self._extend(state)
 
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        for b, row in zip(take, state.rows[-len(take) :]):
+            state.memory.place(row, other.memory, other.rows[b])
+
     def _extend(self, state: State) -> None:
         for row in state.rows:
             state.memory.extend(row, state.tokens[row])
@@ -45,6 +51,11 @@ class _Histories:
         self.seen: list[dict[tuple[int, ...], int]] = [{} for _ in prompts]
         for row, prompt in enumerate(prompts):
             self._append(row, prompt)
+
+    def place(self, row: int, other: _Histories, theirs: int) -> None:
+        """Row `theirs` of other histories becomes this row, which may be the next one."""
+        for mine, new in ((self.ids, other.ids), (self.prompt, other.prompt), (self.seen, other.seen)):
+            mine[row : row + 1] = new[theirs : theirs + 1]
 
     def extend(self, row: int, tokens: list[int]) -> None:
         self._append(row, tokens[len(self.ids[row]) - self.prompt[row] :])

@@ -28,7 +28,7 @@ class SmallModel(Drafter):
     Raises ValueError when the vocabularies differ by more than padding.
     """
 
-    traits = DrafterTraits(levels=5)
+    traits = DrafterTraits(levels=5, joins=True)
 
     def __init__(self, small: nn.Module, model: nn.Module):
         self.target = HFDecoder(small)
@@ -127,6 +127,12 @@ class SmallModel(Drafter):
         self.target.select(memory.own, keep)
         memory.own.position = memory.own.position[keep]
         memory.unread = [memory.unread[b] for b in keep]
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        memory, new = state.memory, other.memory
+        self.target.join(memory.own, new.own, take)
+        memory.own.position = torch.cat([memory.own.position, new.own.position[take]])
+        memory.unread = memory.unread + [new.unread[b] for b in take]
 
 
 class _Following:

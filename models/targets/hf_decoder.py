@@ -113,8 +113,8 @@ class HFDecoder(Target):
         if positions is None:
             positions = torch.arange(length, device=request.prompt.device).expand(rows, length)
         newest = _last_position(positions).expand(rows)
-        if turning.moves:
-            cache.reach = int(newest.max()) + 2 - cache.slots.length
+        if self.rotary:
+            cache.reach, cache.moves = [int(newest.max()) + 2 - cache.slots.length] * rows, turning.moves
         ids = request.prompt if request.prompt.shape[1] else request.prompt.new_zeros(rows, 1)
         state = State(request, ids[:, -1], newest, cache, list(range(rows)), Ids(request, rows))
         aux = {"positions": positions, "attention": cache.slots.padding}
@@ -168,7 +168,7 @@ class HFDecoder(Target):
         slots: SlotCache = state.cache.slots
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
-        turning = nullcontext() if state.cache.reach is None else self._steps(state.cache, tree)
+        turning = self._steps(state.cache, tree) if state.cache.moves else nullcontext()
         with _Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
             output = model(
                 input_ids=draft.value,
@@ -184,7 +184,7 @@ class HFDecoder(Target):
     def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.Steps:
         """Each node's sequence length, for models whose rotary frequencies depend on it."""
         assert cache.reach is not None
-        first = [cache.reach + n for n in cache.slots.lengths]
+        first = [reach + n for reach, n in zip(cache.reach, cache.slots.lengths)]
         reach_BN = to_device(first, tree.depth.device)[:, None] + tree.depth
         return rotary.Steps(self.rotary, reach_BN, min(first), max(first) + tree.levels)
 
@@ -193,6 +193,14 @@ class HFDecoder(Target):
 
     def select(self, state: State, keep: list[int]) -> None:
         state.cache.select(keep, aside=state.request.keep_cache)
+
+    @property
+    def pads(self) -> bool:
+        """Rotary frequencies that depend on the longest prompt change the shorter ones."""
+        return self.padding and not self.rotary
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        state.cache.join(other.cache, take)
 
     def _features(self, output, seen: dict[str, Any]) -> Tensor | None:
         layers = self.capabilities.feature_layers

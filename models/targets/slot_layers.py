@@ -40,11 +40,12 @@ class SlotLayers(Cache):
     """What a model is given as `past_key_values`; `slots` is what the loop works with.
 
     `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
-    own. `prompt` is the number of slots that the prompt took; `reach` belongs to `rotary`.
+    own. `prompt` is the number of slots that the prompt took; `reach` and `moves` belong to `rotary`.
     """
 
     prompt = 0
-    reach: int | None = None
+    reach: list[int] | None = None  # by row: positions up to the pending node's, less the row's slots
+    moves = False  # whether frequencies depend on the reach
 
     def __init__(self, rows: int, answer: int = 0):
         self.slots, self.rows = SlotCache(rows, answer), list(range(rows))
@@ -91,6 +92,18 @@ class SlotLayers(Cache):
                     self.left[row] = [store[b, :, :length].clone() for store in stores]
             self.rows = [self.rows[b] for b in keep]
         self.slots.select(keep)
+        if self.reach is not None:
+            self.reach = [self.reach[b] for b in keep]
+
+    def join(self, other: SlotLayers, take: list[int]) -> None:
+        """Add rows of another cache of the same model. Padding of both is dropped."""
+        for cache in (self, other):
+            dropped = cache.slots.pack()
+            if cache.reach is not None:
+                cache.reach = [reach + gone for reach, gone in zip(cache.reach, dropped)]
+        self.slots.join(other.slots, take)
+        if self.reach is not None and other.reach is not None:
+            self.reach, self.moves = self.reach + [other.reach[b] for b in take], self.moves or other.moves
 
     def dynamic(self, lengths: list[int]) -> DynamicCache:
         """The first lengths[b] slots of every original row, zeros behind, as transformers' own growing cache.

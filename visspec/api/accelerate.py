@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visspec.api import requests, zoo
+from visspec.api import queueing, requests, zoo
 from visspec.api.copies import Copied
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
 from visspec.loop.pairing import Pairing, pair
 from visspec.loop.stats import Stats
+from visspec.loop.stream import Answer
 from visspec.models.targets.hf_decoder import HFDecoder, driven
 from visspec.types import Acceptance, Drafter, DrafterTraits, State
 
@@ -179,6 +180,22 @@ class Accelerated(Copied):
         output = self.model.generate(**kwargs, custom_generate=call)
         self.last_state, self.last_stats = call.state, call.stats
         return Result(output, call.state, call.stats)
+
+    def stream(
+        self, prompts: Iterable[Mapping[str, Any] | None], *, slots: int = 8, ahead: int | None = None, **options: Any
+    ) -> Iterator[Answer]:
+        """Results of many prompts as they are ready (continuous batching): a row enters the batch as another leaves.
+
+        prompts: `generate` arguments of one prompt each, and optionally its `id` (default: its number), `seed` or
+        `generator`, and `streamer`. They are read as slots come free; None says that none is waiting now. options:
+        arguments for the prompts that don't have them; prompt i gets the seed `seed + i`. slots: rows decoded at once.
+        ahead: prompts prefilled at once (default: slots); as many more may stand ready.
+        A row's tokens are those that it has alone. An error of one prompt is its result. Raises ValueError for a
+        drafter whose rows can't enter a batch.
+        """
+        pairing = self.pairing
+        queueing.check(pairing, slots, ahead, options)
+        return queueing.answers(self.model, pairing, prompts, slots, ahead or slots, options, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)

@@ -37,32 +37,41 @@ def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request:
 
     Exceptions of the target are raised. Faults of the drafter give an empty draft (`loop.guard`).
     """
-    state, scores = open_request(target, accept, request)
-    if not state.live:
-        return state
-    trace = state.trace
-    if drafter is not None:
-        with trace.stage("draft_prefill"):
-            drafter.start(state, scores)
+    state = start(target, drafter, accept, request)
     while state.live:
-        depth = pace.depth(state) if drafter is not None and state.drafting else 0
-        with trace.stage("draft"):
-            draft = drafter.propose(state, depth) if drafter is not None and depth else trees.undrafted(state.pending)
-        with trace.stage("verify"):
-            scores = target.verify(state, draft)
-        with trace.stage("accept"):
-            verdict = accept(draft, scores, state.noise)
-            outcome = settle(state, draft, scores, verdict)
-        with trace.stage("commit"):
-            target.commit(state, draft, outcome)
-        if drafter is not None:
-            with trace.stage("observe"):
-                drafter.observe(state, draft, scores, verdict, outcome)
-            pace.observe(trace)
+        advance(state, target, drafter, accept, pace)
         retire(state, target, drafter)
         if request.on_round is not None:
             request.on_round(state)
     return state
+
+
+def start(target: Target, drafter: Drafter | None, accept: Acceptance, request: Request) -> State:
+    """Prefill, the first token of every row, and the drafter's own prefill."""
+    state, scores = open_request(target, accept, request)
+    if drafter is not None and state.live:
+        with state.trace.stage("draft_prefill"):
+            drafter.start(state, scores)
+    return state
+
+
+def advance(state: State, target: Target, drafter: Drafter | None, accept: Acceptance, pace: Pace) -> None:
+    """One round of all live rows."""
+    trace = state.trace
+    depth = pace.depth(state) if drafter is not None and state.drafting else 0
+    with trace.stage("draft"):
+        draft = drafter.propose(state, depth) if drafter is not None and depth else trees.undrafted(state.pending)
+    with trace.stage("verify"):
+        scores = target.verify(state, draft)
+    with trace.stage("accept"):
+        verdict = accept(draft, scores, state.noise)
+        outcome = settle(state, draft, scores, verdict)
+    with trace.stage("commit"):
+        target.commit(state, draft, outcome)
+    if drafter is not None:
+        with trace.stage("observe"):
+            drafter.observe(state, draft, scores, verdict, outcome)
+        pace.observe(trace)
 
 
 def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[State, Scores]:
@@ -127,8 +136,12 @@ def children(parents: list[int], node: int) -> list[int]:
 def retire(state: State, target: Target, drafter: Drafter | None) -> None:
     """Remove finished rows from the batch."""
     keep = [b for b, row in enumerate(state.rows) if row not in state.finished]
-    if len(keep) == len(state.rows):
-        return
+    if len(keep) < len(state.rows):
+        select(state, target, drafter, keep)
+
+
+def select(state: State, target: Target, drafter: Drafter | None, keep: list[int]) -> None:
+    """Keep only these live rows."""
     state.rows = [state.rows[b] for b in keep]
     if not keep:
         return

@@ -67,6 +67,9 @@ class Guarded(Drafter):
     def select(self, state: State, keep: list[int]) -> None:
         self._try(state, self.inner.select, _shown(state), keep)
 
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        self._try(state, self.inner.join, _shown(state), _shown(other), take)
+
     def finish(self, state: State) -> None:
         """After the request: count the invalid nodes, and warn once."""
         refused = 0 if state.refused is None else int(state.refused)
@@ -123,7 +126,7 @@ class Guarded(Drafter):
         assert state.refused is not None  # since `start`
         state.refused += wrong[:, 1:].sum()
         # truncate rows as in a batch of one, so that random numbers don't depend on the batch
-        room = [state.request.max_new_tokens - len(state.tokens[row]) - 1 for row in state.rows]
+        room = [state.room(row) - 1 for row in state.rows]
         if min(room) < tree.levels:
             real = real & (tree.depth <= to_device(room, value.device)[:, None])
         value = value.masked_fill(~real.view(*real.shape, *[1] * (value.dim() - 2)), 0)  # ids that a target can't read

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from visspec.loop.pairing import Pairing
-from visspec.types import Round, State
+from visspec.types import Request, Round, State
 
 COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700"}
 MEANING = {
@@ -89,8 +89,12 @@ class Stats:
 
 
 def ended_by(state: State, row: int) -> str:
-    """Why a finished row ended: "eos" (a token that ends text), "length" (max_new_tokens) or "stop" (a criterion)."""
-    tokens, request = state.tokens[row], state.request
+    """Why a finished row ended, as `why_ended`."""
+    return why_ended(state.tokens[row], state.request.of(row)[0])
+
+
+def why_ended(tokens: list[int], request: Request) -> str:
+    """Why a row ended: "eos" (a token that ends text), "length" (max_new_tokens) or "stop" (a criterion)."""
     if tokens[-1] in request.eos:
         return "eos"
     return "length" if len(tokens) >= request.max_new_tokens else "stop"

@@ -41,7 +41,7 @@ class Ids:
 
         Tokens behind a stop inside an accepted path are dropped, so the output is what plain decoding gives.
         """
-        request, tokens = self.request, self.tokens[row]
+        request, tokens = self.request.of(row)[0], self.tokens[row]
         before = len(tokens)
         for token in gained:
             tokens.append(token)
@@ -71,9 +71,19 @@ class Ids:
 
     def ids(self, row: int) -> Tensor:
         """Prompt and tokens of an original row, (1, length)."""
-        prompt = self.request.prompt
-        gained = torch.tensor([self.tokens[row]], dtype=torch.long, device=prompt.device)
-        return torch.cat([prompt[row : row + 1], gained], dim=1)
+        request, index = self.request.of(row)
+        gained = torch.tensor([self.tokens[row]], dtype=torch.long, device=request.prompt.device)
+        return torch.cat([request.prompt[index : index + 1], gained], dim=1)
+
+
+    def join(self, other: Ids, rows: list[int], places: list[int]) -> None:
+        """Take over rows of another tape, at these places; a place that is not there yet is the next one."""
+        for row, place in zip(rows, places):
+            if place == len(self.tokens):
+                for kept in (self.tokens, self.laws, self.raw):
+                    kept.append([])
+            self.tokens[place], self.laws[place], self.raw[place] = other.tokens[row], other.laws[row], other.raw[row]
+            self.finished.discard(place)
 
 
 class Stack:

@@ -1,0 +1,146 @@
+"""Requests of a stream: arguments of generate for one prompt each, and prompts put into one batch for the prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec.api import requests
+from visspec.loop.pairing import Pairing
+from visspec.loop.stream import Answer, Stream
+from visspec.types import Request
+
+ONE_PROMPT = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
+
+
+def check(pairing: Pairing, slots: int, ahead: int | None, options: dict[str, Any]) -> None:
+    """Raises ValueError for a pairing that rows can't enter, and for options that no prompt can have."""
+    for name, value in (("slots", slots), ("ahead", slots if ahead is None else ahead)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
+    if pairing.drafter is not None and not pairing.drafter.traits.joins:
+        kind = type(pairing.drafter.inner).__name__
+        raise ValueError(f"drafter: got {kind}, expected one whose rows can enter a running batch (traits.joins)")
+    if isinstance(seed := options.get("seed"), (list, tuple)):
+        raise ValueError(f"seed: got {len(seed)} seeds, expected one number, or the seed of each prompt in its arguments")
+    requests.check_seeds(options.get("generator"), seed)
+    requests.check(options)
+
+
+def answers(
+    model: nn.Module, pairing: Pairing, entries: Iterable[Mapping[str, Any] | None], slots: int, ahead: int,
+    defaults: dict[str, Any], tokenizer: Any,
+) -> Iterator[Answer]:  # fmt: skip
+    """The results of `accelerate.Accelerated.stream`."""
+    builder = Builder(model, pairing, defaults)
+    stream = Stream(pairing, builder.kind, builder.together, slots, ahead)
+    for answer in stream.run(builder.queue(entries)):
+        if (streamer := builder.streamers.pop(answer.id, None)) is not None:
+            streamer.end()
+        if tokenizer is not None and answer.error is None:
+            answer = replace(answer, text=tokenizer.decode(answer.tokens, skip_special_tokens=True).strip())
+        yield answer
+
+
+class Builder:
+    """Makes requests of one row from generate's arguments, and one of many rows from requests of one."""
+
+    def __init__(self, model: nn.Module, pairing: Pairing, defaults: dict[str, Any]):
+        self.model, self.pairing, self.defaults = model, pairing, dict(defaults)
+        self.seed = self.defaults.pop("seed", None)
+        self.content = torch.tensor(sorted(pairing.target.capabilities.never_drafted), dtype=torch.long)
+        pad = getattr(model.generation_config, "pad_token_id", None)
+        self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
+        self.streamers: dict[Any, Any] = {}
+
+    def queue(self, entries: Iterable[Mapping[str, Any] | None]) -> Iterator[tuple[Any, Request | Exception] | None]:
+        """(id, request) of every entry; an entry that can't be a request gives its exception."""
+        number = count()
+        for entry in entries:
+            if entry is None:
+                yield None
+                continue
+            index = next(number)
+            id = index
+            try:
+                own = dict(entry)
+                id = own.pop("id", index)
+                yield id, self.request(id, index, own)
+            except Exception as error:
+                yield id, error
+
+    def request(self, id: Any, index: int, own: dict[str, Any]) -> Request:
+        """The request of one entry. Raises ValueError for arguments that can't be served."""
+        if self.seed is not None:
+            own = {"seed": self.seed + index} | own  # as generate's rows
+        own = self.defaults | own
+        seed, generator, streamer = own.pop("seed", None), own.pop("generator", None), own.pop("streamer", None)
+        requests.check(own)
+        requests.check_seeds(generator, seed)
+        requests.adopt_stop_strings(own)
+        for name in ONE_PROMPT:
+            if (value := own.get(name)) not in (None, False, 1):
+                raise ValueError(f"{name}: got {value!r}, expected one result of tokens for each request")
+        prompt = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        options = {name: value for name, value in own.items() if name not in prompt}
+        ids = prompt.get("input_ids")
+        if ids is None or ids.dim() != 2 or len(ids) != 1 or ids.shape[1] == 0:
+            shape = None if ids is None else tuple(ids.shape)
+            raise ValueError(f"input_ids: got shape {shape}, expected (1, length), one prompt a request")
+        prompt.setdefault("attention_mask", torch.ones_like(ids))
+        # pixels are read when a group is prefilled; without them a model can't place the ids that stand for them
+        blank = torch.where(torch.isin(ids, self.content.to(ids.device)), self.pad, ids)
+        found = requests.of_generate(
+            self.model, {"input_ids": blank, "attention_mask": prompt["attention_mask"]}, **options
+        )
+        more = {name: value for name, value in options.items() if name in found.inputs and name not in prompt}
+        found.prompt, found.inputs = ids, prompt | more
+        if not found.sampling.greedy:
+            found.generators = requests.generators(generator, seed, ids)
+        if streamer is not None:
+            found.on_tokens = requests.streaming(streamer, ids)
+            streamer.put(ids.cpu())
+            self.streamers[id] = streamer
+        return found
+
+    def kind(self, request: Request) -> Hashable:
+        """What requests share that can be prefilled together: the shapes of pixels, other arguments, temperature and
+        cuts, and the length of the prompt if the target can't pad.
+        """
+        length = request.prompt.shape[1]
+        shapes = [
+            (name, value.dtype, None if _of_ids(value, length) else value.shape[1:])
+            if isinstance(value, Tensor)
+            else (name, repr(value))
+            for name, value in request.inputs.items()
+        ]
+        sampling = replace(request.sampling, processors=())
+        return frozenset(shapes), sampling, None if self.pairing.target.pads else length
+
+    def together(self, group: Sequence[Request]) -> Request:
+        """One request with a row for each: ids and masks padded on the left, pixels behind one another."""
+        longest = max(request.prompt.shape[1] for request in group)
+        inputs: dict[str, Any] = {}
+        for name, value in group[0].inputs.items():
+            parts = [request.inputs[name] for request in group]
+            if not isinstance(value, Tensor):
+                inputs[name] = value
+            elif _of_ids(value, group[0].prompt.shape[1]):
+                fill = self.pad if name == "input_ids" else 0
+                inputs[name] = torch.cat([nn.functional.pad(p, (longest - p.shape[1], 0), value=fill) for p in parts])
+            else:
+                inputs[name] = torch.cat(parts)
+        limit = max(request.max_new_tokens for request in group)
+        found = requests.of_generate(self.model, inputs, max_new_tokens=limit, do_sample=False)
+        found.media = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
+        return found
+
+
+def _of_ids(value: Tensor, length: int) -> bool:
+    """Whether a tensor of a request has a number for each id of the prompt."""
+    return value.shape == (1, length) and not value.is_floating_point()

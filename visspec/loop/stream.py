@@ -1,0 +1,264 @@
+"""Continuous batching: rows enter the running batch as others leave.
+
+Requests of one row wait in a queue. A group of them is prefilled together and stands ready; whenever slots are free,
+rows of it are joined to the running batch (`join`, the counterpart of `decode.select`). Each row keeps its own limit,
+ends, processors and random numbers (`types.Request.each`), so its tokens are those that it has alone.
+
+A batch is a *lane*: its rows share temperature, top-k and top-p, and whether they are drafted for (a drafter that has
+failed goes on failing for the rows that it failed for, not for those that come later). Mostly there is one lane.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.cache import to_device
+from visspec.loop.decode import advance, retire, select, start
+from visspec.loop.pairing import Pairing
+from visspec.loop.stats import why_ended
+from visspec.types import Drafter, Request, Round, Sampling, State, Target
+
+Together = Callable[[Sequence[Request]], Request]  # puts requests of one row into one batch
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of one request. With an error, `tokens` are those that came before it."""
+
+    id: Any
+    tokens: list[int] = field(default_factory=list)
+    ended: str | None = None  # as `stats.ended_by`
+    origin: list[str] = field(default_factory=list)  # of each token, as in `types.Trace`
+    rounds: list[Round] = field(default_factory=list)  # this row's part of the rounds it was in
+    drift: float = 0.0  # summed over tokens
+    error: Exception | None = None
+    text: str | None = None
+
+    @property
+    def tau(self) -> float:
+        """Tokens per round, bonus included."""
+        return sum(r.gained[0] for r in self.rounds) / max(len(self.rounds), 1)
+
+
+class Row:
+    """A request of one row. An exception of its stop function, processors or `on_tokens` ends this row only."""
+
+    def __init__(self, id: Any, request: Request):
+        self.id, self.error = id, None
+        self.rounds: list[Round] = []
+        processors = tuple(map(self._processor, request.sampling.processors))
+        called = processors or request.stop is not None or request.on_tokens is not None
+        self.request = replace(
+            request,
+            sampling=replace(request.sampling, processors=processors),
+            stop=self._caught(request.stop, True) if called else None,
+            on_tokens=self._caught(request.on_tokens, None) if request.on_tokens is not None else None,
+        )
+
+    def _caught(self, call: Callable | None, otherwise: Any) -> Callable:
+        def caught(argument: Any) -> Any:
+            if self.error is None and call is not None:
+                try:
+                    return call(argument)
+                except Exception as error:
+                    self.error = error
+            return otherwise if self.error is not None else False
+
+        return caught
+
+    def _processor(self, processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def caught(ids: Tensor, scores: Tensor) -> Tensor:
+            if self.error is None:
+                try:
+                    return processor(ids, scores)
+                except Exception as error:
+                    self.error = error
+            return scores
+
+        return caught
+
+
+class Lane:
+    """A batch: its state, and its rows by their numbers in it. `left`: live rows (indices) of a group that is ready."""
+
+    def __init__(self, state: State, rows: list[Row]):
+        self.state, self.rows = state, dict(enumerate(rows))
+        self.left = list(range(len(state.rows)))
+
+    @property
+    def kind(self) -> tuple[Sampling, bool]:
+        """What rows of one batch share."""
+        return replace(self.state.request.sampling, processors=()), self.state.drafting
+
+    def leavers(self) -> Iterator[Answer]:
+        """Results of the rows that have ended; the lane forgets them."""
+        for number in [n for n in self.rows if n in self.state.finished]:
+            yield self._answer(number, self.rows.pop(number))
+
+    def _answer(self, number: int, row: Row) -> Answer:
+        tokens, request, drift = self.state.tokens[number], row.request, self.state.meters.get("drift")
+        return Answer(
+            row.id, tokens, None if row.error else why_ended(tokens, request), self.state.trace.origin[number],
+            row.rounds, 0.0 if drift is None else float(drift[number]), row.error,
+        )  # fmt: skip
+
+
+class Stream:
+    """Decodes requests of one row in `slots` slots; up to `ahead` prompts are prefilled together.
+
+    kind: what requests must share to be prefilled together; together: puts such requests into one.
+    """
+
+    def __init__(
+        self, pairing: Pairing, kind: Callable[[Request], Hashable], together: Together, slots: int, ahead: int
+    ):
+        self.pairing, self.kind, self.together = pairing, kind, together
+        self.slots, self.ahead = slots, min(ahead, slots)
+        self.lanes: list[Lane] = []
+        self.ready: deque[Lane] = deque()
+        self.waiting: list[Row] = []
+        self.over = False  # whether the queue has ended
+
+    @torch.inference_mode()
+    def run(self, requests: Iterable[tuple[Any, Request | Exception] | None]) -> Iterator[Answer]:
+        """Results of (id, request), in the order in which they end. An exception in place of a request is its result.
+        None says that no request is waiting now: the rows that run go on.
+        """
+        queue = iter(requests)
+        while not self.over or self.lanes or self.ready or self.waiting:
+            yield from self._admit(queue)
+            for lane in self.lanes:
+                yield from self._round(lane)
+            for lane in [lane for lane in self.lanes if not lane.state.live]:
+                self.pairing.finish(lane.state)
+                self.lanes.remove(lane)
+
+    def _round(self, lane: Lane) -> Iterator[Answer]:
+        state, pairing = lane.state, self.pairing
+        rows = [lane.rows[number] for number in state.rows]
+        advance(state, pairing.target, pairing.drafter, pairing.rule, pairing.pace)
+        levels, gained, tried = state.trace.rounds.pop()  # each row keeps its own part: the lane may run for days
+        for row, count, missed in zip(rows, gained, tried):
+            row.rounds.append(Round(levels, [count], [missed]))
+        retire(state, pairing.target, pairing.drafter)
+        yield from lane.leavers()
+
+    def _admit(self, queue: Iterator) -> Iterator[Answer]:
+        """Fill free slots with rows that are ready, and prefill where none is."""
+        while (free := self.slots - sum(len(lane.state.rows) for lane in self.lanes)) > 0:
+            if not self.ready:
+                yield from self._pull(queue)
+                if not self.waiting:
+                    return
+                yield from self._open(self._group())
+                continue
+            ready = self.ready[0]
+            lane = next((lane for lane in self.lanes if lane.kind == ready.kind), None)
+            if lane is not None:
+                self._move(ready, lane, ready.left[:free])
+            elif len(ready.left) <= free:
+                select(ready.state, self.pairing.target, self.pairing.drafter, ready.left)
+                self.lanes.append(ready)
+                ready.left = []
+            else:
+                return  # a batch of another kind waits for slots of its own
+            if not ready.left:
+                self.ready.popleft()
+
+    def _pull(self, queue: Iterator) -> Iterator[Answer]:
+        """Take requests from the queue, up to the number that is prefilled together."""
+        while len(self.waiting) < self.ahead and not self.over:
+            try:
+                entry = next(queue)
+            except StopIteration:
+                self.over = True
+                return
+            if entry is None:
+                return
+            id, request = entry
+            if isinstance(request, Exception):
+                yield Answer(id, error=request)
+            else:
+                self.waiting.append(Row(id, request))
+
+    def _group(self) -> list[Row]:
+        """The first waiting row, and those that can be prefilled with it."""
+        kind = self.kind(self.waiting[0].request)
+        group = [row for row in self.waiting if self.kind(row.request) == kind]
+        self.waiting = [row for row in self.waiting if row not in group]
+        return group
+
+    def _open(self, group: list[Row]) -> Iterator[Answer]:
+        """Prefill a group. If that fails, row by row, so that the row at fault fails alone."""
+        try:
+            request = self.together([row.request for row in group])
+            request.each = [row.request for row in group]
+            request.sampling = group[0].request.sampling
+            if not request.sampling.greedy:  # copies: a row may be opened twice
+                request.generators = [row.request.generators[0].clone_state() for row in group]
+            state = start(self.pairing.target, self.pairing.drafter, self.pairing.rule, request)
+        except Exception as error:
+            if len(group) == 1:
+                yield Answer(group[0].id, error=error)
+                return
+            for row in group:
+                yield from self._open([row])
+            return
+        state.request.inputs, state.request.media = {}, {}  # pixels are not kept
+        opened = Lane(state, group)
+        yield from opened.leavers()
+        if opened.left:
+            self.ready.append(opened)
+
+    def _move(self, ready: Lane, lane: Lane, take: list[int]) -> None:
+        """Join rows of a group to a lane, in place of rows that have left it."""
+        taken = [ready.state.rows[b] for b in take]
+        free = [n for n in range(len(lane.state.tokens)) if n not in lane.rows]
+        more = range(len(lane.state.tokens), len(lane.state.tokens) + len(take))
+        places = [*free, *more][: len(take)]
+        lane.rows |= {place: ready.rows.pop(number) for place, number in zip(places, taken)}
+        ready.left = ready.left[len(take) :]
+        join(lane.state, self.pairing.target, self.pairing.drafter, ready.state, take, places)
+
+
+def join(
+    state: State, target: Target, drafter: Drafter | None, other: State, take: list[int], places: list[int]
+) -> None:
+    """Add the live rows `take` of another batch of the same kind, which is not changed. Their numbers become `places`:
+    those of rows that have left, or the next ones.
+    """
+    rows = [other.rows[b] for b in take]
+    for row, place in zip(rows, places):
+        state.request.each[place : place + 1] = other.request.each[row : row + 1]
+        state.trace.origin[place : place + 1] = other.trace.origin[row : row + 1]
+    state.tape.join(other.tape, rows, places)
+    index = to_device(take, state.pending.device)
+    state.pending = torch.cat([state.pending, other.pending[index]])
+    state.position = torch.cat([state.position, other.position[index]])
+    if state.noise is not None:
+        state.noise.join(other.noise, take)
+    for name in {*state.meters, *other.meters}:
+        state.meters[name] = _metered(state, other, name, rows, places)
+    target.join(state, other, take)
+    state.rows = state.rows + places
+    if drafter is not None:
+        drafter.join(state, other, take)
+    asked = ((state.request.of(row)[0], state.tokens[row]) for row in state.rows)
+    state.trace.context = max(request.prompt.shape[1] + len(tokens) for request, tokens in asked)
+
+
+def _metered(state: State, other: State, name: str, rows: list[int], places: list[int]) -> Tensor:
+    """A meter with the values of joined rows at their places."""
+    old, new = state.meters.get(name), other.meters.get(name)
+    meter = state.position.new_zeros(len(state.trace.origin), dtype=torch.float32 if old is None else old.dtype)
+    if old is not None:
+        meter[: len(old)] = old
+    at = to_device(places, meter.device)
+    meter[at] = meter.new_zeros(len(places)) if new is None else new[to_device(rows, meter.device)].to(meter.dtype)
+    return meter
