@@ -10,6 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # a system without it
+    fcntl = None  # type: ignore[assignment]
+
 TRIAL = 4096  # bytes written to test whether a disk is full
 
 
@@ -50,6 +55,82 @@ def append_json(path: Path, value: Any) -> None:
     """Add a value as a line to a file of JSON lines. On return the system has it, which outlives this process."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
+
+
+class Journal:
+    """Context manager for records kept line by line in a file of JSON lines, for runs that go on where they ended.
+
+    A record is one line, written in one call: a process that is killed leaves all records that it added, and at most
+    one torn line behind them, which the next run cuts off. `about` is kept in PATH.about.json.
+    `done`: ids of the records that are there. Raises ValueError if another process writes the file, if it holds
+    something else, or if it was written with other settings.
+    """
+
+    def __init__(self, path: str | Path, about: dict[str, Any]):
+        self.path, self.about = Path(path), about
+        self.done: set[str] = set()
+
+    def __enter__(self) -> Journal:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a+b")
+        try:
+            self._lock()
+            self._compare()
+            end = self._read()
+        except BaseException:
+            self._file.close()
+            raise
+        self._file.truncate(end)
+        return self
+
+    def _lock(self) -> None:
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ValueError(f"{self.path}: got a file that another run is writing, expected one of its own") from None
+
+    def _compare(self) -> None:
+        """Write the settings, or compare them with those of the run that began the file."""
+        home = self.path.with_name(f"{self.path.name}.about.json")
+        if not home.exists():
+            write_json(home, self.about)
+            return
+        before = json.loads(home.read_text())
+        for name, value in json.loads(json.dumps(self.about)).items():
+            if name != "provenance" and before.get(name) != value:
+                raise ValueError(
+                    f"{self.path}: got {name} {value!r} and records made with {before.get(name)!r}, expected the same or"
+                    " another file"
+                )
+
+    def _read(self) -> int:
+        """Note the ids of all whole lines. Returns where they end."""
+        self._file.seek(0)
+        end = 0
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                self.done.add(json.loads(line)["id"])
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{self.path}: got line {number}, expected a JSON object with an id") from None
+            end += len(line)
+        return end
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add a record. On return the system has it, which outlives this process."""
+        self._file.write((json.dumps(record) + "\n").encode())
+        self._file.flush()
+        self.done.add(record["id"])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """All records, in the order in which they were added."""
+        with open(self.path, "rb") as file:
+            yield from map(json.loads, file)
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._file.close()
 
 
 def is_device(path: Path) -> bool:

@@ -4,7 +4,9 @@ An unreadable file raises an exception that names it (`open_image`) or is added 
 skipped silently.
 """
 
+import io
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from PIL import Image, ImageOps
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MAX_PIXELS = 64_000_000
+HEADERS = threading.Lock()
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -29,10 +32,17 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise FileNotFoundError(f"there is no image file {path}")
     if not path.is_file():
         raise ValueError(f"{path} is not a file, so it cannot be read as an image")
+    return _opened(path, path, max_pixels)
+
+
+def read_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """As `open_image`, from the content of a file; `name` is used in errors."""
+    return _opened(io.BytesIO(data), name, max_pixels)
+
+
+def _opened(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = _decode(path, max_pixels)
+        return _decode(file, path, max_pixels)
     except _TooLarge as error:
         raise ValueError(str(error)) from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
@@ -43,20 +53,22 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
         if isinstance(error, OSError) and error.errno is not None:  # raised by the system, not by the decoder
             raise ValueError(f"{path} could not be read ({error.strerror})") from None
         raise ValueError(f"{path} is broken or truncated and cannot be decoded ({error})") from None
-    return image
 
 
 class _TooLarge(Exception):
     pass
 
 
-def _decode(path: Path, max_pixels: int) -> Image.Image:
-    with Image.open(path, formats=FORMATS) as file:
-        width, height = file.size
+def _decode(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
+    with HEADERS, warnings.catch_warnings():  # it sets what all threads see
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        found = Image.open(file, formats=FORMATS)
+    with found:
+        width, height = found.size
         if width * height > max_pixels:
             raise _TooLarge(f"{path} has {width} x {height} pixels, more than the limit of {max_pixels}")
-        file.load()
-        image = ImageOps.exif_transpose(file)
+        found.load()
+        image = ImageOps.exif_transpose(found)
     if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it
         image = image.convert("I").point(lambda v: v / 257).convert("L")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:

@@ -1,18 +1,24 @@
-"""Captioning of image files in batches, with an error entry for each unreadable file."""
+"""Captioning of images in batches or as a stream, with an error entry for each that can't be read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from visspec.api.accelerate import Accelerated
-from visspec.eval.metrics.images import MAX_PIXELS, open_image
-from visspec.loop.stats import Stats, ended_by
+from visspec.api.sources import Record
+from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
+from visspec.loop.stats import Stats, ended_by, text_pieces
+from visspec.loop.stream import Answer
 
+Given, Made = TypeVar("Given"), TypeVar("Made")
 PROMPT = "describe the picture in detail ."
 
 
@@ -26,6 +32,9 @@ class Caption:
     error: str | None = None
     pieces: tuple[tuple[str, str], ...] = ()  # (text, origin) of every token
     ended: str | None = None  # as `stats.ended_by`
+    drift: float = 0.0  # summed over tokens
+    rounds: int = 0  # rounds after the prefill
+    record: Record | None = None  # what it was made from, without the pixels
 
 
 def chat_prompt(processor, request: str) -> str:
@@ -38,12 +47,21 @@ def chat_prompt(processor, request: str) -> str:
 
 def prepare(processor, images: Sequence, request: str | Sequence[str], model) -> dict[str, Any]:
     """A model's inputs for a batch of PIL images, under one request or one each; left-padded, on its device."""
-    processor.tokenizer.padding_side = "left"
     requests = [request] * len(images) if isinstance(request, str) else request
+    return moved(processed(processor, images, requests), model)
+
+
+def processed(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
+    """A processor's output for a batch of PIL images, left-padded, on the CPU."""
+    processor.tokenizer.padding_side = "left"
     chats = [chat_prompt(processor, text) for text in requests]
-    inputs = processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True)
-    moved = inputs.to(model.device)
-    return {k: v.to(model.dtype) if torch.is_floating_point(v) else v for k, v in moved.items()}
+    return dict(processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True))
+
+
+def moved(inputs: dict[str, Any], model) -> dict[str, Any]:
+    """Inputs on a model's device, pixels in its dtype. Copies from pinned memory don't block."""
+    there = {k: v.to(model.device, non_blocking=True) for k, v in inputs.items()}
+    return {k: v.to(model.dtype) if torch.is_floating_point(v) else v for k, v in there.items()}
 
 
 def caption_files(
@@ -87,3 +105,92 @@ def _caption_batch(fast: Accelerated, processor, opened, request: str, generate:
         text = processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
         done[path] = Caption(path, text, len(tokens), pieces=tuple(pieces), ended=ended_by(result.state, row))
     return done, result.stats
+
+
+class Captions:
+    """Captions of many images as they are ready: a stream (`Accelerated.stream`) that images enter as slots come free.
+
+    request: what is asked of images whose record has no prompt. workers: threads that read and prepare images ahead,
+    `2 * slots` at most. generate: arguments of generate; the int `seed` is used for each image, so results do not depend
+    on the batch.
+    """
+
+    def __init__(
+        self, fast: Accelerated, processor: Any, *, request: str = PROMPT, slots: int = 8, workers: int = 2,
+        max_pixels: int = MAX_PIXELS, **generate: Any,
+    ):  # fmt: skip
+        if not isinstance(workers, int) or workers < 1:
+            raise ValueError(f"workers: got {workers!r}, expected a whole number of at least 1")
+        self.fast, self.processor, self.request, self.slots, self.workers = fast, processor, request, slots, workers
+        self.max_pixels, self.generate = max_pixels, generate
+        self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", None)
+        self._processing = threading.Lock()  # tokenizers are not made for several threads
+
+    def __call__(self, records: Iterable[Record | str | Path]) -> Iterator[Caption]:
+        """Captions in the order in which they end; one of an image that can't be read or captioned has an error."""
+        given = (r if isinstance(r, Record) else Record(str(r), r) for r in records)
+        entries = map(self._entry, prefetched(self._prepared, given, self.workers, 2 * self.slots))
+        options = {k: v for k, v in self.generate.items() if k != "seed"}
+        return map(self._caption, self.fast.stream(entries, slots=self.slots, **options))
+
+    def _prepared(self, record: Record) -> tuple[Record, dict[str, Any] | Exception]:
+        """In a worker: a record without its pixels, and the processor's output or what went wrong."""
+        label = str(record.image) if isinstance(record.image, (str, Path)) else None
+        bare = replace(record, image=label, prompt=record.prompt or self.request)
+        try:
+            if record.error is not None:
+                raise ValueError(record.error)
+            image = record.image
+            if isinstance(image, bytes):
+                image = read_image(image, record.id, self.max_pixels)
+            elif isinstance(image, (str, Path)):
+                image = open_image(image, self.max_pixels)
+            with self._processing:
+                inputs = processed(self.processor, [image], [bare.prompt or ""])
+            length, new = inputs["input_ids"].shape[1], self.generate.get("max_new_tokens") or 0
+            if self.context is not None and length + new > self.context:
+                raise ValueError(
+                    f"{record.id}: got a prompt of {length} tokens and {new} new ones, expected at most {self.context},"
+                    " the model's context"
+                )
+            if self.fast.model.device.type == "cuda":
+                inputs = {k: v.pin_memory() for k, v in inputs.items()}
+            return bare, inputs
+        except Exception as error:
+            return bare, error
+
+    def _entry(self, prepared: tuple[Record, dict[str, Any] | Exception]) -> Any:
+        record, inputs = prepared
+        if isinstance(inputs, Exception):
+            return record, inputs
+        seed = {} if self.generate.get("seed") is None else {"seed": self.generate["seed"]}
+        return moved(inputs, self.fast.model) | seed | {"id": record}
+
+    def _caption(self, answer: Answer) -> Caption:
+        record, error = answer.id, answer.error
+        if error is not None:
+            said = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+            return Caption(record.id, None, error=said, record=record)
+        tokenizer = self.processor.tokenizer
+        return Caption(
+            record.id, tokenizer.decode(answer.tokens, skip_special_tokens=True).strip(), len(answer.tokens),
+            pieces=tuple(text_pieces(tokenizer, answer.tokens, answer.origin)), ended=answer.ended, drift=answer.drift,
+            rounds=len(answer.rounds), record=record,
+        )  # fmt: skip
+
+
+def prefetched(
+    make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int
+) -> Iterator[Made]:
+    """`map` in threads, in order, at most `ahead` items before they are asked for."""
+    queue, items = deque(), iter(given)
+    pool = ThreadPoolExecutor(workers, "visspec-images")
+    try:
+        while True:
+            while len(queue) < ahead and (item := next(items, queue)) is not queue:
+                queue.append(pool.submit(make, item))  # type: ignore[arg-type]
+            if not queue:
+                return
+            yield queue.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

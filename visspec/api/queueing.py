@@ -15,6 +15,7 @@ from visspec.loop.pairing import Pairing
 from visspec.loop.stream import Answer, Stream
 from visspec.types import Request
 
+Entry = Mapping[str, Any] | tuple[Any, Exception]  # generate's arguments, or the id and error of what became none
 ONE_PROMPT = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
 
 
@@ -33,7 +34,7 @@ def check(pairing: Pairing, slots: int, ahead: int | None, options: dict[str, An
 
 
 def answers(
-    model: nn.Module, pairing: Pairing, entries: Iterable[Mapping[str, Any] | None], slots: int, ahead: int,
+    model: nn.Module, pairing: Pairing, entries: Iterable[Entry | None], slots: int, ahead: int,
     defaults: dict[str, Any], tokenizer: Any,
 ) -> Iterator[Answer]:  # fmt: skip
     """The results of `accelerate.Accelerated.stream`."""
@@ -58,12 +59,12 @@ class Builder:
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
         self.streamers: dict[Any, Any] = {}
 
-    def queue(self, entries: Iterable[Mapping[str, Any] | None]) -> Iterator[tuple[Any, Request | Exception] | None]:
+    def queue(self, entries: Iterable[Entry | None]) -> Iterator[tuple[Any, Request | Exception] | None]:
         """(id, request) of every entry; an entry that can't be a request gives its exception."""
         number = count()
         for entry in entries:
-            if entry is None:
-                yield None
+            if entry is None or isinstance(entry, tuple):
+                yield entry
                 continue
             index = next(number)
             id = index

@@ -20,7 +20,15 @@ FOREIGN = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("image", nargs="+", type=Path, help="PNG, JPEG or WEBP files")
+    parser.add_argument(
+        "image", nargs="+", type=Path,
+        help="PNG, JPEG or WEBP files; with --out also folders, globs, .jsonl and .parquet files of {image, prompt, id},"
+        " .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, help="records as .jsonl or .parquet; a run goes on where the last one ended")
+    parser.add_argument("--slots", type=positive, default=8, help="captions written at once, with --out")
+    parser.add_argument("--workers", type=positive, default=2, help="threads that read images ahead, with --out")
+    parser.add_argument("--report", type=Path, help="a page of the records with thumbnails, with --out")
     parser.add_argument("--max-pixels", type=positive, default=64_000_000)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
@@ -31,21 +39,22 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Finished captions are kept whatever ends it. Returns the exit code."""
     options = decode_options(arguments)
+    if arguments.out is not None or not all(map(is_plain, arguments.image)):
+        from visspec.cli.caption_records import run_records
+
+        return run_records(arguments, options)
+    if arguments.report is not None:
+        raise ValueError(f"--report: got {arguments.report} without --out, expected both")
 
     from tqdm import tqdm
 
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, caption_files
-    from visspec.provenance import provenance
 
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
     request = arguments.prompt or PROMPT
-    about = {
-        "model": arguments.model or "captioner", "prompt": request, "drafter": drafter,
-        "acceptance": arguments.acceptance, "guarantee": fast.rule.traits.guarantee, "sampling": options,
-        "batch_size": arguments.batch_size, "provenance": provenance(fast.model),
-    }  # fmt: skip
+    about = described(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     if arguments.model is None and (strange := foreign(arguments.image, arguments.max_pixels)) is not None:
         print(FOREIGN.format(strange), file=sys.stderr)
     stream = caption_files(
@@ -69,6 +78,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stats and newest is not None:
         print(newest)
     return 0 if not failed else 1 if failed < len(results.found) else 2
+
+
+def described(arguments: argparse.Namespace, fast: Any, request: str, options: dict[str, Any]) -> dict[str, Any]:
+    """How captions are made, for their records."""
+    from visspec.provenance import provenance
+
+    return {
+        "model": arguments.model or "captioner", "prompt": request, "drafter": fast.name,
+        "acceptance": arguments.acceptance, "guarantee": fast.rule.traits.guarantee, "sampling": options,
+        "provenance": provenance(fast.model),
+    }  # fmt: skip
+
+
+def is_plain(source: Path) -> bool:
+    """Whether a source is one file that is taken for an image."""
+    from visspec.api import sources
+
+    return sources.is_plain(source)
 
 
 def decode_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from visspec.files import unwritable
 
 COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` and its body in `run`
     "demo": "caption rendered scenes with and without acceleration, side by side",
-    "caption": "caption image files",
+    "caption": "caption image files, folders, tables and shards",
     "generate": "draw images from a prompt",
     "bench": "measure",
     "bench caption": "captioning against transformers' generate and assisted modes",
@@ -60,8 +60,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_targets(arguments: argparse.Namespace) -> None:
     """Refuse, before any work, files and folders that can't be written."""
-    for name in ("json", "grid", "out", "images"):
-        path, folder = getattr(arguments, name, None), name in ("out", "images") and arguments.command != "report"
+    for name in ("json", "grid", "out", "images", "report"):
+        path = getattr(arguments, name, None)
+        folder = name in ("out", "images") and arguments.command not in ("report", "caption")
         if isinstance(path, Path) and (why := unwritable(path, folder)) is not None:
             raise ValueError(f"--{name}: {why}")
 

@@ -1,0 +1,335 @@
+"""Continuous batching: whoever shares the batch, a row's tokens are those it has alone; a failing row fails alone."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as tf
+
+import visspec
+from tests.doubles import Double, drafted, fast
+from tests.tiny import FAMILIES, llama, model_of, prompt, shapes, single_row
+from tests.test_eagle import make
+from visspec import tree as trees
+from visspec.models.drafters.small_model import SmallModel
+from visspec.types import DrafterTraits
+
+LIMITS = (5, 1, 9, 3, 7, 2)
+
+
+def prompts(name, shape="ragged", count=2, **common):
+    """Prompts of different length and images, with a limit and a seed each."""
+    rows = shapes(name)[shape]
+    found = []
+    for seed in range(count):
+        inputs = prompt(name, rows, seed)
+        found += [single_row(name, rows, inputs, b) for b in range(len(rows))]
+    limits = (LIMITS * len(found))[: len(found)]
+    return [p | {"max_new_tokens": n, "seed": 100 + i} | common for i, (p, n) in enumerate(zip(found, limits))]
+
+
+def alone(quick, entries, **options):
+    """Each prompt by itself: (tokens, drift)."""
+    results = [quick.run(**{**options, **entry}) for entry in entries]
+    return [(r.state.tokens[0], float(r.state.meters.get("drift", torch.zeros(1))[0])) for r in results]
+
+
+def together(quick, entries, slots=3, **options):
+    answers = list(quick.stream(entries, slots=slots, **options))
+    for answer in answers:
+        if answer.error is not None:
+            raise answer.error
+    assert sorted(a.id for a in answers) == list(range(len(entries)))
+    return [(a.tokens, a.drift) for a in sorted(answers, key=lambda a: a.id)]
+
+
+class Guesser(Double):
+    """Trees of three chains, right or wrong by the token before them: the same whoever is in the batch."""
+
+    traits = DrafterTraits(levels=3, joins=True)
+
+    def propose(self, state, depth):
+        depth = min(depth, 3)
+        parent = (-1, 0, 0, 1, 2, 3)[: 1 + 2 * depth]
+        steps = torch.tensor([1, 3, 7, 2, 5][: len(parent) - 1])
+        nodes = torch.cat([state.pending[:, None], 5 + (state.pending[:, None] * 3 + steps) % 80], dim=1)
+        return drafted(nodes, trees.static(parent))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_are_as_alone_in_every_family(name):
+    quick = fast(name, "ngram")
+    entries = prompts(name)
+    assert together(quick, entries) == alone(quick, entries)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [("llava", k) for k in ("none", "ngram", "feature", "tree", "small", "seeing", "guesser")]
+    + [("qwen2_5_vl", k) for k in ("feature", "tree", "seeing")],
+)
+def test_rows_are_as_alone_with_every_drafter(name, kind):
+    """Greedy and sampled."""
+    drafter = {
+        "none": lambda: None, "ngram": lambda: "ngram", "feature": lambda: make(name, latents=1),
+        "tree": lambda: widened(make(name, latents=1)), "small": lambda: SmallModel(model_of("qwen2"), model_of(name)),
+        "seeing": lambda: SmallModel(model_of(name), model_of(name)), "guesser": Guesser,
+    }[kind]()  # fmt: skip
+    quick, entries = fast(name, drafter), prompts(name)
+    for options in ({}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}):
+        assert together(quick, entries, **options) == alone(quick, entries, **options)
+    assert quick.pairing.drafter is None or not quick.pairing.drafter.warned
+
+
+def widened(drafter):
+    drafter.width, drafter.nodes, drafter.traits = 3, 8, replace(drafter.traits, trees=True)
+    return drafter
+
+
+@pytest.mark.parametrize("rule", ["typical:epsilon=0.3", "rejection", "cool:omega=1.2,nu=0.8"])
+@pytest.mark.parametrize("kind", ["feature", "small"])
+def test_rules_with_coins_and_relaxed_ones_measure_each_row_by_itself(rule, kind):
+    drafter = make("llava") if kind == "feature" else SmallModel(model_of("llava"), model_of("llava"))
+    quick = fast("llava", drafter, acceptance=rule)
+    entries = prompts("llava", do_sample=True, temperature=1.0, top_k=0)
+    got, expected = together(quick, entries), alone(quick, entries)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    assert [drift for _, drift in got] == pytest.approx([drift for _, drift in expected], abs=1e-4)
+
+
+def test_each_row_has_its_own_end_processors_and_stop():
+    quick = fast("llava", "ngram")
+    entries = prompts("llava", max_new_tokens=12)
+    plain = [tokens for tokens, _ in alone(quick, entries)]
+    entries[0] |= {"eos_token_id": plain[0][4]}
+    entries[1] |= {"repetition_penalty": 5.0}
+    entries[2] |= {"min_new_tokens": 8, "eos_token_id": plain[2][2]}
+    entries[3] |= {"logits_processor": tf.LogitsProcessorList([tf.NoRepeatNGramLogitsProcessor(1)])}
+    entries[4] |= {"stopping_criteria": tf.StoppingCriteriaList([lambda ids, scores: torch.tensor([len(ids[0]) % 7 == 0])])}
+    entries[5] |= {"suppress_tokens": [plain[5][0]]}
+    expected = alone(quick, entries)
+    assert together(quick, entries) == expected
+    assert sum(tokens != was for (tokens, _), was in zip(expected, plain)) >= 5
+    ends = {a.id: a.ended for a in quick.stream(entries[:5], slots=2)}
+    assert ends[0] == "eos" and ends[4] == "stop" and ends[1] == "length"
+
+
+def test_rows_of_other_temperatures_run_in_lanes_of_their_own():
+    quick = fast("llava", "ngram")
+    entries = prompts("llava")
+    for i, entry in enumerate(entries):
+        entry |= [{}, {"do_sample": True, "temperature": 0.7, "top_k": 5}, {"do_sample": True}][i % 3]
+    assert together(quick, entries, slots=4) == alone(quick, entries)
+
+
+def test_dynamic_rope_counts_each_row_alone():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = llama(max_position_embeddings=16, rope_parameters=rope)
+    quick = visspec.accelerate(model, "ngram", adaptive=False)
+    entries = [
+        {"input_ids": torch.arange(5, 5 + n)[None], "max_new_tokens": 12} for n in (4, 14, 20, 9)
+    ]
+    assert together(quick, entries) == alone(quick, entries)
+
+
+def test_results_come_as_they_are_ready_and_prompts_are_read_as_slots_come_free():
+    quick, read = fast("llava", None), []
+    entries = [p | {"max_new_tokens": n} for p, n in zip(prompts("llava"), (14, 2, 2, 2, 2, 2))]
+
+    def queue():
+        for i, entry in enumerate(entries):
+            read.append(i)
+            yield entry | {"id": f"row {i}"}
+
+    stream = quick.stream(queue(), slots=2)
+    assert next(stream).id == "row 1" and len(read) <= 4
+    rest = [a.id for a in stream]
+    assert rest[-1] == "row 0" or rest.index("row 0") > 2
+    assert len(rest) == 5
+
+
+def test_an_interrupted_stream_leaves_the_model_as_it_was():
+    quick = fast("llava", "ngram")
+    entries = prompts("llava")
+    expected = alone(quick, entries)
+    stream = quick.stream(entries, slots=2)
+    first = next(stream)
+    stream.close()
+    assert (first.tokens, first.drift) == expected[first.id]
+    assert together(quick, entries) == expected
+
+
+def test_an_empty_queue_that_waits_is_asked_again():
+    quick, entries = fast("llava", "ngram"), prompts("llava")
+    queue = [x for entry in entries for x in (entry, None, None)]
+    answers = {a.id: a.tokens for a in quick.stream([None, *queue], slots=2)}
+    assert [answers[i] for i in range(len(entries))] == [tokens for tokens, _ in alone(quick, entries)]
+
+
+def raising(*_):
+    raise RuntimeError("made up")
+
+
+def test_a_prompt_at_fault_fails_alone():
+    quick = fast("llava", "ngram")
+    entries = prompts("llava", count=3, max_new_tokens=4)
+    expected = alone(quick, entries[1:2])
+    bad = {
+        0: entries[0] | {"pixel_values": entries[0]["pixel_values"][:1, :, :4, :4]},
+        2: entries[2] | {"max_new_tokens": 0},
+        3: entries[3] | {"pixel_values": entries[3]["pixel_values"][:1]},
+        4: entries[4] | {"logits_processor": tf.LogitsProcessorList([raising])},
+        5: entries[5] | {"stopping_criteria": tf.StoppingCriteriaList([raising])},
+        6: entries[6] | {"num_beams": 2},
+        7: {"max_new_tokens": 3},
+        8: 17,
+    }
+    answers = {a.id: a for a in quick.stream([bad.get(i, e) for i, e in enumerate(entries)], slots=3)}
+    assert len(answers) == len(entries)
+    assert all((answers[i].error is None) == (i not in bad) for i in answers)
+    assert (answers[1].tokens, 0.0) == expected[0]
+    assert "made up" in str(answers[4].error) and "made up" in str(answers[5].error)
+    assert "num_beams" in str(answers[6].error) and "input_ids" in str(answers[7].error)
+    assert all(a.ended is None for a in answers.values() if a.error)
+
+
+def test_a_retried_row_has_the_random_numbers_it_has_alone():
+    quick = fast("llava", "ngram")
+    entries = prompts("llava", do_sample=True)
+    expected = alone(quick, entries)
+    entries[0] |= {"pixel_values": entries[0]["pixel_values"][:1]}  # the group fails in its prefill
+    answers = {a.id: a.tokens for a in quick.stream(entries, slots=3)}
+    assert [answers[i] for i in range(1, len(entries))] == [tokens for tokens, _ in expected[1:]]
+
+
+class Failing(Guesser):
+    """Fails in every fourth proposal."""
+
+    calls = 0
+
+    def propose(self, state, depth):
+        self.calls += 1
+        if self.calls % 4 == 0:
+            raise RuntimeError("made up")
+        return super().propose(state, depth)
+
+
+@pytest.mark.filterwarnings("ignore:drafter")
+def test_a_drafter_that_fails_costs_the_rows_it_failed_for_their_drafts_only():
+    entries = prompts("llava")
+    expected = alone(fast("llava", None), entries)
+    drafter = Failing()
+    assert together(fast("llava", drafter), entries, slots=2) == expected
+    assert drafter.calls > 4  # rows that came later were drafted for
+
+
+class Unjoined(Guesser):
+    traits = DrafterTraits(levels=3)
+
+
+class Breaking(Guesser):
+    def join(self, state, other, take):
+        raise RuntimeError("made up")
+
+
+@pytest.mark.filterwarnings("ignore:drafter")
+def test_drafters_that_take_no_rows():
+    with pytest.raises(ValueError, match="drafter: got Unjoined, expected one whose rows can enter a running batch"):
+        fast("llava", Unjoined()).stream([])
+    entries = prompts("llava")
+    assert together(fast("llava", Breaking()), entries) == alone(fast("llava", None), entries)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"slots": 0}, "slots: got 0"),
+        ({"slots": True}, "slots: got True"),
+        ({"ahead": -1}, "ahead: got -1"),
+        ({"seed": [1, 2]}, "seed: got 2 seeds"),
+        ({"seed": -1}, "seed: got -1"),
+        ({"num_beams": 4}, "num_beams: got 4"),
+    ],
+)
+def test_arguments_are_checked_before_work_starts(options, words):
+    with pytest.raises(ValueError, match=words):
+        fast("llava", None).stream(iter([raising]), **options)
+
+
+def test_the_seed_of_a_stream_counts_up_as_rows_of_generate_do():
+    quick = fast("llava", None)
+    entries = [{k: v for k, v in e.items() if k != "seed"} for e in prompts("llava")]
+    expected = [quick.run(**e, do_sample=True, seed=7 + i).state.tokens[0] for i, e in enumerate(entries)]
+    answers = {a.id: a.tokens for a in quick.stream(entries, slots=4, do_sample=True, seed=7)}
+    assert [answers[i] for i in range(len(entries))] == expected
+
+
+def test_streamers_get_their_own_row():
+    class Kept:
+        def __init__(self):
+            self.values, self.ended = [], False
+
+        def put(self, value):
+            self.values += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    quick = fast("llava", "ngram")
+    entries = prompts("llava")
+    streamers = [Kept() for _ in entries]
+    answers = {a.id: a for a in quick.stream([e | {"streamer": s} for e, s in zip(entries, streamers)], slots=3)}
+    for i, (entry, kept) in enumerate(zip(entries, streamers)):
+        assert kept.ended and kept.values == entry["input_ids"][0].tolist() + answers[i].tokens
+
+
+def test_a_row_knows_its_rounds_and_origins():
+    quick = fast("llava", "ngram")
+    entries = prompts("llava")
+    for answer in quick.stream(entries, slots=3):
+        result = quick.run(**entries[answer.id])
+        assert answer.origin == result.state.trace.origin[0]
+        assert [r.gained for r in answer.rounds] == [r.gained for r in result.state.trace.rounds]
+        assert answer.tau == pytest.approx(result.stats.tau) or not answer.rounds
+
+
+def test_nothing_of_a_row_is_kept_when_it_has_gone():
+    """Rows take the places of others in every list of the state."""
+    from visspec.loop import stream as streaming
+
+    kept = []
+
+    class Watched(streaming.Stream):
+        def _round(self, lane):
+            kept.append(lane.state)
+            yield from super()._round(lane)
+
+    quick = fast("llava", "ngram")
+    original, streaming_api = streaming.Stream, visspec.api.queueing
+    try:
+        streaming_api.Stream = Watched
+        list(quick.stream(prompts("llava", count=3, max_new_tokens=4), slots=3))
+    finally:
+        streaming_api.Stream = original
+    state = kept[-1]
+    sizes = [len(x) for x in (state.tokens, state.trace.origin, state.request.each, state.memory.ids)]
+    assert max(sizes) <= 3 and not state.trace.rounds and not state.request.media
+    assert all(store.shape[0] <= 3 for store in state.cache.slots.keys)
+
+
+def test_a_stream_beside_generate_in_other_threads():
+    quick = fast("llava", "ngram")
+    entries = prompts("llava")
+    expected, found = alone(quick, entries), {}
+
+    def work(n):
+        found[n] = together(quick, entries, slots=2 + n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    assert alone(quick, entries) == expected
+    for thread in threads:
+        thread.join()
+    assert found == {0: expected, 1: expected}

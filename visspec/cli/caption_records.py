@@ -1,0 +1,134 @@
+"""`visspec caption SOURCES --out FILE`: records of many images, kept one by one, and the page of `--report`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from visspec.api import sources
+from visspec.api.accelerate import accelerate
+from visspec.api.captions import PROMPT, Caption, Captions
+from visspec.api.sources import Record
+from visspec.cli import caption
+from visspec.cli.arguments import load
+from visspec.eval.report.captions import Shown, write_page
+from visspec.files import Journal, replacing
+
+COLUMNS = {
+    "id": "string", "image": "string", "prompt": "string", "caption": "string", "tokens": "int64", "rounds": "int64",
+    "ended": "string", "drift": "double", "error": "string",
+}  # fmt: skip
+
+
+def run_records(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Finished records are kept whatever ends it; ids that are there are not captioned again. Returns the exit code."""
+    out = checked(arguments)
+    found = sources.records(arguments.image)
+    model, processor, drafter = load(arguments)
+    fast = accelerate(model, drafter, acceptance=arguments.acceptance)
+    request = arguments.prompt or PROMPT
+    if arguments.model is None:
+        files = [r.image for r in islice(sources.records(local(arguments.image)), caption.LOOKS)]
+        if (strange := caption.foreign(files, arguments.max_pixels)) is not None:
+            print(caption.FOREIGN.format(strange), file=sys.stderr)
+    captions = Captions(
+        fast, processor, request=request, slots=arguments.slots, workers=arguments.workers,
+        max_pixels=arguments.max_pixels, **options,
+    )  # fmt: skip
+    about = caption.described(arguments, fast, request, options)
+    lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
+    with Journal(lines, about) as journal:
+        run = Run(journal)
+        try:
+            for made in run.shown(captions(run.new(found))):
+                run.add(made)
+        finally:
+            if lines != out:
+                with replacing(out) as draft:
+                    sources.write_parquet(iter(journal), draft, COLUMNS)
+            if arguments.report is not None:
+                write_page(arguments.report, journal, run.pictures, about)
+    print(run.summary(out))
+    return 0 if not run.failed else 1 if run.failed < run.count else 2
+
+
+def checked(arguments: argparse.Namespace) -> Path:
+    """The path of --out. Raises ValueError for arguments that don't go together."""
+    out = arguments.out
+    if out is None:
+        raise ValueError("--out: got none, expected a .jsonl or .parquet file for the records of folders and tables")
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"--out: got {out}, expected a file that ends in .jsonl or .parquet")
+    if arguments.json is not None:
+        raise ValueError(f"--json: got {arguments.json} beside --out, expected one of the two")
+    if out.suffix == ".parquet":
+        sources.need("pyarrow", f"--out {out}")
+    return out
+
+
+def local(given: Iterable[Path]) -> list[Path]:
+    """The sources that are files and folders of images."""
+    return [s for s in given if s.is_dir() or sources.is_plain(s)]
+
+
+class Run:
+    """What one run adds to a journal."""
+
+    def __init__(self, journal: Journal):
+        self.journal, self.before = journal, len(journal.done)
+        self.count = self.failed = self.rounds = self.gained = 0
+        self.taken: set[str] = set()
+        self.pictures = Shown()
+        self.bar: Any = None
+
+    def new(self, records: Iterable[Record]) -> Iterator[Record]:
+        """Records that are not there yet. An id that comes twice is named, and captioned once."""
+        for record in records:
+            if record.id in self.taken:
+                self._complain(f"{record.id}: got this id twice, expected one record of each")
+            elif record.id not in self.journal.done:
+                self.taken.add(record.id)
+                self.pictures.look(record)
+                yield record
+            else:
+                self.taken.add(record.id)
+
+    def shown(self, captions: Iterator[Caption]) -> Iterator[Caption]:
+        """The captions, with a bar: images per second, tau, failures."""
+        hidden = not sys.stderr.isatty()
+        with tqdm(captions, unit=" images", disable=hidden, smoothing=0.05) as self.bar:
+            for made in self.bar:
+                yield made
+                self.bar.set_postfix(tau=f"{self.tau:.2f}", failed=self.failed, refresh=False)
+
+    @property
+    def tau(self) -> float:
+        return self.gained / max(self.rounds, 1)
+
+    def add(self, made: Caption) -> None:
+        """Keep a caption's record."""
+        record = made.record
+        assert record is not None
+        self.count += 1
+        self.rounds, self.gained = self.rounds + made.rounds, self.gained + max(made.tokens - 1, 0)
+        self.journal.add(
+            {"id": made.path, "image": record.image, "prompt": record.prompt, "caption": made.text,
+             "tokens": made.tokens, "rounds": made.rounds, "ended": made.ended, "drift": made.drift, "error": made.error}
+        )  # fmt: skip
+        self.pictures.tell(made.path, made.pieces)
+        if made.error is not None:
+            self._complain(made.error)
+
+    def _complain(self, sentence: str) -> None:
+        self.failed += 1
+        self.bar.write(f"visspec: {sentence}", file=sys.stderr)
+
+    def summary(self, out: Path) -> str:
+        there = f", {self.before} were there" if self.before else ""
+        return f"{out}: {self.count} records, {self.failed} of them failed{there}; tau {self.tau:.2f}"
