@@ -21,6 +21,7 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "generate": "draw images from a prompt",
     "bench": "measure",
     "bench caption": "captioning against transformers' generate and assisted modes",
+    "bench captions": "throughput of many captions: a stream against fixed batches",
     "bench image": "methods of image generation against stock generate",
     "bench prompts": "passes and the whole loop behind long prompts, against transformers",
     "bench memory": "peak memory, plain and accelerated, each in its own process",
