@@ -1,4 +1,4 @@
-"""`visspec caption --out`: real folders, tables and shards; kills, resumes, corrupt files, bad input in one sentence."""
+"""`visspec caption --out`: folders, tables and shards; kills, resumes, corrupt files, bad input in one sentence."""
 
 import io
 import json
@@ -67,8 +67,14 @@ def test_captions_are_those_of_generate(folder, tmp_path):
 def test_globs_lines_and_shards(folder, tmp_path, capsys):
     image = str(folder / "scene0.png")
     table, shard = tmp_path / "t.jsonl", tmp_path / "shard-0.tar"
-    entries = [{"image": image, "id": "a", "prompt": "what is the ground like ?"}, {"id": "b"}, {"image": image, "id": "a"}]
-    table.write_text("\n".join([json.dumps(e) for e in entries] + ["{", "7", "", json.dumps({"image": "gone.png", "id": 5})]))
+    entries = [
+        {"image": image, "id": "a", "prompt": "what is the ground like ?"},
+        {"id": "b"},
+        {"image": image, "id": "a"},
+    ]
+    table.write_text(
+        "\n".join([json.dumps(e) for e in entries] + ["{", "7", "", json.dumps({"image": "gone.png", "id": 5})])
+    )
     with tarfile.open(shard, "w") as file:
         for name, data in (
             ("x/one.png", Path(image).read_bytes()), ("x/one.json", b'{"prompt": "how many shapes are there ?"}'),
@@ -106,10 +112,13 @@ def test_parquet_in_and_out(folder, tmp_path):
 
     image = folder / "scene0.png"
     table, out = tmp_path / "t.parquet", tmp_path / "o.parquet"
-    rows = [{"id": "a", "image": {"bytes": image.read_bytes(), "path": None}}, {"id": "b", "image": {"bytes": None, "path": str(image)}}]
+    rows = [
+        {"id": "a", "image": {"bytes": image.read_bytes(), "path": None}},
+        {"id": "b", "image": {"bytes": None, "path": str(image)}},
+    ]
     parquet.write_table(arrow.Table.from_pylist(rows), table)
     argv = ["caption", str(table), "--out", str(out), *SHORT]
-    assert main(argv) == 0 and main([*argv, str(folder / "deep")]) == 0
+    assert main(argv) == 0 and main(["caption", str(folder / "deep"), *argv[1:]]) == 0
     found = parquet.read_table(out).to_pylist()
     assert [r["id"] for r in found][:2] in (["a", "b"], ["b", "a"]) and len(found) == 4
     assert found[0]["caption"] == found[1]["caption"] and found[0]["error"] is None
@@ -241,7 +250,7 @@ def check_kills(tmp_path, count: int, corrupt: int, kills: list[int]) -> None:
 
 
 def test_kills_lose_no_record_and_repeat_none(tmp_path):
-    check_kills(tmp_path, 60, 20, [5])
+    check_kills(tmp_path, 16, 8, [4])
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import transformers as tf
 
 import visspec
 from tests.doubles import Double, drafted, fast
-from tests.tiny import FAMILIES, llama, model_of, prompt, shapes, single_row
 from tests.test_eagle import make
+from tests.tiny import FAMILIES, llama, model_of, prompt, shapes, single_row
 from visspec import tree as trees
 from visspec.models.drafters.small_model import SmallModel
 from visspec.types import DrafterTraits
@@ -106,7 +106,9 @@ def test_each_row_has_its_own_end_processors_and_stop():
     entries[1] |= {"repetition_penalty": 5.0}
     entries[2] |= {"min_new_tokens": 8, "eos_token_id": plain[2][2]}
     entries[3] |= {"logits_processor": tf.LogitsProcessorList([tf.NoRepeatNGramLogitsProcessor(1)])}
-    entries[4] |= {"stopping_criteria": tf.StoppingCriteriaList([lambda ids, scores: torch.tensor([len(ids[0]) % 7 == 0])])}
+    entries[4] |= {
+        "stopping_criteria": tf.StoppingCriteriaList([lambda ids, scores: torch.tensor([len(ids[0]) % 7 == 0])])
+    }
     entries[5] |= {"suppress_tokens": [plain[5][0]]}
     expected = alone(quick, entries)
     assert together(quick, entries) == expected
@@ -127,9 +129,7 @@ def test_dynamic_rope_counts_each_row_alone():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = llama(max_position_embeddings=16, rope_parameters=rope)
     quick = visspec.accelerate(model, "ngram", adaptive=False)
-    entries = [
-        {"input_ids": torch.arange(5, 5 + n)[None], "max_new_tokens": 12} for n in (4, 14, 20, 9)
-    ]
+    entries = [{"input_ids": torch.arange(5, 5 + n)[None], "max_new_tokens": 12} for n in (4, 14, 20, 9)]
     assert together(quick, entries) == alone(quick, entries)
 
 

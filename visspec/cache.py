@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from visspec import kernels
 
@@ -44,6 +44,7 @@ class SlotCache:
         self.padding: Tensor | None = None  # (B, L) bool: which prompt slots are real; None when all are
         self.nodes = 0  # slots per row written by this pass
         self.answer = answer
+        self.spare = 0  # rows that are allocated behind each store's: those of rows that have left
         self.mask: Any = None  # what `masks` keeps from pass to pass
         self.steady = False
         self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
@@ -110,7 +111,7 @@ class SlotCache:
     def _allocate(self, like: Tensor, slots: int) -> Tensor:
         rows, heads, _, size = like.shape
         # zeros, not empty: masked slots are multiplied by 0, and 0 * NaN is NaN
-        return torch.zeros(rows, heads, slots, size, dtype=like.dtype, device=like.device)
+        return torch.zeros(rows + self.spare, heads, slots, size, dtype=like.dtype, device=like.device)[:rows]
 
     def _grown(self, old: Tensor) -> Tensor:
         new = self._allocate(old, max(self._extent + GROW, old.shape[2] * 3 // 2))
@@ -136,16 +137,19 @@ class SlotCache:
         return list(groups.values())
 
     def select(self, keep: list[int]) -> None:
-        """Keep only these rows."""
-        stores = self.keys, self.values
-        at = {device: to_device(keep, device) for device in {tensor.device for store in stores for tensor in store}}
-        for store in stores:
-            for layer, tensor in enumerate(store):
-                store[layer] = tensor[at[tensor.device]]
+        """Keep only these rows, in ascending order. They move up in their stores; the room behind them is kept."""
+        moved = next((b for b, row in enumerate(keep) if row != b), len(keep))
+        longest = self.length
+        at = {store.device: to_device(keep[moved:], store.device) for store in (*self.keys, *self.values)}
+        for stores in (self.keys, self.values):
+            for layer, store in enumerate(stores):
+                if moved < len(keep):
+                    store[moved : len(keep), :, :longest] = store[:, :, :longest][at[store.device]]
+                stores[layer] = store[: len(keep)]
+        self.spare += len(self.lengths) - len(keep)
         self.lengths, self.mask = [self.lengths[b] for b in keep], None
         if self.padding is not None:
             self.padding = self.padding[to_device(keep, self.padding.device)]
-
 
     def pack(self) -> list[int]:
         """Drop the padding of prompts, so that no slot below a row's length is masked. Returns each row's number of
@@ -157,28 +161,31 @@ class SlotCache:
         for real, length in zip(self.padding.tolist(), self.lengths):
             kept = [s for s, is_real in enumerate(real) if is_real] + list(range(len(real), length))
             slots.append(kept + [0] * (longest - len(kept)))  # what is behind a row's length is never attended to
-        for store in (self.keys, self.values):
-            for layer, tensor in enumerate(store):
-                slot_BS = to_device(slots, tensor.device)
-                store[layer] = tensor.clone()
-                store[layer][:, :, :longest] = tensor.gather(2, slot_BS[:, None, :, None].expand_as(tensor[:, :, :longest]))
+        for tensor in (*self.keys, *self.values):
+            old = tensor[:, :, :longest]
+            old.copy_(old.gather(2, to_device(slots, tensor.device)[:, None, :, None].expand_as(old)))
         dropped = [row.count(False) for row in self.padding.tolist()]
         self.lengths = [length - gone for length, gone in zip(self.lengths, dropped)]
         self.padding = self.mask = None
         return dropped
 
     def join(self, other: SlotCache, take: list[int]) -> None:
-        """Add rows of another cache of the same model, both without padding (`pack`)."""
+        """Add rows of another cache of the same model, both without padding (`pack`), in the room that is spare."""
+        rows, longest = len(self.lengths), max(other.lengths[b] for b in take)
+        wanted = rows + len(take)
+        slots = max(store.shape[2] for store in (*self.keys, *other.keys))
+        enough = self.spare >= len(take) and all(store.shape[2] >= longest for store in self.keys)
+        self.spare = self.spare - len(take) if enough else 0
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, (old, new) in enumerate(zip(mine, theirs)):
-                added = new[to_device(take, new.device)]
-                room = max(old.shape[2], added.shape[2])
-                mine[layer] = torch.cat([_widened(old, room), _widened(added, room)])
+                if enough:  # the same memory, with the rows behind
+                    store = old.as_strided((wanted, *old.shape[1:]), old.stride(), old.storage_offset())
+                else:
+                    store = self._allocate(old[:1].expand(wanted, -1, -1, -1), slots)
+                    store[:rows, :, : self.length] = old[:, :, : self.length]
+                store[rows:, :, :longest] = new[:, :, :longest][to_device(take, new.device)]
+                mine[layer] = store
         self.lengths, self.mask = self.lengths + [other.lengths[b] for b in take], None
-
-
-def _widened(store: Tensor, slots: int) -> Tensor:
-    return nn.functional.pad(store, (0, 0, 0, slots - store.shape[2]))
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | None, extent: int) -> Tensor:

@@ -88,7 +88,9 @@ class Journal:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise ValueError(f"{self.path}: got a file that another run is writing, expected one of its own") from None
+                raise ValueError(
+                    f"{self.path}: got a file that another run is writing, expected one of its own"
+                ) from None
 
     def _compare(self) -> None:
         """Write the settings, or compare them with those of the run that began the file."""

@@ -111,8 +111,8 @@ class Captions:
     """Captions of many images as they are ready: a stream (`Accelerated.stream`) that images enter as slots come free.
 
     request: what is asked of images whose record has no prompt. workers: threads that read and prepare images ahead,
-    `2 * slots` at most. generate: arguments of generate; the int `seed` is used for each image, so results do not depend
-    on the batch.
+    `2 * slots` at most. generate: arguments of generate; the int `seed` is used for each image, so that results do not
+    depend on the batch.
     """
 
     def __init__(
@@ -179,9 +179,7 @@ class Captions:
         )  # fmt: skip
 
 
-def prefetched(
-    make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int
-) -> Iterator[Made]:
+def prefetched(make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int) -> Iterator[Made]:
     """`map` in threads, in order, at most `ahead` items before they are asked for."""
     queue, items = deque(), iter(given)
     pool = ThreadPoolExecutor(workers, "visspec-images")

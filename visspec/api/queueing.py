@@ -28,7 +28,9 @@ def check(pairing: Pairing, slots: int, ahead: int | None, options: dict[str, An
         kind = type(pairing.drafter.inner).__name__
         raise ValueError(f"drafter: got {kind}, expected one whose rows can enter a running batch (traits.joins)")
     if isinstance(seed := options.get("seed"), (list, tuple)):
-        raise ValueError(f"seed: got {len(seed)} seeds, expected one number, or the seed of each prompt in its arguments")
+        raise ValueError(
+            f"seed: got {len(seed)} seeds, expected one number, or the seed of each prompt in its arguments"
+        )
     requests.check_seeds(options.get("generator"), seed)
     requests.check(options)
 

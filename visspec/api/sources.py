@@ -166,7 +166,9 @@ def _of_member(path: Path, name: str, image: bytes | None, prompt: bytes | None)
         entry = json.loads(prompt) if prompt else {}
     except ValueError:
         entry = {"prompt": (prompt or b"").decode(errors="replace").strip()}
-    return of_entry({"image": image, "prompt": entry.get("prompt") if isinstance(entry, dict) else None}, id, path.parent)
+    return of_entry(
+        {"image": image, "prompt": entry.get("prompt") if isinstance(entry, dict) else None}, id, path.parent
+    )
 
 
 def of_dataset(source: str) -> Iterator[Record]:

@@ -25,7 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="PNG, JPEG or WEBP files; with --out also folders, globs, .jsonl and .parquet files of {image, prompt, id},"
         " .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, help="records as .jsonl or .parquet; a run goes on where the last one ended")
+    parser.add_argument(
+        "--out", type=Path, help="records as .jsonl or .parquet; a run goes on where the last one ended"
+    )
     parser.add_argument("--slots", type=positive, default=8, help="captions written at once, with --out")
     parser.add_argument("--workers", type=positive, default=2, help="threads that read images ahead, with --out")
     parser.add_argument("--report", type=Path, help="a page of the records with thumbnails, with --out")

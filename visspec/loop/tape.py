@@ -75,7 +75,6 @@ class Ids:
         gained = torch.tensor([self.tokens[row]], dtype=torch.long, device=request.prompt.device)
         return torch.cat([request.prompt[index : index + 1], gained], dim=1)
 
-
     def join(self, other: Ids, rows: list[int], places: list[int]) -> None:
         """Take over rows of another tape, at these places; a place that is not there yet is the next one."""
         for row, place in zip(rows, places):

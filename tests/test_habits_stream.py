@@ -1,0 +1,61 @@
+"""Habits around generate: transformers' pipeline, a streamer in a thread, a map over a data set."""
+
+import threading
+
+import pytest
+import transformers as tf
+
+import visspec
+from visspec.api import loading
+from visspec.api.captions import PROMPT, chat_prompt, prepare
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import held_out_scenes
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model, processor = loading.load(None)
+    return visspec.accelerate(model, "vispec"), processor, [to_image(scene) for scene in held_out_scenes(2)]
+
+
+def expected(fast, processor, image) -> str:
+    inputs = prepare(processor, [image], PROMPT, fast.model)
+    out = fast.model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    return processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_the_pipeline_of_images_and_texts_takes_an_accelerated_model(loaded):
+    fast, processor, images = loaded
+    pipe = tf.pipeline("image-text-to-text", model=fast, processor=processor)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    before = fast.last_stats
+    found = pipe(images[0], text=chat_prompt(processor, PROMPT), return_full_text=False, generate_kwargs=options)
+    assert found[0]["generated_text"].strip() == expected(fast, processor, images[0]).strip()
+    assert fast.last_stats is not before and fast.last_stats.tau > 1
+
+
+def test_a_text_streamer_in_a_thread(loaded):
+    fast, processor, images = loaded
+    streamer = tf.TextIteratorStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    inputs = prepare(processor, images[:1], PROMPT, fast.model)
+    options = {"max_new_tokens": NEW, "streamer": streamer}
+    thread = threading.Thread(target=fast.generate, kwargs={**inputs, **options})
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    assert len(pieces) > 2 and "".join(pieces).split() == expected(fast, processor, images[0]).split()
+
+
+def test_a_map_over_a_data_set(loaded):
+    datasets = pytest.importorskip("datasets")
+    fast, processor, images = loaded
+
+    def captioned(batch):
+        inputs = prepare(processor, [images[i] for i in batch["index"]], PROMPT, fast.model)
+        out = fast.generate(**inputs, max_new_tokens=NEW)[:, inputs["input_ids"].shape[1] :]
+        return {"caption": processor.tokenizer.batch_decode(out, skip_special_tokens=True)}
+
+    found = datasets.Dataset.from_dict({"index": [0, 1]}).map(captioned, batched=True, batch_size=2)
+    assert found["caption"][0] == expected(fast, processor, images[0])
