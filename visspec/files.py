@@ -101,10 +101,8 @@ class Journal:
         before = json.loads(home.read_text())
         for name, value in json.loads(json.dumps(self.about)).items():
             if name != "provenance" and before.get(name) != value:
-                raise ValueError(
-                    f"{self.path}: got {name} {value!r} and records made with {before.get(name)!r}, expected the same or"
-                    " another file"
-                )
+                made = f"records made with {before.get(name)!r}"
+                raise ValueError(f"{self.path}: got {name} {value!r} and {made}, expected the same or another file")
 
     def _read(self) -> int:
         """Note the ids of all whole lines. Returns where they end."""

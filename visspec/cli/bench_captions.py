@@ -98,13 +98,15 @@ def bench_captions(
     arms = {"stream": streamed, "fixed_batches": fixed, "transformers_sorted": stock}
     for _, inputs in in_order[:1] + by_length[:1]:
         fast.run(**inputs, **base), model.generate(**inputs, **base)
-    seconds, outputs, peak = timed(arms, passes)
+    seconds, cpu, outputs, peak = timed(arms, passes)
     expected = [fast.run(**one, **base).state.tokens[0] for one in single] if alone else []
     rows = [
         {
             "name": name, "images_per_second": images / statistics.median(spent), "seconds": spent,
             "over_fixed_batches": ratio(seconds["fixed_batches"], spent),
             "over_transformers": ratio(seconds["transformers_sorted"], spent), "peak_rss_mb": peak[name],
+            "cpu_over_fixed_batches": ratio(cpu["fixed_batches"], cpu[name]), "cpu_seconds": cpu[name],
+            "cpu_over_transformers": ratio(cpu["transformers_sorted"], cpu[name]),
             "identical_to_stream": sum(outputs[name][i] == outputs["stream"][i] for i in range(images)),
         }
         for name, spent in seconds.items()
@@ -121,17 +123,21 @@ def bench_captions(
 
 def timed(
     arms: dict[str, Callable[[], dict[int, list[int]]]], passes: int
-) -> tuple[dict[str, list[float]], dict[str, dict[int, list[int]]], dict[str, float]]:
-    """Seconds of every pass of each arm, its tokens, and the process's peak memory (MB) after its first pass."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, dict[int, list[int]]], dict[str, float]]:
+    """Seconds of every pass of each arm, by the clock and of the processor (which others on the machine hardly change),
+    its tokens, and the process's peak memory (MB) after its first pass.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
+    cpu: dict[str, list[float]] = {name: [] for name in arms}
     outputs, peak = {}, {}
     for number in range(passes):
         for name in list(arms) if number % 2 == 0 else list(arms)[::-1]:
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), time.process_time()
             outputs[name] = arms[name]()
             seconds[name].append(time.perf_counter() - start)
+            cpu[name].append(time.process_time() - worked)
             peak.setdefault(name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    return seconds, outputs, peak
+    return seconds, cpu, outputs, peak
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ FOREIGN = (
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "image", nargs="+", type=Path,
-        help="PNG, JPEG or WEBP files; with --out also folders, globs, .jsonl and .parquet files of {image, prompt, id},"
+        help="PNG, JPEG or WEBP files; with --out also folders, globs, .jsonl and .parquet of {image, prompt, id},"
         " .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
     )  # fmt: skip
     parser.add_argument(

@@ -117,10 +117,11 @@ class Run:
         assert record is not None
         self.count += 1
         self.rounds, self.gained = self.rounds + made.rounds, self.gained + max(made.tokens - 1, 0)
-        self.journal.add(
-            {"id": made.path, "image": record.image, "prompt": record.prompt, "caption": made.text,
-             "tokens": made.tokens, "rounds": made.rounds, "ended": made.ended, "drift": made.drift, "error": made.error}
+        values = (
+            made.path, record.image, record.prompt, made.text, made.tokens, made.rounds, made.ended, made.drift,
+            made.error,
         )  # fmt: skip
+        self.journal.add(dict(zip(COLUMNS, values)))
         self.pictures.tell(made.path, made.pieces)
         if made.error is not None:
             self._complain(made.error)
