@@ -57,5 +57,7 @@ def test_a_map_over_a_data_set(loaded):
         out = fast.generate(**inputs, max_new_tokens=NEW)[:, inputs["input_ids"].shape[1] :]
         return {"caption": processor.tokenizer.batch_decode(out, skip_special_tokens=True)}
 
-    found = datasets.Dataset.from_dict({"index": [0, 1]}).map(captioned, batched=True, batch_size=2)
+    table = datasets.table.InMemoryTable.from_pydict({"index": [0, 1]})
+    given = datasets.Dataset(table, fingerprint="two")  # named, as its hash pickles whatever the function refers to
+    found = given.map(captioned, batched=True, batch_size=2, new_fingerprint="captions")
     assert found["caption"][0] == expected(fast, processor, images[0])

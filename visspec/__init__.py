@@ -23,6 +23,7 @@ _PUBLIC = {
     "Cool": "visspec.accept.cool",
     "RunProduct": "visspec.accept.run_product",
     "Local": "visspec.accept.local",
+    "Captions": "visspec.api.captions",
     "ImagePipeline": "visspec.api.images",
     "Acceptance": "visspec.types",
     "Drafter": "visspec.types",
