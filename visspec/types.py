@@ -276,7 +276,10 @@ class Target:
     def select(self, state: State, keep: list[int]) -> None:
         """Keep only these live rows."""
 
-    pads = False  # whether prompts of different length can be prefilled together, each row as it is alone
+    @property
+    def pads(self) -> bool:
+        """Whether prompts of different length can be prefilled together, each row as it is alone."""
+        return False
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Add the live rows `take` of another request behind the live rows; `other` is not changed.

@@ -51,7 +51,8 @@ class Shown:
 def write_page(path: Path, records: Iterable[Mapping[str, Any]], shown: Shown, about: Mapping[str, Any]) -> None:
     """Write the page of all records: counts of all of them, the first ones with pictures, the first errors."""
     count = tokens = rounds = failed = 0
-    rows, errors = [], []
+    rows: list[Any] = []
+    errors: list[Any] = []
     for record in records:
         count += 1
         if record["error"]:

@@ -54,7 +54,8 @@ class _Histories:
 
     def place(self, row: int, other: _Histories, theirs: int) -> None:
         """Row `theirs` of other histories becomes this row, which may be the next one."""
-        for mine, new in ((self.ids, other.ids), (self.prompt, other.prompt), (self.seen, other.seen)):
+        parts: Any = (self.ids, other.ids), (self.prompt, other.prompt), (self.seen, other.seen)
+        for mine, new in parts:
             mine[row : row + 1] = new[theirs : theirs + 1]
 
     def extend(self, row: int, tokens: list[int]) -> None:

@@ -18,7 +18,8 @@ from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
 from visspec.loop.stats import Stats, ended_by, text_pieces
 from visspec.loop.stream import Answer
 
-Given, Made = TypeVar("Given"), TypeVar("Made")
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 PROMPT = "describe the picture in detail ."
 
 
@@ -181,7 +182,8 @@ class Captions:
 
 def prefetched(make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int) -> Iterator[Made]:
     """`map` in threads, in order, at most `ahead` items before they are asked for."""
-    queue, items = deque(), iter(given)
+    queue: deque[Any] = deque()
+    items = iter(given)
     pool = ThreadPoolExecutor(workers, "visspec-images")
     try:
         while True:

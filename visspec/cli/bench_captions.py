@@ -89,7 +89,7 @@ def bench_captions(
         return dict(row for group, inputs in in_order for row in zip(group, fast.run(**inputs, **base).state.tokens))
 
     def stock() -> dict[int, list[int]]:
-        found = {}
+        found: dict[Any, Any] = {}
         for group, inputs in by_length:
             out = model.generate(**inputs, **base)[:, inputs["input_ids"].shape[1] :]
             found.update(zip(group, trimmed(out, model.generation_config)))
@@ -129,7 +129,8 @@ def timed(
     """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     cpu: dict[str, list[float]] = {name: [] for name in arms}
-    outputs, peak = {}, {}
+    outputs: dict[str, Any] = {}
+    peak: dict[str, Any] = {}
     for number in range(passes):
         for name in list(arms) if number % 2 == 0 else list(arms)[::-1]:
             start, worked = time.perf_counter(), time.process_time()

@@ -50,7 +50,8 @@ class Row:
     """A request of one row. An exception of its stop function, processors or `on_tokens` ends this row only."""
 
     def __init__(self, id: Any, request: Request):
-        self.id, self.error = id, None
+        self.id = id
+        self.error: Exception | None = None
         self.rounds: list[Round] = []
         processors = tuple(map(self._processor, request.sampling.processors))
         called = processors or request.stop is not None or request.on_tokens is not None
@@ -201,7 +202,7 @@ class Stream:
             request.each = [row.request for row in group]
             request.sampling = group[0].request.sampling
             if not request.sampling.greedy:  # copies: a row may be opened twice
-                request.generators = [row.request.generators[0].clone_state() for row in group]
+                request.generators = [g.clone_state() for row in group for g in row.request.generators or ()]
             state = start(self.pairing.target, self.pairing.drafter, self.pairing.rule, request)
         except Exception as error:
             if len(group) == 1:

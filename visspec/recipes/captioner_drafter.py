@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     keep_memory()
     torch.set_num_threads(options.threads)
     seen, target = world(options.world), options.target or zoo.CHECKPOINTS / NAMES[options.world][False]
-    model, processor = targets.load(target)
+    model, processor = targets.load(str(target))
     drafter = fresh_or_resumed(
         model, options.out, options.resume, options.seed,
         image_latents=options.latents, feature_layers=tuple(options.layers), levels=options.levels,
