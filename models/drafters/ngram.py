@@ -7,6 +7,8 @@ the host on ids that are already there; image placeholders are never drafted (th
 
 from __future__ import annotations
 
+from typing import Any
+
 from visspec import tree as trees
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
