@@ -151,20 +151,18 @@ class SlotCache:
         if self.padding is not None:
             self.padding = self.padding[to_device(keep, self.padding.device)]
 
-    def pack(self) -> list[int]:
-        """Drop the padding of prompts, so that no slot below a row's length is masked. Returns each row's number of
-        dropped slots.
+    def pack(self, real: list[list[bool]]) -> list[int]:
+        """Drop the padding of prompts, so that no slot below a row's length is masked. `real`: `padding` on the host.
+        Returns each row's number of dropped slots.
         """
-        if self.padding is None:
-            return [0] * len(self.lengths)
         longest, slots = self.length, []
-        for real, length in zip(self.padding.tolist(), self.lengths):
-            kept = [s for s, is_real in enumerate(real) if is_real] + list(range(len(real), length))
+        for row, length in zip(real, self.lengths):
+            kept = [s for s, is_real in enumerate(row) if is_real] + list(range(len(row), length))
             slots.append(kept + [0] * (longest - len(kept)))  # what is behind a row's length is never attended to
         for tensor in (*self.keys, *self.values):
             old = tensor[:, :, :longest]
             old.copy_(old.gather(2, to_device(slots, tensor.device)[:, None, :, None].expand_as(old)))
-        dropped = [row.count(False) for row in self.padding.tolist()]
+        dropped = [row.count(False) for row in real]
         self.lengths = [length - gone for length, gone in zip(self.lengths, dropped)]
         self.padding = self.mask = None
         return dropped

@@ -98,7 +98,9 @@ class SlotLayers(Cache):
     def join(self, other: SlotLayers, take: list[int]) -> None:
         """Add rows of another cache of the same model. Padding of both is dropped."""
         for cache in (self, other):
-            dropped = cache.slots.pack()
+            if cache.slots.padding is None:
+                continue
+            dropped = cache.slots.pack(cache.slots.padding.tolist())
             if cache.reach is not None:
                 cache.reach = [reach + gone for reach, gone in zip(cache.reach, dropped)]
         self.slots.join(other.slots, take)
