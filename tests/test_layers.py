@@ -163,7 +163,6 @@ def test_results_travel_as_values():
 
 HOST_READS = {  # the one synchronisation of a round, the slow general road for processors, and after a head's pass
     "denoise.py": ["run"],
-    "cache.py": ["pack", "pack"],  # of a group of requests that enters a running batch
     "decode.py": ["settle"],
     "sampling.py": ["process"],
 }
