@@ -203,6 +203,16 @@ def test_a_retried_row_has_the_random_numbers_it_has_alone():
     assert [answers[i] for i in range(1, len(entries))] == [tokens for tokens, _ in expected[1:]]
 
 
+def test_generators_are_copied_when_their_row_starts():
+    quick = fast("llava", "ngram")
+    own = [torch.Generator().manual_seed(i) for i in range(6)]
+    entries = [
+        {k: v for k, v in entry.items() if k != "seed"} | {"generator": [g]}
+        for entry, g in zip(prompts("llava", do_sample=True), own)
+    ]
+    assert together(quick, entries) == together(quick, entries)
+
+
 class Failing(Guesser):
     """Fails in every fourth proposal."""
 

@@ -114,7 +114,7 @@ class HFDecoder(Target):
             positions = torch.arange(length, device=request.prompt.device).expand(rows, length)
         newest = _last_position(positions).expand(rows)
         if self.rotary:
-            cache.reach, cache.moves = [int(newest.max()) + 2 - cache.slots.length] * rows, turning.moves
+            cache.reaches, cache.moves = [int(newest.max()) + 2 - cache.slots.length] * rows, turning.moves
         ids = request.prompt if request.prompt.shape[1] else request.prompt.new_zeros(rows, 1)
         state = State(request, ids[:, -1], newest, cache, list(range(rows)), Ids(request, rows))
         aux = {"positions": positions, "attention": cache.slots.padding}

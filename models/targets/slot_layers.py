@@ -40,12 +40,17 @@ class SlotLayers(Cache):
     """What a model is given as `past_key_values`; `slots` is what the loop works with.
 
     `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
-    own. `prompt` is the number of slots that the prompt took; `reach` and `moves` belong to `rotary`.
+    own. `prompt` is the number of slots that the prompt took; `reaches` and `moves` belong to `rotary`.
     """
 
     prompt = 0
-    reach: list[int] | None = None  # by row: positions up to the pending node's, less the row's slots
+    reaches: list[int] | None = None  # by row: positions up to the pending node's, less the row's slots
     moves = False  # whether frequencies depend on the reach
+
+    @property
+    def reach(self) -> list[int] | None:
+        """The reaches if frequencies depend on them in this request."""
+        return self.reaches if self.moves else None
 
     def __init__(self, rows: int, answer: int = 0):
         self.slots, self.rows = SlotCache(rows, answer), list(range(rows))
@@ -92,8 +97,8 @@ class SlotLayers(Cache):
                     self.left[row] = [store[b, :, :length].clone() for store in stores]
             self.rows = [self.rows[b] for b in keep]
         self.slots.select(keep)
-        if self.reach is not None:
-            self.reach = [self.reach[b] for b in keep]
+        if self.reaches is not None:
+            self.reaches = [self.reaches[b] for b in keep]
 
     def join(self, other: SlotLayers, take: list[int]) -> None:
         """Add rows of another cache of the same model. Padding of both is dropped."""
@@ -101,11 +106,11 @@ class SlotLayers(Cache):
             if cache.slots.padding is None:
                 continue
             dropped = cache.slots.pack(cache.slots.padding.tolist())
-            if cache.reach is not None:
-                cache.reach = [reach + gone for reach, gone in zip(cache.reach, dropped)]
+            if cache.reaches is not None:
+                cache.reaches = [reach + gone for reach, gone in zip(cache.reaches, dropped)]
         self.slots.join(other.slots, take)
-        if self.reach is not None and other.reach is not None:
-            self.reach, self.moves = self.reach + [other.reach[b] for b in take], self.moves or other.moves
+        if self.reaches is not None and other.reaches is not None:
+            self.reaches, self.moves = self.reaches + [other.reaches[b] for b in take], self.moves or other.moves
 
     def dynamic(self, lengths: list[int]) -> DynamicCache:
         """The first lengths[b] slots of every original row, zeros behind, as transformers' own growing cache.
