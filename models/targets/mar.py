@@ -166,7 +166,9 @@ class Scattered(Stack):
 class MARTarget(Target):
     """`MARImages` as a target of the loop. Drafts are chains of vectors, in the order of the row."""
 
-    def __init__(self, family: MARImages, features: bool = False):
+    def __init__(self, family: MARImages, features: bool = False, compiles: bool = False):
+        if compiles:
+            raise ValueError("compile: got True, expected False: MAR's passes are not compiled")
         if features:
             raise ValueError("drafter: got one that reads hidden states, expected one that reads none: MAR keeps none")
         self.family, self.model = family, family.model

@@ -45,7 +45,7 @@ NAMED = [  # name, file, what it replaces, by what
     ("draws with the acceptance coin", "visspec/sampling.py",
      "self.window(level + 1)[:, level, -1]", "self.window(level + 1)[:, level, 0]"),
     ("a node too deep", "visspec/loop/guard.py",
-     "len(state.tokens[row]) - 1 for row", "len(state.tokens[row]) for row"),
+     "state.room(row) - 1 for row", "state.room(row) for row"),
     ("the last slot is lost", "visspec/cache.py",
      "new[:, :, : old.shape[2]] = old", "new[:, :, : old.shape[2] - 1] = old[:, :, :-1]"),
     ("kept laws untrimmed", "visspec/loop/tape.py", "path[: count - len(self.laws[row])]", "path"),
