@@ -33,10 +33,7 @@ FAINT = 40.0  # variance, of three channels' sum in grey levels squared, below w
 RIVALS = 48
 FINE, AROUND = 28, 1.24  # pixels a side, and tile sides, of what the second step compares
 STEPS = 9
-SOFT, SHARP = (
-    (1, 3),
-    0.92,
-)  # pictures with a lower score are fitted with softer tiles, too: the image may have lost detail
+SOFT, SHARP = (1, 3), 0.92  # pictures with a lower score are fitted with softer tiles, too
 LEAST_SOFT = 0.78  # score of those
 EDGE = 4  # transparent pixels around the tiles of the second step
 MOST = 8  # pictures in an image
