@@ -18,6 +18,7 @@ FILE = {
     "failures": LIST, "stock": OBJECT, "guidance_scale": NUMBER, "temperature": NUMBER, "provenance": OBJECT,
 }  # fmt: skip
 METHOD = {
+    "trunk_passes": NUMBER, "head_calls": NUMBER, "draft_head_calls": NUMBER,
     # what ran
     "bench": TEXT, "name": TEXT, "target": TEXT, "drafter": TEXT, "drafter_name": TEXT, "acceptance": TEXT,
     "order": TEXT,
