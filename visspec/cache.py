@@ -29,6 +29,16 @@ def to_device(values: Sequence, device: torch.device | str) -> Tensor:
     return torch.tensor(values, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
+def first_room(prompt: int, answer: int) -> int:
+    """Slots to allocate with a prompt that `answer` more are expected to follow."""
+    return prompt + GROW + min(answer, max(AT_ONCE, prompt))
+
+
+def more_room(wanted: int, had: int) -> int:
+    """Slots to allocate where `wanted` are more than there are."""
+    return max(wanted + GROW, had * 3 // 2)
+
+
 class SlotCache:
     """Preallocated keys and values of all layers of one request. A layer is allocated when it is first written.
 
@@ -83,7 +93,7 @@ class SlotCache:
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's new (B, H, N, E) pair; return views of that layer's slots [0, extent)."""
         if layer == len(self.keys):
-            room = self._extent + GROW + min(self.answer, max(AT_ONCE, self._extent))
+            room = first_room(self._extent, self.answer)
             self.keys.append(self._allocate(key, room))
             self.values.append(self._allocate(value, room))
         keys, values = self.keys[layer], self.values[layer]
@@ -114,7 +124,7 @@ class SlotCache:
         return torch.zeros(rows + self.spare, heads, slots, size, dtype=like.dtype, device=like.device)[:rows]
 
     def _grown(self, old: Tensor) -> Tensor:
-        new = self._allocate(old, max(self._extent + GROW, old.shape[2] * 3 // 2))
+        new = self._allocate(old, more_room(self._extent, old.shape[2]))
         new[:, :, : old.shape[2]] = old
         return new
 

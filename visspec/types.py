@@ -214,6 +214,11 @@ class State:
         return self.tape.finished
 
     @property
+    def calls(self) -> Counter[str]:
+        """Calls of networks beside the passes, to be counted here."""
+        return self.trace.calls
+
+    @property
     def live(self) -> bool:
         return bool(self.rows)
 
@@ -256,6 +261,7 @@ class Target:
     """Base class of targets: the model to accelerate."""
 
     capabilities: Capabilities
+    passes: Any = None  # its compiled passes, if it has any
 
     @property
     def device(self) -> torch.device:

@@ -5,7 +5,7 @@ temperature 1 has entropy. All text is a sequence of lower-case words and punctu
 """
 
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import numpy as np
 
@@ -150,28 +150,37 @@ def _sentence_facts(tokens: list[str]) -> list[Fact]:
     return [("middle", "empty")] if "middle" in tokens else []
 
 
-def parse(text: str) -> list[Fact]:
-    """Facts stated in a caption, in order, with repetitions; a shape at an unknown place has cell None."""
+def stated(text: str, read: Callable[[list[str]], list[Fact]]) -> list[Fact]:
+    """Facts of a text's sentences, in order, with repetitions; `read` gives those of one sentence's words."""
     out: list[Fact] = []
     sentence: list[str] = []
     for word in [*words(text), "."]:
         if word == ".":
-            out += _sentence_facts(sentence)
+            out += read(sentence)
             sentence = []
         else:
             sentence.append(word)
     return out
 
 
+def right(found: list[Fact], true: Mapping[Hashable, str]) -> tuple[int, int]:
+    """(facts right, facts stated); a fact stated twice is right once at most."""
+    return sum(true.get(key) == value for key, value in set(found)), len(found)
+
+
+def parse(text: str) -> list[Fact]:
+    """Facts stated in a caption, in order, with repetitions; a shape at an unknown place has cell None."""
+    return stated(text, _sentence_facts)
+
+
 def score(text: str, scene: Scene) -> tuple[int, int]:
     """(facts right, facts stated); a fact stated twice is right once at most."""
-    true, stated = facts(scene), parse(text)
-    return sum(true.get(key) == value for key, value in set(stated)), len(stated)
+    return right(parse(text), facts(scene))
 
 
 def missing(text: str, scene: Scene) -> int:
     """Number of facts of the scene that the caption doesn't state."""
-    return len(facts(scene).keys() - {key for key, _ in parse(text)})
+    return len(facts(scene).keys() - dict(parse(text)).keys())
 
 
 def fact_words() -> frozenset[str]:

@@ -31,6 +31,12 @@ HELD_OUT_PAIRS = frozenset(
 )
 
 
+def cell_of(x: float, y: float) -> int:
+    """Index 0..8 of the layout cell that holds a point, in raster order; of the nearest cell if none does."""
+    column, row = (min(GRID - 1, max(0, int(v * GRID))) for v in (x, y))
+    return row * GRID + column
+
+
 @dataclass(frozen=True)
 class Shape:
     """One shape: class name, colour name, centre and radius (fractions of the canvas side)."""
@@ -49,8 +55,7 @@ class Shape:
     @property
     def cell(self) -> int:
         """Index 0..8 of the layout cell that holds the centre, in raster order."""
-        column, row = (min(GRID - 1, max(0, int(v * GRID))) for v in (self.x, self.y))
-        return row * GRID + column
+        return cell_of(self.x, self.y)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,12 +89,12 @@ class ContinuousDrafter(Drafter):
         committed, position = list(slots.lengths), own.position
         values: list[Tensor] = []
         paths: list[Trajectory] = []
-        noise, calls = cast(Any, state).noise, cast(Any, state).calls  # of the view
+        noise = state.noise
         for level in range(depth):
             if level:
                 hidden = self._read(memory, values[-1][:, None], hidden if self.feature else None)
                 memory.advance([1] * len(state.rows))
-            law = self.family.laws(hidden, own.request, calls, "draft_head", self.skip)
+            law = self.family.laws(hidden, own.request, state.calls, "draft_head", self.skip)
             value, path = noise.draft(law, level)
             values.append(value)
             paths.append(path)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visspec.cache import AT_ONCE, GROW, to_device
+from visspec.cache import first_room, more_room, to_device
 
 
 class Memory:
@@ -35,8 +35,7 @@ class Memory:
         """
         end = start + kv_BTHE.shape[1]
         if start == 0:
-            prompt = max(end, *lengths)
-            room = prompt + GROW + min(self.answer, max(AT_ONCE, prompt))
+            room = first_room(max(end, *lengths), self.answer)
             self.kv = kv_BTHE.new_zeros(kv_BTHE.shape[0], room, *kv_BTHE.shape[2:])
             self._view()
             self.lengths = list(lengths)
@@ -60,7 +59,7 @@ class Memory:
     def reserve(self, slots: int) -> None:
         """Make room for this many slots."""
         if self.kv.shape[1] < slots:
-            room = max(slots + GROW, self.kv.shape[1] * 3 // 2)
+            room = more_room(slots, self.kv.shape[1])
             grown = self.kv.new_zeros(self.kv.shape[0], room, *self.kv.shape[2:])
             grown[:, : self.kv.shape[1]] = self.kv
             self.kv = grown

@@ -46,7 +46,9 @@ class SmallMAR(Drafter):
         for level in range(depth):
             number_B1 = number_B1 + 1  # of the token to be drawn, and of those known before it
             prefixes = range(min(counts) + level, min(max(counts) + level, tokens) + 1)
-            law = self.small.after(known, number_B1, number_B1, prefixes, state.request.sampling, None, "draft_head")
+            law = self.small.after(
+                known, number_B1, number_B1, prefixes, state.request.sampling, state.calls, "draft_head"
+            )
             value, path = state.noise.draft(law, level)
             known.put(number_B1, value[:, None])
             values.append(value)

@@ -131,7 +131,7 @@ def view(model: nn.Module, decoder: nn.Module, forward: Callable) -> Any:
 
 def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
     """A view of a stock model for benchmarks, whose own `generate` runs its passes over one token compiled, as it does
-    the prompt in any model. None as in `view`.
+    the prompt in any model. Raises ValueError where there is no `view`.
     """
     steps = torch.compile(decoder.forward, backend=BACKEND)
 
@@ -139,7 +139,10 @@ def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
         widths = [part.shape[1] for part in map(kwargs.get, ("input_ids", "inputs_embeds")) if part is not None]
         return (steps if widths == [1] else decoder.forward)(*args, **kwargs)
 
-    return view(model, decoder, forward)
+    found = view(model, decoder, forward)
+    if found is None:
+        raise ValueError("--compile: got a model that can't be compiled, expected one without forwards of its own")
+    return found
 
 
 def _hooked(decoder: nn.Module) -> str:

@@ -102,21 +102,21 @@ class ContinuousAR(ImageAR):
         return torch.zeros(rows, self.family.size, device=self.device), Stack(request, rows)
 
     def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
-        values = draft.value.to(self.family.model.z_proj.weight.dtype)
-        return self.family.model.embed(values, index - state.request.inputs.ids.shape[1])
+        return self._inputs(state, draft.value, index)
+
+    def _inputs(self, state: State, values: Tensor, index: Tensor, features: Tensor | None = None) -> Tensor:
+        """Inputs of vectors at positions `index`; features: see `ContinuousPainter.embed`."""
+        model = self.family.model
+        return model.embed(values.to(model.z_proj.weight.dtype), index - state.request.inputs.ids.shape[1], features)
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
         return Scores(self.family.laws(last, state.request, state.trace.calls), self._shown(state, hidden))
 
     def read(self, state: State, draft: Draft, features_RNF: Tensor | None) -> Tensor:
         """Hidden states (R, N, C) of a drafter's own pass over a chain; features: the painter's, where known."""
-        slots, tree = state.cache.slots, draft.tree
-        extent = slots.open(tree.size, self.device)
-        index = (state.position[:, None] + tree.depth).repeat(_twice(state), 1)
-        values = draft.value.to(self.family.model.z_proj.weight.dtype).repeat(_twice(state), 1, 1)
-        places = index - state.request.inputs.ids.shape[1]
-        embeds = self.family.model.embed(values, places, features_RNF)
-        return self._run(embeds, self.masks(slots, tree, extent), index, state.cache)
+        index, twice = state.position[:, None] + draft.tree.depth, _twice(state)
+        embeds = self._inputs(state, draft.value.repeat(twice, 1, 1), index.repeat(twice, 1), features_RNF)
+        return self._attend(state, draft.tree, embeds)
 
 
 ContinuousImages.target = ContinuousAR

@@ -65,7 +65,6 @@ class HFDecoder(Target):
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
         self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
-        self.passes = None
         self.padding = probe.check(self).padding if check else True
         self.passes = compiled(model, self.decoder) if compile else None
 

@@ -301,15 +301,18 @@ class ImageAR(Target):
 
     def _pass(self, decoder: Any, state: State, draft: Draft) -> Tensor:
         """Hidden states (R, N, d) of a pass over a draft."""
+        embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
+        return self._attend(state, draft.tree, embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1), decoder)
+
+    def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: Any = None) -> Tensor:
+        """Hidden states (R, N, d) of a pass over the nodes of a tree, from their inputs."""
         slots: SlotCache = state.cache.slots
-        twice, tree = _twice(state), draft.tree
+        twice, index = _twice(state), state.position[:, None] + tree.depth
         if tree.parent.shape[0] > 1:
             tree = _repeated(tree, twice)
         extent = slots.open(tree.size, self.device)
-        index = state.position[:, None] + draft.tree.depth
-        embeds = self._embed(state, draft, index)
         if twice == 2:
-            embeds, index = embeds.repeat(2, 1, 1), index.repeat(2, 1)
+            index = index.repeat(2, 1)
         mask = self.masks(slots, tree, extent)
         return self._run(embeds, mask, self.family.places(index, state), state.cache, decoder)
 

@@ -57,5 +57,9 @@ def bounded(
 
 def log_density(x: Tensor, mean: Tensor, log_sigma: Tensor) -> Tensor:
     """log N(x; mean, sigma^2) (...) up to a constant, deviations (..., 1 or d)."""
-    squares = ((x - mean) * (-log_sigma).exp()).square()
-    return -(squares / 2 + log_sigma).sum(dim=-1)
+    return -half_square(x, mean, log_sigma) - log_sigma.expand_as(mean).sum(dim=-1)
+
+
+def half_square(x: Tensor, mean: Tensor, log_sigma: Tensor) -> Tensor:
+    """Half the squared distance from the mean in deviations: (..., d) -> (...)."""
+    return ((x - mean) * (-log_sigma).exp()).square().sum(dim=-1) / 2

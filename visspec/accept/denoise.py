@@ -28,7 +28,7 @@ from visspec.types import Draft
 AHEAD = 5  # measured: windows of 16 keep 13 points with half of the steps left, 5 with a quarter, 2 with a tenth
 MOST = 32  # points of a chain in a pass
 
-_forecasts: WeakKeyDictionary[Steps, dict[int, Forecast]] = WeakKeyDictionary()
+_forecasts: WeakKeyDictionary[Steps, Forecast] = WeakKeyDictionary()
 
 
 class Forecast(NamedTuple):
@@ -42,13 +42,12 @@ class Forecast(NamedTuple):
     noise: Tensor  # (S, W, W)
 
 
-def forecast(steps: Steps, window: int) -> Forecast:
-    """The coefficients for windows of W steps, kept for a schedule. Steps beyond the last change nothing."""
-    known = _forecasts.setdefault(steps, {})
-    if window not in known:
+def forecast(steps: Steps) -> Forecast:
+    """The coefficients for windows of `MOST` steps, kept for a schedule. Steps beyond the last change nothing."""
+    if steps not in _forecasts:
         with torch.inference_mode(False):
-            known[window] = _forecast(steps, window)
-    return known[window]
+            _forecasts[steps] = _forecast(steps, MOST)
+    return _forecasts[steps]
 
 
 def _forecast(steps: Steps, window: int) -> Forecast:
@@ -215,7 +214,7 @@ def proposals(
     if not steps.fixed:  # between the bounds; an estimate of deviations would say more
         log_sigma = (log_sigma + steps.high[index][..., None]) / 2
     normal = at_steps(numbers.steps, index)
-    ahead, width = forecast(steps, MOST), index.shape[1]
+    ahead, width = forecast(steps), index.shape[1]
     step = index[:, 0]
     of_x, of_value, of_slope = (part[step, :width, None] for part in ahead[:3])
     points = of_x * chains.x[:, None] + of_value * chains.value[:, None] + of_slope * chains.slope[:, None]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from visspec.accept import denoise
 from visspec.accept.coupled import followed
+from visspec.accept.couplings import half_square
 from visspec.laws import Denoising, denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
@@ -103,8 +104,3 @@ class Surrogate(Acceptance):
         tested = torch.arange(draft.tree.size, device=ends.device) < found.length[:, None]
         drift, moved, missed = (part.view(tested.shape) * tested for part in (drift, moved, missed))
         return replace(found, drift=drift.sum(dim=1), displacement=moved.sum(dim=1), capped=missed.sum(dim=1))
-
-
-def half_square(x: Tensor, mean: Tensor, log_sigma: Tensor) -> Tensor:
-    """Half the squared distance from the mean in deviations: (..., d) -> (...)."""
-    return ((x - mean) * (-log_sigma).exp()).square().sum(dim=-1) / 2

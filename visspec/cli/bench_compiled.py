@@ -15,8 +15,6 @@ from visspec.models.targets.image_ar import Family
 def compiled_family(pipe: Any) -> Family:
     """The family of the stock model with compiled passes. Raises ValueError for one that can't be compiled."""
     model = stepwise(pipe.model, pipe.family.decoder)
-    if model is None:
-        raise ValueError("--compile: got a model that can't be compiled, expected one without forwards of its own")
     return family_of(model, pipe.processor, **pipe.parts)
 
 

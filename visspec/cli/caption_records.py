@@ -62,7 +62,8 @@ def checked(arguments: argparse.Namespace) -> Path:
     """The path of --out. Raises ValueError for arguments that don't go together."""
     out = arguments.out
     if out is None:
-        raise ValueError("--out: got none, expected a .jsonl or .parquet file for the records of folders and tables")
+        source = next(s for s in arguments.image if not sources.is_plain(s))
+        raise ValueError(f"--out: got none, expected a .jsonl or .parquet file for the records of {source}")
     if out.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"--out: got {out}, expected a file that ends in .jsonl or .parquet")
     if arguments.json is not None:

@@ -11,6 +11,7 @@ two bounds at a share that the network predicts (iDDPM, Nichol and Dhariwal 2021
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Steps:
         """The same steps with all deviations multiplied by `temperature`."""
         if temperature == 1.0:
             return self
-        scale = torch.tensor(temperature).log().item()
+        scale = math.log(temperature)
         low = self.low + scale
         return Steps(self.keep, self.move, low, low if self.fixed else self.high + scale, self.noisy)
 

@@ -47,8 +47,7 @@ class Guarded(Drafter):
         """Only the tree and the next token are still in use and need copies."""
         if state.drafting:
             draft = Draft(draft.value, trees.shown(draft.tree), draft.q, draft.real)
-            next_B = verdict.next.clone()
-            verdict = Verdict(verdict.path, verdict.length, next_B, verdict.drift, verdict.displacement)
+            verdict = replace(verdict, next=verdict.next.clone())
             self._try(state, self.inner.observe, _shown(state), draft, scores, verdict, outcome)
 
     def sketch(self, state: State) -> Tensor:

@@ -14,11 +14,9 @@ from visspec.laws import categorical
 from visspec.types import Draft, Request, Scores, Verdict
 
 
-class Ids:
-    """Tokens of every original row, and where they end: at an end-of-sequence id, a stop function or the limit.
-
-    tokens: lists of ids. laws, raw: with `keep_logits`, `keep_raw`, the warped and the raw logits of every token, (V,).
-    finished: rows that have ended.
+class Tape:
+    """Base class. tokens: numbers of every original row's nodes. laws, raw: with `keep_logits`, `keep_raw`, the warped
+    and the raw logits of every token, (V,). finished: rows that have ended.
     """
 
     def __init__(self, request: Request, rows: int):
@@ -27,6 +25,14 @@ class Ids:
         self.laws: list[list[Tensor]] = [[] for _ in range(rows)]
         self.raw: list[list[Tensor]] = [[] for _ in range(rows)]
         self.finished: set[int] = set()
+
+    def placed(self, row: int, items: list[Any]) -> list[Any]:
+        """Something about each node of an original row, in the order of `values`."""
+        return items
+
+
+class Ids(Tape):
+    """Tokens of every original row, and where they end: at an end-of-sequence id, a stop function or the limit."""
 
     def parts(self, draft: Draft, verdict: Verdict) -> list[Tensor]:
         """Columns (B, *) that the round's read brings to the host: the ids of all nodes, and the one that follows."""
@@ -61,10 +67,6 @@ class Ids:
         if self.request.keep_raw:
             self.raw[row].extend(scores.aux["raw"][b, path[: count - len(self.raw[row])]])
 
-    def placed(self, row: int, items: list[Any]) -> list[Any]:
-        """Something about each token of an original row, in the order of `values`."""
-        return items
-
     def values(self, row: int) -> Tensor:
         """Tokens of an original row, (T,) on the CPU."""
         return torch.tensor(self.tokens[row], dtype=torch.long)
@@ -85,18 +87,13 @@ class Ids:
             self.finished.discard(place)
 
 
-class Stack:
-    """Vectors of every original row; a row ends at the limit. `tokens` are their numbers, 0, 1, 2, ... in each row.
-
-    laws, raw: empty, for vectors have no logits.
+class Stack(Tape):
+    """Vectors of every original row; a row ends at the limit. `tokens` are their numbers, 0, 1, 2, ... in each row;
+    `laws` and `raw` stay empty, for vectors have no logits.
     """
 
     def __init__(self, request: Request, rows: int):
-        self.request = request
-        self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self.laws: list[list[Tensor]] = [[] for _ in range(rows)]
-        self.raw = self.laws
-        self.finished: set[int] = set()
+        super().__init__(request, rows)
         self.held: list[list[Tensor]] = [[] for _ in range(rows)]  # of each round: (gained, d)
         self._round: tuple[Draft, Verdict] | None = None
 
@@ -132,10 +129,6 @@ class Stack:
     def ids(self, row: int) -> Tensor:
         """The prompt of an original row, (1, length): vectors have no ids."""
         return self.request.prompt[row : row + 1]
-
-    def placed(self, row: int, items: list[Any]) -> list[Any]:
-        """Something about each vector of an original row, in the order of `values`."""
-        return items
 
     def values(self, row: int) -> Tensor:
         """Vectors of an original row, (T, d)."""

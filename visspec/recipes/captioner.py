@@ -33,7 +33,7 @@ from visspec.recipes.captioner_card import finish
 from visspec.recipes.captioner_data import Batch, Encoder
 from visspec.recipes.captioner_score import score_captions
 from visspec.recipes.captioner_vision import patch_features, pixels, teach_vision
-from visspec.recipes.stages import Stage, in_workers, keep_memory
+from visspec.recipes.stages import Stage, begin, in_workers
 
 VISION_STEPS = 2400
 PEAK_RATE = {False: 1.5e-3, True: 2e-3}
@@ -117,9 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     options.rate = options.rate or PEAK_RATE[options.small]
-    keep_memory()
-    torch.set_num_threads(options.threads)
-    options.out.mkdir(parents=True, exist_ok=True)
+    begin(options, options.threads)
     if options.stage in ("vision", "all"):
         teach_vision(
             options.out, world(options.world), options.vision_steps, resume=options.resume, half=not options.float32

@@ -15,13 +15,11 @@ colours and two objects; seeds from 2^30 on are never trained on. Seeds: 0 (auto
 import argparse
 from pathlib import Path
 
-import torch
-
 from visspec.recipes.continuous_autoencoder import AutoencoderStage, DecoderStage, load_autoencoder
 from visspec.recipes.continuous_card import finish
 from visspec.recipes.continuous_data import write_tokens
 from visspec.recipes.continuous_draw import DraftStage, DrawStage
-from visspec.recipes.stages import in_workers, keep_memory
+from visspec.recipes.stages import begin, in_workers
 
 STAGES = ("autoencoder", "decoder", "tokens", "draw", "draft", "finish")
 
@@ -49,9 +47,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """Command line of the recipe."""
     options = parser().parse_args(arguments)
-    keep_memory()
-    torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
+    begin(options, 1)
     wanted = STAGES if "all" in options.stage else options.stage
     if "autoencoder" in wanted:
         in_workers(AutoencoderStage, options)

@@ -33,7 +33,7 @@ from visspec.recipes.painter_draw import DROPPED, GUIDANCES, draw, drawn
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
 from visspec.recipes.painter_tokens import prompt_ids, without_words
 from visspec.recipes.painter_vq import CUT_OUT, VQStage, load_vq
-from visspec.recipes.stages import Stage, in_workers, keep_memory
+from visspec.recipes.stages import Stage, begin, in_workers
 
 STAGES = ("vq", "tokens", "draw", "finish")
 NAME, OF, SIDE = "painter-emoji", "emoji", 96
@@ -311,9 +311,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes of a stage, one thread each")
     parser.add_argument("--early", type=Path, help="folder to refresh with a loadable model at each report")
     options = parser.parse_args(arguments)
-    keep_memory()
-    torch.set_num_threads(options.workers)
-    options.out.mkdir(parents=True, exist_ok=True)
+    begin(options, options.workers)
     wanted = STAGES if options.stage == "all" else (options.stage,)
     if "vq" in wanted:
         in_workers(EmojiVQStage, options)

@@ -25,14 +25,12 @@ text-model step; they have not been run.
 import argparse
 from pathlib import Path
 
-import torch
-
 from visspec.recipes.painter_card import finish, remeasure
 from visspec.recipes.painter_composed import ComposedStage, DecoderStage
 from visspec.recipes.painter_draw import DrawStage
 from visspec.recipes.painter_tokens import write_tokens
 from visspec.recipes.painter_vq import VQStage
-from visspec.recipes.stages import in_workers, keep_memory
+from visspec.recipes.stages import begin, in_workers
 
 STAGES = ("vq", "composed", "decoder", "tokens", "draw", "finish")
 REMEASURE = "remeasure"  # a finished folder, on more prompts
@@ -80,9 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line of the recipe."""
     options = parser().parse_args(arguments)
     options.steps, options.pairs = options.steps or STEPS[options.lowres], options.pairs or PAIRS[options.lowres]
-    keep_memory()
-    torch.set_num_threads(options.threads)
-    options.out.mkdir(parents=True, exist_ok=True)
+    begin(options, options.threads)
     wanted: tuple[str, ...] = STAGES if options.stage == "all" else (options.stage,)
     if options.stage == "all" and options.lowres:
         wanted = STAGES[3:]  # on the VQ model that is there

@@ -32,6 +32,13 @@ def keep_memory() -> None:
         pass
 
 
+def begin(options: argparse.Namespace, threads: int) -> None:
+    """What a recipe's command line does first: the settings of this process, and the folder `options.out`."""
+    keep_memory()
+    torch.set_num_threads(threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+
+
 def average_gradients(parameters: list[nn.Parameter], workers: int) -> None:
     """Replace every gradient by its mean over the workers, in one message."""
     if workers == 1:

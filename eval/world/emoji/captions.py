@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from visspec.eval.world.captions import NUMBERS, PLACES, REQUESTS, Fact, Phrasings, pick, words
+from visspec.eval.world.captions import NUMBERS, PLACES, REQUESTS, Fact, Phrasings, pick, right, stated
 from visspec.eval.world.emoji.atlas import names
 from visspec.eval.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS, Picture, Scene
 from visspec.eval.world.scene import GRID
@@ -134,26 +134,17 @@ def _sentence_facts(tokens: list[str]) -> list[Fact]:
 
 def parse(text: str) -> list[Fact]:
     """Facts stated in a caption, in order, with repetitions; a picture at an unknown place has cell None."""
-    out: list[Fact] = []
-    sentence: list[str] = []
-    for word in [*words(text), "."]:
-        if word == ".":
-            out += _sentence_facts(sentence)
-            sentence = []
-        else:
-            sentence.append(word)
-    return out
+    return stated(text, _sentence_facts)
 
 
 def score(text: str, scene: Scene) -> tuple[int, int]:
     """(facts right, facts stated); a fact stated twice is right once at most."""
-    true, stated = facts(scene), parse(text)
-    return sum(true.get(key) == value for key, value in set(stated)), len(stated)
+    return right(parse(text), facts(scene))
 
 
 def missing(text: str, scene: Scene) -> int:
     """Number of facts of the scene that the caption doesn't state."""
-    return len(facts(scene).keys() - {key for key, _ in parse(text)})
+    return len(facts(scene).keys() - dict(parse(text)).keys())
 
 
 @cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from visspec.eval.world.emoji.atlas import names, numbers
-from visspec.eval.world.scene import GRID, HELD_OUT_SEED
+from visspec.eval.world.scene import GRID, HELD_OUT_SEED, cell_of
 
 SIZES = {"small": 0.2, "large": 0.28}
 SIZE_JITTER = 0.01
@@ -47,8 +47,7 @@ class Picture:
     @property
     def cell(self) -> int:
         """Index 0..8 of the layout cell that holds the centre, in raster order."""
-        column, row = (min(GRID - 1, max(0, int(v * GRID))) for v in (self.x, self.y))
-        return row * GRID + column
+        return cell_of(self.x, self.y)
 
 
 @dataclass(frozen=True)
