@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.test_cli import refused
-from visspec.api import sources
+from visspec.api import sources, zoo
 from visspec.api.captions import prefetched
 from visspec.cli.main import main
 from visspec.eval.world.render import to_image
@@ -208,33 +209,55 @@ def test_prefetching_keeps_the_order_and_looks_ahead_so_far():
     made.close()
 
 
+def started(argv) -> subprocess.Popen:
+    """A command in a process of its own."""
+    command = [sys.executable, "-P", "-m", "visspec.cli.main", *argv]
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+
+
+def count_of(out: Path) -> int:
+    return out.read_bytes().count(b"\n") if out.exists() else 0
+
+
 def killed(argv, out: Path, at: int) -> None:
     """Run a command and kill it when its file has so many lines."""
-    command = [sys.executable, "-P", "-m", "visspec.cli.main", *argv]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    process = started(argv)
     while process.poll() is None:
-        if out.exists() and out.read_bytes().count(b"\n") >= at:
+        if count_of(out) >= at:
             process.send_signal(signal.SIGKILL)
             process.wait()
             return
         time.sleep(0.01)
 
 
+def watched(argv, out: Path) -> tuple[int, list[tuple[int, int]]]:
+    """Run a command to its end. Returns its code, and (lines, resident kB) from time to time."""
+    process, seen = started(argv), []
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        if status.exists() and (found := re.search(r"VmRSS:\s+(\d+) kB", status.read_text())):
+            seen.append((count_of(out), int(found[1])))
+        time.sleep(0.1)
+    return process.returncode, seen
+
+
 def many(home: Path, count: int, corrupt: int) -> None:
     """A folder of images, every `corrupt`-th of them broken."""
-    kinds = [to_image(scene) for scene in held_out_scenes(5)]
+    kinds = []
+    for scene in held_out_scenes(5):
+        to_image(scene).save(buffer := io.BytesIO(), "PNG")
+        kinds.append(buffer.getvalue())
     for i in range(count):
-        if i % corrupt == corrupt - 1:
-            (home / f"{i:05}.png").write_bytes(b"\x89PNG broken")
-        else:
-            kinds[i % len(kinds)].save(home / f"{i:05}.png")
+        broken = i % corrupt == corrupt - 1
+        (home / f"{i:05}.png").write_bytes(b"\x89PNG broken" if broken else kinds[i % len(kinds)])
 
 
-def check_kills(tmp_path, count: int, corrupt: int, kills: list[int]) -> None:
+def check_kills(tmp_path, count: int, corrupt: int, kills: list[int], *options: str) -> list[tuple[int, int]]:
+    """Kill runs at these numbers of records, and look at what is there in the end. Returns the last run's memory."""
     home, out = tmp_path / "images", tmp_path / "o.jsonl"
     home.mkdir()
     many(home, count, corrupt)
-    argv = ["caption", str(home), "--out", str(out), *SHORT]
+    argv = ["caption", str(home), "--out", str(out), *SHORT, *options]
     before: list[bytes] = []
     for at in kills:
         killed(argv, out, at)
@@ -243,21 +266,52 @@ def check_kills(tmp_path, count: int, corrupt: int, kills: list[int]) -> None:
         before = [line for line in now if line.endswith(b"\n")]
     assert len(before) < count
     named = sum(json.loads(line)["error"] is not None for line in before)
-    assert main(argv) == int(named < count // corrupt)  # 1 where this run met a broken file
+    code, seen = watched(argv, out)
+    assert code == int(named < count // corrupt)  # 1 where this run met a broken file
     found = lines(out)
     assert [line.encode() for line in out.read_text().splitlines(keepends=True)][: len(before)] == before
     assert len(found) == len({r["id"] for r in found}) == count
     assert sum(r["error"] is not None for r in found) == count // corrupt
     assert all("broken or truncated" in r["error"] or "not a readable" in r["error"] for r in found if r["error"])
+    return seen
 
 
 def test_kills_lose_no_record_and_repeat_none(tmp_path):
     check_kills(tmp_path, 40, 8, [4])
 
 
+@pytest.fixture(scope="module")
+def little(tmp_path_factory) -> Path:
+    """A random model of the captioner's kind, small enough for thousands of images."""
+    from transformers import AutoConfig, AutoProcessor, LlavaForConditionalGeneration
+
+    source, where = zoo.CHECKPOINTS / "captioner", tmp_path_factory.mktemp("little")
+    config = AutoConfig.from_pretrained(source)
+    for part, sizes in (
+        (config.text_config, {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_key_value_heads": 2}),
+        (config.vision_config, {"hidden_size": 16, "intermediate_size": 16}),
+    ):
+        for name, value in {**sizes, "num_hidden_layers": 1, "num_attention_heads": 2}.items():
+            setattr(part, name, value)
+    LlavaForConditionalGeneration(config).save_pretrained(where)
+    AutoProcessor.from_pretrained(source).save_pretrained(where)
+    return where
+
+
 @pytest.mark.slow
 def test_many_kills_lose_no_record_and_repeat_none(tmp_path):
     check_kills(tmp_path, 2000, 100, [300, 900, 1500])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_images_three_kills_and_memory_is_flat(tmp_path, little):
+    """Memory of the last run, which begins behind the third kill: a thousand records after its start, and at its end."""
+    seen = check_kills(tmp_path, 10_000, 100, [500, 1200, 2000], "--model", str(little))
+    first = [size for count, size in seen if 3000 <= count < 4000]
+    last = [size for count, size in seen if 9000 <= count < 10_000]
+    print(f"MB at records 3000-4000: {max(first) / 1e3:.1f}, 9000-10000: {max(last) / 1e3:.1f}")
+    assert max(last) <= 1.03 * max(first)
 
 
 def test_images_that_pil_warns_of_are_refused_in_any_thread(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ PROMISES = {  # words that the outputs must hold
     "03_write_a_drafter_in_forty_lines": ["3 rows: same ids", "out of ideas"],
     "05_generate_an_image": ["the same codes: True", "guarantee: exact", "grouped:group=10"],
     "06_acceptance_between_densities": ["shared by the densities", "calls of the head a token", "legacy"],
+    "07_caption_a_folder": ["25 records, 25 different ids", "as it was: True", "as in the file: True", "exit code"],
     "04_speed_and_quality_of_your_own_model": ["same tokens: 4 of 4", "after_host", "report.html"],
 }
 # cells whose words depend on the clock, or on where two chains of numbers part by rounding
@@ -27,7 +28,7 @@ CLOCKED = {"02-04", "02-06", "02-08", "04-04", "04-06", "04-08", "04-10", "06-11
 PICTURE = 60_000  # bytes of a stored picture, at most
 NEED_WEIGHTS = {
     "02_caption_with_a_vlm", "04_speed_and_quality_of_your_own_model", "05_generate_an_image",
-    "06_acceptance_between_densities",
+    "06_acceptance_between_densities", "07_caption_a_folder",
 }  # fmt: skip
 
 

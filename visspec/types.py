@@ -132,7 +132,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     stop: Callable[[Tensor], bool] | None = None  # called with (1, length) ids after each token; true ends the row
     generators: Sequence[torch.Generator] | None = None  # one per row; None with greedy sampling
-    on_tokens: Callable[[list[int]], None] | None = None  # batch 1 only: called with each round's new tokens
+    on_tokens: Callable[[list[int]], bool | None] | None = None  # batch 1: called with a round's tokens; true ends it
     on_round: Callable[[State], None] | None = None  # called after each round, between passes
     keep_logits: bool = False  # store the warped law of every emitted token
     keep_raw: bool = False  # store the target's unprocessed logits of every emitted token

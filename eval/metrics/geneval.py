@@ -257,19 +257,27 @@ def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector
     """One result row in GenEval's form, plus `strict` (None if the detector is not a closed set)."""
     row = {"filename": filename, "tag": metadata["tag"], "prompt": metadata["prompt"]}
     row["metadata"] = json.dumps(metadata)
-    classes = sorted({item["class"] for key in ("include", "exclude") for item in metadata.get(key, [])})
     try:
         image = open_image(path, **limits)
-        found = detector.detect(image, classes)
+        correct, strict, reason, objects = judged(image, metadata, detector, colours)
     except (ValueError, FileNotFoundError) as error:
         return row | {"correct": False, "strict": False, "reason": str(error), "details": "{}", "broken": True}
+    details = {label: [[*map(float, d.box), float(d.score)] for d in group] for label, group in objects.items()}
+    return row | {"correct": correct, "strict": strict, "reason": reason, "details": json.dumps(details)}
+
+
+def judged(
+    image, metadata: dict, detector: Detector, colours: ColourClassifier
+) -> tuple[bool, bool | None, str, dict[str, list[Detection]]]:
+    """(correct, strict, reasons, objects) of an image; strict is None if the detector is not a closed set."""
+    classes = sorted({item["class"] for key in ("include", "exclude") for item in metadata.get(key, [])})
+    found = detector.detect(image, classes)
     objects = kept(found, detector.threshold(metadata["tag"]), detector.max_overlap)
     correct, reason = judge(image, objects, metadata, colours)
     if found.refused:
         correct, reason = False, f"refused: {found.refused}"
-    details = {label: [[*map(float, d.box), float(d.score)] for d in group] for label, group in objects.items()}
     strict = bool(correct and strictly(objects, metadata)) if detector.closed_set else None
-    return row | {"correct": correct, "strict": strict, "reason": reason, "details": json.dumps(details)}
+    return correct, strict, reason, objects
 
 
 def evaluate(

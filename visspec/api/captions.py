@@ -39,11 +39,17 @@ class Caption:
 
 
 def chat_prompt(processor, request: str) -> str:
-    """One user turn of an image and a request, in the processor's chat template (plain text if it has none)."""
+    """One user turn of an image and a request, as `chat_text`."""
     content = [{"type": "image"}, {"type": "text", "text": request}]
+    return chat_text(processor, [{"role": "user", "content": content}])
+
+
+def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
+    """The prompt of a conversation, in the processor's chat template (plain text if it has none)."""
     if getattr(processor, "chat_template", None):
-        return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    return f"{getattr(processor, 'image_token', '<image>')} {request}"
+        return processor.apply_chat_template(messages, add_generation_prompt=True)
+    image = getattr(processor, "image_token", "<image>")
+    return " ".join(image if p["type"] == "image" else p["text"] for m in messages for p in m["content"])
 
 
 def prepare(processor, images: Sequence, request: str | Sequence[str], model) -> dict[str, Any]:

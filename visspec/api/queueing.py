@@ -83,6 +83,7 @@ class Builder:
             own = {"seed": self.seed + index} | own  # as generate's rows
         own = self.defaults | own
         seed, generator, streamer = own.pop("seed", None), own.pop("generator", None), own.pop("streamer", None)
+        on_tokens = own.pop("on_tokens", None)
         requests.check(own)
         requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(own)
@@ -105,6 +106,7 @@ class Builder:
         found.prompt, found.inputs = ids, prompt | more
         if not found.sampling.greedy:
             found.generators = requests.generators(generator, seed, ids)
+        found.on_tokens = on_tokens
         if streamer is not None:
             found.on_tokens = requests.streaming(streamer, ids)
             streamer.put(ids.cpu())
@@ -117,7 +119,7 @@ class Builder:
         """
         length = request.prompt.shape[1]
         shapes = [
-            (name, value.dtype, None if _of_ids(value, length) else value.shape[1:])
+            (name, value.dtype, None if of_ids(value, length) else value.shape[1:])
             if isinstance(value, Tensor)
             else (name, repr(value))
             for name, value in request.inputs.items()
@@ -133,7 +135,7 @@ class Builder:
             parts = [request.inputs[name] for request in group]
             if not isinstance(value, Tensor):
                 inputs[name] = value
-            elif _of_ids(value, group[0].prompt.shape[1]):
+            elif of_ids(value, group[0].prompt.shape[1]):
                 fill = self.pad if name == "input_ids" else 0
                 inputs[name] = torch.cat([nn.functional.pad(p, (longest - p.shape[1], 0), value=fill) for p in parts])
             else:
@@ -144,6 +146,6 @@ class Builder:
         return found
 
 
-def _of_ids(value: Tensor, length: int) -> bool:
+def of_ids(value: Tensor, length: int) -> bool:
     """Whether a tensor of a request has a number for each id of the prompt."""
     return value.shape == (1, length) and not value.is_floating_point()

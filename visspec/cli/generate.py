@@ -11,11 +11,15 @@ from visspec.cli.arguments import add_drawing, positive
 from visspec.files import Results, replacing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from PIL import Image
 
+    from visspec.api.best_of import Score
     from visspec.api.images import ImageOutput, ImagePipeline
 
 CHOSEN = ("drafter", "acceptance", "order")
+SELECTED = "selection (not lossless)"
 MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the batch an image was drawn in
 
 
@@ -36,6 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--order", help="order of decoding, with options: zipar:window=4 (default: raster)")
     parser.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)")
     parser.add_argument("--batch-size", type=positive, default=8)
+    parser.add_argument("--best-of", type=positive, default=1, help="draw so many for each image, keep the best (selection)")
+    parser.add_argument("--scorer", help="which is the best: detector (rendered shapes) or clip:MODEL")
     parser.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
     parser.add_argument("--json", type=Path, help="write seeds, passes, guarantee, drift and displacement to this file")
 
@@ -47,6 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     from visspec.provenance import provenance
 
     check_method(arguments)
+    score = scorer(arguments)
     pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,
@@ -54,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     chosen = method(arguments, pipe)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     stream = pipe.stream(
-        arguments.prompt, num_images_per_prompt=arguments.n, guidance_scale=arguments.guidance_scale,
+        arguments.prompt, num_images_per_prompt=arguments.n * arguments.best_of, guidance_scale=arguments.guidance_scale,
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, height=arguments.height,
         width=arguments.width, seed=arguments.seed, batch_size=arguments.batch_size, **chosen,
     )  # fmt: skip
@@ -64,27 +71,66 @@ def run(arguments: argparse.Namespace) -> None:
     first = first_number(arguments.out)
     with Results(arguments.json, about) as results:
         try:
-            for part in stream:
-                if first and not shown:
+            for newest, picks in picked(stream, arguments.best_of, score):
+                if first and picks and not shown:
                     print(f"visspec: {arguments.out} has images up to number {first - 1}, going on", file=sys.stderr)
-                measured = {name: getattr(part.stats[0], name) for name in MEASURED}
-                for i, image in enumerate(part.images):
+                for part, i, chosen_by in picks:
                     path = arguments.out / f"{first + len(shown):05d}.png"
-                    picture = beside(image, part, i) if arguments.maps else image
+                    picture = beside(part.images[i], part, i) if arguments.maps else part.images[i]
                     save(picture, path)
                     shown.append(picture)
                     captions.append(part.prompts[i])
                     passes = int(part.passes[i].max()) + 1
                     row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
-                    results.add(row | measured)
+                    results.add(row | {name: getattr(part.stats[0], name) for name in MEASURED} | chosen_by)
                     found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
+                    found += f", score {chosen_by['score']:.3f}, best of {arguments.best_of}" if chosen_by else ""
                     print(f"{path}: {part.prompts[i]} ({found})", flush=True)
                 if arguments.stats:
-                    print(part.stats[0])
+                    print(newest.stats[0])
         finally:
             if shown and arguments.grid:
                 save(grid(shown, captions), arguments.grid)
                 print(f"{arguments.grid}: all {len(shown)}")
+
+
+def scorer(arguments: argparse.Namespace) -> Score | None:
+    """The score of --best-of. Raises ValueError where one of the two options is missing."""
+    from visspec.api import best_of
+
+    if arguments.best_of == 1 and arguments.scorer is None:
+        return None
+    if arguments.best_of == 1 or arguments.scorer is None:
+        raise ValueError(
+            f"--best-of: got {arguments.best_of} and --scorer {arguments.scorer}, expected 2 or more and {best_of.NAMES}"
+        )
+    return best_of.scorer(arguments.scorer, arguments.prompt, arguments.device)
+
+
+def picked(
+    stream: Iterable[ImageOutput], count: int, score: Score | None
+) -> Iterator[tuple[ImageOutput, list[tuple[ImageOutput, int, dict[str, Any]]]]]:
+    """Each batch, and the images to keep since the last one: all, or the best of every `count` in turn, which are of
+    one prompt, with their scores.
+    """
+    from visspec.api.best_of import best
+
+    waiting: list[tuple[ImageOutput, int]] = []
+    for part in stream:
+        picks: list[tuple[ImageOutput, int, dict[str, Any]]] = []
+        for i in range(len(part.images)):
+            waiting.append((part, i))
+            if len(waiting) < count:
+                continue
+            about: dict[str, Any] = {}
+            at = 0
+            if score is not None:
+                scores = score([p.images[j] for p, j in waiting], part.prompts[i])
+                at = best(scores)
+                about = {"score": scores[at], "best_of": count, "selected_from": scores, "guarantee": SELECTED}
+            picks.append((*waiting[at], about))
+            waiting = []
+        yield part, picks
 
 
 def first_number(folder: Path) -> int:

@@ -19,6 +19,8 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "demo": "caption rendered scenes with and without acceleration, side by side",
     "caption": "caption image files, folders, tables and shards",
     "generate": "draw images from a prompt",
+    "answer": "several models answer about an image, agreement selects, a large one decides",
+    "serve": "answer OpenAI's clients over HTTP: chats with images, and images from prompts",
     "bench": "measure",
     "bench caption": "captioning against transformers' generate and assisted modes",
     "bench captions": "throughput of many captions: a stream against fixed batches",

@@ -54,22 +54,24 @@ class Row:
         self.error: Exception | None = None
         self.rounds: list[Round] = []
         processors = tuple(map(self._processor, request.sampling.processors))
-        called = processors or request.stop is not None or request.on_tokens is not None
+        called = processors or request.stop is not None
         self.request = replace(
             request,
             sampling=replace(request.sampling, processors=processors),
-            stop=self._caught(request.stop, True) if called else None,
-            on_tokens=self._caught(request.on_tokens, None) if request.on_tokens is not None else None,
+            stop=self._caught(request.stop) if called else None,
+            on_tokens=self._caught(request.on_tokens) if request.on_tokens is not None else None,
         )
 
-    def _caught(self, call: Callable | None, otherwise: Any) -> Callable:
+    def _caught(self, call: Callable | None) -> Callable[[Any], bool]:
+        """A function that ends the row where it returns true or raises."""
+
         def caught(argument: Any) -> Any:
             if self.error is None and call is not None:
                 try:
                     return call(argument)
                 except Exception as error:
                     self.error = error
-            return otherwise if self.error is not None else False
+            return self.error is not None
 
         return caught
 

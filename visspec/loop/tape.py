@@ -55,8 +55,8 @@ class Ids(Tape):
             if over or (request.stop is not None and request.stop(self.ids(row))):
                 self.finished.add(row)
                 break
-        if request.on_tokens is not None:
-            request.on_tokens(tokens[before:])
+        if request.on_tokens is not None and request.on_tokens(tokens[before:]):
+            self.finished.add(row)
         return len(tokens) - before
 
     def keep(self, row: int, b: int, path: list[int], scores: Scores) -> None:
@@ -115,8 +115,8 @@ class Stack(Tape):
         tokens.extend(range(len(tokens), len(tokens) + count))
         if len(tokens) >= self.request.max_new_tokens:
             self.finished.add(row)
-        if self.request.on_tokens is not None:
-            self.request.on_tokens(tokens[len(tokens) - count :])
+        if self.request.on_tokens is not None and self.request.on_tokens(tokens[len(tokens) - count :]):
+            self.finished.add(row)
         return count
 
     def keep(self, row: int, b: int, path: list[int], scores: Scores) -> None:

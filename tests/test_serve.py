@@ -1,0 +1,489 @@
+"""`visspec serve`: the official client is the test. Answers are those of generate, whoever else asks; what can't be
+served is one sentence; clients that leave free their rows; a server that stops finishes what it has.
+"""
+
+import base64
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+fastapi = pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+openai = pytest.importorskip("openai", reason="the client `openai` is not installed (extra `test`)")
+
+import visspec
+from visspec.api import loading
+from visspec.api.captions import prepare
+from visspec.api.completions import Limits
+from visspec.api.server import Server, Service
+from visspec.api.serving import Desk, Meters, Painting, Worker, Writer, Writing
+from visspec.eval.world.captions import questions
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import held_out_scenes
+
+SHORT = 12
+
+
+@pytest.fixture(scope="module")
+def captioner():
+    try:
+        return loading.load(None)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def endless(captioner):
+    """The captioner as a model whose answers never end by themselves."""
+    model, processor = loading.load(None)
+    model.generation_config.eos_token_id = None
+    return model, processor
+
+
+def url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def asked(text: str, *images: str) -> list[dict]:
+    pictures = [{"type": "image_url", "image_url": {"url": u}} for u in images]
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, loaded, *, pipe=None, slots=4, places=32, key=None, drafter="ngram", grace=20, **limits):
+        self.fast = visspec.accelerate(loaded[0], drafter)
+        self.processor, meters = loaded[1], Meters()
+        limits = Limits(**{"context": 1024} | limits)
+        self.writing = Writing("captioner", self.fast, loaded[1], meters, slots, limits)
+        painting = None if pipe is None else Painting("painter", pipe, meters)
+        self.service = Service(Desk(places, meters), self.writing, painting, key, local=True)
+        self.server = Server(self.service, "127.0.0.1", 0, grace, log_level="warning")
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self):
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def client(self, **options):
+        return openai.OpenAI(
+            **{"base_url": f"http://127.0.0.1:{self.port}/v1", "api_key": "none", "max_retries": 0} | options
+        )
+
+    def alone(self, image, text, **options) -> str:
+        inputs = prepare(self.processor, [image], text, self.fast.model)
+        tokens = self.fast.run(**inputs, **{"do_sample": False, "max_new_tokens": SHORT} | options).state.tokens[0]
+        return self.processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+    def get(self, path: str, **headers):
+        return self.client()._client.get(f"http://127.0.0.1:{self.port}{path}", headers=headers)
+
+    def post(self, path: str, **options):
+        return self.client()._client.post(f"http://127.0.0.1:{self.port}{path}", **options)
+
+
+@pytest.fixture(scope="module")
+def running(captioner, pipe):
+    with Running(captioner, pipe=pipe, pixels=1_000_000, body=200_000) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return held_out_scenes(6)
+
+
+def ask(client, messages, **options):
+    return client.chat.completions.create(**{"model": "captioner", "messages": messages, "max_tokens": SHORT} | options)
+
+
+def streamed(client, messages, **options) -> tuple[str, list]:
+    chunks = list(ask(client, messages, stream=True, **options))
+    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks
+
+
+def test_answers_are_those_of_generate_streamed_and_not(running, scenes):
+    client = running.client()
+    assert [m.id for m in client.models.list()] == ["captioner", "painter"]
+    for scene in scenes[:2]:
+        image, text = to_image(scene), "describe the picture in detail ."
+        found = ask(client, asked(text, url(image)))
+        expected = running.alone(image, text)
+        assert found.choices[0].message.content == expected and found.choices[0].finish_reason == "length"
+        assert found.usage.completion_tokens == SHORT and found.usage.total_tokens > SHORT + 36
+        told, chunks = streamed(client, asked(text, url(image)), stream_options={"include_usage": True})
+        assert told == expected and chunks[-2].choices[0].finish_reason == "length" and len(chunks) > 4
+        assert chunks[-1].usage == found.usage and chunks[0].choices[0].delta.role == "assistant"
+
+
+def test_each_request_has_its_own_settings(running, scenes):
+    client, image, text = running.client(), to_image(scenes[0]), "describe the picture in detail ."
+    messages = asked(text, url(image))
+    drawn = ask(client, messages, temperature=1.5, seed=3, top_p=0.9)
+    assert drawn.choices[0].message.content == running.alone(
+        image, text, do_sample=True, temperature=1.5, seed=3, top_p=0.9, top_k=0
+    )
+    full = running.alone(image, text, max_new_tokens=40)
+    words = full.split()
+    stop = " ".join(words[5:7])
+    for found in (
+        ask(client, messages, stop=stop, max_completion_tokens=40, max_tokens=None).choices[0].message.content,
+        streamed(client, messages, stop=["never said", stop], max_tokens=40)[0],
+    ):
+        assert found == full[: full.index(stop)].rstrip()
+    ended = ask(client, messages, stop=stop, max_tokens=40)
+    assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 7
+    question, answer = questions(scenes[0])[0]
+    assert ask(client, asked(question, url(image)), max_tokens=None).choices[0].message.content == answer
+    dialogue = [*asked(question, url(image)), {"role": "assistant", "content": answer}, *asked("what else ?")]
+    assert ask(client, dialogue).usage.prompt_tokens > ask(client, asked(question, url(image))).usage.prompt_tokens
+
+
+def test_images(running, pipe):
+    found = running.client().images.generate(model="painter", prompt="a red ring", n=2, extra_body={"seed": 5})
+    expected = pipe("a red ring", num_images_per_prompt=2, seed=5).images
+    for one, other in zip(found.data, expected, strict=True):
+        assert Image.open(io.BytesIO(base64.b64decode(one.b64_json))).tobytes() == other.tobytes()
+    with pytest.raises(openai.BadRequestError, match="size: got '3x'"):
+        running.client().images.generate(model="painter", prompt="a red ring", size="3x")
+    with pytest.raises(openai.BadRequestError, match="response_format: got 'url', expected 'b64_json'"):
+        running.client().images.generate(model="painter", prompt="a red ring", response_format="url")
+
+
+BAD = [
+    ({"messages": asked("x", "https://example.com/a.png")}, "expected a data URL .*fetches nothing"),
+    ({"messages": asked("x", "file:///etc/passwd")}, "expected a data URL"),
+    ({"messages": asked("x", "data:image/svg+xml;base64,AAAA")}, "expected base64 of image/png"),
+    ({"messages": asked("x", "data:image/png;base64,A?")}, "base64 that can't be read"),
+    ({"messages": asked("x", "data:image/png;base64,AAAA")}, "is not a readable PNG"),
+    ({"messages": asked("x", "BIG")}, "more than the limit of 1000000"),
+    ({"messages": asked("x " * 2000)}, "expected at most 1024, the model's context"),
+    ({"messages": []}, "messages: got .*, expected a list of messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role: got 'tool'"),
+    ({"messages": [{"role": "user", "content": 7}]}, r"messages\[0\].content: got 7"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "got 'input_audio'"),
+    ({"messages": asked("<image> <image> what ?")}, "."),
+    ({"temperature": -1}, "temperature: got -1"),
+    ({"temperature": True}, "temperature: got True"),
+    ({"top_p": 0}, "top_p: got 0"),
+    ({"max_tokens": 0}, "max_tokens: got 0"),
+    ({"seed": -1}, "seed: got -1"),
+    ({"n": 2}, "n: got 2, expected 1"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: got"),
+    ({"logprobs": True}, "logprobs: got True"),
+    ({"response_format": {"type": "json_object"}}, "response_format: got"),
+    ({"stop": ["a"] * 5}, "stop: got"),
+    ({"stop": [""]}, "stop: got"),
+]
+
+
+@pytest.mark.parametrize("options, words", BAD)
+def test_what_can_not_be_served_is_a_sentence(running, options, words):
+    if "BIG" in str(options):
+        options = {"messages": asked("x", url(Image.new("L", (1001, 1000))))}
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        ask(running.client(), **{"messages": asked("hello .")} | options)
+    assert caught.value.body["type"] == "invalid_request_error" and "\n" not in caught.value.body["message"]
+
+
+def test_strangers_and_strange_bodies(running, captioner):
+    client = running.client()
+    with pytest.raises(openai.NotFoundError, match="model: got 'gpt', expected 'captioner'"):
+        ask(client, asked("x"), model="gpt")
+    with pytest.raises(openai.APIStatusError, match="more than 200000 bytes") as caught:
+        ask(client, asked("x" * 300_000))
+    assert caught.value.status_code == 413
+    path = "/v1/chat/completions"
+    for options, status, words in (
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, 400, "got no JSON"),
+        ({"content": b"[1]", "headers": {"content-type": "application/json"}}, 400, "got list"),
+        ({"content": b"{}", "headers": {"content-type": "text/plain"}}, 415, "got text/plain"),
+        ({"json": {}, "headers": {"host": "evil.example"}}, 403, "host: got evil.example"),
+    ):
+        answer = running.post(path, **options)
+        assert answer.status_code == status and words in answer.json()["error"]["message"]
+    big = running.post(path, content=(b"x" * 1000 for _ in range(300)), headers={"content-type": "application/json"})
+    assert big.status_code == 413  # its length was not told
+    assert running.get("/nowhere").json()["error"]["message"].startswith("path: got GET /nowhere")
+    with Running(captioner, key="secret") as guarded:
+        with pytest.raises(openai.AuthenticationError, match="key: got another one"):
+            guarded.client().models.list()
+        assert guarded.get("/metrics").status_code == 401 and guarded.get("/health").status_code == 200
+        assert [m.id for m in guarded.client(api_key="secret").models.list()] == ["captioner"]
+        with pytest.raises(openai.NotFoundError, match="started with --image-model"):
+            guarded.client(api_key="secret").images.generate(prompt="x")
+
+
+def measured(running) -> dict[str, float]:
+    lines = running.get("/metrics").text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def until(true, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_metrics(captioner, scenes):
+    with Running(captioner) as running:
+        streamed(running.client(), asked("describe the picture in detail .", url(to_image(scenes[0]))), max_tokens=60)
+        with pytest.raises(openai.BadRequestError):
+            ask(running.client(), [])
+        until(lambda: measured(running).get('visspec_requests_total{kind="chat",outcome="ok"}') == 1)
+        found = measured(running)
+    assert found['visspec_requests_total{kind="chat",outcome="refused"}'] == 1
+    assert found["visspec_tokens_total"] == 60 and found["visspec_tau"] > 1 and 0 < found["visspec_acceptance"] <= 1
+    assert found["visspec_queue"] == found["visspec_running"] == found["visspec_drift_per_token"] == 0
+    assert found['visspec_reached_total{depth="1"}'] >= found['visspec_accepted_total{depth="1"}'] > 0
+
+
+def in_thread(call):
+    """Start a call. Returns a function that waits for its result, or raises what it raised."""
+    found = {}
+
+    def work():
+        try:
+            found["value"] = call()
+        except Exception as error:
+            found["error"] = error
+
+    thread = threading.Thread(target=work)
+    thread.start()
+
+    def result():
+        thread.join(60)
+        if "error" in found:
+            raise found["error"]
+        return found["value"]
+
+    return result
+
+
+def test_a_client_that_leaves_frees_its_row_and_a_full_queue_says_so(endless, scenes):
+    messages = asked("describe the picture in detail .", url(to_image(scenes[0])))
+    with Running(endless, slots=1, places=2) as running:
+        first = ask(running.client(), messages, stream=True, max_tokens=900)
+        assert any(chunk.choices[0].delta.content for chunk in first)  # it runs
+        second = in_thread(lambda: ask(running.client(), messages))
+        until(lambda: measured(running)["visspec_queue"] == 1)
+        with pytest.raises(openai.RateLimitError, match="expected at most 2 at once") as caught:
+            ask(running.client(), messages)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        first.close()
+        assert second().usage.completion_tokens == SHORT
+        until(lambda: measured(running).get('visspec_requests_total{kind="chat",outcome="gone"}') == 1)
+        assert measured(running)["visspec_tokens_total"] < 500
+        plain = running.client(timeout=0.3, max_retries=0)
+        with pytest.raises(openai.APITimeoutError):
+            ask(plain, messages, max_tokens=900)  # a client that asked for no stream
+        assert ask(running.client(), messages).usage.completion_tokens == SHORT
+
+
+def test_a_failed_pass_costs_the_rows_that_ran(captioner, scenes, monkeypatch):
+    with Running(captioner) as running:
+        target, faults = running.fast.target, [RuntimeError("made up")]
+        verify = target.verify
+
+        def failing(state, draft):
+            if faults:
+                raise faults.pop()
+            return verify(state, draft)
+
+        monkeypatch.setattr(target, "verify", failing)
+        messages = asked("describe the picture in detail .", url(to_image(scenes[0])))
+        with pytest.raises(openai.InternalServerError, match="got RuntimeError in a pass"):
+            ask(running.client(), messages)
+        faults.append(RuntimeError("made up"))
+        verify_first = iter(ask(running.client(), messages, stream=True))
+        with pytest.raises(openai.APIError, match="got RuntimeError in a pass"):  # the status was sent already
+            list(verify_first)
+        assert ask(running.client(), messages).usage.completion_tokens == SHORT
+
+
+def test_a_server_that_stops_finishes_what_it_has_and_takes_no_more(endless, scenes):
+    messages = asked("describe the picture in detail .", url(to_image(scenes[0])))
+    with Running(endless, slots=1) as running:
+        first = iter(ask(running.client(), messages, stream=True, max_tokens=60))
+        next(first)
+        second = in_thread(lambda: ask(running.client(), messages))
+        until(lambda: measured(running)["visspec_queue"] == 1)
+        running.server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+            for _ in range(100):
+                ask(running.client(), messages, max_tokens=1)
+        *_, last = first
+        assert last.choices[0].finish_reason == "length" and second().usage.completion_tokens == SHORT
+        running.thread.join(20)
+        assert not running.thread.is_alive() and not running.writing.thread.is_alive()
+
+
+def test_answers_that_outlast_the_grace_are_cut(endless, scenes):
+    messages = asked("describe the picture in detail .", url(to_image(scenes[0])))
+    with Running(endless, grace=1) as running:
+        first = iter(ask(running.client(), messages, stream=True, max_tokens=980 - 40, temperature=1, seed=0))
+        next(first)
+        began = time.monotonic()
+        running.server.handle_exit(signal.SIGTERM, None)
+        running.thread.join(20)
+        assert not running.thread.is_alive() and time.monotonic() - began < 15
+
+
+def crowd(running, scenes, clients: int, requests: int) -> None:
+    """Clients with requests of their own at once, one cut off in the middle: all right, none mixed up."""
+    pictures, kinds = [to_image(scene) for scene in scenes], []
+    for i, (scene, picture) in enumerate(zip(scenes, pictures)):
+        for text, most in (("describe the picture in detail .", 20 + 7 * i), (questions(scene)[i % 5][0], 40)):
+            kinds.append((text, picture, most, running.alone(picture, text, max_new_tokens=most)))
+    todo, wrong, done = list(range(requests)), [], []
+
+    def work() -> None:
+        client = running.client(max_retries=20)
+        while todo:
+            i = todo.pop()
+            text, picture, most, expected = kinds[i % len(kinds)]
+            if i % 2:
+                found = streamed(client, asked(text, url(picture)), max_tokens=most)[0]
+            else:
+                found = ask(client, asked(text, url(picture)), max_tokens=most).choices[0].message.content
+            (done if found == expected else wrong).append(i)
+
+    threads = [threading.Thread(target=work) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(done) > requests // 4, 300)
+    text, picture, *_ = kinds[0]
+    cut = ask(running.client(max_retries=20), asked(text, url(picture)), stream=True, max_tokens=200, temperature=1.0)
+    next(iter(cut))
+    cut.close()
+    for thread in threads:
+        thread.join(300)
+    assert not wrong and sorted(done) == list(range(requests))
+    until(lambda: measured(running)["visspec_running"] == 0)
+    assert ask(running.client(), asked(text, url(picture))).usage.completion_tokens == SHORT
+
+
+def test_a_few_clients_at_once(captioner, scenes):
+    with Running(captioner, slots=3, places=4, drafter="vispec") as running:
+        crowd(running, scenes[:2], clients=6, requests=12)
+
+
+@pytest.mark.slow
+def test_sixteen_clients_two_hundred_requests_one_cut_off(captioner, scenes):
+    with Running(captioner, slots=8, places=64, drafter="vispec") as running:
+        crowd(running, scenes, clients=16, requests=200)
+
+
+@given(st.data())
+def test_a_text_in_pieces_is_the_text(data):
+    """Words, halves of characters and blanks as tokens; a stop text across tokens ends it, and is not said."""
+    table = ["a", "b", " a", "ab", " ", "\n", b"\xc3", b"\xa9", "ba"]
+    raw = [piece if isinstance(piece, bytes) else piece.encode() for piece in table]
+
+    def decode(tokens):
+        return b"".join(raw[t] for t in tokens).decode(errors="replace")
+
+    tokens = data.draw(st.lists(st.integers(0, len(table) - 1), max_size=12))
+    stops = data.draw(st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2))
+    writer, said, left = Writer(decode, stops), "", list(tokens)
+    while left and not writer.stopped:
+        count = data.draw(st.integers(1, 4))
+        said, left = said + writer.add(left[:count]), left[count:]
+    said += writer.finish()
+    full = decode(tokens).lstrip()
+    at = min((full.find(s) for s in stops if s in full), default=None)
+    assert writer.stopped == (at is not None)
+    if at is None:
+        assert said == writer.text == full.rstrip() and writer.tokens == tokens
+    else:
+        assert said == writer.text == full[:at].rstrip()
+        assert writer.tokens == tokens[: len(writer.tokens)]
+        assert any(s in decode(writer.tokens).lstrip() for s in stops)
+        assert not any(s in decode(writer.tokens[:-1]).lstrip() for s in stops)
+
+
+def test_jobs_that_nobody_wants_any_more_are_passed_by():
+    class Noting(Worker):
+        seen: list = []
+
+        def _work(self):
+            while (job := self._next(block=True)) is not None:
+                self.seen.append(job)
+
+    from visspec.api.serving import Job
+
+    jobs = [Job(print, None, cancelled=i == 1) for i in range(3)]
+    worker = Noting("x", Meters())
+    for job in jobs:
+        worker.submit(job)
+    worker.close()
+    assert worker.seen == [jobs[0], jobs[2]]
+
+
+def test_a_missing_extra_and_bad_arguments_are_sentences(monkeypatch, capsys):
+    from tests.test_cli import refused
+
+    assert "--port: got 70000" in refused(capsys, "serve", "--port", "70000")
+    assert "--slots" in refused(capsys, "serve", "--slots", "0")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert "fastapi is not installed, expected it (pip install 'visspec[serve]')" in refused(capsys, "serve")
+
+
+@contextmanager
+def command(*argv):
+    """`visspec serve` in a process of its own."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    line = [sys.executable, "-P", "-m", "visspec.cli.main", "serve", "--port", str(port), *argv]
+    process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    try:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        for _ in range(600):
+            try:
+                client.models.list()
+                break
+            except openai.APIConnectionError:
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.1)
+        yield process, client
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_zero_after_sigterm(captioner, scenes):
+    with command("--slots", "2", "--drafter", "none") as (process, client):
+        first = iter(ask(client, asked("describe the picture in detail .", url(to_image(scenes[0]))), stream=True))
+        next(first)
+        process.send_signal(signal.SIGTERM)
+        *_, last = first
+        assert last.choices[0].finish_reason == "length"
+        assert process.wait(20) == 0
+        assert not re.search("Traceback|Error", process.stderr.read())

@@ -1,0 +1,338 @@
+"""Requests of many clients on one model: a bounded number of them, and a thread per model that works on them.
+
+`Writing` drives a stream of rows (`Accelerated.stream`): answers enter the running batch as others leave. `Painting`
+draws images, one request at a time. Both tell what happens through `Job.tell`, from their thread. A job that is
+cancelled leaves its slot with the next round.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from visspec.api import completions
+from visspec.api.accelerate import Accelerated
+from visspec.api.captions import moved
+from visspec.api.completions import Chat, Drawing, Limits, Refused
+from visspec.api.images import ImagePipeline
+from visspec.loop.stats import by_depth
+from visspec.loop.stream import Answer
+
+READERS = 2  # threads that decode images and run the processor
+logger = logging.getLogger(__name__)
+
+
+class Gone(Exception):
+    """The client has disconnected."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished answer. ended: "stop" or "length"."""
+
+    text: str
+    tokens: int
+    prompt: int  # tokens
+    ended: str
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Finished images, as PNG files."""
+
+    files: list[bytes]
+
+
+@dataclass(eq=False)
+class Job:
+    """One request. tell: called in the worker's thread with pieces of text (streamed answers), and at last with the
+    result or an exception.
+    """
+
+    tell: Callable[[Any], None]
+    asked: Any  # a Chat or a Drawing
+    inputs: dict[str, Any] = field(default_factory=dict)  # of a Chat: arguments of generate
+    writer: Writer | None = None
+    cancelled: bool = False
+
+    def put(self, tokens: list[int]) -> bool:
+        """Take a round's tokens. Returns whether the row is to end."""
+        if self.cancelled or self.writer is None:
+            return self.cancelled
+        piece = self.writer.add(tokens)
+        if piece and self.asked.stream:
+            self.tell(piece)
+        return self.writer.stopped
+
+
+class Writer:
+    """The text of one row as its tokens come. Held back is what may still change: blanks at the end, half a
+    character, and what may become a stop text, which is no part of the answer.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+        self.decode, self.stops = decode, stops
+        self.tokens: list[int] = []
+        self.text = ""  # that won't change
+        self.stopped = False
+
+    def add(self, tokens: list[int]) -> str:
+        """Take tokens, and return the text that they add."""
+        before = len(self.tokens)
+        self.tokens += tokens
+        full = self._read(len(self.tokens))
+        places = [at for stop in self.stops if (at := full.find(stop)) >= 0]
+        if places:
+            numbers = range(before + 1, len(self.tokens) + 1)
+            del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
+            self.stopped = True
+            return self._grown(full[: min(places)])
+        return self._grown(full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)].rstrip("\ufffd"))
+
+    def finish(self) -> str:
+        """The text that was held back, when no token follows."""
+        return "" if self.stopped else self._grown(self._read(len(self.tokens)))
+
+    def _read(self, count: int) -> str:
+        return self.decode(self.tokens[:count]).lstrip()
+
+    def _grown(self, text: str) -> str:
+        text, before = text.rstrip(), len(self.text)
+        if len(text) > before:
+            self.text = text
+        return text[before:]
+
+
+def pending(text: str, stop: str) -> int:
+    """How many characters at the end of a text may be the beginning of a stop text."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Meters:
+    """Counts of what was served, as Prometheus reads them. Added to in any thread, each name in one."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()  # by kind and outcome
+        self.seconds = 0.0  # of finished requests
+        self.tokens = self.images = self.passes = self.gained = 0
+        self.drift = 0.0
+        self.reached: Counter[int] = Counter()  # by depth
+        self.accepted: Counter[int] = Counter()
+
+    def row(self, answer: Answer) -> None:
+        """Count the rounds of a row that has ended."""
+        self.tokens += len(answer.tokens)
+        self.passes += len(answer.rounds)
+        self.gained += sum(r.gained[0] for r in answer.rounds)
+        self.drift += answer.drift
+        for depth, (reached, accepted) in enumerate(zip(*by_depth(answer.rounds)), 1):
+            self.reached[depth] += reached
+            self.accepted[depth] += accepted
+
+    def over(self, kind: str, outcome: str, began: float) -> None:
+        """Count a request that has ended."""
+        self.requests[kind, outcome] += 1
+        self.seconds += time.monotonic() - began
+
+    def lines(self, now: dict[str, float]) -> str:
+        """Prometheus' text. now: gauges of the moment."""
+        reached, accepted = sum(self.reached.values()), sum(self.accepted.values())
+        gauges = {
+            **now, "tau": self.gained / max(self.passes, 1), "acceptance": accepted / max(reached, 1),
+            "drift_per_token": self.drift / max(self.tokens, 1),
+        }  # fmt: skip
+        counters = {
+            "tokens": self.tokens, "images": self.images, "passes": self.passes, "drift": self.drift,
+            "request_seconds": self.seconds,
+        }  # fmt: skip
+        found = [f"# TYPE visspec_{name} gauge\nvisspec_{name} {value:g}" for name, value in gauges.items()]
+        for name, value in counters.items():
+            found.append(f"# TYPE visspec_{name}_total counter\nvisspec_{name}_total {value!r}")
+        found.append("# TYPE visspec_requests_total counter")
+        for (kind, outcome), count in sorted(self.requests.items()):
+            found.append(f'visspec_requests_total{{kind="{kind}",outcome="{outcome}"}} {count}')
+        for name, counts in (("reached", self.reached), ("accepted", self.accepted)):
+            found.append(f"# TYPE visspec_{name}_total counter")
+            found += [f'visspec_{name}_total{{depth="{d}"}} {n}' for d, n in sorted(counts.items())]
+        return "\n".join(found) + "\n"
+
+
+class Desk:
+    """Takes requests, `places` at once, until it closes. Used in the thread of the server's event loop only."""
+
+    def __init__(self, places: int, meters: Meters):
+        self.places, self.meters = places, meters
+        self.taken, self.closing = 0, False
+
+    @contextmanager
+    def place(self, kind: str) -> Iterator[None]:
+        """A place for one request. Raises Refused if there is none."""
+        began, outcome = time.monotonic(), "ok"
+        try:
+            if self.closing:
+                raise Refused("server: got a request while it stops, expected none", 503, code="stopping")
+            if self.taken >= self.places:
+                raise Refused(
+                    f"server: got a request beside {self.taken} others, expected at most {self.places} at once",
+                    429, code="queue_full",
+                )  # fmt: skip
+        except Refused as error:
+            self.meters.requests[kind, error.code or ""] += 1
+            raise
+        self.taken += 1
+        try:
+            yield
+        except BaseException as error:
+            outcome = "gone" if isinstance(error, Gone) else "failed"
+            if isinstance(error, Refused) and error.status < 500:
+                outcome = "refused"
+            raise
+        finally:
+            self.taken -= 1
+            self.meters.over(kind, outcome, began)
+
+    @property
+    def patience(self) -> int:
+        """Seconds after which a client may come again: what a request took so far."""
+        served = sum(self.meters.requests.values())
+        return min(max(round(self.meters.seconds / max(served, 1)), 1), 60)
+
+
+class Worker:
+    """A thread that works on jobs in the order in which they come. `close` lets it finish those it has."""
+
+    def __init__(self, name: str, meters: Meters):
+        self.name, self.meters = name, meters
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.running: set[Job] = set()
+        self.thread = threading.Thread(target=self._work, name=f"visspec-{type(self).__name__.lower()}", daemon=True)
+        self.thread.start()
+
+    def submit(self, job: Job) -> None:
+        self.jobs.put(job)
+
+    def close(self) -> None:
+        self.jobs.put(None)
+        self.thread.join()
+
+    def _next(self, block: bool) -> Job | None:
+        """The next job that is still wanted; None at the end. Raises queue.Empty if none waits."""
+        while (job := self.jobs.get(block=block)) is not None and job.cancelled:
+            pass
+        return job
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+
+class Writing(Worker):
+    """Answers chats on a stream of `slots` rows. name: of the model, as clients know it."""
+
+    def __init__(self, name: str, fast: Accelerated, processor: Any, meters: Meters, slots: int, limits: Limits):
+        fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
+        self.fast, self.processor, self.slots, self.limits = fast, processor, slots, limits
+        self.decoder = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
+        self.processing = threading.Lock()
+        self.readers = ThreadPoolExecutor(READERS, "visspec-reader")
+        self.over = False
+        super().__init__(name, meters)
+
+    def read(self, body: Any, tell: Callable[[Any], None]) -> Job:
+        """A job of a chat completion's body. Raises Refused. Called in one of `readers`."""
+        asked: Chat = completions.chat(body, self.limits)
+        with self.processing:
+            inputs = completions.prompt_of(self.processor, asked)
+        most = completions.room(inputs["input_ids"].shape[1], asked, self.limits)
+        inputs = moved(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
+        writer = Writer(self._decode, asked.stops) if asked.stops or asked.stream else None
+        return Job(tell, asked, inputs, writer)
+
+    def close(self) -> None:
+        super().close()
+        self.readers.shutdown(wait=False, cancel_futures=True)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.decoder.decode(tokens, skip_special_tokens=True)
+
+    def _work(self) -> None:
+        while not self.over:
+            try:
+                for answer in self.fast.stream(self._entries(), slots=self.slots):
+                    self._answer(answer.id, answer)
+            except Exception as error:  # of the model itself: the rows that ran are lost, those that wait are not
+                logger.exception("%s: a pass failed", self.name)
+                for job in self.running:
+                    job.tell(error)
+                self.running.clear()
+
+    def _entries(self) -> Iterator[dict[str, Any] | None]:
+        """What the stream is given; it waits here while no row runs."""
+        while True:
+            try:
+                job = self._next(block=not self.running)
+            except queue.Empty:
+                yield None
+                continue
+            if job is None:
+                self.over = True
+                return
+            self.running.add(job)
+            yield job.inputs | {"id": job, "on_tokens": job.put}
+
+    def _answer(self, job: Job, answer: Answer) -> None:
+        self.running.discard(job)
+        self.meters.row(answer)
+        if answer.error is not None:
+            job.tell(answer.error)
+            return
+        writer = job.writer or Writer(self._decode)
+        if job.writer is None:
+            writer.add(answer.tokens)
+        if (rest := writer.finish()) and job.asked.stream:
+            job.tell(rest)
+        ended = "length" if answer.ended == "length" and not writer.stopped else "stop"
+        job.tell(Written(writer.text, len(writer.tokens), job.inputs["input_ids"].shape[1], ended))
+
+
+class Painting(Worker):
+    """Draws images with a pipeline."""
+
+    def __init__(self, name: str, pipe: ImagePipeline, meters: Meters):
+        self.pipe = pipe
+        super().__init__(name, meters)
+
+    def _work(self) -> None:
+        while (job := self._next(block=True)) is not None:
+            self.running.add(job)
+            try:
+                job.tell(Drawn(self._draw(job)))
+            except Exception as error:
+                if not isinstance(error, ValueError):
+                    logger.exception("%s: images failed", self.name)
+                job.tell(error)
+            self.running.discard(job)
+
+    def _draw(self, job: Job) -> list[bytes]:
+        def look(pipe: ImagePipeline, *_: Any) -> None:
+            if job.cancelled:
+                pipe.interrupt = True
+
+        asked: Drawing = job.asked
+        out = self.pipe(asked.prompt, callback_on_step_end=look, **asked.options)
+        self.meters.images += len(out.images)
+        files = []
+        for image in out.images:
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG")
+            files.append(buffer.getvalue())
+        return files
