@@ -149,7 +149,7 @@ def test_each_request_has_its_own_settings(running, scenes):
     )
     full = running.alone(image, text, max_new_tokens=40)
     words = full.split()
-    stop = " ".join(words[5:7])
+    stop = " ".join(words[5:7]).rstrip(" .")
     for found in (
         ask(client, messages, stop=stop, max_completion_tokens=40, max_tokens=None).choices[0].message.content,
         streamed(client, messages, stop=["never said", stop], max_tokens=40)[0],
@@ -158,7 +158,8 @@ def test_each_request_has_its_own_settings(running, scenes):
     ended = ask(client, messages, stop=stop, max_tokens=40)
     assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 7
     question, answer = questions(scenes[0])[0]
-    assert ask(client, asked(question, url(image)), max_tokens=None).choices[0].message.content == answer
+    said = ask(client, asked(question, url(image)), max_tokens=None).choices[0].message.content
+    assert said == answer.replace(" .", ".")
     dialogue = [*asked(question, url(image)), {"role": "assistant", "content": answer}, *asked("what else ?")]
     assert ask(client, dialogue).usage.prompt_tokens > ask(client, asked(question, url(image))).usage.prompt_tokens
 

@@ -89,9 +89,15 @@ def small():
     return Member("small", visspec.accelerate(model, "none"), processor)
 
 
+def asked_of(scene) -> tuple[str, str]:
+    """A question and its answer, as the tokenizer writes it."""
+    question, answer = questions(scene)[0]
+    return question, answer.replace(" .", ".")
+
+
 def test_a_likelihood_is_that_of_the_answers_tokens_only(captioner):
     scene = held_out_scenes(1)[0]
-    image, (question, right) = to_image(scene), questions(scene)[0]
+    image, (question, right) = to_image(scene), asked_of(scene)
     result = captioner.fast.generate(
         **verdict.prepare(captioner.processor, [image], question, captioner.fast.model), max_new_tokens=20,
         do_sample=False, return_dict_in_generate=True, output_logits=True,
@@ -105,7 +111,7 @@ def test_a_likelihood_is_that_of_the_answers_tokens_only(captioner):
 
 def test_a_panel(captioner, small, monkeypatch):
     scene = held_out_scenes(1)[0]
-    image, (question, right) = to_image(scene), questions(scene)[0]
+    image, (question, right) = to_image(scene), asked_of(scene)
     said = {"liar": "no shapes at all .", "mute": ""}
     real = verdict.asked
 
@@ -133,7 +139,7 @@ def test_a_panel(captioner, small, monkeypatch):
 
 def test_the_command(captioner, tmp_path, capsys):
     scene = held_out_scenes(1)[0]
-    question, right = questions(scene)[0]
+    question, right = asked_of(scene)
     to_image(scene).save(tmp_path / "a.png")
     argv = ["answer", str(tmp_path / "a.png"), question, "--drafts", "captioner", "captioner-small", "--model"]
     out = tmp_path / "v.json"

@@ -147,15 +147,12 @@ class SlotCache:
         return list(groups.values())
 
     def select(self, keep: list[int]) -> None:
-        """Keep only these rows, in ascending order. They move up in their stores; the room behind them is kept."""
-        moved = next((b for b, row in enumerate(keep) if row != b), len(keep))
+        """Keep only these rows, in this order. Rows that change their place are moved in the stores; the room behind
+        the last one is kept.
+        """
         longest = self.length
-        at = {store.device: to_device(keep[moved:], store.device) for store in (*self.keys, *self.values)}
         for stores in (self.keys, self.values):
-            for layer, store in enumerate(stores):
-                if moved < len(keep):
-                    store[moved : len(keep), :, :longest] = store[:, :, :longest][at[store.device]]
-                stores[layer] = store[: len(keep)]
+            stores[:] = [moved(store, keep, store[:, :, :longest]) for store in stores]
         self.spare += len(self.lengths) - len(keep)
         self.lengths, self.mask = [self.lengths[b] for b in keep], None
         if self.padding is not None:
@@ -186,14 +183,27 @@ class SlotCache:
         self.spare = self.spare - len(take) if enough else 0
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, (old, new) in enumerate(zip(mine, theirs)):
-                if enough:  # the same memory, with the rows behind
-                    store = old.as_strided((wanted, *old.shape[1:]), old.stride(), old.storage_offset())
+                if enough:
+                    store = widened(old, wanted)
                 else:
                     store = self._allocate(old[:1].expand(wanted, -1, -1, -1), slots)
                     store[:rows, :, : self.length] = old[:, :, : self.length]
                 store[rows:, :, :longest] = new[:, :, :longest][to_device(take, new.device)]
                 mine[layer] = store
         self.lengths, self.mask = self.lengths + [other.lengths[b] for b in take], None
+
+
+def moved(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
+    """The rows `keep` of a store, in place. used: the view of it that holds anything. Rows that stay are not copied."""
+    there = [b for b, row in enumerate(keep) if row != b]
+    if there:
+        used[to_device(there, store.device)] = used[to_device([keep[b] for b in there], store.device)]
+    return store[: len(keep)]
+
+
+def widened(store: Tensor, rows: int) -> Tensor:
+    """A store with rows of its memory that are behind it (`moved`)."""
+    return store.as_strided((rows, *store.shape[1:]), store.stride(), store.storage_offset())
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | None, extent: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visspec.cache import first_room, more_room, to_device
+from visspec.cache import first_room, more_room, moved, to_device, widened
 
 
 class Memory:
@@ -27,6 +27,7 @@ class Memory:
         self.shift: Tensor | None = None  # (B, d) term of the last global vector in a layer input
         self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
         self.kv = torch.empty(0)
+        self.spare = 0  # rows allocated behind those of `kv`: of rows that have left
         self.table = torch.empty(0)  # rotations by position, as far as this draft goes
 
     def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:
@@ -62,7 +63,7 @@ class Memory:
             room = more_room(slots, self.kv.shape[1])
             grown = self.kv.new_zeros(self.kv.shape[0], room, *self.kv.shape[2:])
             grown[:, : self.kv.shape[1]] = self.kv
-            self.kv = grown
+            self.kv, self.spare = grown, 0
             self._view()
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
@@ -150,8 +151,9 @@ class Memory:
         return mixed.transpose(1, 2).flatten(2)
 
     def select(self, keep: list[int]) -> None:
-        """Drop all rows but these."""
-        self.kv = self.kv[keep]
+        """Keep only these rows, in this order."""
+        self.kv = moved(self.kv, keep, self.kv[:, : self.end])
+        self.spare += len(self.lengths) - len(keep)
         self._view()
         self.lengths, self.positions = ([x[b] for b in keep] for x in (self.lengths, self.positions))
         self.shift = None if self.shift is None else self.shift[keep]
@@ -159,9 +161,17 @@ class Memory:
         self._measure()
 
     def join(self, other: Memory, take: list[int]) -> None:
-        """Add rows of another request's memory."""
-        room = max(self.kv.shape[1], other.kv.shape[1])
-        self.kv = torch.cat([_padded(kv, room) for kv in (self.kv, other.kv[take])])
+        """Add rows of another request's memory, in the room that is spare."""
+        rows, wanted = len(self.lengths), len(self.lengths) + len(take)
+        longest = max(other.lengths[b] for b in take)
+        if self.spare >= len(take) and self.kv.shape[1] >= longest:
+            self.kv, self.spare = widened(self.kv, wanted), self.spare - len(take)
+        else:
+            room = max(self.kv.shape[1], other.kv.shape[1])
+            grown = self.kv.new_zeros(wanted, room, *self.kv.shape[2:])
+            grown[:rows, : self.end] = self.kv[:, : self.end]
+            self.kv, self.spare = grown, 0
+        self.kv[rows:, :longest] = other.kv[:, :longest][take]
         self._view()
         if self.shift is not None or other.shift is not None:
             self.shift = torch.cat([self._shift_like(other), other._shift_like(self)[take]])

@@ -16,6 +16,7 @@ from visspec.loop.stream import Answer, Stream
 from visspec.types import Request
 
 Entry = Mapping[str, Any] | tuple[Any, Exception]  # generate's arguments, or the id and error of what became none
+MOST_KNOWN = 256  # kinds of options
 ONE_PROMPT = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
 
 
@@ -60,6 +61,7 @@ class Builder:
         pad = getattr(model.generation_config, "pad_token_id", None)
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
         self.streamers: dict[Any, Any] = {}
+        self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
 
     def queue(self, entries: Iterable[Entry | None]) -> Iterator[tuple[Any, Request | Exception] | None]:
         """(id, request) of every entry; an entry that can't be a request gives its exception."""
@@ -97,11 +99,7 @@ class Builder:
             shape = None if ids is None else tuple(ids.shape)
             raise ValueError(f"input_ids: got shape {shape}, expected (1, length), one prompt a request")
         prompt.setdefault("attention_mask", torch.ones_like(ids))
-        # pixels are read when a group is prefilled; without them a model can't place the ids that stand for them
-        blank = torch.where(torch.isin(ids, self.content.to(ids.device)), self.pad, ids)
-        found = requests.of_generate(
-            self.model, {"input_ids": blank, "attention_mask": prompt["attention_mask"]}, **options
-        )
+        found = self._prepared(ids, prompt["attention_mask"], options)
         more = {name: value for name, value in options.items() if name in found.inputs and name not in prompt}
         found.prompt, found.inputs = ids, prompt | more
         if not found.sampling.greedy:
@@ -111,6 +109,22 @@ class Builder:
             found.on_tokens = requests.streaming(streamer, ids)
             streamer.put(ids.cpu())
             self.streamers[id] = streamer
+        return found
+
+    def _prepared(self, ids: Tensor, attention: Tensor, options: dict[str, Any]) -> Request:
+        """What generate makes of options for a prompt. Plain ones that name a number of new tokens, and give neither
+        processors nor criteria, are prepared once: generate takes milliseconds to read them.
+        """
+        plain = all(isinstance(value, int | float | str | None) for value in options.values())
+        key = tuple(sorted((name, repr(value)) for name, value in options.items())) if plain else None
+        if key is not None and (known := self.known.get(key)) is not None:
+            return replace(known, prompt=ids)
+        # pixels are read when a group is prefilled; without them a model can't place the ids that stand for them
+        blank = torch.where(torch.isin(ids, self.content.to(ids.device)), self.pad, ids)
+        found = requests.of_generate(self.model, {"input_ids": blank, "attention_mask": attention}, **options)
+        free = not found.sampling.processors and found.stop is None and options.get("max_new_tokens") is not None
+        if key is not None and free and len(self.known) < MOST_KNOWN:
+            self.known[key] = replace(found, inputs=dict.fromkeys(found.inputs))  # without the prompt
         return found
 
     def kind(self, request: Request) -> Hashable:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from visspec.cache import to_device
-from visspec.loop.decode import advance, retire, select, start
+from visspec.loop.decode import advance, select, start
 from visspec.loop.pairing import Pairing
 from visspec.loop.stats import why_ended
 from visspec.types import Drafter, Request, Round, Sampling, State, Target
@@ -149,7 +149,8 @@ class Stream:
         levels, gained, tried = state.trace.rounds.pop()  # each row keeps its own part: the lane may run for days
         for row, count, missed in zip(rows, gained, tried):
             row.rounds.append(Round(levels, [count], [missed]))
-        retire(state, pairing.target, pairing.drafter)
+        if (keep := filled([row not in state.finished for row in state.rows])) is not None:
+            select(state, pairing.target, pairing.drafter, keep)
         yield from lane.leavers()
 
     def _admit(self, queue: Iterator) -> Iterator[Answer]:
@@ -228,6 +229,17 @@ class Stream:
         lane.rows |= {place: ready.rows.pop(number) for place, number in zip(places, taken)}
         ready.left = ready.left[len(take) :]
         join(lane.state, self.pairing.target, self.pairing.drafter, ready.state, take, places)
+
+
+def filled(stay: list[bool]) -> list[int] | None:
+    """The rows of a batch that stay, the last of them in the places of those that leave, so that few are moved. None if
+    all stay.
+    """
+    if all(stay):
+        return None
+    left = sum(stay)
+    last = [b for b in range(left, len(stay)) if stay[b]]
+    return [b if stay[b] else last.pop() for b in range(left)]
 
 
 def join(
