@@ -306,7 +306,7 @@ def test_many_kills_lose_no_record_and_repeat_none(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_ten_thousand_images_three_kills_and_memory_is_flat(tmp_path, little):
-    """Memory of the last run, which begins behind the third kill: a thousand records after its start, and at its end."""
+    """Memory of the run behind the third kill, a thousand records after its start and in its last thousand."""
     seen = check_kills(tmp_path, 10_000, 100, [500, 1200, 2000], "--model", str(little))
     first = [size for count, size in seen if 3000 <= count < 4000]
     last = [size for count, size in seen if 9000 <= count < 10_000]

@@ -2,6 +2,8 @@
 served is one sentence; clients that leave free their rows; a server that stops finishes what it has.
 """
 
+# ruff: noqa: E402 (what is imported needs the extra)
+
 import base64
 import io
 import os
@@ -429,12 +431,12 @@ def test_a_text_in_pieces_is_the_text(data):
 
 
 def test_jobs_that_nobody_wants_any_more_are_passed_by():
-    class Noting(Worker):
-        seen: list = []
+    seen = []
 
+    class Noting(Worker):
         def _work(self):
             while (job := self._next(block=True)) is not None:
-                self.seen.append(job)
+                seen.append(job)
 
     from visspec.api.serving import Job
 
@@ -443,7 +445,7 @@ def test_jobs_that_nobody_wants_any_more_are_passed_by():
     for job in jobs:
         worker.submit(job)
     worker.close()
-    assert worker.seen == [jobs[0], jobs[2]]
+    assert seen == [jobs[0], jobs[2]]
 
 
 def test_a_missing_extra_and_bad_arguments_are_sentences(monkeypatch, capsys):

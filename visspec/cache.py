@@ -44,16 +44,17 @@ class SlotCache:
 
     `answer`: slots that will follow the prompt. They are allocated with it, up to `AT_ONCE` or the prompt's own; a
     layer that is full grows by half. `steady`: passes have the same form whether rows are of one length or not, as
-    compiled ones want: several rows are always addressed by slot, and a mask is always given.
+    compiled ones want: several rows are always addressed by slot, and a mask is always given. `lean`: nothing beyond
+    the prompt is allocated before more is written, for rows that will be copied to another cache (`join`).
     """
 
-    def __init__(self, rows: int, answer: int = 0):
+    def __init__(self, rows: int, answer: int = 0, lean: bool = False):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.lengths = [0] * rows  # committed slots of each row, on the host
         self.padding: Tensor | None = None  # (B, L) bool: which prompt slots are real; None when all are
         self.nodes = 0  # slots per row written by this pass
-        self.answer = answer
+        self.answer, self.lean = answer, lean
         self.spare = 0  # rows that are allocated behind each store's: those of rows that have left
         self.mask: Any = None  # what `masks` keeps from pass to pass
         self.steady = False
@@ -93,7 +94,7 @@ class SlotCache:
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's new (B, H, N, E) pair; return views of that layer's slots [0, extent)."""
         if layer == len(self.keys):
-            room = first_room(self._extent, self.answer)
+            room = self._extent if self.lean else first_room(self._extent, self.answer)
             self.keys.append(self._allocate(key, room))
             self.values.append(self._allocate(value, room))
         keys, values = self.keys[layer], self.values[layer]
@@ -117,6 +118,7 @@ class SlotCache:
             for store in (self.keys, self.values):
                 for layer, old in enumerate(store):
                     store[layer] = self._grown(old)
+            self.lean = False
 
     def _allocate(self, like: Tensor, slots: int) -> Tensor:
         rows, heads, _, size = like.shape
@@ -124,7 +126,8 @@ class SlotCache:
         return torch.zeros(rows + self.spare, heads, slots, size, dtype=like.dtype, device=like.device)[:rows]
 
     def _grown(self, old: Tensor) -> Tensor:
-        new = self._allocate(old, more_room(self._extent, old.shape[2]))
+        wanted = first_room(self._extent, self.answer) if self.lean else more_room(self._extent, old.shape[2])
+        new = self._allocate(old, wanted)
         new[:, :, : old.shape[2]] = old
         return new
 
@@ -147,8 +150,8 @@ class SlotCache:
         return list(groups.values())
 
     def select(self, keep: list[int]) -> None:
-        """Keep only these rows, in this order. Rows that change their place are moved in the stores; the room behind
-        the last one is kept.
+        """Keep only these rows, in this order, keep[b] >= b. Those that change their place are moved in the stores; the
+        room behind the last one is kept.
         """
         longest = self.length
         for stores in (self.keys, self.values):
@@ -174,12 +177,14 @@ class SlotCache:
         self.padding = self.mask = None
         return dropped
 
-    def join(self, other: SlotCache, take: list[int]) -> None:
-        """Add rows of another cache of the same model, both without padding (`pack`), in the room that is spare."""
-        rows, longest = len(self.lengths), max(other.lengths[b] for b in take)
-        wanted = rows + len(take)
-        slots = max(store.shape[2] for store in (*self.keys, *other.keys))
-        enough = self.spare >= len(take) and all(store.shape[2] >= longest for store in self.keys)
+    def join(self, other: SlotCache, take: list[int], skip: list[int]) -> None:
+        """Add rows of another cache of the same model, in the room that is spare. The first skip[b] slots of the
+        other's row b are padding and are left behind; nothing else may be masked in either (`pack`).
+        """
+        rows, wanted = len(self.lengths), len(self.lengths) + len(take)
+        gained = [other.lengths[b] - skip[b] for b in take]
+        slots = max(max(gained), *(store.shape[2] for store in self.keys))
+        enough = self.spare >= len(take) and all(store.shape[2] == slots for store in self.keys)
         self.spare = self.spare - len(take) if enough else 0
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, (old, new) in enumerate(zip(mine, theirs)):
@@ -188,16 +193,19 @@ class SlotCache:
                 else:
                     store = self._allocate(old[:1].expand(wanted, -1, -1, -1), slots)
                     store[:rows, :, : self.length] = old[:, :, : self.length]
-                store[rows:, :, :longest] = new[:, :, :longest][to_device(take, new.device)]
+                for row, b, length in zip(range(rows, wanted), take, gained):
+                    store[row, :, :length] = new[b, :, skip[b] : other.lengths[b]]
                 mine[layer] = store
-        self.lengths, self.mask = self.lengths + [other.lengths[b] for b in take], None
+        self.lengths, self.mask = self.lengths + gained, None
 
 
 def moved(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
-    """The rows `keep` of a store, in place. used: the view of it that holds anything. Rows that stay are not copied."""
-    there = [b for b, row in enumerate(keep) if row != b]
-    if there:
-        used[to_device(there, store.device)] = used[to_device([keep[b] for b in there], store.device)]
+    """The rows `keep` of a store, in place; keep[b] >= b, so no row is written over before it has been moved. used: the
+    view of the store that holds anything.
+    """
+    for b, row in enumerate(keep):
+        if row != b:
+            used[b] = used[row]
     return store[: len(keep)]
 
 

@@ -85,7 +85,7 @@ class HFDecoder(Target):
         if length == 0:
             length = inputs["inputs_embeds"].shape[1]
         self._check_request(request, length)
-        cache = SlotLayers(rows, request.max_new_tokens)
+        cache = SlotLayers(rows, request.max_new_tokens, lean=bool(request.each))
         cache.slots.open(length, self.device)
         if self.passes is not None:
             self.passes.open(cache.slots)

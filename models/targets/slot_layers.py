@@ -52,8 +52,8 @@ class SlotLayers(Cache):
         """The reaches if frequencies depend on them in this request."""
         return self.reaches if self.moves else None
 
-    def __init__(self, rows: int, answer: int = 0):
-        self.slots, self.rows = SlotCache(rows, answer), list(range(rows))
+    def __init__(self, rows: int, answer: int = 0, lean: bool = False):
+        self.slots, self.rows = SlotCache(rows, answer, lean), list(range(rows))
         self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
         self.written: dict[int, int] = {}
         super().__init__(layers=[SlotLayer(self.slots, 0)])
@@ -102,15 +102,25 @@ class SlotLayers(Cache):
 
     def join(self, other: SlotLayers, take: list[int]) -> None:
         """Add rows of another cache of the same model. Padding of both is dropped."""
-        for cache in (self, other):
-            if cache.slots.padding is None:
-                continue
-            dropped = cache.slots.pack(cache.slots.padding.tolist())
-            if cache.reaches is not None:
-                cache.reaches = [reach + gone for reach, gone in zip(cache.reaches, dropped)]
-        self.slots.join(other.slots, take)
+        if self.slots.padding is not None:
+            self._pack(self.slots.padding.tolist())
+        skip = [0] * len(other.slots.lengths)
+        if other.slots.padding is not None:
+            real = other.slots.padding.tolist()
+            if all(row == sorted(row) for row in real):  # in front of the prompts: their slots are one piece
+                skip = [row.count(False) for row in real]
+            else:
+                other._pack(real)
+        self.slots.join(other.slots, take, skip)
         if self.reaches is not None and other.reaches is not None:
-            self.reaches, self.moves = self.reaches + [other.reaches[b] for b in take], self.moves or other.moves
+            reaches = [other.reaches[b] + skip[b] for b in take]
+            self.reaches, self.moves = self.reaches + reaches, self.moves or other.moves
+
+    def _pack(self, real: list[list[bool]]) -> None:
+        """Drop padding wherever it is. `real`: `slots.padding` on the host."""
+        dropped = self.slots.pack(real)
+        if self.reaches is not None:
+            self.reaches = [reach + gone for reach, gone in zip(self.reaches, dropped)]
 
     def dynamic(self, lengths: list[int]) -> DynamicCache:
         """The first lengths[b] slots of every original row, zeros behind, as transformers' own growing cache.

@@ -187,9 +187,10 @@ class Accelerated(Copied):
         """Results of many prompts as they are ready (continuous batching): a row enters the batch as another leaves.
 
         prompts: `generate` arguments of one prompt each, and optionally its `id` (default: its number), `seed` or
-        `generator`, `streamer`, and `on_tokens`, called with the ids of each round; if it returns true, the row ends. They are read as slots come free; None says that none is waiting now. options:
-        arguments for the prompts that don't have them; prompt i gets the seed `seed + i`. slots: rows decoded at once.
-        ahead: prompts prefilled at once (default: slots); as many more may stand ready.
+        `generator`, `streamer`, and `on_tokens`, called with the ids of each round; if it returns true, the row ends.
+        They are read as slots come free; None says that none is waiting now. options: arguments for the prompts that
+        don't have them; prompt i gets the seed `seed + i`. slots: rows decoded at once. ahead: prompts prefilled at
+        once (default: slots); as many more may stand ready.
         A row's tokens are those that it has alone. An error of one prompt is its result. Raises ValueError for a
         drafter whose rows can't enter a batch.
         """

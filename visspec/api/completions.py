@@ -108,7 +108,11 @@ def chat(body: Any, limits: Limits) -> Chat:
         raise refused("top_p", top_p, "a number above 0 and at most 1")
     top_k = whole(body, "top_k", 0)
     if temperature:
-        options |= {"temperature": float(temperature), "top_p": 1.0 if top_p is None else float(top_p), "top_k": top_k or 0}
+        options |= {
+            "temperature": float(temperature),
+            "top_p": 1.0 if top_p is None else float(top_p),
+            "top_k": top_k or 0,
+        }
     if (seed := whole(body, "seed", 0, MOST_SEED)) is not None:
         options["seed"] = seed
     given = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]

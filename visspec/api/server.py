@@ -12,7 +12,7 @@ import hmac
 import json
 import time
 import uuid
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -61,7 +61,7 @@ class Service:
         except TimeoutError:
             raise Refused(f"body: got a part of it in {READING:g} seconds, expected all of it", 408) from None
         try:
-            return json.loads(data)
+            return await asyncio.get_running_loop().run_in_executor(None, json.loads, data)
         except (ValueError, RecursionError):
             raise Refused("body: got no JSON, expected an object") from None
 
@@ -146,7 +146,8 @@ class Events:
 
     def tell(self, event: Any) -> None:
         """Called in any thread."""
-        self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
+        with suppress(RuntimeError):  # the loop is closed: nobody listens
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
 
     async def next(self) -> Any:
         """The next event. Raises what the worker told as an exception, and Gone."""
@@ -184,11 +185,11 @@ class Stream(Response):
             text = data if isinstance(data, str) else json.dumps(data)
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
-        with self.held:
+        with suppress(Gone), self.held:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await self._say_all(say)
-            except Refused as error:
+            except Refused as error:  # the status was sent
                 await say(error.body)
             await say("[DONE]")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -217,7 +218,9 @@ def application(service: Service) -> FastAPI:
         for worker in service.workers:
             await asyncio.get_running_loop().run_in_executor(None, worker.close)
 
-    app = FastAPI(title="visspec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="visspec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
     guarded = {"dependencies": [Depends(service.guard)]}
 
     async def health() -> dict[str, str]:
@@ -248,7 +251,9 @@ def application(service: Service) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
         asked = f"{request.method} {request.url.path}"
-        return JSONResponse(Refused(f"path: got {asked}, expected one of the API's", error.status_code).body, error.status_code)
+        return JSONResponse(
+            Refused(f"path: got {asked}, expected one of the API's", error.status_code).body, error.status_code
+        )
 
     @app.exception_handler(Gone)
     @app.exception_handler(ClientDisconnect)

@@ -97,7 +97,9 @@ class Writer:
             del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
             self.stopped = True
             return self._grown(full[: min(places)])
-        return self._grown(full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)].rstrip("\ufffd"))
+        return self._grown(
+            full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)].rstrip("\ufffd")
+        )
 
     def finish(self) -> str:
         """The text that was held back, when no token follows."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import resource
 import statistics
 import time
@@ -30,12 +31,13 @@ from visspec.eval.world.scene import held_out_scenes
 from visspec.files import write_json
 from visspec.provenance import provenance
 
-SHARE = 2  # one prompt in so many asks for a description, the others for a word or two
+SHARE = 0.25  # of prompts that ask for a description; the others ask for a word or two
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=positive, default=512, help="how many held-out scenes")
     parser.add_argument("--slots", type=positive, default=8, help="of the stream, and rows of fixed batches")
+    parser.add_argument("--share", type=float, default=SHARE, help="of prompts that ask for a description, 0 to 1")
     parser.add_argument("--passes", type=positive, default=3, help="over all prompts, of every arm")
     parser.add_argument("--threads", type=positive, help="torch threads")
     parser.add_argument("--skip-alone", action="store_true", help="do not compare rows with what they are alone")
@@ -47,6 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     record = bench_captions(
         *load(arguments), images=arguments.images, slots=arguments.slots, passes=arguments.passes,
+        share=arguments.share,
         max_new_tokens=arguments.max_new_tokens, acceptance=arguments.acceptance, request=arguments.prompt or PROMPT,
         alone=not arguments.skip_alone,
     )  # fmt: skip
@@ -54,22 +57,19 @@ def run(arguments: argparse.Namespace) -> None:
     write_json(arguments.json, record)
 
 
-def asked(scenes: Sequence, request: str) -> list[str]:
-    """What is asked of each scene: a description, or one of its questions."""
-    found = []
-    for i, scene in enumerate(scenes):
-        short = questions(scene)
-        found.append(request if i % SHARE else short[i % len(short)][0])
-    return found
+def asked(scenes: Sequence, request: str, share: float = SHARE) -> list[str]:
+    """What is asked of each scene: a description, or one of its questions. The same for the same number of scenes."""
+    lot = random.Random(0)
+    return [request if lot.random() < share else lot.choice(questions(scene))[0] for scene in scenes]
 
 
 def bench_captions(
     model, processor, drafter: str, *, images: int, slots: int, passes: int, max_new_tokens: int, acceptance: str,
-    request: str, alone: bool = True,
+    request: str, share: float = SHARE, alone: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Run all arms. Returns the JSON object of docs/benchmarks.md. Greedy."""
     scenes = held_out_scenes(images)
-    pixels, texts = [to_image(scene) for scene in scenes], asked(scenes, request)
+    pixels, texts = [to_image(scene) for scene in scenes], asked(scenes, request, share)
     base = {"max_new_tokens": max_new_tokens, "do_sample": False}
     fast = accelerate(model, drafter, acceptance=acceptance)
     single = [prepare(processor, [image], text, model) for image, text in zip(pixels, texts)]
@@ -114,7 +114,7 @@ def bench_captions(
     return {
         "bench": "captions", "guarantee": fast.rule.traits.guarantee, "drafter": drafter, "acceptance": acceptance,
         "target": getattr(model.config, "_name_or_path", ""), "n_prompts": images, "batch_size": slots,
-        "max_new_tokens": max_new_tokens, "passes": passes, "tokens": sum(lengths),
+        "max_new_tokens": max_new_tokens, "passes": passes, "share": share, "tokens": sum(lengths),
         "lengths": [min(lengths), statistics.median(lengths), max(lengths)], "rows": rows,
         "identical": sum(outputs["stream"][i] == tokens for i, tokens in enumerate(expected)),
         "compared": len(expected), "load": os.getloadavg()[0], "provenance": provenance(model),

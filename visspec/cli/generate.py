@@ -40,7 +40,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--order", help="order of decoding, with options: zipar:window=4 (default: raster)")
     parser.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)")
     parser.add_argument("--batch-size", type=positive, default=8)
-    parser.add_argument("--best-of", type=positive, default=1, help="draw so many for each image, keep the best (selection)")
+    parser.add_argument(
+        "--best-of", type=positive, default=1, help="draw so many for each image, keep the best (selection)"
+    )
     parser.add_argument("--scorer", help="which is the best: detector (rendered shapes) or clip:MODEL")
     parser.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
     parser.add_argument("--json", type=Path, help="write seeds, passes, guarantee, drift and displacement to this file")
@@ -61,9 +63,10 @@ def run(arguments: argparse.Namespace) -> None:
     chosen = method(arguments, pipe)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     stream = pipe.stream(
-        arguments.prompt, num_images_per_prompt=arguments.n * arguments.best_of, guidance_scale=arguments.guidance_scale,
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, height=arguments.height,
-        width=arguments.width, seed=arguments.seed, batch_size=arguments.batch_size, **chosen,
+        arguments.prompt, num_images_per_prompt=arguments.n * arguments.best_of,
+        guidance_scale=arguments.guidance_scale, temperature=arguments.temperature, top_k=arguments.top_k,
+        top_p=arguments.top_p, height=arguments.height, width=arguments.width, seed=arguments.seed,
+        batch_size=arguments.batch_size, **chosen,
     )  # fmt: skip
     shown: list[Image.Image] = []
     captions: list[str] = []
@@ -101,9 +104,8 @@ def scorer(arguments: argparse.Namespace) -> Score | None:
     if arguments.best_of == 1 and arguments.scorer is None:
         return None
     if arguments.best_of == 1 or arguments.scorer is None:
-        raise ValueError(
-            f"--best-of: got {arguments.best_of} and --scorer {arguments.scorer}, expected 2 or more and {best_of.NAMES}"
-        )
+        found = f"{arguments.best_of} and --scorer {arguments.scorer}"
+        raise ValueError(f"--best-of: got {found}, expected 2 or more and {best_of.NAMES}")
     return best_of.scorer(arguments.scorer, arguments.prompt, arguments.device)
 
 
