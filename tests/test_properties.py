@@ -12,6 +12,7 @@ from tests.tiny import prompt, shapes
 from visspec import tree as trees
 from visspec.cache import GROW, SlotCache, visibility
 from visspec.loop.pace import Pace
+from visspec.loop.stream import filled
 from visspec.types import Round
 
 NEW = 12
@@ -204,9 +205,33 @@ def test_slot_cache_equals_lists(data, rows, layers):
         cache.commit(paths)
         assert cache.lengths == list(map(len, model)) and cache.length == max(cache.lengths)
         if len(model) > 1 and turn and data.draw(st.booleans()):
-            keep = sorted(data.draw(st.sets(st.integers(0, len(model) - 1), min_size=1)))
-            cache.select(keep)
-            model = [model[b] for b in keep]
+            stay = data.draw(st.lists(st.booleans(), min_size=len(model), max_size=len(model)).filter(any))
+            in_order = [b for b, stays in enumerate(stay) if stays]
+            keep = filled(stay) if data.draw(st.booleans()) else in_order
+            if keep is not None:
+                assert sorted(keep) == in_order
+                cache.select(keep)
+                model = [model[b] for b in keep]
+        if turn and data.draw(st.booleans()):
+            model += joined(data, cache, layers, counter)
+
+
+def joined(data, cache, layers, counter) -> list[list[float]]:
+    """Rows of another cache, with padding in front, enter a cache. Returns what they hold."""
+    rows, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    other = SlotCache(rows, lean=data.draw(st.booleans()))
+    written = torch.tensor([[next(counter) for _ in range(size)] for _ in range(rows)], dtype=torch.float32)
+    key = written[:, None, :, None].expand(-1, 2, -1, 3)
+    other.open(size, "cpu")
+    for layer in range(layers):
+        other.write(layer, key + layer, -key - layer)
+    other.commit([list(range(size))] * rows)
+    assert not other.lean or other.keys[0].shape[2] == size
+    skip = data.draw(st.lists(st.integers(0, size - 1), min_size=rows, max_size=rows))
+    take = sorted(data.draw(st.sets(st.integers(0, rows - 1), min_size=1)))
+    cache.join(other, take, skip)
+    assert torch.equal(other.keys[0][:, :, :size], key)  # rows that were not taken are still there
+    return [written[b, skip[b] :].tolist() for b in take]
 
 
 @pytest.mark.parametrize("lengths", [(GROW + 4, GROW + 4), (GROW + 4, GROW)], ids=["even", "ragged"])

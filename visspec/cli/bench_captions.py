@@ -45,6 +45,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.share <= 1:
+        raise ValueError(f"--share: got {arguments.share:g}, expected a number from 0 to 1")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     record = bench_captions(

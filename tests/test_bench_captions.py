@@ -1,0 +1,29 @@
+"""`visspec bench captions`: what it measures is there, all arms say the same, and prompts are what the share says."""
+
+import json
+
+from tests.test_cli import refused
+from visspec.cli.bench_captions import asked, ratio
+from visspec.cli.main import main
+from visspec.eval.world.scene import held_out_scenes
+
+
+def test_it_writes_what_it_measured(tmp_path, capsys):
+    out = tmp_path / "c.json"
+    argv = ["bench", "captions", "--images", "5", "--slots", "2", "--passes", "1", "--max-new-tokens", "24"]
+    assert main([*argv, "--share", "0.5", "--json", str(out)]) in (0, None)
+    found = json.loads(out.read_text())
+    assert [row["name"] for row in found["rows"]] == ["stream", "fixed_batches", "transformers_sorted"]
+    assert all(row["identical_to_stream"] == 5 and row["images_per_second"] > 0 for row in found["rows"])
+    assert found["identical"] == found["compared"] == 5 and found["lengths"][2] == 24 and found["share"] == 0.5
+    assert "identical to alone: 5/5" in capsys.readouterr().out
+    assert "--share: got 2" in refused(capsys, *argv, "--share", "2")
+
+
+def test_a_share_of_the_prompts_asks_for_a_description():
+    scenes = held_out_scenes(200)
+    found = asked(scenes, "describe .", 0.25)
+    assert found == asked(scenes, "describe .", 0.25) and 30 < found.count("describe .") < 70
+    assert asked(scenes[:3], "describe .", 1.0) == ["describe ."] * 3
+    assert "describe ." not in asked(scenes, "describe .", 0.0)
+    assert ratio([2.0, 6.0, 4.0], [1.0, 2.0, 2.0]) == 2.0
