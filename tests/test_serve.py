@@ -26,9 +26,9 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 openai = pytest.importorskip("openai", reason="the client `openai` is not installed (extra `test`)")
 
 import visspec
-from visspec.api import loading
+from visspec.api import completions, loading
 from visspec.api.captions import prepare
-from visspec.api.completions import Limits
+from visspec.api.completions import Limits, Refused
 from visspec.api.server import Server, Service
 from visspec.api.serving import Desk, Meters, Painting, Worker, Writer, Writing
 from visspec.eval.world.captions import questions
@@ -239,6 +239,33 @@ def test_strangers_and_strange_bodies(running, captioner):
         assert [m.id for m in guarded.client(api_key="secret").models.list()] == ["captioner"]
         with pytest.raises(openai.NotFoundError, match="started with --image-model"):
             guarded.client(api_key="secret").images.generate(prompt="x")
+
+
+NAMES = ("messages", "stop", "stream", "stream_options", "seed", "n", "tools", "size", "prompt", "temperature", "top_p")
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(("role", "content", "type", "text", "image_url", "url")), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+CONTENT = st.text(max_size=3) | st.lists(
+    st.fixed_dictionaries({"type": st.sampled_from(("text", "image_url", 7))}), max_size=2
+)
+GOOD = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": CONTENT}), min_size=1, max_size=2)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), values), st.none() | GOOD)
+def test_any_body_is_read_or_refused(body, messages):
+    body |= {} if messages is None else {"messages": messages, "prompt": "a red ring"}
+    for read in (lambda: completions.chat(body, Limits()), lambda: completions.drawing(body)):
+        try:
+            read()
+        except Refused as error:
+            assert error.status == 400 and "expected" in str(error)
+    neutral = {"n": 1, "presence_penalty": 0.0, "tools": [], "logprobs": False, "stream_options": None, "stop": None}
+    assert completions.chat(neutral | {"messages": asked("x")}, Limits()).messages
 
 
 def measured(running) -> dict[str, float]:

@@ -294,6 +294,39 @@ def test_streamers_get_their_own_row():
         assert kept.ended and kept.values == entry["input_ids"][0].tolist() + answers[i].tokens
 
 
+def test_on_tokens_sees_every_round_and_may_end_the_row():
+    quick = fast("llava", "ngram")
+    entries = prompts("llava", max_new_tokens=9)
+    expected, seen = [tokens for tokens, _ in alone(quick, entries)], [[] for _ in entries]
+
+    def watch(i):
+        def told(tokens):
+            seen[i] += tokens
+            if i == 3:
+                raise RuntimeError("made up")
+            return i % 2 and len(seen[i]) > 3
+
+        return told
+
+    answers = {a.id: a for a in quick.stream([e | {"on_tokens": watch(i)} for i, e in enumerate(entries)], slots=3)}
+    for i, tokens in enumerate(expected):
+        assert answers[i].tokens == seen[i] == tokens[: len(seen[i])]
+        assert len(seen[i]) == 9 if i % 2 == 0 else len(seen[i]) < 9
+        assert answers[i].ended == (None if i == 3 else "stop" if i % 2 else "length")
+    assert "made up" in str(answers[3].error) and len(seen[3]) == 1
+
+
+def test_plain_options_are_read_once_and_not_mixed_up(monkeypatch):
+    from visspec.api import requests
+
+    quick, calls, real = fast("llava", "none"), [], requests.of_generate
+    entries = [{k: v for k, v in e.items() if k != "seed"} for e in prompts("llava", count=4)]  # six limits
+    expected = alone(quick, entries)
+    monkeypatch.setattr(requests, "of_generate", lambda *a, **o: calls.append(o) or real(*a, **o))
+    assert together(quick, entries, slots=12) == expected
+    assert len(calls) < len(entries) and {o["max_new_tokens"] for o in calls} == set(LIMITS)
+
+
 def test_a_row_knows_its_rounds_and_origins():
     quick = fast("llava", "ngram")
     entries = prompts("llava")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,11 +93,11 @@ def chat(body: Any, limits: Limits) -> Chat:
     messages, images = [], []
     for i, message in enumerate(listed(body, "messages", "a list of messages")):
         where = f"messages[{i}]"
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            role = message.get("role") if isinstance(message, Mapping) else message
+        role = message.get("role") if isinstance(message, Mapping) else message
+        if not isinstance(role, str) or role not in ROLES or not isinstance(message, Mapping):
             raise refused(f"{where}.role", role, f"one of {', '.join(ROLES)}")
         parts = content(message.get("content"), f"{where}.content", images, limits)
-        messages.append({"role": ROLES[message["role"]], "content": parts})
+        messages.append({"role": ROLES[role], "content": parts})
     options: dict[str, Any] = {}
     temperature = number(body, "temperature", 0, 100)
     if temperature is not None:
@@ -118,7 +117,7 @@ def chat(body: Any, limits: Limits) -> Chat:
     given = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     return Chat(
         messages, images, options, whole(body, given[0], 1) if given else None, stops(body.get("stop")),
-        flag(body, "stream"), bool((body.get("stream_options") or {}).get("include_usage")),
+        flag(body, "stream"), wants_usage(body.get("stream_options")),
     )  # fmt: skip
 
 
@@ -147,7 +146,8 @@ def check_nothing(body: Any, neutral: Mapping[str, tuple]) -> None:
         raise Refused(f"body: got {type(body).__name__}, expected a JSON object")
     for name, values in neutral.items():
         found = body.get(name)
-        if found is not None and not any(found == value and type(found) is type(value) for value in values):
+        same = (found == value and isinstance(found, bool) == isinstance(value, bool) for value in values)
+        if found is not None and not any(same):
             wanted = " or ".join(repr(value) for value in values) or "none"
             raise refused(name, found, f"{wanted}: this server has nothing else", code="unsupported_value")
 
@@ -156,7 +156,7 @@ def content(given: Any, where: str, images: list[Image.Image], limits: Limits) -
     """A message's parts as chat templates take them; its images are added to `images`."""
     if isinstance(given, str):
         return [{"type": "text", "text": given}]
-    if not isinstance(given, Sequence) or not given:
+    if not isinstance(given, list) or not given:
         raise refused(where, given, "a text or a list of parts")
     found: list[dict[str, Any]] = []
     for i, part in enumerate(given):
@@ -200,6 +200,13 @@ def stops(given: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def wants_usage(given: Any) -> bool:
+    """Whether a streamed answer ends with its counts."""
+    if given is not None and not isinstance(given, Mapping):
+        raise refused("stream_options", given, "an object")
+    return bool((given or {}).get("include_usage"))
+
+
 def listed(body: Mapping[str, Any], name: str, what: str) -> list:
     found = body.get(name)
     if not isinstance(found, list) or not found:
@@ -209,7 +216,7 @@ def listed(body: Mapping[str, Any], name: str, what: str) -> list:
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
     found = body.get(name)
-    if found not in (None, True, False):
+    if found is not None and not isinstance(found, bool):
         raise refused(name, found, "true or false")
     return bool(found)
 
@@ -217,7 +224,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 def number(body: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
     """An argument between two numbers, None if it isn't there."""
     found = body.get(name)
-    real = isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found)
+    real = isinstance(found, (int, float)) and not isinstance(found, bool)
     if found is not None and not (real and least <= found <= most):
         raise refused(name, found, f"a number from {least} to {most}")
     return found
