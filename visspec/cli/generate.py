@@ -11,15 +11,11 @@ from visspec.cli.arguments import add_drawing, positive
 from visspec.files import Results, replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from PIL import Image
 
-    from visspec.api.best_of import Score
     from visspec.api.images import ImageOutput, ImagePipeline
 
 CHOSEN = ("drafter", "acceptance", "order")
-SELECTED = "selection (not lossless)"
 MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the batch an image was drawn in
 
 
@@ -52,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Finished images stay when it is interrupted."""
     from visspec.api.grid import grid
     from visspec.api.images import ImagePipeline
+    from visspec.cli.generate_best import picked, scorer
     from visspec.provenance import provenance
 
     check_method(arguments)
@@ -95,44 +92,6 @@ def run(arguments: argparse.Namespace) -> None:
             if shown and arguments.grid:
                 save(grid(shown, captions), arguments.grid)
                 print(f"{arguments.grid}: all {len(shown)}")
-
-
-def scorer(arguments: argparse.Namespace) -> Score | None:
-    """The score of --best-of. Raises ValueError where one of the two options is missing."""
-    from visspec.api import best_of
-
-    if arguments.best_of == 1 and arguments.scorer is None:
-        return None
-    if arguments.best_of == 1 or arguments.scorer is None:
-        found = f"{arguments.best_of} and --scorer {arguments.scorer}"
-        raise ValueError(f"--best-of: got {found}, expected 2 or more and {best_of.NAMES}")
-    return best_of.scorer(arguments.scorer, arguments.prompt, arguments.device)
-
-
-def picked(
-    stream: Iterable[ImageOutput], count: int, score: Score | None
-) -> Iterator[tuple[ImageOutput, list[tuple[ImageOutput, int, dict[str, Any]]]]]:
-    """Each batch, and the images to keep since the last one: all, or the best of every `count` in turn, which are of
-    one prompt, with their scores.
-    """
-    from visspec.api.best_of import best
-
-    waiting: list[tuple[ImageOutput, int]] = []
-    for part in stream:
-        picks: list[tuple[ImageOutput, int, dict[str, Any]]] = []
-        for i in range(len(part.images)):
-            waiting.append((part, i))
-            if len(waiting) < count:
-                continue
-            about: dict[str, Any] = {}
-            at = 0
-            if score is not None:
-                scores = score([p.images[j] for p, j in waiting], part.prompts[i])
-                at = best(scores)
-                about = {"score": scores[at], "best_of": count, "selected_from": scores, "guarantee": SELECTED}
-            picks.append((*waiting[at], about))
-            waiting = []
-        yield part, picks
 
 
 def first_number(folder: Path) -> int:
