@@ -60,6 +60,17 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     add_hardware(parser)
 
 
+def add_ray(parser: argparse.ArgumentParser) -> None:
+    """Work in several processes, with Ray Data."""
+    parser.add_argument(
+        "--ray", action="store_true",
+        help="--workers processes, each with its own model, write parquet shards into the folder --out, on the machines"
+        " of RAY_ADDRESS or on this one (pip install 'visspec[ray]')",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=positive, default=1, help="of each process, with --ray")
+    parser.add_argument("--shard", type=positive, default=64, help="records of a shard, with --ray")
+
+
 def load(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
     """(model, processor, drafter name) of the vision-language model that `arguments` name."""
     from visspec.api import loading

@@ -64,6 +64,7 @@ def check_targets(arguments: argparse.Namespace) -> None:
     for name in ("json", "grid", "out", "images", "report"):
         path = getattr(arguments, name, None)
         folder = name in ("out", "images") and arguments.command not in ("report", "caption")
+        folder = folder or (name == "out" and getattr(arguments, "ray", False))
         if isinstance(path, Path) and (why := unwritable(path, folder)) is not None:
             raise ValueError(f"--{name}: {why}")
 
