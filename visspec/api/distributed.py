@@ -190,7 +190,7 @@ def cluster(pool: Pool) -> Iterator[Any]:
             os.environ.setdefault(name, value)
         importlib.import_module("ray.data")
         for name in ("ray", "ray.data"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are raised
         own = {} if there else {"num_cpus": pool.workers * pool.threads + 1, "include_dashboard": False}
         ray.init(address=there, logging_level="ERROR", log_to_driver=False, configure_logging=False, **own)
     try:
@@ -248,10 +248,12 @@ def _shards(ray, readers, claims, make, shards: Shards, pool: Pool, size: int) -
 
 def said(error: BaseException) -> str:
     """What went wrong in an actor, in one sentence."""
-    causes = [error]
-    while (cause := getattr(causes[-1], "cause", None) or causes[-1].__cause__) is not None and cause not in causes:
-        causes.append(cause)
-    own = next((c for c in reversed(causes) if isinstance(c, (ValueError, OSError))), None)
+    found = [error]
+    for one in found:  # grows
+        inner = (getattr(one, "cause", None), one.__cause__, *one.args)
+        found += [other for other in inner if isinstance(other, BaseException) and other not in found]
+    own = next((one for one in found if isinstance(one, (ValueError, OSError)) and str(one)), None)
     if own is not None:
-        return str(own)
-    return f"--ray: {type(causes[-1]).__name__}: {str(causes[-1]).strip().splitlines()[-1][:300]}"
+        return str(getattr(own, "cause", own))  # Ray wraps it in a class of both kinds, which shows its own traceback
+    lines = str(error).strip().splitlines() or [""]
+    return f"--ray: {type(error).__name__}: {lines[0][:300]}"

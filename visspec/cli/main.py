@@ -28,6 +28,7 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "bench kernels": "time and bandwidth of each kernel",
     "train": "train",
     "train drafter": "distil a feature drafter for a target, in process",
+    "tune": "choose drafter, tree, length and batch for a model and images, by measurement",
     "eval": "judge images and texts: FID, GenEval, CLIPScore, captions, ...",
     "report": "one HTML page from the JSON of benches",
     "list": "names of drafters, rules, checkpoints",
@@ -63,7 +64,7 @@ def check_targets(arguments: argparse.Namespace) -> None:
     """Refuse, before any work, files and folders that can't be written."""
     for name in ("json", "grid", "out", "images", "report"):
         path = getattr(arguments, name, None)
-        folder = name in ("out", "images") and arguments.command not in ("report", "caption")
+        folder = name in ("out", "images") and arguments.command not in ("report", "caption", "tune")
         folder = folder or (name == "out" and getattr(arguments, "ray", False))
         if isinstance(path, Path) and (why := unwritable(path, folder)) is not None:
             raise ValueError(f"--{name}: {why}")
