@@ -72,6 +72,13 @@ def test_an_id_is_made_once_whoever_reads_it_and_however_often():
     assert ids(1) == [] and claims.doubles() == ["a", "old", "b", "c"]
 
 
+def test_records_travel_as_tables():
+    pytest.importorskip("pyarrow")
+    records = [Record("a", Path("x/a.png")), Record("b", b"\x00bytes\x00", "what ?"), Record("c\udcff", error="gone")]
+    (row,) = distributed.packed(records).to_pylist()
+    assert distributed.unpacked(row) == records
+
+
 def test_the_record_that_kills_workers_is_found_and_the_others_are_made(shards):
     class Died(Exception):
         pass
@@ -241,5 +248,5 @@ def test_images_of_two_processes_are_those_of_one(cluster, pipe, folder, tmp_pat
     assert main([*argv, "--model", str(folder)]) == 0
     found = {row["id"]: row["image"] for row in Shards(out, {}).read()}
     records = [Record(f"{text}#{k}", prompt=text) for text in ("a ring", "a cube") for k in range(2)]
-    drawing = Drawing(pipe, {"batch_size": 8}, 5)
+    drawing = Drawing(pipe, {"batch_size": 1}, 5)  # pixels round by the size of a batch
     assert found == {row["id"]: row["image"] for row in drawing(records)}

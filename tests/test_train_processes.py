@@ -13,7 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.tiny import model_of
+from tests.parallel_target import captions
 from tests.test_cli import refused
+from visspec.api import loading
 from visspec.eval.report.training import write_page
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.recipes.train_drafter import items_of, opened
@@ -23,15 +25,20 @@ from visspec.train.loop import Alone
 ROOT = Path(__file__).parent.parent
 
 
-def launch(*argv: str) -> None:
-    """torchrun with two processes of one thread."""
+def launch(home: Path, module: str, *argv: str) -> None:
+    """`main` of a module of the tests with two processes of one thread, by torchrun."""
+    script = home / "run.py"  # tests are no package that is installed
+    values = ", ".join(map(repr, argv))
+    (home / "tests").symlink_to(ROOT / "tests")
+    script.write_text(f"import sys; sys.path.insert(0, {str(home)!r})\nfrom pathlib import Path\n"
+                      f"from tests.{module} import main\nmain({values}{', ' if argv else ''}Path({str(home)!r}))\n")  # fmt: skip
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), *argv]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(script)]
     more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=500, cwd=ROOT / "tests")
+    done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=500, cwd=home)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -44,11 +51,7 @@ def home(tmp_path_factory):
         (home / parallel / "data").mkdir(parents=True)
         for i in range(3):
             Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(home / parallel / "data" / f"{i}.png")
-        script = home / "run.py"  # tests are no package that is installed
-        script.write_text(f"import sys; sys.path.append({str(ROOT)!r})\n"
-                          "from tests.training_processes import main\nfrom pathlib import Path\n"
-                          "main(sys.argv[1], Path(sys.argv[2]))\n")  # fmt: skip
-        launch(str(script), parallel, str(home / parallel))
+        launch(home / parallel, "training_processes", parallel)
     return home
 
 
@@ -77,13 +80,31 @@ def test_two_processes_train_one_drafter(home):
         assert page.count("<svg") == 4 and "2 processes" in page
 
 
+@pytest.mark.slow
+def test_a_target_split_by_transformers_plan_is_itself(tmp_path):
+    """Tensor-parallel in two processes, and over devices: the tokens of one process on one device."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
+    launch(tmp_path, "parallel_target")
+    whole = captions("cpu")
+    assert whole["none"] == whole["stock"] and captions("auto") == whole
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found.pop("rows") == whole["rows"] // 2
+        assert all(found[name] == whole["stock"] for name in found)
+
+
 def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):
     assert isinstance(workers(None, "cpu"), Alone)
     with pytest.raises(ValueError, match="parallel: got fsdp in one process, expected several"):
         workers("fsdp", "cpu")
     with pytest.raises(ValueError, match="parallel: got 'x', expected ddp or fsdp"):
         workers("x", "cpu")
+    with pytest.raises(ValueError, match="device: got 'tp' in one process"):
+        loading.load(device="tp")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="parallel: got fsdp with device tp"):
+        workers("fsdp", "tp")
+    assert workers(None, "tp").world == 1
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ValueError, match=r"accelerate is not installed, expected it \(pip install 'visspec\[train\]'"):
         workers(None, "cpu")

@@ -55,7 +55,7 @@ def test_predictions_are_the_formula_of_the_pace(share, base, slope):
 
 def test_drafts_of_mixed_lengths_are_counted_and_outputs_stay():
     """The oracle's drafts are all right: every length gains all of it."""
-    inputs, answers = prompt("llama", shapes("llama")["batch"]), stock("llama", "batch")
+    inputs, answers = prompt("llama", shapes("llama")["ragged"]), stock("llama", "ragged")
     found = tuning.observe(fast("llama", Oracle(answers)), inputs, (1, 3), 0, max_new_tokens=24, do_sample=False)
     assert found.tokens == answers and found.prefill > 0
     assert {asked for asked, *_ in found.rounds} <= {0, 1, 2, 3} and {1, 3} <= {asked for asked, *_ in found.rounds}
@@ -85,7 +85,7 @@ def images(tmp_path_factory):
     home = tmp_path_factory.mktemp("images")
     for i, scene in enumerate(held_out_scenes(8)):
         to_image(scene).save(home / f"{i}.png")
-    (home / "9.png").write_bytes(b"broken")
+    (home / "00.png").write_bytes(b"broken")
     return home
 
 
@@ -105,7 +105,7 @@ def test_a_model_and_images_are_tuned(images, tmp_path, capsys):
     assert {k: read[k] for k in tuning.KEPT} == {k: found["choice"][k] for k in tuning.KEPT}
     said = capsys.readouterr()
     assert "choice: " in said.out or "nothing pays" in said.out
-    assert "9.png" in said.err
+    assert "00.png" in said.err
     assert main(["caption", str(images / "0.png"), "--drafter", str(preset), "--max-new-tokens", "4"]) == 0
 
 

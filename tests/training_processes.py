@@ -1,9 +1,6 @@
 """What `tests/test_train_processes.py` runs in two processes: a drafter trained whole, broken off and resumed, by hand.
-
-    torchrun --nproc-per-node 2 tests/training_processes.py ddp|fsdp FOLDER
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -64,7 +61,3 @@ def main(parallel: str, home: Path) -> None:
     several = workers.Workers(parallel == "fsdp", "cpu")
     assert several.world == 2
     several.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -9,10 +9,11 @@ settings and the record's id, so that it is the same whoever makes it and howeve
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
-import pickle
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -109,23 +110,43 @@ def groups(
         yield kept
 
 
+def packed(records: Sequence[Record]) -> Any:
+    """Records as one row of an arrow table. Images are paths or the bytes of files."""
+    arrow = importlib.import_module("pyarrow")
+    told, pixels = [], []
+    for record in records:
+        image = record.image
+        pixels.append(image if isinstance(image, bytes) else b"")
+        told.append([record.id, None if image is None or pixels[-1] else str(image), record.prompt, record.error])
+    row = arrow.array([pixels], arrow.list_(arrow.large_binary()))
+    return arrow.table({"records": [json.dumps(told)], "pixels": row})
+
+
+def unpacked(row: Mapping[str, Any]) -> list[Record]:
+    """The records of such a row."""
+    return [
+        Record(id, pixels or (None if path is None else Path(path)), prompt, error)
+        for (id, path, prompt, error), pixels in zip(json.loads(row["records"]), row["pixels"])
+    ]
+
+
 class Reading:
     """A task of Ray Data: numbers of readers in, rows of so many records out."""
 
     def __init__(self, readers: Sequence[Callable[[], Iterator[Record]]], claims: Any, size: int, home: str):
         self.readers, self.claims, self.size, self.home = readers, claims, size, home
 
-    def __call__(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def __call__(self, batch: Any) -> Iterator[Any]:
         import ray
 
         os.chdir(self.home)  # sources may be relative paths
-        for number in map(int, batch["item"]):
+        for number in batch["item"].to_pylist():
 
             def claim(first: int, ids: list[str], number: int = number) -> list[bool]:
                 return ray.get(self.claims.claim.remote(number, first, ids))
 
             for records in groups(self.readers[number], claim, self.size):
-                yield {"records": [pickle.dumps(records)]}
+                yield packed(records)
 
 
 class Worker:
@@ -143,8 +164,9 @@ class Worker:
         self.making = make()
         self._ask("loading", -1)
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        return {"shard": [pickle.dumps(self.written(pickle.loads(records))) for records in batch["records"]]}
+    def __call__(self, batch: Any) -> Any:
+        told = [json.dumps(self.written(unpacked(row))) for row in batch.to_pylist()]
+        return importlib.import_module("pyarrow").table({"told": told})
 
     def written(self, records: list[Record]) -> dict[str, Any]:
         """Make the shard of these records, if it is not there. Returns what it holds, and when it was made (unix
@@ -189,6 +211,7 @@ def cluster(pool: Pool) -> Iterator[Any]:
         for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_BACKEND_LOG_LEVEL", "fatal")):
             os.environ.setdefault(name, value)
         importlib.import_module("ray.data")
+        warnings.filterwarnings("ignore", "The minimum number of concurrent actors")  # one source gives many rows
         for name in ("ray", "ray.data"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are raised
         own = {} if there else {"num_cpus": pool.workers * pool.threads + 1, "include_dashboard": False}
@@ -234,16 +257,17 @@ def _shards(ray, readers, claims, make, shards: Shards, pool: Pool, size: int) -
     context.wait_for_min_actors_s = READY_S
     context.target_max_block_size = 1  # a row is a block, so that actors share them
     shards = Shards(shards.folder.absolute(), shards.columns)
+    whole: dict[str, Any] = {"batch_size": 1, "batch_format": "pyarrow"}
     with data.DataContext.current(context):
         numbers = data.from_items(list(range(len(readers))), override_num_blocks=max(len(readers), 1))
-        rows = numbers.map_batches(Reading(readers, claims, size, home).__call__, batch_size=1, num_cpus=READING)
+        rows = numbers.map_batches(Reading(readers, claims, size, home).__call__, **whole, num_cpus=READING)
         made = rows.map_batches(
-            Worker, fn_constructor_args=(make, shards, claims, pool, home), batch_size=1,
+            Worker, fn_constructor_args=(make, shards, claims, pool, home), **whole,
             compute=data.ActorPoolStrategy(size=pool.workers, max_tasks_in_flight_per_actor=1),
             num_cpus=pool.threads, num_gpus=pool.gpus or None,
         )  # fmt: skip
         for row in made.iter_rows():
-            yield pickle.loads(row["shard"])
+            yield json.loads(row["told"])
 
 
 def said(error: BaseException) -> str:

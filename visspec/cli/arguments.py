@@ -31,7 +31,9 @@ def temperature(text: str) -> float:
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Where and in which dtype a model runs."""
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--device", default="cpu", help="of torch; auto: layers over all devices; tp: over the processes of torchrun"
+    )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")
 

@@ -22,6 +22,7 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "bench": "measure",
     "bench caption": "captioning against transformers' generate and assisted modes",
     "bench captions": "throughput of many captions: a stream against fixed batches",
+    "bench workers": "captions by one process and by several, through Ray Data",
     "bench image": "methods of image generation against stock generate",
     "bench prompts": "passes and the whole loop behind long prompts, against transformers",
     "bench memory": "peak memory, plain and accelerated, each in its own process",

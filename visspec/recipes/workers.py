@@ -21,12 +21,23 @@ def workers(parallel: str | None, device: str) -> Any:
     if parallel not in (None, "ddp", "fsdp"):
         raise ValueError(f"parallel: got {parallel!r}, expected ddp or fsdp")
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if device == "tp":  # they share one target, so all of them make the same answers and train the same drafter
+        if parallel is not None:
+            raise ValueError(f"parallel: got {parallel} with device tp, expected one of the two")
+        return Together(int(os.environ.get("RANK", "0")))
     if world == 1:
         if parallel is not None:
             raise ValueError(f"parallel: got {parallel} in one process, expected several (torchrun --nproc-per-node 2 ...)")
         return Alone()
     need("accelerate", f"{world} processes", EXTRA)
     return Workers(parallel == "fsdp", device)
+
+
+class Together(Alone):
+    """Processes that do the same; the first one writes."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
 
 
 class Workers:
