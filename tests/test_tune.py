@@ -9,7 +9,7 @@ from tests.doubles import Oracle, fast, stock
 from tests.test_cli import refused
 from tests.tiny import model_of, prompt, shapes
 from visspec.api import tuning
-from visspec.api.tuning import Batch, Mixed, Observed
+from visspec.api.tuning import Batch, Observed
 from visspec.cli import tune as command
 from visspec.cli.main import main
 from visspec.eval.world.render import to_image
@@ -60,7 +60,9 @@ def test_drafts_of_mixed_lengths_are_counted_and_outputs_stay():
     assert found.tokens == answers and found.prefill > 0
     assert {asked for asked, *_ in found.rounds} <= {0, 1, 2, 3} and {1, 3} <= {asked for asked, *_ in found.rounds}
     assert all(gained == [asked + 1] * len(gained) and s > 0 for asked, gained, s in found.rounds[:-1])
-    assert len(Mixed([2, 5], 0).lengths) == 2
+    sampled = {"max_new_tokens": 24, "do_sample": True, "top_k": 0}
+    found = tuning.observe(fast("llama", "ngram"), inputs, (1, 3), 7, **sampled)
+    assert found.tokens == fast("llama", None).run(**inputs, **sampled, seed=7).state.tokens
 
 
 def test_a_preset_is_read_by_accelerate_and_belongs_to_its_model(tmp_path):

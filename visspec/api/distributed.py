@@ -137,8 +137,7 @@ class Reading:
         self.readers, self.claims, self.size, self.home = readers, claims, size, home
 
     def __call__(self, batch: Any) -> Iterator[Any]:
-        import ray
-
+        ray = importlib.import_module("ray")
         os.chdir(self.home)  # sources may be relative paths
         for number in batch["item"].to_pylist():
 
@@ -192,8 +191,7 @@ class Worker:
             yield from self.making([record])
 
     def _ask(self, what: str, *values: Any) -> Any:
-        import ray
-
+        ray = importlib.import_module("ray")
         return ray.get(getattr(self.claims, what).remote(*values))
 
 
@@ -232,7 +230,7 @@ def cluster(pool: Pool) -> Iterator[Any]:
 
 def run(
     readers: Sequence[Callable[[], Iterator[Record]]], make: Callable[[], Making], shards: Shards, *,
-    pool: Pool = Pool(), size: int = SIZE, complain: Callable[[str], None] = print,
+    pool: Pool | None = None, size: int = SIZE, complain: Callable[[str], None] = print,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Make all records that are not in the folder, which is open. Yields, for every shard as it is ready, what `Worker`
     tells of it. make: called in every actor, and what it returns is called with records and returns their rows.
@@ -240,18 +238,19 @@ def run(
 
     Raises ValueError with what an actor raised, or if an actor died too often; finished shards stay.
     """
+    pool = pool or Pool()
     with cluster(pool) as ray:
         claims = ray.remote(Claims).options(num_cpus=0, max_restarts=0).remote(shards.ids())
         try:
-            yield from _shards(ray, readers, claims, make, shards, pool, size)
+            yield from _shards(readers, claims, make, shards, pool, size)
         except ray.exceptions.RayError as error:
             raise ValueError(said(error)) from None
         for id in ray.get(claims.doubles.remote()):
             complain(f"{id}: got this id twice, expected one record of each")
 
 
-def _shards(ray, readers, claims, make, shards: Shards, pool: Pool, size: int) -> Iterator[dict[str, Any]]:
-    data, home = ray.data, str(Path.cwd())
+def _shards(readers, claims, make, shards: Shards, pool: Pool, size: int) -> Iterator[dict[str, Any]]:
+    data, home = importlib.import_module("ray.data"), str(Path.cwd())
     context = data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.wait_for_min_actors_s = READY_S

@@ -73,11 +73,14 @@ class Observed:
 
 
 def observe(fast: Accelerated, inputs: Mapping[str, Any], lengths: Sequence[int], seed: int, **options: Any) -> Batch:
-    """Decode a batch with drafts of these lengths, (0,) for none."""
+    """Decode a batch with drafts of these lengths, (0,) for none; rows that are sampled draw from seeds after `seed`."""
     mixed = Mixed(lengths, seed) if lengths != (0,) and fast.drafter is not None else None
     pairing = fast.pairing if mixed is None else replace(fast.pairing, pace=mixed)
     start = time.perf_counter()
-    state = pairing.decode(requests.of_generate(fast.model, dict(inputs), **options))
+    request = requests.of_generate(fast.model, dict(inputs), **options)
+    if not request.sampling.greedy:
+        request.generators = requests.generators(None, seed, request.prompt)
+    state = pairing.decode(request)
     whole = time.perf_counter() - start
     if mixed is None:
         inside = sum(s for stage, s in state.trace.times.items() if stage not in ("prefill", "draft_prefill"))

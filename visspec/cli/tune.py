@@ -164,9 +164,8 @@ def measured(
     }
     for number, batch in enumerate([inputs[0], *inputs * passes]):
         for name in list(arms) if number % 2 else list(arms)[::-1]:
-            own = {"seed": [seed + i for i in range(size)]} if options["do_sample"] else {}
             asked = (0,) if name == PLAIN else tuple(lengths)
-            found = tuning.observe(arms[name], batch, asked, seed + number, **own, **options)
+            found = tuning.observe(arms[name], batch, asked, seed + size * number, **options)
             if number:
                 seen[name].batches.append(found)
     return seen

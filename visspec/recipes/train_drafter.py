@@ -187,11 +187,12 @@ class Validation:
 
 
 def train(
-    target, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool, rule=None, several: Any = Alone()
+    target, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool, rule=None, several: Any = None
 ) -> list[dict]:  # fmt: skip
     """Run a trainer under a progress bar, with a JSON line a hundred steps; the drafter is saved in `out`, with its curves
     in `out/run/curves.html`. several: the processes of the run.
     """
+    several = several or Alone()
     trainer = Trainer(target, drafter, rule or Exact(), prompts, plan, out, record, validate, several)
     if resume:
         trainer.resume()

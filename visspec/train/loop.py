@@ -113,7 +113,7 @@ class Step(nn.Module):
 class Trainer:
     """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps.
 
-    workers: the processes of the run; prompts are numbered over all of them, and only the first one writes.
+    workers: the processes of the run (default `Alone`); prompts are numbered over all of them, and only the first one writes.
     """
 
     def __init__(
@@ -126,12 +126,12 @@ class Trainer:
         folder: str | Path,
         provenance: dict[str, Any],
         validate: Callable[[], dict[str, float]] | None = None,
-        workers: Any = Alone(),  # noqa: B008 it has no state
+        workers: Any = None,
     ):
         self.target, self.drafter, self.rule, self.prompts, self.plan = target, drafter, rule, prompts, plan
         self.folder, self.provenance, self.validate = Path(folder), provenance, validate
         self.head: nn.Module = drafter.head
-        self.workers = workers
+        self.workers = workers = workers or Alone()
         student = drafter
         if workers.sharded:  # the drafter keeps whole weights, for validation and for files
             student = copy.copy(drafter)
