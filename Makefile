@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q -e ".[test,eval,notebook,serve]"
+	$(BIN)/python -m pip install -q -e ".[test,eval,notebook,data,ray,serve,train]"
 	touch $@
 
 demo: $(VENV)/.ready

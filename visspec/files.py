@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 try:
     import fcntl
@@ -57,6 +57,30 @@ def append_json(path: Path, value: Any) -> None:
         file.write(json.dumps(value) + "\n")
 
 
+def lock(file: BinaryIO, path: Path) -> None:
+    """Keep a file for this process until it is closed. Raises ValueError if another process keeps it."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{path}: got a place that another run is writing to, expected one of its own") from None
+
+
+def same_settings(home: Path, path: Path, about: dict[str, Any]) -> None:
+    """Write a run's settings to `home`, or compare them with those of the run that began the records in `path`.
+
+    Raises ValueError if they differ in more than their provenance.
+    """
+    if not home.exists():
+        write_json(home, about)
+        return
+    before = json.loads(home.read_text())
+    for name, value in json.loads(json.dumps(about)).items():
+        if name != "provenance" and before.get(name) != value:
+            made = f"records made with {before.get(name)!r}"
+            raise ValueError(f"{path}: got {name} {value!r} and {made}, expected the same or another place")
+
+
 class Journal:
     """Context manager for records kept line by line in a file of JSON lines, for runs that go on where they ended.
 
@@ -74,35 +98,14 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+b")
         try:
-            self._lock()
-            self._compare()
+            lock(self._file, self.path)
+            same_settings(self.path.with_name(f"{self.path.name}.about.json"), self.path, self.about)
             end = self._read()
         except BaseException:
             self._file.close()
             raise
         self._file.truncate(end)
         return self
-
-    def _lock(self) -> None:
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ValueError(
-                    f"{self.path}: got a file that another run is writing, expected one of its own"
-                ) from None
-
-    def _compare(self) -> None:
-        """Write the settings, or compare them with those of the run that began the file."""
-        home = self.path.with_name(f"{self.path.name}.about.json")
-        if not home.exists():
-            write_json(home, self.about)
-            return
-        before = json.loads(home.read_text())
-        for name, value in json.loads(json.dumps(self.about)).items():
-            if name != "provenance" and before.get(name) != value:
-                made = f"records made with {before.get(name)!r}"
-                raise ValueError(f"{self.path}: got {name} {value!r} and {made}, expected the same or another file")
 
     def _read(self) -> int:
         """Note the ids of all whole lines. Returns where they end."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def accelerate(
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
-    drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None.
+    drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None; or the JSON
+        file that `visspec tune` wrote, with drafter, acceptance and levels, of which arguments given here win.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster.
     tokenizer: to show text in `last_stats`.
@@ -48,6 +50,12 @@ def accelerate(
         compile (tens of seconds to minutes), shorter ones before it run uncompiled; the model itself is not changed.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
+    if isinstance(drafter, (str, Path)) and str(drafter).endswith(".json"):
+        from visspec.api.tuning import read_preset
+
+        preset = read_preset(drafter, model)
+        drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
+        acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
     return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile)
 
 

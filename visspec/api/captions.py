@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from visspec.api.accelerate import Accelerated
-from visspec.api.sources import Record
+from visspec.api.sources import Record, seed_of
 from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
 from visspec.loop.stats import Stats, ended_by, text_pieces
 from visspec.loop.stream import Answer
@@ -118,8 +118,8 @@ class Captions:
     """Captions of many images as they are ready: a stream (`Accelerated.stream`) that images enter as slots come free.
 
     request: what is asked of images whose record has no prompt. workers: threads that read and prepare images ahead,
-    `2 * slots` at most. generate: arguments of generate; the int `seed` is used for each image, so that results do not
-    depend on the batch.
+    `2 * slots` at most. generate: arguments of generate; of the int `seed` and a record's id its own seed is made
+    (`sources.seed_of`), so that results do not depend on batch, order or process.
     """
 
     def __init__(
@@ -170,7 +170,8 @@ class Captions:
         record, inputs = prepared
         if isinstance(inputs, Exception):
             return record, inputs
-        seed = {} if self.generate.get("seed") is None else {"seed": self.generate["seed"]}
+        run = self.generate.get("seed")
+        seed = {} if run is None else {"seed": seed_of(run, record.id)}
         return moved(inputs, self.fast.model) | seed | {"id": record}
 
     def _caption(self, answer: Answer) -> Caption:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,20 @@ import torch
 
 from visspec import checkpoint
 from visspec.api import zoo
+from visspec.api.sources import need
 
+SPREAD = {  # over several devices, by transformers' own plans
+    "auto": {"device_map": "auto"},
+    "tp": {"tp_plan": "auto"},
+}
 OWN = {"continuous_painter": "visspec.models.nets.continuous_painter:load"}  # networks that transformers does not have
 logger = logging.getLogger(__name__)
 
 
 def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code: bool = False):
-    """(model, processor), ready for `accelerate`. `spec`: None for the included captioner, a folder or a hub id.
+    """(model, processor), ready for `accelerate`. `spec`: None for the included captioner, a folder or a hub id. device:
+    of torch, or "auto" (layers over all devices, `device_map`), or "tp" (each layer over the processes of torchrun,
+    `tp_plan`).
 
     Safetensors only; remote code only if enabled. Raises ValueError if the checkpoint has
     pickled weights, missing, extra or mis-shaped tensors, or files outside its folder.
@@ -83,12 +91,14 @@ def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: boo
     if local:
         checkpoint.check_folder(where)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
-    _check_device(device)
-    precision = torch.float32 if device == "cpu" and dtype == "auto" else dtype
+    spread: dict[str, Any] = SPREAD.get(device, {})
+    _check_spread(device) if spread else _check_device(device)
+    on_cpu = device == "cpu" or (bool(spread) and not torch.cuda.is_available())
+    precision = torch.float32 if on_cpu and dtype == "auto" else dtype
     try:
         with _quiet():  # what it would report of the tensors is said below, in one sentence
             model, info = kind.from_pretrained(
-                where, dtype=precision, use_safetensors=True, output_loading_info=True, **options
+                where, dtype=precision, use_safetensors=True, output_loading_info=True, **options, **spread
             )
     except (RuntimeError, OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"model: {where} could not be loaded, {_first_line(error)}") from None
@@ -99,7 +109,7 @@ def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: boo
                 f"model: {where} has {what.replace('_', ' ')} ({name}), expected exactly the model's tensors"
             )
     logger.info("%s: loaded %s, %s, to %s", where, type(model).__name__, model.dtype, device)
-    return model.to(device).eval(), AutoProcessor.from_pretrained(where, **options)
+    return (model if spread else model.to(device)).eval(), AutoProcessor.from_pretrained(where, **options)
 
 
 def _check_device(device: str) -> None:
@@ -109,6 +119,13 @@ def _check_device(device: str) -> None:
         raise ValueError(
             f"device: got {device!r}, expected one that this torch can use ({_first_line(error)})"
         ) from None
+
+
+def _check_spread(device: str) -> None:
+    """Raises ValueError if a model can't be loaded over several devices as asked."""
+    if device == "tp" and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...)")
+    need("accelerate", f"device {device}", "train")
 
 
 def _first_line(error: Exception) -> str:

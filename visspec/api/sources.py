@@ -7,6 +7,7 @@ is refused before work starts.
 from __future__ import annotations
 
 import glob
+import hashlib
 import importlib
 import json
 import tarfile
@@ -70,12 +71,24 @@ def reader(source: str) -> Callable[[], Iterator[Record]]:
     return lambda: read(path)
 
 
-def need(package: str, what: str) -> Any:
-    """Import an optional package. Raises ValueError if it isn't installed."""
+def need(package: str, what: str, extra: str = "data") -> Any:
+    """Import a package of an extra. Raises ValueError if it isn't installed."""
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ValueError(f"{what}: {package} is not installed, expected it (pip install 'visspec[data]')") from None
+        raise ValueError(f"{what}: {package} is not installed, expected it (pip install 'visspec[{extra}]')") from None
+
+
+def seed_of(seed: int, id: str) -> int:
+    """A record's own seed in a run: the same in whatever process, order or batch it is made."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{id}".encode(), digest_size=7).digest(), "big")
+
+
+def readers(sources: Sequence[str | Path]) -> list[Callable[[], Iterator[Record]]]:
+    """How the sources are read, each apart from the others; the plain files among them together. Raises as `records`."""
+    plain = [Path(source) for source in sources if is_plain(source)]
+    several = [reader(str(source)) for source in sources if not is_plain(source)]
+    return [*([_files(plain)] if plain else []), *several]
 
 
 def _files(paths: Any) -> Callable[[], Iterator[Record]]:
@@ -184,6 +197,32 @@ def of_dataset(source: str) -> Iterator[Record]:
         found = found.cast_column("image", datasets.Image(decode=False))
     for number, entry in enumerate(found):
         yield of_entry(entry, f"{source}:{number}", Path())
+
+
+def prompts(path: Path) -> Iterator[Record]:
+    """What to draw, from JSON lines of {prompt, id}, or of any other file the lines. Raises ValueError as `records`."""
+    if not path.is_file():
+        raise ValueError(f"{path}: got no such file, expected one with prompts")
+    return _prompts(path)
+
+
+def _prompts(path: Path) -> Iterator[Record]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            name, text = f"{path}:{number}", line.decode(errors="replace").strip()
+            if not text:
+                continue
+            entry: Any = {"prompt": text}
+            if path.suffix.lower() == ".jsonl":
+                try:
+                    entry = json.loads(text)
+                except ValueError:
+                    entry = None
+            prompt = entry.get("prompt") if isinstance(entry, dict) else None
+            if isinstance(prompt, str) and prompt:
+                yield Record(str(entry.get("id") if entry.get("id") is not None else name), prompt=prompt)
+            else:
+                yield Record(name, error=f"{name}: got a line without a prompt, expected an object with one")
 
 
 def write_parquet(rows: Iterator[dict[str, Any]], path: Path, columns: Mapping[str, str]) -> None:

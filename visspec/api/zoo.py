@@ -237,6 +237,8 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
     if str(spec).partition(":")[0] not in DRAFTERS | SHIPPED and Path(spec).is_dir():
         return _from_folder(Path(spec), model, {}), Path(spec).name
     name, options = parse(str(spec))
+    if name not in DRAFTERS | SHIPPED and Path(name).is_dir():
+        return _from_folder(Path(name), model, options), Path(name).name
     if name in ORDERS:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in SHIPPED:

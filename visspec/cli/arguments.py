@@ -31,7 +31,9 @@ def temperature(text: str) -> float:
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Where and in which dtype a model runs."""
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--device", default="cpu", help="of torch; auto: layers over all devices; tp: over the processes of torchrun"
+    )
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")
 
@@ -58,6 +60,17 @@ def add_drawing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=temperature, help="0 is greedy; default: the model's own")
     parser.add_argument("--seed", type=int, default=0)
     add_hardware(parser)
+
+
+def add_ray(parser: argparse.ArgumentParser) -> None:
+    """Work in several processes, with Ray Data."""
+    parser.add_argument(
+        "--ray", action="store_true",
+        help="--workers processes, each with its own model, write parquet shards into the folder --out, on the machines"
+        " of RAY_ADDRESS or on this one (pip install 'visspec[ray]')",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=positive, default=1, help="of each process, with --ray")
+    parser.add_argument("--shard", type=positive, default=64, help="records of a shard, with --ray")
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any, str]:

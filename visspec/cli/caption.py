@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from visspec.cli.arguments import add_captioning, load, positive
+from visspec.cli.arguments import add_captioning, add_ray, load, positive
 from visspec.files import Results
 
 LOOKS = 4  # files looked at, at most, to see whether the embedded captioner was made for such images
@@ -29,7 +29,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, help="records as .jsonl or .parquet; a run goes on where the last one ended"
     )
     parser.add_argument("--slots", type=positive, default=8, help="captions written at once, with --out")
-    parser.add_argument("--workers", type=positive, default=2, help="threads that read images ahead, with --out")
+    parser.add_argument(
+        "--workers", type=positive, default=2, help="threads that read images ahead, with --out; with --ray processes"
+    )
+    add_ray(parser)
     parser.add_argument("--report", type=Path, help="a page of the records with thumbnails, with --out")
     parser.add_argument("--max-pixels", type=positive, default=64_000_000)
     parser.add_argument("--top-k", type=int)
@@ -41,6 +44,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Finished captions are kept whatever ends it. Returns the exit code."""
     options = decode_options(arguments)
+    if arguments.ray:
+        from visspec.cli.caption_ray import run_ray
+
+        return run_ray(arguments, options)
     if arguments.out is not None or not all(map(is_plain, arguments.image)):
         from visspec.cli.caption_records import run_records
 

@@ -33,10 +33,7 @@ def run_records(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     request = arguments.prompt or PROMPT
-    if arguments.model is None:
-        files = [r.image for r in islice(sources.records(local(arguments.image)), caption.LOOKS)]
-        if (strange := caption.foreign(files, arguments.max_pixels)) is not None:
-            print(caption.FOREIGN.format(strange), file=sys.stderr)
+    warn_of_foreign(arguments)
     captions = Captions(
         fast, processor, request=request, slots=arguments.slots, workers=arguments.workers,
         max_pixels=arguments.max_pixels, **options,
@@ -71,6 +68,24 @@ def checked(arguments: argparse.Namespace) -> Path:
     if out.suffix == ".parquet":
         sources.need("pyarrow", f"--out {out}")
     return out
+
+
+def row_of(made: Caption) -> dict[str, Any]:
+    """A caption's record."""
+    record = made.record
+    assert record is not None
+    values = (
+        made.path, record.image, record.prompt, made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
+    )  # fmt: skip
+    return dict(zip(COLUMNS, values))
+
+
+def warn_of_foreign(arguments: argparse.Namespace) -> None:
+    """Say so if the embedded captioner is asked about images that it was not made for."""
+    if arguments.model is None:
+        files = [r.image for r in islice(sources.records(local(arguments.image)), caption.LOOKS)]
+        if (strange := caption.foreign(files, arguments.max_pixels)) is not None:
+            print(caption.FOREIGN.format(strange), file=sys.stderr)
 
 
 def local(given: Iterable[Path]) -> list[Path]:
@@ -114,15 +129,9 @@ class Run:
 
     def add(self, made: Caption) -> None:
         """Keep a caption's record."""
-        record = made.record
-        assert record is not None
         self.count += 1
         self.rounds, self.gained = self.rounds + made.rounds, self.gained + max(made.tokens - 1, 0)
-        values = (
-            made.path, record.image, record.prompt, made.text, made.tokens, made.rounds, made.ended, made.drift,
-            made.error,
-        )  # fmt: skip
-        self.journal.add(dict(zip(COLUMNS, values)))
+        self.journal.add(row_of(made))
         self.pictures.tell(made.path, made.pieces)
         if made.error is not None:
             self._complain(made.error)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visspec.cli.arguments import add_drawing, positive
+from visspec.cli.arguments import add_drawing, add_ray, positive
 from visspec.files import Results, replacing
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the 
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="+", help="what to draw")
+    parser.add_argument("prompt", nargs="*", help="what to draw")
+    parser.add_argument("--prompts", type=Path, help="file of prompts, one a line, or .jsonl of {prompt, id}")
     parser.add_argument("-n", type=positive, default=1, help="images of each prompt")
     parser.add_argument("-o", "--out", type=Path, default=Path("out/images"), help="folder of the PNG files")
     parser.add_argument("--grid", type=Path, help="also write one picture of all images")
@@ -42,29 +43,28 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scorer", help="which is the best: detector (rendered shapes) or clip:MODEL")
     parser.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
     parser.add_argument("--json", type=Path, help="write seeds, passes, guarantee, drift and displacement to this file")
+    parser.add_argument("--workers", type=positive, default=2, help="processes, with --ray")
+    add_ray(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int | None:
     """Finished images stay when it is interrupted."""
+    check_method(arguments)
+    if arguments.ray:
+        from visspec.cli.generate_ray import run_ray
+
+        return run_ray(arguments)
     from visspec.api.grid import grid
-    from visspec.api.images import ImagePipeline
     from visspec.cli.generate_best import picked, scorer
     from visspec.provenance import provenance
 
-    check_method(arguments)
-    score = scorer(arguments)
-    pipe = ImagePipeline.from_pretrained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype,
-        trust_remote_code=arguments.trust_remote_code,
-    )  # fmt: skip
+    texts = asked(arguments)
+    score = scorer(arguments, texts)
+    pipe = pipeline(arguments)
     chosen = method(arguments, pipe)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
-    stream = pipe.stream(
-        arguments.prompt, num_images_per_prompt=arguments.n * arguments.best_of,
-        guidance_scale=arguments.guidance_scale, temperature=arguments.temperature, top_k=arguments.top_k,
-        top_p=arguments.top_p, height=arguments.height, width=arguments.width, seed=arguments.seed,
-        batch_size=arguments.batch_size, **chosen,
-    )  # fmt: skip
+    count = arguments.n * arguments.best_of
+    stream = pipe.stream(texts, num_images_per_prompt=count, seed=arguments.seed, **settings(arguments), **chosen)
     shown: list[Image.Image] = []
     captions: list[str] = []
     about = {name: getattr(pipe, name) for name in CHOSEN} | chosen | {"provenance": provenance(pipe.model)}
@@ -92,6 +92,37 @@ def run(arguments: argparse.Namespace) -> None:
             if shown and arguments.grid:
                 save(grid(shown, captions), arguments.grid)
                 print(f"{arguments.grid}: all {len(shown)}")
+    return None
+
+
+def asked(arguments: argparse.Namespace) -> list[str]:
+    """The prompts. Raises ValueError if there is none, or for a line without one."""
+    from visspec.api.sources import prompts
+
+    read = [] if arguments.prompts is None else list(prompts(arguments.prompts))
+    for record in read:
+        if record.error is not None:
+            raise ValueError(record.error)
+    texts = [*arguments.prompt, *(record.prompt for record in read)]
+    if not texts:
+        raise ValueError("prompt: got none, expected at least one")
+    return texts
+
+
+def pipeline(arguments: argparse.Namespace) -> ImagePipeline:
+    """The model that draws."""
+    from visspec.api.images import ImagePipeline
+
+    return ImagePipeline.from_pretrained(
+        arguments.model, device=arguments.device, dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
+    )  # fmt: skip
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How a pipeline is called, apart from prompts, seeds and the method."""
+    names = ("guidance_scale", "temperature", "top_k", "top_p", "height", "width", "batch_size")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def first_number(folder: Path) -> int:

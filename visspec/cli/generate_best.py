@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from visspec.api import best_of
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 SELECTED = "selection (not lossless)"
 
 
-def scorer(arguments: argparse.Namespace) -> Score | None:
-    """The score of --best-of. Raises ValueError where one of the two options is missing."""
+def scorer(arguments: argparse.Namespace, prompts: Sequence[str]) -> Score | None:
+    """The score of --best-of for these prompts. Raises ValueError where one of the two options is missing."""
     if arguments.best_of == 1 and arguments.scorer is None:
         return None
     if arguments.best_of == 1 or arguments.scorer is None:
         found = f"{arguments.best_of} and --scorer {arguments.scorer}"
         raise ValueError(f"--best-of: got {found}, expected 2 or more and {best_of.NAMES}")
-    return best_of.scorer(arguments.scorer, arguments.prompt, arguments.device)
+    return best_of.scorer(arguments.scorer, prompts, arguments.device)
 
 
 def picked(

@@ -24,12 +24,14 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "bench": "measure",
     "bench caption": "captioning against transformers' generate and assisted modes",
     "bench captions": "throughput of many captions: a stream against fixed batches",
+    "bench workers": "captions by one process and by several, through Ray Data",
     "bench image": "methods of image generation against stock generate",
     "bench prompts": "passes and the whole loop behind long prompts, against transformers",
     "bench memory": "peak memory, plain and accelerated, each in its own process",
     "bench kernels": "time and bandwidth of each kernel",
     "train": "train",
     "train drafter": "distil a feature drafter for a target, in process",
+    "tune": "choose drafter, tree, length and batch for a model and images, by measurement",
     "eval": "judge images and texts: FID, GenEval, CLIPScore, captions, ...",
     "report": "one HTML page from the JSON of benches",
     "list": "names of drafters, rules, checkpoints",
@@ -65,7 +67,8 @@ def check_targets(arguments: argparse.Namespace) -> None:
     """Refuse, before any work, files and folders that can't be written."""
     for name in ("json", "grid", "out", "images", "report"):
         path = getattr(arguments, name, None)
-        folder = name in ("out", "images") and arguments.command not in ("report", "caption")
+        folder = name in ("out", "images") and arguments.command not in ("report", "caption", "tune")
+        folder = folder or (name == "out" and getattr(arguments, "ray", False))
         if isinstance(path, Path) and (why := unwritable(path, folder)) is not None:
             raise ValueError(f"--{name}: {why}")
 

@@ -10,7 +10,7 @@ from visspec.cli.arguments import add_hardware, positive
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
-    parser.add_argument("--data", required=True, type=Path, help="folder of images, or JSONL of {image, prompt}")
+    parser.add_argument("--data", required=True, type=Path, help="images, as `visspec caption` reads them")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--steps", type=positive, default=2000)
     parser.add_argument("--loss", default="tv", choices=["tv", "soft_ce", "kl"])
@@ -18,6 +18,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="of the target's own answers (256)")
     parser.add_argument("--seed", type=int, default=0)
     add_hardware(parser)
+    parser.add_argument("--rows", type=positive, default=16, help="answers that the target makes together (16)")
+    parser.add_argument("--save-every", type=positive, default=200, help="steps between checkpoints (200)")
+    parser.add_argument(
+        "--parallel", choices=["ddp", "fsdp"], help="under torchrun: whole weights in each process (ddp), or spread"
+    )
     parser.add_argument("--resume", action="store_true")
 
 

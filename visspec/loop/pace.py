@@ -11,6 +11,7 @@ counted over all threads. The output does not depend on it (see `sampling`).
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,17 @@ class Line:
         spread = sxx - sx * sx / w
         slope = max((sxy - sx * sy / w) / spread, 0.0) if spread > 1e-3 * w else 0.02 * sy / w
         return max(sy / w + slope * (x - sx / w), 0.0)
+
+
+def gains(shares: Iterable[float]) -> Iterator[float]:
+    """Expected tokens of a round that drafts 1, 2, ... levels. shares: how often a path that has reached the level above
+    goes on, by level.
+    """
+    expected = reach = 1.0
+    for share in shares:
+        reach = reach * share
+        expected = expected + reach
+        yield expected
 
 
 @dataclass
@@ -123,10 +135,8 @@ class Pace:
         if self.rounds <= WARM_UP:
             return limit
         costs = costs or self.costs[0]
-        expected, reach, winner, speed = 1.0, 1.0, 0, 1.0 / max(costs.verify.at(0), 1e-9)
-        for d in range(1, limit + 1):
-            reach *= self.offered(d) * self.rate(d)
-            expected += reach
+        winner, speed = 0, 1.0 / max(costs.verify.at(0), 1e-9)
+        for d, expected in enumerate(gains(self.offered(d) * self.rate(d) for d in range(1, limit + 1)), 1):
             rate = expected / max(costs.verify.at(d) + costs.draft.at(d), 1e-9)
             if rate > speed * (1.02 if winner == 0 else 1.0):
                 winner, speed = d, rate

@@ -17,14 +17,16 @@ from tqdm import tqdm
 
 from visspec.accept.exact import Exact
 from visspec.api import loading as targets
-from visspec.api import requests
+from visspec.api import requests, sources
 from visspec.api.captions import PROMPT, prepare
-from visspec.eval.metrics.images import image_files, open_image
+from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
+from visspec.eval.report import training
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.feature_checkpoint import CONFIG
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.provenance import provenance
-from visspec.train.loop import Plan, Trainer
+from visspec.recipes.workers import workers
+from visspec.train.loop import Alone, Plan, Trainer
 from visspec.train.validation import measure
 from visspec.types import Request
 
@@ -44,31 +46,33 @@ def request_of(model, inputs: dict[str, Any], *, temperature: float, max_new_tok
     return request
 
 
-def items_of(data: str | Path) -> list[tuple[Path, str]]:
-    """(image file, request) pairs. Raises ValueError for data without any, or a line that is not {image, prompt}."""
+def items_of(data: str | Path) -> list[tuple[Any, str]]:
+    """(image, request) pairs of what `visspec caption` reads: a folder, a glob, .jsonl, .parquet, .tar or hf:NAME. An
+    image is a path, or the bytes of a file. Raises ValueError for data without any, or a record that can't be read.
+    """
     path = Path(data)
-    if path.is_dir():
-        return [(file, PROMPT) for file in image_files(path)]
-    if not path.is_file():
+    if not path.exists() and sources.is_plain(path):
         raise ValueError(f"data: {path} is neither a folder nor a file, expected a folder of images or a JSONL file")
     items = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            items.append((path.parent / entry["image"], str(entry.get("prompt", PROMPT))))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"data: line {number} of {path} is not an object with image (and prompt)") from None
+    for number, record in enumerate(sources.records([str(data)]), start=1):
+        if record.error is not None:
+            line = f"line {number} of {path} is not an object with image (and prompt)"
+            raise ValueError(f"data: {line if path.suffix == '.jsonl' else record.error}")
+        items.append((record.image, record.prompt or PROMPT))
     if not items:
         raise ValueError(f"data: {path} holds no line, expected JSONL of {{image, prompt}}")
     return items
 
 
+def opened(image: Any) -> Any:
+    """A PIL image, from a path or the bytes of a file."""
+    return read_image(image, "data", MAX_PIXELS) if isinstance(image, bytes) else open_image(image)
+
+
 class Prompts:
     """Batches of requests from items, a pure function of their number: epoch by epoch in a seeded order."""
 
-    def __init__(self, model, processor, items: list[tuple[Path, str]], rows: int, max_new_tokens: int, seed: int):
+    def __init__(self, model, processor, items: list[tuple[Any, str]], rows: int, max_new_tokens: int, seed: int):
         self.model, self.processor, self.items = model, processor, items
         self.rows, self.max_new_tokens, self.seed = min(rows, len(items)), max_new_tokens, seed
 
@@ -77,7 +81,7 @@ class Prompts:
         epoch, place = divmod(number, per_epoch)
         shuffle = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(len(self.items), generator=shuffle)[place * self.rows :][: self.rows].tolist()
-        images = [open_image(self.items[i][0]) for i in order]
+        images = [opened(self.items[i][0]) for i in order]
         inputs = prepare(self.processor, images, [self.items[i][1] for i in order], self.model)
         seed = (self.seed << 40) + number * self.rows
         return request_of(self.model, inputs, temperature=temperature, max_new_tokens=self.max_new_tokens, seed=seed)
@@ -98,13 +102,20 @@ def run(
     device: str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    parallel: str | None = None,
     **plan: Any,
 ) -> list[dict]:
-    """Train and save a drafter; `plan` are further fields of `visspec.train.loop.Plan`. Returns the validations."""
+    """Train and save a drafter; `plan` are further fields of `visspec.train.loop.Plan`. Returns the validations.
+
+    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each generates and trains on its own answers.
+    """
     unknown = sorted(set(plan) - {f.name for f in fields(Plan)})
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
     items = items_of(data)
+    several = workers(parallel, device)
+    if several.world > 1 and device != "cpu":
+        device = str(several.device)
     model, processor = targets.load(str(target), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     held = max(int(HELD_OUT * len(items)), 1)
     training, validating = (items[held:], items[:held]) if len(items) > 1 else (items, items)
@@ -116,7 +127,7 @@ def run(
     drafter = fresh_or_resumed(model, out, resume, seed, image_latents=image_latents)
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter")
     validate = Validation(model, drafter, lambda temperature: [checks(0, temperature)])
-    return train(validate.target, drafter, prompts, options, out, record, validate, resume)
+    return train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
 
 
 def parser_of(description: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -175,17 +186,26 @@ class Validation:
         return found
 
 
-def train(target, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool, rule=None) -> list[dict]:
-    """Run a trainer under a progress bar, with a JSON line a hundred steps; the drafter is saved in `out`."""
-    trainer = Trainer(target, drafter, rule or Exact(), prompts, plan, out, record, validate)
+def train(
+    target, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool, rule=None, several: Any = None
+) -> list[dict]:  # fmt: skip
+    """Run a trainer under a progress bar, with a JSON line a hundred steps; the drafter is saved in `out`, with its curves
+    in `out/run/curves.html`. several: the processes of the run.
+    """
+    several = several or Alone()
+    trainer = Trainer(target, drafter, rule or Exact(), prompts, plan, out, record, validate, several)
     if resume:
         trainer.resume()
-    with tqdm(total=plan.steps, initial=trainer.step, unit="step", mininterval=2.0) as bar:
+    first = several.rank == 0
+    with tqdm(total=plan.steps, initial=trainer.step, unit="step", mininterval=2.0, disable=not first) as bar:
 
         def report(entry: dict) -> None:
             bar.update(entry["step"] - bar.n)
             bar.set_postfix(loss=entry["loss"], agreed=entry["agreed"][0], refresh=False)
-            if entry["step"] % 100 == 0 or "tau_sampled" in entry:
+            if first and (entry["step"] % 100 == 0 or "tau_sampled" in entry):
                 bar.write(json.dumps(entry))
 
-        return trainer.run(report)
+        found = trainer.run(report)
+    if first and trainer.curve:
+        training.write_page(Path(out) / "run" / "curves.html", trainer.progress(), record)
+    return found

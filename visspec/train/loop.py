@@ -9,6 +9,7 @@ and `refresh`, and `prompts`, a function that returns request i.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -21,12 +22,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from visspec.train import losses
 from visspec.train.capture import Lesson, capture, split, to
 from visspec.types import Acceptance, Request, Target
 
 OPTIMISER, PROGRESS = "optimiser.safetensors", "progress.json"
+POINTS = 200  # of the curve of a run
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,45 @@ class Plan:
         return self.rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
+class Alone:
+    """What a run asks of its processes: here one. `recipes.workers.Workers` are several, which train on lessons of their
+    own and average gradients.
+    """
+
+    rank, world, sharded = 0, 1, False  # sharded: the trained module's weights are spread over the processes
+
+    def prepared(self, module: nn.Module, optimiser: Any) -> tuple[nn.Module, Any]:
+        """The module and its optimiser as they are trained."""
+        return module, optimiser
+
+
+class Step(nn.Module):
+    """The loss of a lesson as a forward pass, so that what wraps a module for several processes sees one."""
+
+    def __init__(self, drafter: Any, plan: Plan):
+        super().__init__()
+        self.head, self.plan = drafter.head, plan
+        self._drafter = (drafter,)  # the target's modules are not trained
+
+    def forward(self, lesson: Lesson, kind: str) -> tuple[Tensor, list[float]]:
+        """(loss, share of agreement by step of the rollout)."""
+        (drafter,), plan = self._drafter, self.plan
+        with torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=plan.autocast):
+            rollout = drafter.rollout(lesson, plan.unroll)
+        feature = None
+        if plan.feature_weight:  # the target's features after each answer token, which the rollout predicts
+            start, (_, predicted_BTd, _) = lesson.prompt_length, rollout[0]
+            feature = lesson.features[:, start : start + predicted_BTd.shape[1], -predicted_BTd.shape[2] :]
+        return losses.rollout_loss(
+            rollout, lesson.logits, kind, decay=plan.decay, feature_BTd=feature, feature_weight=plan.feature_weight
+        )
+
+
 class Trainer:
-    """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps."""
+    """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps.
+
+    workers: the processes of the run (default `Alone`); prompts are numbered over all of them, and only the first one writes.
+    """
 
     def __init__(
         self,
@@ -86,16 +126,25 @@ class Trainer:
         folder: str | Path,
         provenance: dict[str, Any],
         validate: Callable[[], dict[str, float]] | None = None,
+        workers: Any = None,
     ):
         self.target, self.drafter, self.rule, self.prompts, self.plan = target, drafter, rule, prompts, plan
         self.folder, self.provenance, self.validate = Path(folder), provenance, validate
         self.head: nn.Module = drafter.head
-        matrices = [p for p in self.head.parameters() if p.dim() > 1]
-        vectors = [p for p in self.head.parameters() if p.dim() < 2]
+        self.workers = workers = workers or Alone()
+        student = drafter
+        if workers.sharded:  # the drafter keeps whole weights, for validation and for files
+            student = copy.copy(drafter)
+            student.head = copy.deepcopy(drafter.head)
+        module = Step(student, plan)
+        matrices = [p for p in module.parameters() if p.dim() > 1]
+        vectors = [p for p in module.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98))
+        optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98))
+        self.module, self.optimiser = workers.prepared(module, optimiser)
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, Any]] = []
+        self.curve: list[dict[str, float]] = []
         self._group: tuple[int, list[Lesson]] = (-1, [])
         self._coming: tuple[int, Future] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1)
@@ -111,6 +160,8 @@ class Trainer:
             while self.step < self.plan.steps:
                 record = self.update(self.lesson(self.step))
                 self.step += 1
+                if self.step % max(self.plan.steps // POINTS, 1) == 0:
+                    self.curve.append({"step": self.step, "loss": record["loss"], "agreed": record["agreed"][0]})
                 self.seconds = time.time() - start
                 last = self.step == self.plan.steps
                 if self.plan.validate_every and (self.step % self.plan.validate_every == 0 or last):
@@ -147,7 +198,8 @@ class Trainer:
     def _answer(self, index: int) -> list[Lesson]:
         plan, parts = self.plan, []
         for number in range(index * plan.group, (index + 1) * plan.group):
-            parts += split(capture(self.target, self.rule, self.prompts(number)), plan.rows)
+            mine = number * self.workers.world + self.workers.rank
+            parts += split(capture(self.target, self.rule, self.prompts(mine)), plan.rows)
         if len(parts) != plan.parts:
             raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
         return parts
@@ -159,49 +211,53 @@ class Trainer:
             group["lr"] = plan.rate_at(self.step)
         kind = "soft_ce" if self.step < plan.opening * plan.steps else plan.loss
         lesson = to(lesson, next(self.head.parameters()).dtype)
-        device = lesson.ids.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=plan.autocast):
-            rollout = self.drafter.rollout(lesson, plan.unroll)
-        loss, agreed = losses.rollout_loss(
-            rollout,
-            lesson.logits,
-            kind,
-            decay=plan.decay,
-            feature_BTd=self._feature(lesson, rollout[0][1]),
-            feature_weight=plan.feature_weight,
-        )
+        loss, agreed = self.module(lesson, kind)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.head.parameters(), plan.clip)
-        if torch.isfinite(norm):
+        norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))
+        if torch.isfinite(norm):  # the same in every process
             self.optimiser.step()
         return {"loss": round(loss.item(), 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
 
-    def _feature(self, lesson: Lesson, predicted_BTd: Tensor) -> Tensor | None:
-        """The target's features after each answer token, which the rollout predicts."""
-        if not self.plan.feature_weight:
-            return None
-        start = lesson.prompt_length
-        return lesson.features[:, start : start + predicted_BTd.shape[1], -predicted_BTd.shape[2] :]
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """The trained weights by their names in the head."""
+        named = self.module.named_parameters()
+        return [(name.removeprefix("module.").removeprefix("head."), p) for name, p in named]
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Whole weights for the drafter, if they are spread over processes."""
+        if self.workers.sharded:
+            own = dict(self.head.named_parameters())
+            for name, p in self._named():
+                own[name].copy_(whole(p))
 
     def _validated(self) -> dict[str, float]:
         if self.validate is None:
             return {}
         if self._coming is not None:
             wait([self._coming[1]])  # the target is not shared between threads
+        self._gather()
         self.drafter.refresh()
         figures = self.validate()
         self.history.append({"step": self.step, **figures})
         return figures
 
+    def progress(self) -> dict[str, Any]:
+        """How far the run is, what was measured on the way, and its plan."""
+        progress = {"step": self.step, "seconds": round(self.seconds, 1), "plan": asdict(self.plan)}
+        return progress | {"workers": self.workers.world, "validations": self.history, "curve": self.curve}
+
     def save(self) -> None:
         """Save weights, configuration and provenance with the drafter, optimiser and progress in the folder `run`."""
-        progress = {"step": self.step, "seconds": round(self.seconds, 1), "plan": asdict(self.plan)}
-        progress["validations"] = self.history
+        self._gather()
+        state = self.optimiser.state
+        entries = [(f"{name}/{key}", value) for name, p in self._named() for key, value in state.get(p, {}).items()]
+        tensors = {name: whole(value.detach()).contiguous() for name, value in entries}
+        if self.workers.rank:
+            return
+        progress = self.progress()
         self.drafter.save_pretrained(self.folder, {**self.provenance, "training": progress})
-        names: dict[Tensor, str] = {p: n for n, p in self.head.named_parameters()}
-        entries = ((names[p], key, value) for p, s in self.optimiser.state.items() for key, value in s.items())
-        tensors = {f"{name}/{key}": value.detach().contiguous() for name, key, value in entries}
         (self.folder / "run").mkdir(exist_ok=True)
         save_file(tensors, self.folder / "run" / OPTIMISER)
         (self.folder / "run" / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")
@@ -215,14 +271,27 @@ class Trainer:
         if not file.is_file():
             return False
         progress = json.loads(file.read_text())
-        planned, own = progress["plan"], asdict(self.plan)
-        for name, value in own.items():
+        planned = {"workers": progress.get("workers", 1), **progress["plan"]}
+        for name, value in {"workers": self.workers.world, **asdict(self.plan)}.items():
             if planned.get(name) != value:
                 raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}")
         tensors = load_file(self.folder / "run" / OPTIMISER)
-        for name, p in self.head.named_parameters():
+        for name, p in self._named():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
             if entries:
-                self.optimiser.state[p] = entries
+                self.optimiser.state[p] = {key: spread(value, p) for key, value in entries.items()}
         self.step, self.seconds, self.history = progress["step"], progress["seconds"], progress["validations"]
+        self.curve = progress.get("curve", [])
         return True
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor whose parts are in several processes, put together; another one as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def spread(value: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, spread over processes as `like` is, if it has the same shape."""
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements)

@@ -1,0 +1,34 @@
+"""What `tests/test_train_processes.py` runs in two processes: the included captioner, split by transformers' plan.
+"""
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+import visspec
+from visspec.api.captions import PROMPT, prepare
+from visspec.api.loading import load
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import held_out_scenes
+
+
+def captions(device: str) -> dict:
+    """Tokens of two captions by drafter, and how many rows of a weight are here."""
+    model, processor = load(None, device=device)
+    images = [to_image(scene) for scene in held_out_scenes(2)]
+    inputs = prepare(processor, images, PROMPT, model)
+    found = {}
+    for drafter in ("none", "ngram", "vispec"):
+        fast = visspec.accelerate(model, drafter, adaptive=False)
+        found[drafter] = fast.generate(**inputs, max_new_tokens=24, do_sample=False).tolist()
+    found["stock"] = model.generate(**inputs, max_new_tokens=24, do_sample=False).tolist()
+    weight = model.get_decoder().layers[0].self_attn.q_proj.weight
+    return found | {"rows": (weight.to_local() if hasattr(weight, "to_local") else weight).shape[0]}
+
+
+def main(home: Path) -> None:
+    found = captions("tp")
+    (home / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

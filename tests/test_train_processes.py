@@ -1,0 +1,139 @@
+"""Training in two real processes (gloo): DDP and FSDP train alike, resume exactly, and one of them writes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.tiny import model_of
+from tests.parallel_target import captions
+from tests.test_cli import refused
+from visspec.api import loading
+from visspec.eval.report.training import write_page
+from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.recipes.train_drafter import items_of, opened
+from visspec.recipes.workers import workers
+from visspec.train.loop import Alone
+
+ROOT = Path(__file__).parent.parent
+
+
+def launch(home: Path, module: str, *argv: str) -> None:
+    """`main` of a module of the tests with two processes of one thread, by torchrun."""
+    script = home / "run.py"  # tests are no package that is installed
+    values = ", ".join(map(repr, argv))
+    (home / "tests").symlink_to(ROOT / "tests")
+    script.write_text(f"import sys; sys.path.insert(0, {str(home)!r})\nfrom pathlib import Path\n"
+                      f"from tests.{module} import main\nmain({values}{', ' if argv else ''}Path({str(home)!r}))\n")  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(script)]
+    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=500, cwd=home)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Folders of drafters by name, trained in two processes."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
+    home = tmp_path_factory.mktemp("runs")
+    for parallel in ("ddp", "fsdp"):
+        (home / parallel / "data").mkdir(parents=True)
+        for i in range(3):
+            Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(home / parallel / "data" / f"{i}.png")
+        launch(home / parallel, "training_processes", parallel)
+    return home
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_drafter(home):
+    whole = {parallel: weights(home / parallel / "whole") for parallel in ("ddp", "fsdp")}
+    start = FeatureDrafter.for_model(model_of("llava"), seed=0, image_latents=0).head.state_dict()
+    assert apart(whole["ddp"], dict(start)) > 1e-3
+    assert apart(whole["ddp"], weights(home / "ddp" / "by-hand")) < 1e-5  # the mean of both processes' gradients
+    assert apart(whole["ddp"], whole["fsdp"]) < 1e-5
+    for parallel in whole:
+        assert apart(whole[parallel], weights(home / parallel / "broken")) == 0  # resumed exactly
+        FeatureDrafter.from_pretrained(home / parallel / "whole", model_of("llava"))
+        progress = json.loads((home / parallel / "whole" / "run" / "progress.json").read_text())
+        assert progress["workers"] == 2 and [p["step"] for p in progress["curve"]] == list(range(1, 9))
+        page = (home / parallel / "whole" / "run" / "curves.html").read_text()
+        assert page.count("<svg") == 4 and "2 processes" in page
+
+
+@pytest.mark.slow
+def test_a_target_split_by_transformers_plan_is_itself(tmp_path):
+    """Tensor-parallel in two processes, and over devices: the tokens of one process on one device."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
+    launch(tmp_path, "parallel_target")
+    whole = captions("cpu")
+    assert whole["none"] == whole["stock"] and captions("auto") == whole
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found.pop("rows") == whole["rows"] // 2
+        assert all(found[name] == whole["stock"] for name in found)
+
+
+def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):
+    assert isinstance(workers(None, "cpu"), Alone)
+    with pytest.raises(ValueError, match="parallel: got fsdp in one process, expected several"):
+        workers("fsdp", "cpu")
+    with pytest.raises(ValueError, match="parallel: got 'x', expected ddp or fsdp"):
+        workers("x", "cpu")
+    with pytest.raises(ValueError, match="device: got 'tp' in one process"):
+        loading.load(device="tp")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="parallel: got fsdp with device tp"):
+        workers("fsdp", "tp")
+    assert workers(None, "tp").world == 1
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ValueError, match=r"accelerate is not installed, expected it \(pip install 'visspec\[train\]'"):
+        workers(None, "cpu")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    argv = ["train", "drafter", "--target", "captioner", "--data", str(tmp_path), "--out", str(tmp_path / "o")]
+    assert "accelerate is not installed" in refused(capsys, *argv)
+
+
+def test_data_is_what_caption_reads(tmp_path):
+    import io
+    import tarfile
+
+    Image.new("RGB", (8, 8), (9, 0, 0)).save(tmp_path / "a.png")
+    (tmp_path / "d.jsonl").write_text('{"image": "a.png", "prompt": "what ?"}\n')
+    with tarfile.open(tmp_path / "s.tar", "w") as shard:
+        data = (tmp_path / "a.png").read_bytes()
+        info = tarfile.TarInfo("x.png")
+        info.size = len(data)
+        shard.addfile(info, io.BytesIO(data))
+    for data, text in (("*.png", None), ("d.jsonl", "what ?"), ("s.tar", None)):
+        ((image, prompt),) = items_of(tmp_path / data)
+        assert opened(image).getpixel((0, 0)) == (9, 0, 0) and prompt == (text or prompt)
+    (tmp_path / "t.tar").write_bytes(b"torn")
+    with pytest.raises(ValueError, match=r"data: .*t\.tar: can't be read"):
+        items_of(tmp_path / "t.tar")
+
+
+def test_curves_of_a_run_of_one_step_are_drawn(tmp_path):
+    progress = {"step": 1, "seconds": 2.0, "workers": 1, "plan": {"a<b": 1}, "validations": []}
+    write_page(tmp_path / "p.html", progress | {"curve": [{"step": 1, "loss": 0.5, "agreed": 0.1}]}, {})
+    page = (tmp_path / "p.html").read_text()
+    assert page.count("<svg") == 2 and "a&lt;b" in page

@@ -1,0 +1,125 @@
+"""`visspec tune`: predictions from measured costs and acceptance, the choice, the preset, and what it refuses."""
+
+import json
+
+import pytest
+
+import visspec
+from tests.doubles import Oracle, fast, stock
+from tests.test_cli import refused
+from tests.tiny import model_of, prompt, shapes
+from visspec.api import tuning
+from visspec.api.tuning import Batch, Observed
+from visspec.cli import tune as command
+from visspec.cli.main import main
+from visspec.eval.world.render import to_image
+from visspec.eval.world.scene import held_out_scenes
+from visspec.loop.pace import gains
+
+
+def simulated(share: float, base: float, slope: float, batches: int = 40) -> tuple[Observed, Observed]:
+    """Rounds of 1 row that goes on with probability `share`, at seconds = base + slope * length; and plain decoding."""
+    import random
+
+    draw, lengths = random.Random(1), [1, 2, 4]
+    seen, plain = Observed("x", 1, lengths), Observed("none", 1, [0])
+    for _ in range(batches):
+        left, rounds = 60, []
+        while left > 0:
+            length = draw.choice(lengths)
+            gained = 1
+            while gained <= length and draw.random() < share:
+                gained += 1
+            rounds.append((length, [gained], base + slope * length))
+            left -= gained
+        seen.batches.append(Batch(0.5, rounds, [[0] * 61]))
+        plain.batches.append(Batch(0.5, [(0, [1], base)] * 60, [[0] * 61]))
+    return seen, plain
+
+
+@pytest.mark.parametrize("share, base, slope", [(0.8, 1.0, 0.1), (0.3, 1.0, 0.5)])
+def test_predictions_are_the_formula_of_the_pace(share, base, slope):
+    seen, plain = simulated(share, base, slope)
+    rows = tuning.predicted(seen, plain)
+    for row, tau in zip(rows, [list(gains([share] * 4))[i] for i in (0, 1, 3)]):
+        seconds = 0.5 + 60 / tau * (base + slope * row["levels"])  # but for last rounds that are cut short
+        assert row["tau"] == pytest.approx(tau, rel=0.04)
+        assert row["predicted_speedup"] == pytest.approx((0.5 + 60 * base) / seconds, rel=0.06)
+        low, high = row["predicted_ci95"]
+        assert low < row["predicted_speedup"] < high < 1.2 * low
+    (self_row,) = tuning.predicted(plain, plain)
+    assert self_row["predicted_speedup"] == 1.0 and self_row["tau"] == 1.0
+    best = tuning.best([self_row, *rows], 1.02)[0]
+    assert (best["levels"] > 0) == (share == 0.8)  # nothing pays where rounds cost more than they gain
+
+
+def test_drafts_of_mixed_lengths_are_counted_and_outputs_stay():
+    """The oracle's drafts are all right: every length gains all of it."""
+    inputs, answers = prompt("llama", shapes("llama")["ragged"]), stock("llama", "ragged")
+    found = tuning.observe(fast("llama", Oracle(answers)), inputs, (1, 3), 0, max_new_tokens=24, do_sample=False)
+    assert found.tokens == answers and found.prefill > 0
+    assert {asked for asked, *_ in found.rounds} <= {0, 1, 2, 3} and {1, 3} <= {asked for asked, *_ in found.rounds}
+    assert all(gained == [asked + 1] * len(gained) and s > 0 for asked, gained, s in found.rounds[:-1])
+    sampled = {"max_new_tokens": 24, "do_sample": True, "top_k": 0}
+    found = tuning.observe(fast("llama", "ngram"), inputs, (1, 3), 7, **sampled)
+    assert found.tokens == fast("llama", None).run(**inputs, **sampled, seed=7).state.tokens
+
+
+def test_a_preset_is_read_by_accelerate_and_belongs_to_its_model(tmp_path):
+    path, model = tmp_path / "p.json", model_of("llama")
+    choice = {"drafter": "ngram:longest=2", "acceptance": "typical:epsilon=0.2", "levels": 3}
+    tuning.write_preset(path, model, choice, measured_speedup=1.5)
+    made = visspec.accelerate(model, path)
+    assert made.name == "ngram" and made.pace.levels == 3 and made.rule.traits.guarantee == "approximate"
+    assert visspec.accelerate(model, str(path), levels=5).pace.levels == 5
+    tuning.write_preset(path, model, {"drafter": "none", "acceptance": "exact", "levels": 0})
+    assert visspec.accelerate(model, path).drafter is None
+    other = model_of("qwen2")
+    with pytest.raises(ValueError, match="is made for a model with model_type 'llama', got 'qwen2'"):
+        visspec.accelerate(other, path)
+    path.write_text(json.dumps({"drafter": "ngram"}))
+    with pytest.raises(ValueError, match="has no acceptance, expected a preset"):
+        visspec.accelerate(model, path)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    home = tmp_path_factory.mktemp("images")
+    for i, scene in enumerate(held_out_scenes(8)):
+        to_image(scene).save(home / f"{i}.png")
+    (home / "00.png").write_bytes(b"broken")
+    return home
+
+
+def test_a_model_and_images_are_tuned(images, tmp_path, capsys):
+    record, preset = tmp_path / "t.json", tmp_path / "p.json"
+    argv = ["tune", "--images", str(images), "--count", "4", "--lengths", "2", "6", "--batches", "1", "2", "--passes", "1"]
+    argv += ["--drafters", "vispec", "--max-new-tokens", "24", "--json", str(record), "--out", str(preset)]
+    assert main([*argv, "--sweep"]) == 0
+    found = json.loads(record.read_text())
+    rows = found["rows"]
+    assert [(r["drafter"], r["levels"], r["batch_size"]) for r in rows[:5]] == [
+        ("none", 0, 1), ("vispec", 2, 1), ("vispec", 6, 1), ("vispec:width=4", 2, 1), ("vispec:width=4", 6, 1),
+    ]  # fmt: skip
+    assert len(rows) == 10 and all(r["identical"] == r["compared"] for r in rows)
+    assert found["predicted_speedup"] > 0 and len(found["predicted_ci95"]) == 2 and "choice_over_best" in found
+    read = json.loads(preset.read_text())
+    assert {k: read[k] for k in tuning.KEPT} == {k: found["choice"][k] for k in tuning.KEPT}
+    said = capsys.readouterr()
+    assert "choice: " in said.out or "nothing pays" in said.out
+    assert "00.png" in said.err
+    assert main(["caption", str(images / "0.png"), "--drafter", str(preset), "--max-new-tokens", "4"]) == 0
+
+
+def test_it_says_so_when_nothing_pays():
+    record = {"choice": {}, "pays": False, "best_predicted": 0.8, "predicted_ci95": [1.0, 1.0]}
+    assert command.verdict(record).startswith("nothing pays") and "a slowdown: 1.25 times" in command.verdict(record)
+
+
+def test_bad_input_is_a_sentence(images, tmp_path, capsys):
+    assert "got 8 that can be read, expected 10 or more" in refused(
+        capsys, "tune", "--images", str(images), "--batches", "5"
+    )
+    assert "got no such file" in refused(capsys, "tune", "--images", str(tmp_path / "x.jsonl"))
+    assert "drafter: got 'nothing'" in refused(capsys, "tune", "--images", str(images), "--drafters", "nothing")
+    assert "is a folder, expected a file" in refused(capsys, "tune", "--images", str(images), "--out", str(tmp_path))

@@ -1,0 +1,63 @@
+"""What `tests/test_train_processes.py` runs in two processes: a drafter trained whole, broken off and resumed, by hand.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.tiny import model_of, prompt
+from visspec.recipes import train_drafter, workers
+from visspec.train.loop import Alone, Trainer
+
+STOP = 6
+
+
+class ByHand(Alone):
+    """Gradients averaged one by one, without a wrapper."""
+
+    def __init__(self):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cpu")
+
+    def prepared(self, module, optimiser):
+        def average(p):
+            dist.all_reduce(p.grad)
+            p.grad /= self.world
+
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(average)
+        return module, optimiser
+
+
+def main(parallel: str, home: Path) -> None:
+    model = model_of("llava")
+    train_drafter.targets.load = lambda *a, **k: (model, None)
+    train_drafter.prepare = lambda p, images, texts, m: prompt("llava", ["4 i 5"] * len(images))
+
+    def run(name: str, **options) -> list[dict]:
+        return train_drafter.run(
+            "x", home / "data", home / name, steps=8, rows=2, max_new_tokens=8, group=1, reuse=2, unroll=2, save_every=4,
+            warm_up=1, validate_every=4, parallel=parallel, image_latents=0, **options,
+        )  # fmt: skip
+
+    found = run("whole")
+    update = Trainer.update
+
+    def stopping(self, lesson):
+        if self.step == STOP:
+            raise KeyboardInterrupt
+        return update(self, lesson)
+
+    Trainer.update = stopping
+    try:
+        run("broken")
+    except KeyboardInterrupt:
+        Trainer.update = update
+    assert run("broken", resume=True)[-1]["tau_greedy"] == found[-1]["tau_greedy"]
+    if parallel == "ddp":
+        train_drafter.workers = lambda *a: ByHand()
+        run("by-hand")
+    several = workers.Workers(parallel == "fsdp", "cpu")
+    assert several.world == 2
+    several.close()

@@ -1,0 +1,40 @@
+"""`visspec caption SOURCES --ray --out FOLDER`: captions by several processes, through Ray Data."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+from visspec.api import distributed, sources
+from visspec.api.accelerate import accelerate
+from visspec.api.captions import PROMPT, Captions
+from visspec.api.shards import EXTRA, Shards
+from visspec.cli.arguments import load
+from visspec.cli.caption_records import COLUMNS, row_of, warn_of_foreign
+from visspec.cli.ray_shards import refuse, write
+
+
+def run_ray(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Finished shards are kept whatever ends it; ids that are there are not captioned again. Returns the exit code."""
+    refuse(arguments, "json", "report", "stats")
+    sources.need("ray", "--ray", EXTRA)
+    readers = sources.readers(arguments.image)
+    warn_of_foreign(arguments)
+    request = arguments.prompt or PROMPT
+    about = {
+        "model": arguments.model or "captioner", "prompt": request, "drafter": arguments.drafter,
+        "acceptance": arguments.acceptance, "sampling": options,
+    }  # fmt: skip
+    given = argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k != "run"})
+    return write(readers, partial(worker, given, request, options), Shards(arguments.out, COLUMNS), about, arguments)
+
+
+def worker(arguments: argparse.Namespace, request: str, options: dict[str, Any]) -> distributed.Making:
+    """In an actor: load the model. What is returned makes the captions of records."""
+    model, processor, drafter = load(arguments)
+    captions = Captions(
+        accelerate(model, drafter, acceptance=arguments.acceptance), processor, request=request, workers=1,
+        slots=arguments.slots, max_pixels=arguments.max_pixels, **options,
+    )  # fmt: skip
+    return lambda records: map(row_of, captions(records))

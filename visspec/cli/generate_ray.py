@@ -1,0 +1,100 @@
+"""`visspec generate --ray --out FOLDER`: images by several processes, through Ray Data, as PNG in parquet shards."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from visspec.api import distributed, sources
+from visspec.api.shards import EXTRA, Shards
+from visspec.api.sources import Record, seed_of
+from visspec.cli.generate import CHOSEN, MEASURED, method, pipeline, settings
+from visspec.cli.ray_shards import refuse, write
+
+COLUMNS = {
+    "id": "string", "prompt": "string", "seed": "int64", "image": "binary", "tokens": "int64", "rounds": "int64",
+    "guarantee": "string", "drift_per_token": "double", "displacement_per_token": "double", "error": "string",
+}  # fmt: skip
+
+
+def run_ray(arguments: argparse.Namespace) -> int:
+    """Finished shards are kept whatever ends it; ids that are there are not drawn again. Returns the exit code."""
+    refuse(arguments, "json", "grid", "maps", "stats", "scorer")
+    if arguments.best_of > 1:
+        raise ValueError(f"--best-of: got {arguments.best_of} beside --ray, expected one of the two")
+    sources.need("ray", "--ray", EXTRA)
+    if not arguments.prompt and arguments.prompts is None:
+        raise ValueError("prompt: got none, expected at least one")
+    readers = [partial(wanted, arguments.prompt, None, arguments.n)] if arguments.prompt else []
+    if arguments.prompts is not None:
+        sources.prompts(arguments.prompts)
+        readers.append(partial(wanted, [], arguments.prompts, arguments.n))
+    drawing = settings(arguments)
+    about = {
+        "model": arguments.model, "preset": arguments.preset, "seed": arguments.seed,
+        **{name: getattr(arguments, name) for name in CHOSEN},
+        **{name: value for name, value in drawing.items() if name != "batch_size"},
+    }  # fmt: skip
+    given = argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k != "run"})
+    return write(readers, partial(worker, given, drawing), Shards(arguments.out, COLUMNS), about, arguments)
+
+
+def wanted(texts: list[str], file: Any, n: int) -> Iterator[Record]:
+    """A record for each image: `n` of a prompt are ID#0, ID#1, ..."""
+    read = chain((Record(text, prompt=text) for text in texts), () if file is None else sources.prompts(file))
+    for record in read:
+        yield from (replace(record, id=f"{record.id}#{k}") for k in range(n)) if n > 1 else [record]
+
+
+def worker(arguments: argparse.Namespace, drawing: dict[str, Any]) -> distributed.Making:
+    """In an actor: load the model. What is returned draws the images of records."""
+    pipe = pipeline(arguments)
+    pipe.set_progress_bar_config(disable=True)
+    return Drawing(pipe, method(arguments, pipe) | drawing, arguments.seed)
+
+
+class Drawing:
+    """Images of records, each by its own seed; one that can't be drawn has an error."""
+
+    def __init__(self, pipe: Any, options: dict[str, Any], seed: int):
+        self.pipe, self.options, self.seed = pipe, options, seed
+
+    def __call__(self, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+        whole = []
+        for record in records:
+            if record.error is not None:
+                yield self._row(record, error=record.error)
+            else:
+                whole.append(record)
+        try:
+            rows = list(self._drawn(whole)) if whole else []
+        except (ValueError, RuntimeError):  # of one of them, which is found by drawing each alone
+            rows = [row for record in whole for row in self._alone(record)]
+        yield from rows
+
+    def _alone(self, record: Record) -> Iterator[dict[str, Any]]:
+        try:
+            yield from list(self._drawn([record]))
+        except (ValueError, RuntimeError) as error:
+            yield self._row(record, error=f"{record.id}: {str(error).splitlines()[0]}")
+
+    def _drawn(self, records: list[Record]) -> Iterator[dict[str, Any]]:
+        seeds, left = [seed_of(self.seed, record.id) for record in records], iter(records)
+        for part in self.pipe.stream([record.prompt for record in records], seed=seeds, **self.options):
+            measured = {name: getattr(part.stats[0], name) for name in MEASURED}
+            for i, image in enumerate(part.images):
+                file = io.BytesIO()
+                image.save(file, format="PNG")
+                yield self._row(
+                    next(left), image=file.getvalue(), tokens=part.tokens[i].numel(), rounds=int(part.passes[i].max()),
+                    **measured,
+                )  # fmt: skip
+
+    def _row(self, record: Record, **found: Any) -> dict[str, Any]:
+        empty = dict.fromkeys(COLUMNS) | {"tokens": 0, "rounds": 0}
+        return empty | {"id": record.id, "prompt": record.prompt, "seed": seed_of(self.seed, record.id)} | found

@@ -1,0 +1,81 @@
+"""What the commands with `--ray` share: a folder of shards, a bar of what the processes make, and its sum."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from visspec.api import distributed
+from visspec.api.shards import Shards
+
+
+def pool_of(arguments: argparse.Namespace) -> distributed.Pool:
+    """The processes that `arguments` ask for; each has a GPU where models run on them."""
+    gpus = 1.0 if arguments.device.startswith("cuda") else 0.0
+    return distributed.Pool(arguments.workers, arguments.threads, gpus)
+
+
+def refuse(arguments: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError for arguments that mean nothing with --ray, and where --out is missing."""
+    if arguments.out is None:
+        raise ValueError("--out: got none, expected a folder for the shards of --ray")
+    if arguments.out.suffix in (".jsonl", ".parquet"):
+        raise ValueError(f"--out: got {arguments.out} with --ray, expected a folder for shards of parquet")
+    for name in names:
+        if getattr(arguments, name):
+            raise ValueError(f"--{name.replace('_', '-')}: got one beside --ray, expected one of the two")
+
+
+class Totals:
+    """Sums over the shards of a run."""
+
+    def __init__(self) -> None:
+        self.count = self.failed = self.tokens = self.rounds = 0
+        self.began, self.ended = float("inf"), 0.0
+        self.processes: set[int] = set()
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """Add what is told of a shard."""
+        self.count, self.failed = self.count + told["records"], self.failed + len(told["errors"])
+        self.tokens, self.rounds = self.tokens + told["tokens"], self.rounds + told["rounds"]
+        self.began, self.ended = min(self.began, told["began"]), max(self.ended, told["ended"])
+        self.processes.add(told["process"])
+
+    @property
+    def rate(self) -> float:
+        """Records a second from the first shard's beginning to the last one's end: models are loaded before."""
+        return self.count / max(self.ended - self.began, 1e-9) if self.count else 0.0
+
+
+def write(
+    readers: Sequence[Any], make: Callable[[], distributed.Making], shards: Shards, about: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> int:  # fmt: skip
+    """Make and write all records that are not there, under a bar. Returns the exit code."""
+    totals, complaints = Totals(), 0
+    with shards.opened(about), tqdm(unit=" records", disable=not sys.stderr.isatty(), smoothing=0.05) as bar:
+        before = sum(1 for _ in shards.ids())
+
+        def complain(sentence: str) -> None:
+            nonlocal complaints
+            complaints += 1
+            bar.write(f"visspec: {sentence}", file=sys.stderr)
+
+        for told in distributed.run(
+            readers, make, shards, pool=pool_of(arguments), size=arguments.shard, complain=complain
+        ):
+            totals.add(told)
+            for sentence in told["errors"]:
+                complain(sentence)
+            bar.update(told["records"])
+            bar.set_postfix(failed=totals.failed, refresh=False)
+    there = f", {before} were there" if before else ""
+    print(
+        f"{shards.folder}: {totals.count} records, {totals.failed} of them failed{there};"
+        f" {totals.rate:.2f} a second by {len(totals.processes)} processes"
+    )
+    return 0 if not complaints else 1 if totals.failed < totals.count else 2

@@ -1,0 +1,228 @@
+"""`visspec tune`: choose drafter, tree, draft length and batch for a model and images, by measurement.
+
+Half of the images are decoded with drafts of mixed lengths, from which the speed-up of every choice is predicted
+(`visspec.api.tuning`). The best few are measured against plain decoding on the other half, which decides between them;
+with --sweep every row is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from visspec.api import sources, tuning, zoo
+from visspec.api.accelerate import Accelerated, accelerate
+from visspec.api.captions import PROMPT, moved, processed
+from visspec.cli.arguments import add_hardware, load, positive, temperature
+from visspec.cli.bench_caption import OurArm
+from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
+from visspec.eval.speed import paired
+from visspec.files import write_json
+from visspec.provenance import provenance
+
+PAYS = 1.02  # least predicted speed-up of a choice that drafts, and as in `loop.pace`
+WIDTHS = (4,)  # of trees that are tried beside chains, for drafters that grow them
+PLAIN = "none"
+FINALISTS = 3  # rows with the best predictions, which are measured
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
+    parser.add_argument("--images", nargs="+", required=True, help="images, as `visspec caption` reads them")
+    parser.add_argument("--drafters", nargs="+", help="names or folders (default: ngram, and vispec for the embedded)")
+    parser.add_argument("--lengths", nargs="+", type=positive, default=[1, 2, 3, 4, 6, 8], help="of drafts, in levels")
+    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 4], help="sizes of batches")
+    parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
+    parser.add_argument("--count", type=positive, default=16, help="images to measure on, and as many to check on")
+    parser.add_argument("--passes", type=positive, default=2, help="over the images that are measured on")
+    parser.add_argument("--max-new-tokens", type=positive, default=128)
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompt", default=None, help="what to ask of each image")
+    parser.add_argument("--threads", type=positive, help="torch threads")
+    parser.add_argument("--sweep", action="store_true", help="measure every row, to see how good the prediction is")
+    parser.add_argument("--out", type=Path, help="write the choice to this file, for accelerate(model, FILE)")
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
+    add_hardware(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    arguments.drafter = None
+    found = sources.records(arguments.images)
+    model, processor, usual = load(arguments)
+    drafters = arguments.drafters or list(dict.fromkeys(["ngram", usual]))
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
+    if arguments.temperature > 0:
+        options |= {"temperature": arguments.temperature, "top_k": 0, "top_p": 1.0}
+    images = list(islice(readable(found), 2 * arguments.count))
+    if len(images) < 2 * max(arguments.batches):
+        raise ValueError(f"images: got {len(images)} that can be read, expected {2 * max(arguments.batches)} or more")
+    record = tune(
+        model, processor, images, drafters, lengths=sorted(set(arguments.lengths)), batches=arguments.batches,
+        acceptance=arguments.acceptance, request=arguments.prompt or PROMPT, passes=arguments.passes,
+        seed=arguments.seed, sweep=arguments.sweep, **options,
+    )  # fmt: skip
+    Console().print(table(record))
+    print(verdict(record))
+    write_json(arguments.json, record)
+    if arguments.out is not None:
+        about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
+        tuning.write_preset(arguments.out, model, record["choice"], **about)
+
+
+def readable(records: Iterator[sources.Record]) -> Iterator[tuple[Any, str | None]]:
+    """Images and prompts; what can't be read is named and passed by."""
+    for record in records:
+        try:
+            if record.error is not None:
+                raise ValueError(record.error)
+            read = read_image(record.image, record.id, MAX_PIXELS) if isinstance(record.image, bytes) else None
+            yield read or open_image(record.image, MAX_PIXELS), record.prompt
+        except (ValueError, OSError) as error:
+            print(f"visspec: {error}", file=sys.stderr)
+
+
+def candidates(drafters: Sequence[str], model: Any) -> list[str]:
+    """The drafters, and those of them that grow trees as trees too. Raises ValueError as `zoo.drafter`."""
+    found = []
+    for spec in drafters:
+        drafter, _ = zoo.drafter(spec, model)
+        found.append(spec)
+        if hasattr(type(drafter), "for_model") and "width" not in spec and not drafter.traits.samples:
+            found += [f"{spec}{',' if ':' in spec else ':'}width={width}" for width in WIDTHS]
+    return found
+
+
+def tune(
+    model, processor, images: Sequence[tuple[Any, str | None]], drafters: Sequence[str], *, lengths: Sequence[int],
+    batches: Sequence[int], acceptance: str, request: str, passes: int, seed: int, sweep: bool, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure, predict, choose and check. Returns the JSON object of docs/benchmarks.md."""
+    half = len(images) // 2
+
+    def grouped(some: Sequence, size: int) -> list[dict[str, Any]]:
+        groups = [some[i : i + size] for i in range(0, len(some) - size + 1, size)]
+        return [
+            moved(processed(processor, [i for i, _ in group], [p or request for _, p in group]), model)
+            for group in groups
+        ]
+
+    arms = {PLAIN: accelerate(model, None)}
+    for spec in candidates(drafters, model):
+        arms[spec] = accelerate(model, spec, acceptance=acceptance, levels=max(lengths), adaptive=False)
+    rows: list[dict[str, Any]] = []
+    checks = {size: grouped(images[half:], size) for size in batches}
+    for size in batches:
+        seen = measured(arms, grouped(images[:half], size), size, lengths, passes, seed, options)
+        rows += [row for one in seen.values() for row in tuning.predicted(one, seen[PLAIN], seed)]
+    for row in rows:
+        row["acceptance"] = acceptance
+    finalists = tuning.best(rows, PAYS, FINALISTS)
+    sizes = {row["batch_size"] for row in finalists}
+    asked = [row for row in rows if sweep or row in finalists or (row["levels"] == 0 and row["batch_size"] in sizes)]
+    check(model, asked, checks, options, seed)
+    paying = [row for row in finalists if row["levels"] == 0 or row["measured_speedup"] >= PAYS]
+    paying += [row for row in asked if row["levels"] == 0]
+    choice = max(paying, key=lambda row: row["measured_images_per_second"])
+    drafting = [row["predicted_speedup"] for row in rows if row["levels"]]
+    record = {
+        "bench": "tune", "choice": {name: choice[name] for name in (*tuning.KEPT, "batch_size")},
+        "pays": choice["levels"] > 0, "best_predicted": max(drafting, default=1.0),
+        "guarantee": arms[choice["drafter"]].rule.traits.guarantee,
+        **{name: choice[name] for name in ("predicted_speedup", "predicted_ci95", "measured_speedup", "measured_ci95")},
+        "rows": rows, "n_prompts": half, "n_checked": len(images) - half, "seed": seed, "load": os.getloadavg()[0],
+        "provenance": provenance(model, seed=seed), **options,
+    }  # fmt: skip
+    if sweep:
+        record["choice_over_best"] = choice["measured_images_per_second"] / max(
+            row["measured_images_per_second"] for row in rows
+        )
+        errors = [abs(row["predicted_speedup"] / row["measured_speedup"] - 1) for row in rows if row["levels"]]
+        record["prediction_error"] = {"choice": abs(choice["predicted_speedup"] / choice["measured_speedup"] - 1)}
+        record["prediction_error"] |= {"median": sorted(errors)[len(errors) // 2], "largest": max(errors)}
+    return record
+
+
+def measured(
+    arms: dict[str, Accelerated], inputs: Sequence[dict[str, Any]], size: int, lengths: Sequence[int], passes: int,
+    seed: int, options: dict[str, Any],
+) -> dict[str, tuning.Observed]:  # fmt: skip
+    """Every arm on every batch, in an order that alternates, after a batch that warms up."""
+    seen = {
+        name: tuning.Observed(name, size, [0] if name == PLAIN else list(lengths), []) for name in arms
+    }
+    for number, batch in enumerate([inputs[0], *inputs * passes]):
+        for name in list(arms) if number % 2 else list(arms)[::-1]:
+            asked = (0,) if name == PLAIN else tuple(lengths)
+            found = tuning.observe(arms[name], batch, asked, seed + size * number, **options)
+            if number:
+                seen[name].batches.append(found)
+    return seen
+
+
+def check(
+    model: Any, rows: Sequence[dict[str, Any]], inputs: dict[int, list[dict[str, Any]]], options: dict[str, Any], seed: int
+) -> None:
+    """Measure rows against plain decoding of the same batches, and note it in them."""
+    for size in {row["batch_size"]: None for row in rows}:
+        own = [row for row in rows if row["batch_size"] == size]
+        arms = {str(i): OurArm(made(model, row), options, seed) for i, row in enumerate(own)}
+        runs, failures = paired.interleave(arms, list(enumerate(inputs[size])), warmup=1)
+        if failures:
+            raise ValueError(f"images: got {failures[0]}, expected images that can be captioned")
+        plain = runs[str(next(i for i, row in enumerate(own) if row["levels"] == 0))]
+        for row, found in zip(own, runs.values()):
+            ratio = paired.compare(plain, found, per_token=options["do_sample"])
+            seconds = sum(one.seconds for one in found)
+            row |= {
+                "measured_speedup": ratio["speedup_total_time"], "measured_ci95": ratio["speedup_ci95"],
+                "measured_images_per_second": sum(len(one.tokens) for one in found) / seconds,
+                "identical": ratio["identical"], "compared": ratio["compared"],
+            }  # fmt: skip
+
+
+def made(model: Any, row: dict[str, Any]) -> Accelerated:
+    """What a row stands for."""
+    if row["levels"] == 0:
+        return accelerate(model, None)
+    return accelerate(model, row["drafter"], acceptance=row["acceptance"], levels=row["levels"], adaptive=False)
+
+
+def verdict(record: dict[str, Any]) -> str:
+    """The choice in a sentence."""
+    choice, (low, high) = record["choice"], record["predicted_ci95"]
+    if not record["pays"]:
+        best = record["best_predicted"]
+        return f"nothing pays: plain decoding is the fastest; the best drafter would be {paired.in_words(best)}"
+    return (
+        f"choice: {choice['drafter']}, drafts of {choice['levels']} levels, batches of {choice['batch_size']}; predicted"
+        f" {record['predicted_speedup']:.2f} ({low:.2f}..{high:.2f}) times plain decoding, measured"
+        f" {record['measured_speedup']:.2f} on {record['n_checked']} other images; {record['guarantee']}"
+    )
+
+
+def table(record: dict[str, Any]) -> Table:
+    """A rich table of the rows."""
+    title = f"{record['n_prompts']} images measured, {record['n_checked']} checked; load {record['load']:.1f}"
+    view = Table(title=title, caption="d: levels of a draft; speed-up over plain decoding in batches of the same size")
+    for name in ("drafter", "d", "batch", "tau", "predicted", "95 %", "img / s", "measured"):
+        view.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=True)
+    for row in record["rows"]:
+        low, high = row["predicted_ci95"]
+        found = f"{row['measured_speedup']:.2f}" if "measured_speedup" in row else ""
+        view.add_row(
+            row["drafter"], str(row["levels"]), str(row["batch_size"]), f"{row['tau']:.2f}",
+            f"{row['predicted_speedup']:.2f}", f"{low:.2f}..{high:.2f}", f"{row['images_per_second']:.2f}", found,
+        )  # fmt: skip
+    return view

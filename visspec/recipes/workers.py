@@ -1,0 +1,70 @@
+"""The processes of a training run, as torchrun starts them, through the library `accelerate`: DDP, or FSDP2."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from visspec.api.sources import need
+from visspec.train.loop import Alone
+
+EXTRA = "train"
+
+
+def workers(parallel: str | None, device: str) -> Any:
+    """What torchrun has started, or `Alone`. parallel: "ddp" (each process has all weights of the drafter), "fsdp" (they
+    are spread) or None: ddp where there are several. Raises ValueError for anything else.
+    """
+    if parallel not in (None, "ddp", "fsdp"):
+        raise ValueError(f"parallel: got {parallel!r}, expected ddp or fsdp")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if device == "tp":  # they share one target, so all of them make the same answers and train the same drafter
+        if parallel is not None:
+            raise ValueError(f"parallel: got {parallel} with device tp, expected one of the two")
+        return Together(int(os.environ.get("RANK", "0")))
+    if world == 1:
+        if parallel is not None:
+            raise ValueError(f"parallel: got {parallel} in one process, expected several (torchrun --nproc-per-node 2 ...)")
+        return Alone()
+    need("accelerate", f"{world} processes", EXTRA)
+    return Workers(parallel == "fsdp", device)
+
+
+class Together(Alone):
+    """Processes that do the same; the first one writes."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+
+class Workers:
+    """Several processes. The trained module is wrapped; everything else is each process's own."""
+
+    def __init__(self, sharded: bool, device: str):
+        from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+
+        plugin = None
+        if sharded:
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+            )
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # lessons without images
+        self.accelerator = Accelerator(cpu=device == "cpu", fsdp_plugin=plugin, kwargs_handlers=[unused])
+        self.rank, self.world, self.sharded = self.accelerator.process_index, self.accelerator.num_processes, sharded
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    def prepared(self, module: nn.Module, optimiser: Any) -> tuple[nn.Module, Any]:
+        """As `Alone.prepared`."""
+        module, wrapped = self.accelerator.prepare(module, optimiser)
+        return module, wrapped.optimizer
+
+    def close(self) -> None:
+        """End the group of processes."""
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
