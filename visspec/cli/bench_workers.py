@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--threads", type=positive, default=1, help="of each worker")
     parser.add_argument("--slots", type=positive, default=8, help="captions that a worker writes at once")
-    parser.add_argument("--shard", type=positive, default=32, help="records of a shard")
+    parser.add_argument("--shard", type=positive, default=16, help="records of a shard")
     parser.add_argument("--passes", type=positive, default=3, help="with one worker, and with several")
     add_captioning(parser)
 

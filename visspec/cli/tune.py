@@ -215,9 +215,9 @@ def verdict(record: dict[str, Any]) -> str:
 def table(record: dict[str, Any]) -> Table:
     """A rich table of the rows."""
     title = f"{record['n_prompts']} images measured, {record['n_checked']} checked; load {record['load']:.1f}"
-    view = Table(title=title, caption="d: levels of a draft; speed-up over plain decoding in batches of the same size")
-    for name in ("drafter", "d", "batch", "tau", "predicted", "95 %", "img / s", "measured"):
-        view.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=True)
+    view = Table(title=title, caption="d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size")
+    for name in ("drafter", "d", "rows", "tau", "predicted", "95 %", "img/s", "measured"):
+        view.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=name != "drafter", min_width=4)
     for row in record["rows"]:
         low, high = row["predicted_ci95"]
         found = f"{row['measured_speedup']:.2f}" if "measured_speedup" in row else ""
