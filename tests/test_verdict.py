@@ -178,3 +178,4 @@ def test_best_of_in_generate(folder, tmp_path, capsys, monkeypatch):
     first, same = (Image.open(tmp_path / part / "00000.png").tobytes() for part in ("all", "best"))
     assert first == same and len(list((tmp_path / "best").iterdir())) == 2
     assert "--best-of: got 2 and --scorer None" in refused(capsys, *argv, str(tmp_path), "--best-of", "2")
+    assert "--best-of: got 2 beside --ray" in refused(capsys, *argv, str(tmp_path), "--best-of", "2", "--ray")

@@ -90,7 +90,8 @@ class Drawing:
 def chat(body: Any, limits: Limits) -> Chat:
     """Read the body of a chat completion and decode its images. Raises Refused."""
     check_nothing(body, NOTHING)
-    messages, images = [], []
+    messages: list[dict[str, Any]] = []
+    images: list[Image.Image] = []
     for i, message in enumerate(listed(body, "messages", "a list of messages")):
         where = f"messages[{i}]"
         role = message.get("role") if isinstance(message, Mapping) else message

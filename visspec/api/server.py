@@ -12,6 +12,7 @@ import hmac
 import json
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -123,13 +124,13 @@ class Service:
             data = [{"b64_json": base64.b64encode(file).decode()} for file in drawn.files]
             return JSONResponse({"created": int(time.time()), "data": data, "output_format": "png"})
 
-    def models(self) -> dict[str, Any]:
+    async def models(self) -> dict[str, Any]:
         found = [{"id": w.name, "object": "model", "created": self.began, "owned_by": "visspec"} for w in self.workers]
         return {"object": "list", "data": found}
 
-    def metrics(self) -> PlainTextResponse:
+    async def metrics(self) -> PlainTextResponse:
         running = sum(len(worker.running) for worker in self.workers)
-        now = {"queue": self.desk.taken - running, "running": running, "places": self.desk.places}
+        now: dict[str, float] = {"queue": self.desk.taken - running, "running": running, "places": self.desk.places}
         return PlainTextResponse(self.desk.meters.lines(now), media_type="text/plain; version=0.0.4")
 
 
@@ -221,27 +222,17 @@ def application(service: Service) -> FastAPI:
     app = FastAPI(
         title="visspec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    guarded = {"dependencies": [Depends(service.guard)]}
 
     async def health() -> dict[str, str]:
         return {"status": "stopping" if service.desk.closing else "ok"}
 
-    async def models() -> dict[str, Any]:
-        return service.models()
-
-    async def metrics() -> PlainTextResponse:
-        return service.metrics()
-
-    async def chat(request: Request) -> Response:
-        return await service.chat(request)
-
-    async def images(request: Request) -> Response:
-        return await service.images(request)
-
-    for path, call in (("/health", health), ("/v1/models", models), ("/metrics", metrics)):
-        app.add_api_route(path, call, methods=["GET"], response_model=None, **({} if call is health else guarded))
-    app.add_api_route("/v1/chat/completions", chat, methods=["POST"], response_model=None, **guarded)
-    app.add_api_route("/v1/images/generations", images, methods=["POST"], response_model=None, **guarded)
+    routes: list[tuple[str, str, Callable[..., Any]]] = [
+        ("GET", "/health", health), ("GET", "/v1/models", service.models), ("GET", "/metrics", service.metrics),
+        ("POST", "/v1/chat/completions", service.chat), ("POST", "/v1/images/generations", service.images),
+    ]  # fmt: skip
+    for method, path, call in routes:
+        guards = [] if call is health else [Depends(service.guard)]
+        app.add_api_route(path, call, methods=[method], response_model=None, dependencies=guards)
 
     @app.exception_handler(Refused)
     async def refuse(request: Request, error: Refused) -> JSONResponse:

@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int | None:
     """Finished images stay when it is interrupted."""
     check_method(arguments)
     if arguments.ray:
+        if arguments.best_of > 1 or arguments.scorer is not None:
+            raise ValueError(f"--best-of: got {arguments.best_of} beside --ray, expected one of the two")
         from visspec.cli.generate_ray import run_ray
 
         return run_ray(arguments)
