@@ -77,6 +77,8 @@ class Captured(Acceptance):
     def __init__(self, rule: Acceptance, most: int = 16, record: Callable[[Call], tuple] | None = None):
         if most < 1:
             raise ValueError(f"most: got {most}, expected at least 1")
+        if rule.traits.remembers:
+            raise ValueError(f"rule: got {type(rule.inner).__name__}, expected one that depends on its round alone")
         self.rule, self.most, self.record = rule, most, record
         self.traits = rule.traits
         self.recordings: dict[tuple, Recording] = {}
