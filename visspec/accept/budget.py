@@ -5,20 +5,20 @@ acceptance, and the rules differ in where the mass goes. This one declares a law
 it exactly, by `Rejection` under p'. Mass is given by codes that are drafted too rarely and received by codes that are
 drafted too often, so that all of it becomes acceptance, and only over distances of at most `reach` in the codebook:
 
-    drawn from q   y gives of [p - q]+, x receives of [q - p]+: the optimal partial transport in the metric of a binary
-                   tree of the codes (`codebook.hierarchy`): within the smallest clusters first, what is left in larger
+    drawn from q   y gives of [p - q]+, x receives of [q - p]+: the optimal partial transport in the metric of a
+                   binary tree (`codebook.hierarchy`): within the smallest clusters first, the rest in larger ones
     point masses   y gives p(y) to the nearest child within reach: the optimal partial transport
 
 The drift of a tested node is TV(p', p), in closed form, and its displacement the transport's cost, an upper bound of
-the Wasserstein distance W_1(p', p). p' depends on the laws at the node and above, and on the past, never on codes drafted
-below, so it is the law of the emitted code given all before; the total variation of the law of whole images is at most
-the expected sum of drifts.
+the Wasserstein distance W_1(p', p). p' depends on the laws at the node and above and on the past, never on codes that
+are drafted below, so it is the law of the emitted code given all before; the total variation of the law of whole images
+is at most the expected sum of drifts.
 
 The budget: every code earns `drift`, tested nodes spend. A node whose parents have spent all that the codes up to it
 have earned moves only a share of the mass, so at any moment drift per code <= `drift`, in every image, by construction.
-The price is the reach: proportional to what is left (`Purse.reserve`), so that spending balances earning without being
-tuned, and mass is moved where it is cheap; and smaller below, where an accepted code is followed by fewer. At
-temperature 0 the rule is greedy and exact.
+The price of a move is its distance: mass moves within a reach that is proportional to what is left (`Purse.reserve`),
+at most the `reach` that is given, so that spending balances earning without being tuned and mass is moved where it is
+cheap; and smaller below, where an accepted code is followed by fewer. At temperature 0 the rule is greedy and exact.
 
 B rows, N nodes, V vocabulary, K codes, P codes padded to a power of two, C clusters, S codes of a cluster, E features.
 Laws keep their dtype.
@@ -71,7 +71,7 @@ class Clusters(NamedTuple):
 
     order: Tensor  # (P,) codes in the tree's order; ids from K on are padding
     place: Tensor  # (K,) of each code in it
-    levels: list[tuple[Tensor, Tensor, Tensor]]  # codes (C, S, E), squared norms (C, S), radii (C,) that don't fall upwards
+    levels: list[tuple[Tensor, Tensor, Tensor]]  # codes (C, S, E), squared norms (C, S), radii (C,)
     unit: float  # mean radius of clusters of four
 
     @classmethod
@@ -109,14 +109,18 @@ class Moves(NamedTuple):
 
 
 class Budget(Rejection):
-    """drift: maximum total variation per code; 0: exact."""
+    """drift: maximum total variation per code, 0: exact; reach: maximum distance of a move, in mean radii of clusters
+    of four codes.
+    """
 
     traits = RuleTraits(judges_draws=True, remembers=True)
 
-    def __init__(self, drift: float = 0.05):
+    def __init__(self, drift: float = 0.05, reach: float = 2.0):
         if not 0 <= drift <= 1:
             raise ValueError(f"drift: got {drift}, expected a total variation per code in [0, 1]")
-        self.drift = float(drift)
+        if not reach >= 0:
+            raise ValueError(f"reach: got {reach}, expected a distance of at least 0")
+        self.drift, self.reach = float(drift), float(reach)
         self.clusters: Clusters | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
@@ -154,7 +158,9 @@ class Budget(Rejection):
         depth_BN, left_B1 = draft.tree.depth, reserve_B.to(p_BNV.dtype)[:, None]
         below_BN = (draft.levels - depth_BN).to(p_BNV.dtype)
         worth_BN = (1.0 - FOLLOWS**below_BN) / (1.0 - FOLLOWS**draft.levels)
-        reach_BN = self.clusters.unit * (left_B1 + self.drift) / (self.drift * HORIZON) * worth_BN
+        reach_BN = (
+            ((left_B1 + self.drift) / (self.drift * HORIZON)).clamp(max=self.reach) * self.clusters.unit * worth_BN
+        )
         moves = self.gathered(draft, p_BNV, reach_BN) if draft.q is None else self.transported(draft, p_BNV, reach_BN)
         allowed_BN = left_B1 + self.drift * (depth_BN + 1)
         spent_BN = within(moves.drift, allowed_BN, draft.tree.ancestor, draft.tree.parent)
@@ -209,14 +215,15 @@ class Budget(Rejection):
 def transport(gap_BNK: Tensor, clusters: Clusters, reach_BN: Tensor) -> Moves:
     """The transport of mass between codes with a positive gap, which receive, and codes with a negative one.
 
-    In a cluster that is open at this reach all that can be moved is, in proportion to what each of its codes still needs
-    or has. The cost of a cluster is its mass times the root of the mean squared distance of the codes so coupled, which
-    is at least the mean distance.
+    In a cluster whose radius is within reach all that can be moved is moved, in proportion to what each of its codes
+    still needs or has. The cost is that mass times the root of the mean squared distance of the codes so coupled, which
+    is at least their mean distance.
     """
     padded_BNP = torch.nn.functional.pad(gap_BNK, (0, clusters.order.shape[0] - gap_BNK.shape[-1]))[..., clusters.order]
     need_BNP, spare_BNP = padded_BNP.clamp(min=0), (-padded_BNP).clamp(min=0)
     start_BNP, cost_BN = padded_BNP, torch.zeros_like(reach_BN)
-    for codes_CSE, norm_CS, radius_C in clusters.levels:
+    for level in clusters.levels:
+        codes_CSE, norm_CS, radius_C = (table.to(gap_BNK.dtype) for table in level)
         need_BNCS, spare_BNCS = (part.unflatten(-1, norm_CS.shape) for part in (need_BNP, spare_BNP))
         needed_BNC, spared_BNC = need_BNCS.sum(-1), spare_BNCS.sum(-1)
         mass_BNC = torch.minimum(needed_BNC, spared_BNC) * (radius_C <= reach_BN[..., None])
