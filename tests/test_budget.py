@@ -182,7 +182,7 @@ def test_transport_is_a_plan_and_its_cost_an_upper_bound(seed):
     p, q = torch.softmax(torch.randn(2, 13, generator=g, dtype=torch.float64), -1)
     clusters = Clusters.of(codes)
     assert sorted(clusters.order.tolist()) == list(range(16))
-    far = torch.cdist(codes, codes).double().numpy()
+    far = torch.cdist(codes.double(), codes.double()).numpy()
     last = 0.0
     for reach in (0.0, 0.8, 1.5, 99.0):
         moves = transport((q - p)[None, None], clusters, torch.tensor([[reach]], dtype=torch.float64))
@@ -191,7 +191,7 @@ def test_transport_is_a_plan_and_its_cost_an_upper_bound(seed):
         between = (moved * (q - p) >= -1e-12) & (moved.abs() <= (q - p).abs() + 1e-12)
         assert between.all(), "nobody receives who has too much, nor more than is missing"
         least = cheapest(moved.clamp(min=0).numpy(), (-moved).clamp(min=0).numpy(), far, mass * (1 - 1e-9))
-        assert float(moves.cost[0, 0]) >= least - 1e-9
+        assert float(moves.cost[0, 0]) >= least - 1e-6
         last = mass
     assert torch.allclose(p + moved, q, atol=1e-12)
     one = Clusters.of(codes[:2])
@@ -223,6 +223,11 @@ def test_decoded_images_keep_their_budget(kind):
     assert float(spent[0.0].max()) == 0 and float(spent[0.1].mean()) > 0.04 > 0.02 >= float(spent[0.02].mean()) > 0.01
 
 
+def law_of(logits, g):
+    """Laws to draw from that are not far from those of the nodes above."""
+    return (logits.roll(1, 1) + 0.7 * torch.randn(logits.shape, generator=g)).softmax(-1)
+
+
 def seeded(rule, rows, start=0):
     return rule.make_noise([torch.Generator().manual_seed(start + b) for b in range(rows)], K)
 
@@ -230,7 +235,7 @@ def seeded(rule, rows, start=0):
 def test_without_a_budget_it_is_exact_bit_for_bit_and_greedy_decoding_too():
     g = torch.Generator().manual_seed(0)
     logits, shape = torch.randn(20, 5, K, generator=g) * 2, tree.chain(4)
-    draft = drafted(torch.randint(K, (20, 5), generator=g), shape, logits.roll(1, 1).softmax(-1))
+    draft = drafted(torch.randint(K, (20, 5), generator=g), shape, law_of(logits, g))
     rule, exact = bound(drift=0.0), Rejection()
     scores = Scores(Categorical(logits))
     for noises in ((seeded(rule, 20), seeded(exact, 20)), (None, None)):
@@ -246,7 +251,7 @@ def test_rows_are_alone_also_after_some_have_left_and_others_come():
     rounds = []
     for _ in range(3):
         logits = torch.randn(4, 4, K, generator=g)
-        draft = drafted(torch.randint(K, (4, 4), generator=g), shape, logits.roll(1, 1).softmax(-1))
+        draft = drafted(torch.randint(K, (4, 4), generator=g), shape, law_of(logits, g))
         rounds.append((draft, logits))
 
     def through(rows):
@@ -263,10 +268,21 @@ def test_rows_are_alone_also_after_some_have_left_and_others_come():
     alone, other = through([2])
     for whole, single in zip(together, alone):
         assert all(torch.allclose(w[2:3], s) for w, s in zip(whole, single))
+    assert float(sum(drift.sum() for _, drift, _ in together)) > 0, "the control"
     before = noise.reserve.clone()
     noise.select([1, 3])
     noise.join(other, [0])
     assert torch.equal(noise.reserve, torch.cat([before[[1, 3]], before[2:3]])) and float(before.min()) >= 0
+
+
+def test_it_is_not_recorded():
+    """A recording has static buffers; the reserve of a row is in its noise."""
+    rule, g = bound(drift=0.1), torch.Generator().manual_seed(0)
+    captured = Captured(rule, record=lambda call: pytest.fail("recorded"))
+    logits = torch.randn(3, 4, K, generator=g)
+    draft = drafted(torch.randint(K, (3, 4), generator=g), tree.chain(3), law_of(logits, g))
+    found, plain = (each(draft, Scores(Categorical(logits)), seeded(rule, 3)) for each in (captured, rule))
+    assert torch.equal(found.next, plain.next) and torch.equal(found.drift, plain.drift)
 
 
 def test_grammar_ids_and_absent_nodes_move_nothing():
@@ -296,8 +312,6 @@ def test_bad_options_are_one_sentence(text, words):
 def test_what_it_needs_is_said():
     with pytest.raises(ValueError, match="Budget needs the target's codebook, got a target without one"):
         Budget().bind(Capabilities(vocab=K))
-    with pytest.raises(ValueError, match="rule: got Budget, expected one that depends on its round alone"):
-        Captured(Budget())
     draft = drafted(torch.tensor([[0, 1]]), tree.chain(1))
     with pytest.raises(ValueError, match="Budget has no codebook"):
         Budget().declare(draft, torch.full((1, 2, K), 1 / K), left(0.0))

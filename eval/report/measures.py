@@ -13,7 +13,7 @@ QUALITY = {  # field -> (name, higher is better)
     "strict": ("strict score", True),
     "right": ("share of right pictures", True),
     "fd": ("Fréchet distance", False),
-    "fd_ratio": ("Fréchet distance over plain", False),
+    "fd_ratio": ("FD over plain", False),
     "latent_displacement": ("latent displacement", False),
     "drift_per_token": ("drift per token", False),
 }

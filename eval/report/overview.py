@@ -160,11 +160,10 @@ def frontier(points: Sequence[Point], words: str, across: str, higher_is_better:
     """A quality measure over speed; right and up is better. Methods on the frontier are joined by a line."""
     best = on_frontier(points, higher_is_better)
     xs = figures.bounds([1.0] + [v for p in points for v in (p.x, *(p.across or ()))])
-    ys = figures.bounds([v for p in points for v in (p.y, *(p.upwards or ()))], 0.12)
     top, bottom, left = 26, 236, 40
     x = Scale(*xs, left, RIGHT - 6)
-    y = Scale(*ys, bottom, top) if higher_is_better else Scale(*ys, top, bottom)
-    parts = axes(x, y, xs, ys, (left, top, RIGHT - 6, bottom))
+    y = Warped([v for p in points for v in (p.y, *(p.upwards or ()))], top, bottom, higher_is_better)
+    parts = axes(x, y, figures.ticks(*xs, 6), y.marks, (left, top, RIGHT - 6, bottom))
     for (x1, y1), (x2, y2) in pairwise(sorted((x(p.x), y(p.y)) for p in best)):
         parts += [figures.line(x1, y1, x1, y2, INK, 1.2, "3 3"), figures.line(x1, y2, x2, y2, INK, 1.2, "3 3")]
     taken = [(x(p.x) - 6, y(p.y) - 6, x(p.x) + 6, y(p.y) + 6) for p in points]
@@ -195,12 +194,38 @@ def on_frontier(points: Sequence[Point], higher_is_better: bool) -> list[Point]:
     return [p for p in points if not beaten(p)]
 
 
-def axes(x: Scale, y: Scale, xs: tuple[float, float], ys: tuple[float, float], box: tuple[float, ...]) -> list[Markup]:
+class Warped:
+    """A scale by square roots, so that one outlier doesn't press all others together; of values from 0 on."""
+
+    def __init__(self, values: Sequence[float], top: float, bottom: float, upwards: bool):
+        low, high = min(0.0, *values), max(values)
+        low = min(values) if min(values) > 0.2 * high else low
+        roots = figures.bounds([self.root(low), self.root(high)], 0.1)
+        self.scale = Scale(*roots, bottom, top) if upwards else Scale(*roots, top, bottom)
+        self.marks = [t for t in figures.ticks(low, high, 4) if roots[0] <= self.root(t) <= roots[1]]
+        inside = [t for t in figures.ticks(low, low + (high - low) / 6, 3) if t > low and self.apart(t) > 14]
+        self.marks += inside[:1]
+
+    def root(self, value: float) -> float:
+        return math.copysign(math.sqrt(abs(value)), value)
+
+    def apart(self, value: float) -> float:
+        """Units to the nearest mark."""
+        return min([abs(self(value) - self(t)) for t in self.marks], default=math.inf)
+
+    def __call__(self, value: float) -> float:
+        return self.scale(self.root(value))
+
+
+def axes(
+    x: Scale, y: Scale | Warped, xs: Sequence[float], ys: Sequence[float], box: tuple[float, ...]
+) -> list[Markup]:  # fmt: skip
+    """Lines and numbers at the marks xs and ys."""
     left, top, right, bottom = box
     parts = []
-    for t in figures.ticks(*xs, 6):
+    for t in xs:
         parts += [figures.line(x(t), top, x(t), bottom), figures.text(x(t), bottom + 13, f"{t:g}", "middle", FAINT, 9)]
-    for t in figures.ticks(*ys, 5):
+    for t in ys:
         parts += [figures.line(left, y(t), right, y(t)), figures.text(left - 4, y(t) + 3, f"{t:g}", "end", FAINT, 9)]
     return parts
 
@@ -243,9 +268,10 @@ def curves(families: Mapping[str, Sequence[Point]], words: str, across: str, exa
     points = [p for found in families.values() for p in found]
     xs = figures.bounds([p.x for p in points])
     ys = figures.bounds([p.y for p in points] + ([exact] if exact else []), 0.12)
-    top, bottom, left, right = 26, 236, 34, RIGHT - 6
+    top, bottom, left, right = 26, 236, 34, RIGHT - 58
     x, y = Scale(*xs, left, right), Scale(*ys, bottom, top)
-    parts, taken = axes(x, y, xs, ys, (left, top, right, bottom)), []
+    parts = axes(x, y, figures.ticks(*xs, 5), figures.ticks(*ys, 5), (left, top, right, bottom))
+    taken: list[tuple[float, ...]] = []
     if exact:
         parts.append(figures.line(left, y(exact), right, y(exact), INK, 1.2, "3 3"))
         parts += written("best exact", right - 30, y(exact) - 9, 9, INK, taken)

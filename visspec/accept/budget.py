@@ -40,6 +40,7 @@ from visspec.types import Capabilities, Draft, RuleTraits, Scores, Verdict
 
 HORIZON = 4.0  # codes' earnings; with so much in reserve the reach is one unit
 FOLLOWS = 0.8  # assumed chance that a drafted code is accepted, in what an acceptance is worth
+DIRECT = "donot_use_mm_for_euclid_dist"  # a product's rounding would depend on the batch
 TINY = 1e-30
 
 
@@ -155,9 +156,8 @@ class Budget(Rejection):
         nothing_BN = p_BNV.new_zeros(p_BNV.shape[:2])
         if draft.tree.size == 1 or self.drift == 0:
             return Declared(p_BNV, nothing_BN, nothing_BN)
-        depth_BN, left_B1 = draft.tree.depth, reserve_B.to(p_BNV.dtype)[:, None]
-        below_BN = (draft.levels - depth_BN).to(p_BNV.dtype)
-        worth_BN = (1.0 - FOLLOWS**below_BN) / (1.0 - FOLLOWS**draft.levels)
+        depth_BN, left_B1 = draft.tree.depth.to(p_BNV.dtype), reserve_B.to(p_BNV.dtype)[:, None]
+        worth_BN = (1.0 - FOLLOWS ** (draft.levels - depth_BN)) / (1.0 - FOLLOWS**draft.levels)
         reach_BN = (
             ((left_B1 + self.drift) / (self.drift * HORIZON)).clamp(max=self.reach) * self.clusters.unit * worth_BN
         )
@@ -189,7 +189,7 @@ class Budget(Rejection):
         real_BN, x_BN = self.children(draft), draft.value.clamp(max=self.count - 1)
         above_BN = draft.tree.parent.clamp(min=0).expand_as(x_BN)
         wide_BNK = above_BN[..., None].expand(-1, -1, self.count)
-        far_BNK = torch.cdist(self.codes[x_BN], self.codes).to(p_BNV.dtype)
+        far_BNK = torch.cdist(self.codes[x_BN], self.codes, compute_mode=DIRECT).to(p_BNV.dtype)
         far_BNK = far_BNK.masked_fill(~real_BN[..., None], torch.inf)
         nearest_BNK = torch.full_like(far_BNK, torch.inf).scatter_reduce(1, wide_BNK, far_BNK, "amin")
         index_BN1 = torch.arange(nodes, device=p_BNV.device)[None, :, None]
