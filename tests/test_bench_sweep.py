@@ -88,11 +88,11 @@ def test_laws_by_hand():
     "more, words",
     [
         (("--sweep", "nothing"), "invalid choice: 'nothing'"),
-        (("--sweep-drafter", "lowres"), "drafter: "),
+        (("--sweep-drafter", "lowres"), "got a sibling with another codebook"),
         (("--sweep-drafter", "nobody"), "drafter: got 'nobody'"),
         (
             ("--world", "emoji", "--task", "colors"),
-            "--task: got colors, expected tasks that the world's painter is taught",
+            "--task: got colors, expected tasks of the prompts that the model is taught",
         ),
     ],
 )

@@ -88,7 +88,8 @@ def frontiers(methods: Sequence[Method]) -> list[tuple[str, Markup]]:
         ]  # fmt: skip
         if len({p.y for p in points}) > 1:
             name = QUALITY[field][0]
-            drawn = frontier(points, name, "times faster, 95 % intervals", QUALITY[field][1])
+            start = 1.0 if field == "fd_ratio" else 0.0
+            drawn = frontier(points, name, "times faster, 95 % intervals", QUALITY[field][1], start)
             found.append((f"Speed against {name}", drawn))
     return found
 
@@ -156,13 +157,18 @@ def whisker(x1: float, y1: float, x2: float, y2: float, colour: str = INK) -> li
     return [figures.line(x1, y1, x2, y2, colour, 1.2), *ends]
 
 
-def frontier(points: Sequence[Point], words: str, across: str, higher_is_better: bool = False) -> Markup:
-    """A quality measure over speed; right and up is better. Methods on the frontier are joined by a line."""
+def frontier(
+    points: Sequence[Point], words: str, across: str, higher_is_better: bool = False, start: float = 0.0
+) -> Markup:
+    """A quality measure over speed; right and up is better. Methods on the frontier are joined by a line.
+
+    start: the value around which differences are drawn largest.
+    """
     best = on_frontier(points, higher_is_better)
     xs = figures.bounds([1.0] + [v for p in points for v in (p.x, *(p.across or ()))])
     top, bottom, left = 26, 236, 40
     x = Scale(*xs, left, RIGHT - 6)
-    y = Warped([v for p in points for v in (p.y, *(p.upwards or ()))], top, bottom, higher_is_better)
+    y = Warped([v for p in points for v in (p.y, *(p.upwards or ()))], top, bottom, higher_is_better, start)
     parts = axes(x, y, figures.ticks(*xs, 6), y.marks, (left, top, RIGHT - 6, bottom))
     for (x1, y1), (x2, y2) in pairwise(sorted((x(p.x), y(p.y)) for p in best)):
         parts += [figures.line(x1, y1, x1, y2, INK, 1.2, "3 3"), figures.line(x1, y2, x2, y2, INK, 1.2, "3 3")]
@@ -195,19 +201,20 @@ def on_frontier(points: Sequence[Point], higher_is_better: bool) -> list[Point]:
 
 
 class Warped:
-    """A scale by square roots, so that one outlier doesn't press all others together; of values from 0 on."""
+    """A scale by square roots of the distance to `start`, so that one outlier doesn't press all others together."""
 
-    def __init__(self, values: Sequence[float], top: float, bottom: float, upwards: bool):
-        low, high = min(0.0, *values), max(values)
-        low = min(values) if min(values) > 0.2 * high else low
+    def __init__(self, values: Sequence[float], top: float, bottom: float, upwards: bool, start: float = 0.0):
+        self.start = start
+        low, high = min(values), max(values)
+        low = min(start, low) if abs(low - start) < 0.2 * abs(high - start) else low
         roots = figures.bounds([self.root(low), self.root(high)], 0.1)
         self.scale = Scale(*roots, bottom, top) if upwards else Scale(*roots, top, bottom)
         self.marks = [t for t in figures.ticks(low, high, 4) if roots[0] <= self.root(t) <= roots[1]]
-        inside = [t for t in figures.ticks(low, low + (high - low) / 6, 3) if t > low and self.apart(t) > 14]
-        self.marks += inside[:1]
+        near = figures.ticks(start, start + (high - start) / 6, 3)
+        self.marks += [t for t in near if roots[0] <= self.root(t) <= roots[1] and self.apart(t) > 14][:1]
 
     def root(self, value: float) -> float:
-        return math.copysign(math.sqrt(abs(value)), value)
+        return math.copysign(math.sqrt(abs(value - self.start)), value - self.start)
 
     def apart(self, value: float) -> float:
         """Units to the nearest mark."""

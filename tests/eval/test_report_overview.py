@@ -104,7 +104,7 @@ def test_sweeps_are_curves_and_lines_of_the_table_only(page):  # noqa: F811
     text = Reader(source).text
     first = source.split("All methods")[0]
     assert "Passes against FD over plain" in first and "Passes against drift per token" in first
-    bars = source.split("Speed-up by method")[1].split("</svg>")[0]
+    bars = source.split("Speed-up by method</figcaption>")[1].split("</svg>")[0]
     assert "lantern" not in bars and "lossless" in bars
     assert "Fréchet distance of plain decoding: budget 3.75, lantern 3.00." in text
     assert "entropy of 2.60 nats, a mean top-1 mass of 0.40 and a top-10 mass of 0.79" in text
