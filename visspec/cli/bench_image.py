@@ -84,8 +84,11 @@ def run(arguments: argparse.Namespace) -> None:
     vectors = pipe.family.vectors
     methods = dict(chosen(m, vectors) for m in arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS))
     others = fewer_steps(pipe, arguments.denoising_steps or ())
-    if arguments.quality and pipe.family.no_pixels:
-        raise ValueError(f"--quality: got {arguments.quality}, expected 0: {pipe.family.no_pixels}")
+    if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
+        asked = (
+            f"--quality: got {arguments.quality}, expected 0" if arguments.quality else "--sweep: got it, expected not"
+        )
+        raise ValueError(f"{asked}: {pipe.family.no_pixels}")
     pipe.set_progress_bar_config(disable=True)
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
     place, seed = world(arguments.world or known(pipe)), arguments.seed
@@ -95,7 +98,8 @@ def run(arguments: argparse.Namespace) -> None:
         record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
     else:
         methods, record = swept(pipe, arguments.sweep or list(FAMILIES), arguments.sweep_drafter, options, seed)
-        judged, record["law"] = judged or arguments.prompts, law_of(pipe, texts[:LAWS], options, seed)
+        judged = judged or arguments.prompts
+        record |= {"n_prompts": judged, "law": law_of(pipe, texts[:LAWS], options, seed)}
     if judged:
         judge(pipe, record, methods, options, judged, seed, arguments.images, home, arguments.task, others, place)
     console = Console()
