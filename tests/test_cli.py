@@ -17,7 +17,7 @@ from rich.console import Console
 import visspec
 from visspec.api import zoo
 from visspec.api.captions import PROMPT
-from visspec.cli import bench_image
+from visspec.cli import bench_image_table
 from visspec.cli.main import main
 from visspec.eval.metrics.images import open_image
 from visspec.eval.world.captions import score
@@ -357,13 +357,13 @@ def test_tables_of_bench_image_cut_nothing_off(columns):
     stock = {"cache": "dynamic", "seconds_per_image": 6.6, "nfe": 144}
     record = {"n_prompts": 24, "batch_size": 1, "guidance_scale": 2.0, "stock": stock, "rows": rows}
     console = Console(width=columns, record=True, file=io.StringIO())
-    views = bench_image.tables(record, columns)
+    views = bench_image_table.tables(record, columns)
     console.print(*views)
     text = console.export_text()
     assert len(views) == (2 if columns == 80 else 1) and "…" not in text
     assert max(map(len, text.splitlines())) <= columns
     words = set(text.replace("│", " ").replace("┃", " ").split())
-    heads = {word for head in bench_image.HEADS for word in head.split()}
+    heads = {word for head in bench_image_table.HEADS for word in head.split()}
     assert words >= heads | {"coupled-lantern", "approximate", "123.400", "10.12..12.34", "1024.0", "1234.5", "stock"}
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.test_continuous_painter import SMALL, TINY
 from visspec import ImagePipeline
 from visspec.api import zoo
-from visspec.cli import bench_image
+from visspec.cli import bench_image, bench_image_table
 from visspec.laws import Denoising, Steps, asked
 from visspec.models.drafters.continuous import ContinuousDrafter
 from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler
@@ -250,7 +250,7 @@ def test_the_bench_of_vectors(pipe):
     assert record["stock"]["cache"] == "dynamic"
     assert rows["plain"]["head_calls"] == 4 and rows["plain, 2 steps"]["head_calls"] == 2
     assert 1 <= rows["denoise"]["head_calls"] < 4 and rows["denoise"]["trunk_passes"] == rows["plain"]["trunk_passes"]
-    heads = [column.header for column in bench_image.table(record).columns]
+    heads = [column.header for column in bench_image_table.table(record).columns]
     assert heads[2] == "head calls /\ntoken"
 
 

@@ -20,7 +20,7 @@ from tests.doubles import drafted
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.api.images import ImagePipeline
-from visspec.cli import bench_image
+from visspec.cli import bench_image, bench_image_table
 from visspec.grammar import held
 from visspec.loop.decode import decode
 from visspec.loop.guard import Guarded
@@ -322,7 +322,7 @@ def test_the_bench_knows_every_family(name):
     assert [row["name"] for row in record["rows"]] == ["plain", "window"] and not record["failures"]
     assert record["rows"][1]["identical"] == 2
     assert (record["stock"] is None) == (name == "llamagen-class")
-    heads = [column.header for column in bench_image.table(record).columns]
+    heads = [column.header for column in bench_image_table.table(record).columns]
     assert ("over plain" in heads) == (name == "llamagen-class")
 
 

@@ -360,6 +360,7 @@ class RuleTraits:
     chains_only: bool = False  # trees are not supported
     whole_images: bool = False  # can verify all positions of a drafted image at once
     law: type[Law] = Categorical  # of the nodes it verifies
+    remembers: bool = False  # its verdict depends on earlier rounds, by its noise
 
 
 class Acceptance:

@@ -1,14 +1,13 @@
 """`visspec report`: one self-contained HTML page from result files. No network, no script, everything escaped.
 
-Contents: a table of methods with intervals and n, equality verdicts, paired ratios, the gap to the ideal, speed
-against quality, acceptance by depth and over the token grid, images of the same seeds side by side, text coloured by
-origin, failures, and provenance.
+First what is looked at: speed-up by method, speed against quality (`overview`), pictures of the same prompt by every
+method, and captions beside their picture. Then a table, one line a method. The rest is folded: paired ratios, the gap
+to the ideal, acceptance by depth and over the token grid, all figures with intervals and n, failures, and provenance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from visspec.eval.metrics.intervals import wilson
-from visspec.eval.report import figures, kernels
+from visspec.eval.report import figures, kernels, overview
 from visspec.eval.report import images as pictures
 from visspec.eval.report.data import KINDS, Method, interval, methods_of, number, read
-from visspec.eval.report.records import METHOD, Picture
+from visspec.eval.report.measures import QUALITY, positive, quality_of, speed_of
+from visspec.eval.report.records import Picture
 from visspec.eval.speed.paired import in_words, suspicion
 from visspec.files import replacing
 from visspec.loop.stats import COLOURS, MEANING
 
 MOST_PICTURES = 600  # images on the page; figures use all images
 MOST_TEXTS = 8  # coloured texts per method
-QUALITY = {  # field -> (name, higher is better)
-    "geneval": ("GenEval score", True),
-    "strict": ("strict score", True),
-    "right": ("share of right pictures", True),
-    "fd": ("Fréchet distance", False),
-    "latent_displacement": ("latent displacement", False),
-    "drift_per_token": ("drift per token", False),
-}
-JUDGED = ("geneval", "strict", "right", "fd")  # measured on the images of the quality part, not of the speed runs
+OPEN_CASES, OPEN_TEXTS = 2, 3  # prompts that are not folded, captions of a method that are not
 TERMS = (
     ("tau", "tau, bonus included"),
     ("after_verify", "verification costs more than one token"),
@@ -71,7 +62,9 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     groups = [Group(kind, target, found) for (kind, target), found in together.items()]
     failures = [failure for group in groups for failure in group.failures]
     page = environment().get_template("report.html.j2").render(
-        groups=groups, methods=[summary(m) for m in methods], failures=failures, provenance=provenance(methods),
+        groups=groups, methods=[summary(m) for m in methods], guarantees=overview.GUARANTEES,
+        relative=overview.distance_of(methods) == "fd_ratio", equal=overview.EQUAL_FD,
+        open_cases=OPEN_CASES, open_texts=OPEN_TEXTS, failures=failures, provenance=provenance(methods),
         tables=tables, others=others,
         origins=[(name, COLOURS[name], MEANING[name]) for name in COLOURS], few=figures.FEW,
         shades=(figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED),
@@ -104,17 +97,23 @@ class Group:
         self.kind, self.target, self.methods = kind, Path(target).name if local else target, methods
         self.sources = ", ".join(dict.fromkeys(m.source for m in methods))
         self.failures = [f"{m.source}: {m.label}: {f}" for m in methods for f in m.record.get("failures") or []]
-        self.cases, self.left_out = cases(methods, self.failures)
+        measured = [m for m in methods if not m.record.get("family")]  # the others are settings of swept rules
+        self.headline, self.bars = overview.headline(measured), overview.methods(measured)
+        self.frontiers = overview.frontiers(measured)
+        self.curves, self.verdicts = overview.sweeps(methods)
+        self.law = next((law for m in methods if isinstance(law := m.record.get("law"), dict)), None)
+        self.kinds = [kind for kind in overview.GUARANTEES if kind in {overview.kind_of(m.record) for m in methods}]
+        self.cases, self.left_out = cases(measured, self.failures)
         self.mapped = any(image.acceptance for m in methods for image in m.images)
-        self.strip = strip(methods)
-        self.waterfalls = [(m.label, figure) for m in methods if (figure := waterfall(m.record))]
-        self.paretos = [figure for quality in QUALITY if (figure := pareto(methods, quality))]
+        self.strip = strip(measured)
+        self.waterfalls = [(m.label, figure) for m in measured if (figure := waterfall(m.record))]
+        self.paretos = [figure for quality in QUALITY if (figure := pareto(measured, quality))]
         self.depths = [
             (m.label, figures.depth_bars(rates, m.record.get("reached_by_depth")))
-            for m in methods
+            for m in measured
             if (rates := [number(r) or 0.0 for r in m.record.get("acceptance_by_depth") or []])
         ]
-        self.heats = [figure for m in methods for figure in heats(m)]
+        self.heats = [figure for m in measured for figure in heats(m)]
         self.texts = [(m.label, texts(m, self.failures)) for m in methods if m.record.get("texts")]
         self.baselines = [row for m in methods for row in baselines(m)]
 
@@ -136,6 +135,9 @@ def summary(method: Method) -> dict[str, Any]:
         "identical_to": str(record.get("identical_to") or "plain decoding").replace("_", " "), "quality": quality,
         "owes_identity": exact(record) and not by_law and not near_ties(record), "other_tokens": by_law,
         "equality": "" if by_law else equality(record),
+        "kind_of": overview.kind_of(record), "fewer": number(record.get("nfe_reduction")),
+        "fd": number(record.get("fd")), "fd_ratio": number(record.get("fd_ratio")),
+        "far": number(record.get("latent_displacement")), "geneval": number(record.get("geneval")),
         "near_ties": near_ties(record), "ms_per_nfe": number(record.get("ms_per_nfe")),
     }  # fmt: skip
 
@@ -176,12 +178,6 @@ def equality(record: Mapping[str, Any]) -> str:
     return f"{found.get('dtype')}: {differ}; pass shapes move logits by {number(gap['max']):.2g}{margins}"
 
 
-def speed_of(method: Method) -> float | None:
-    """A method's speed-up if it is a positive number, else None."""
-    found = number(method.record.get("speedup"))
-    return found if found and found > 0 else None
-
-
 def baselines(method: Method) -> list[dict[str, Any]]:
     """The baselines, one row each."""
     found = []
@@ -205,10 +201,6 @@ def strip(methods: Sequence[Method]) -> Markup | None:
     return figures.strip(entries) if entries else None
 
 
-def positive(pair: tuple[float, float] | None) -> tuple[float, float] | None:
-    return pair if pair and min(pair) > 0 else None
-
-
 def waterfall(record: Mapping[str, Any]) -> Markup | None:
     """From tau to the measured speed-up: the terms of the ideal, then the unexplained rest."""
     gap = record.get("gap") or {}
@@ -217,35 +209,6 @@ def waterfall(record: Mapping[str, Any]) -> Markup | None:
     steps.append(("prefill, vision, preparation = end to end", number(record.get("speedup"))))
     known = [(words, value) for words, value in steps if value is not None]
     return figures.waterfall(known) if len(known) == len(steps) else None
-
-
-@dataclass(frozen=True)
-class Quality:
-    """A method's value of a quality measure with interval, n and a note."""
-
-    name: str
-    value: float
-    interval: tuple[float, float] | None
-    n: int
-    words: str = ""
-
-
-def quality_of(method: Method, field: str) -> Quality | None:
-    """The measure of that name in `QUALITY`; None if it was not measured."""
-    record, name = method.record, QUALITY[field][0]
-    drawn = number(record.get("quality_n")) if field in JUDGED else None
-    value, n = number(record.get(field)), int(drawn or method.n)
-    if field == "right":
-        judged = [right for right in (image.judged[0] for image in method.images) if right is not None]
-        if value is None and judged:  # no share over all images: use the images of the record
-            value, n = sum(judged) / len(judged), len(judged)
-        return None if value is None else Quality(name, value, wilson(value * n, n) if n else None, n)
-    if value is None:
-        return None
-    floor = number(record.get("fd_noise_floor")) if field == "fd" else None
-    words = "" if floor is None else f"noise floor about {floor:.3g} at this n"
-    spread = interval(record.get(f"{field}_ci95")) if f"{field}_ci95" in METHOD else None
-    return Quality(name, value, spread, n, words)
 
 
 def pareto(methods: Sequence[Method], field: str) -> Markup | None:

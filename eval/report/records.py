@@ -15,13 +15,14 @@ NUMBERS, LIST, OBJECT, GRID = "numbers", "a list", "an object", "rows of numbers
 
 FILE = {
     "bench": TEXT, "target": TEXT, "rows": LIST, "n_prompts": NUMBER, "batch_size": NUMBER, "seed": NUMBER,
-    "failures": LIST, "stock": OBJECT, "guidance_scale": NUMBER, "temperature": NUMBER, "provenance": OBJECT,
+    "failures": LIST, "stock": OBJECT, "law": OBJECT,
+    "guidance_scale": NUMBER, "temperature": NUMBER, "provenance": OBJECT,
 }  # fmt: skip
 METHOD = {
     "trunk_passes": NUMBER, "head_calls": NUMBER, "draft_head_calls": NUMBER,
     # what ran
     "bench": TEXT, "name": TEXT, "target": TEXT, "drafter": TEXT, "drafter_name": TEXT, "acceptance": TEXT,
-    "order": TEXT,
+    "order": TEXT, "family": TEXT, "setting": TEXT,
     "n_prompts": NUMBER, "batch_size": NUMBER, "max_new_tokens": NUMBER, "temperature": NUMBER, "seed": NUMBER,
     "provenance": OBJECT, "failures": LIST,
     # speed
@@ -32,14 +33,15 @@ METHOD = {
     "host_over_plain": NUMBER, "gap": OBJECT, "time_s": OBJECT, "ms_per_nfe": NUMBER,
     # passes
     "tau": NUMBER, "tau_without_bonus": NUMBER, "tau_macro": NUMBER, "nfe": NUMBER, "nfe_plain": NUMBER,
-    "nfe_reduction": NUMBER, "acceptance_by_depth": NUMBERS, "reached_by_depth": NUMBERS, "acceptance_map": GRID,
+    "nfe_reduction": NUMBER, "nfe_reduction_ci95": INTERVAL,
+    "acceptance_by_depth": NUMBERS, "reached_by_depth": NUMBERS, "acceptance_map": GRID,
     "acceptance_map_n": GRID,
     # equality
     "guarantee": TEXT, "promises_tokens": FLAG, "identical": NUMBER, "compared": NUMBER, "identical_to": TEXT,
     "equality": OBJECT, "drift_per_token": NUMBER, "latent_displacement": NUMBER,
     # quality
     "quality_n": NUMBER, "right": NUMBER, "geneval": NUMBER, "geneval_ci95": INTERVAL, "strict": NUMBER,
-    "strict_ci95": INTERVAL, "fd": NUMBER, "fd_name": TEXT, "fd_noise_floor": NUMBER,
+    "strict_ci95": INTERVAL, "fd": NUMBER, "fd_ratio": NUMBER, "fd_name": TEXT, "fd_noise_floor": NUMBER,
     # to look at
     "texts": LIST, "thumbnails": LIST, "images": LIST,
 }  # fmt: skip

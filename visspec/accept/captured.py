@@ -3,8 +3,8 @@
     pipe(prompt, acceptance=Captured(zoo.acceptance("lantern:k=100,delta=0.1")))
 
 A rule doesn't synchronise between logits and verdict, and its shapes repeat. The graph reads draft, laws and noise from
-static buffers and writes the verdict to others, which are copied, because a round keeps parts of it. On a CPU, and for
-more than `most` shapes, the rule runs without capture.
+static buffers and writes the verdict to others, which are copied, because a round keeps parts of it. On a CPU, for more
+than `most` shapes, and if a verdict depends on earlier rounds (`RuleTraits.remembers`), the rule runs without capture.
 
 Not yet run on a GPU: the buffers are tested with a stand-in for `cuda_graph`. If a capture fails, a warning is issued
 once and the rule runs without capture.
@@ -98,7 +98,7 @@ class Captured(Acceptance):
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
         logits = categorical(scores.law).logits
         record = self.record or (self._graph if logits.is_cuda else None)
-        if record is None:
+        if record is None or self.traits.remembers:
             return self.rule(draft, scores, noise)
         tree = draft.tree
         given = [draft.value, tree.parent, tree.depth, tree.ancestor, logits]

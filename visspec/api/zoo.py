@@ -26,6 +26,10 @@ ACCEPTANCE = {
     "lantern_plus": ("visspec.accept.lantern:LanternPlus", "the same, up to lam times a code's own probability"),
     "grouped": ("visspec.accept.grouped:Grouped", "image codes judged by their group: ranks of p, or clusters"),
     "cool": ("visspec.accept.cool:Cool", "ratios loosened by a factor that decays with depth"),
+    "budget": (
+        "visspec.accept.budget:Budget",
+        "image codes receive mass from their nearest ones; drift per code at most `drift`, by construction",
+    ),
     "run_product": (
         "visspec.accept.run_product:RunProduct",
         "confident runs of a chain judged by one product of ratios",
@@ -99,6 +103,7 @@ PRESETS = {  # docs/presets.md compares them
         "lantern:k=20,delta=0.05",
         "LANTERN on Jacobi windows",
     ),
+    "budget": Preset("jacobi:redraw=maximal,window=16", "budget:drift=0.05", "ours: mass moves least in latent space"),
 }
 VECTOR_PRESETS = {  # of painters of vectors
     "plain": Preset("none", "coupled:window=1", "no drafting, one step of a chain in a pass of the head"),

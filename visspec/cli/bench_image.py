@@ -1,7 +1,8 @@
 """`visspec bench image`: ways to draw against stock generate, in the field's table: passes, time, quality, drift.
 
 Speed: arms interleaved prompt by prompt, pixels included. Quality: the suite's prompts drawn by each method with the
-same seeds, judged by the shape world's detector, and a Frechet distance against renders. A method is "drafter/rule".
+same seeds, judged by the world's detector, and a Frechet distance against renders. A method is "drafter/rule". With
+--sweep, relaxed rules over their parameters, quality and passes only (`bench_sweep`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from visspec.api import zoo
@@ -26,6 +26,8 @@ from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.checkpoint import read_json
 from visspec.cli.arguments import add_drawing, positive
 from visspec.cli.bench_compiled import compiled_family, compiled_record
+from visspec.cli.bench_image_table import tables
+from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
@@ -34,8 +36,8 @@ from visspec.eval.report.images import small_png
 from visspec.eval.report.records import Picture
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.paired import Run
-from visspec.eval.world.render import render
-from visspec.eval.world.suite import TASKS, free_scene, suite
+from visspec.eval.world.suite import TASKS, suite
+from visspec.eval.world.worlds import WORLDS, World, world
 from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.models.targets.image_ar import Family
@@ -45,23 +47,24 @@ from visspec.types import Sampling
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
 REFERENCES = 4  # renders of each prompt that the distance is taken to
 HEAD_CALLS = ("head", "draft_head")  # networks of painters of vectors whose sequential calls are counted
-HEAD_COLUMN = "head calls / token"  # beside NFE, where there are any
-SPEED = ("method", "NFE", "fewer by", "ms / NFE", "over stock", "95 %")
-QUALITY = ("method", "GenEval", "FD", "drift / token", "displacement", "guarantee")
-HEADS = SPEED + QUALITY[1:]
-LEFT = ("method", "guarantee")
 SHOWN = 8  # images a method keeps in the record
+LAWS = 8  # images whose codes' laws are measured
+SCENES = {"emoji": "visspec.recipes.emoji_painter:painted"}  # of prompts, where a painter's aren't the suite's own
 REFERENCE_SEED = 20261121
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=positive, default=24, help="prompts of the shape world's suite")
+    parser.add_argument("--prompts", type=positive, default=24, help="prompts of the world's suite")
     parser.add_argument("--model", default="painter")
     parser.add_argument("--method", action="append", help="preset or name=drafter/rule; repeat; default: all")
     parser.add_argument("--task", action="append", choices=TASKS, help="prompts of this task only; repeat")
     parser.add_argument("--denoising-steps", type=positive, action="append", metavar="N",
                         help="painters of vectors: also plain decoding with N steps of the head; repeat")  # fmt: skip
     parser.add_argument("--quality", type=int, default=0, help="images a method for GenEval and FD (0: none)")
+    parser.add_argument("--world", choices=WORLDS, help="of the prompts; default: the one whose words the model knows")
+    parser.add_argument("--sweep", nargs="*", choices=FAMILIES, metavar="RULE",
+                        help=f"relaxed rules over their parameters: {', '.join(FAMILIES)}; default: all")  # fmt: skip
+    parser.add_argument("--sweep-drafter", default=DRAFTER, help="the drafter of all swept rules")
     parser.add_argument("--batch-size", type=positive, default=1, help="images at a time in the speed part")
     parser.add_argument("--images", type=Path, help="keep the images of the quality part in this folder; it resumes")
     parser.add_argument("--threads", type=positive, help="torch threads")
@@ -81,24 +84,48 @@ def run(arguments: argparse.Namespace) -> None:
     vectors = pipe.family.vectors
     methods = dict(chosen(m, vectors) for m in arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS))
     others = fewer_steps(pipe, arguments.denoising_steps or ())
-    if arguments.quality and pipe.family.no_pixels:
-        raise ValueError(f"--quality: got {arguments.quality}, expected 0: {pipe.family.no_pixels}")
+    if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
+        asked = (
+            f"--quality: got {arguments.quality}, expected 0" if arguments.quality else "--sweep: got it, expected not"
+        )
+        raise ValueError(f"{asked}: {pipe.family.no_pixels}")
     pipe.set_progress_bar_config(disable=True)
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
-    texts = [p["prompt"] for p in spread(arguments.prompts, arguments.task)]
-    record = bench(pipe, texts, methods, options, arguments.seed, arguments.batch_size, others=others)
-    if arguments.quality:
-        home = arguments.json.resolve().parent if arguments.json else None
-        folder, seed = arguments.images, arguments.seed
-        judge(pipe, record, methods, options, arguments.quality, seed, folder, home, arguments.task, others)
+    place, seed = world(arguments.world or known(pipe)), arguments.seed
+    texts = [p["prompt"] for p in spread(arguments.prompts, arguments.task, place)]
+    home, judged = arguments.json.resolve().parent if arguments.json else None, arguments.quality
+    if arguments.sweep is None:
+        record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
+    else:
+        methods, record = swept(pipe, arguments.sweep or list(FAMILIES), arguments.sweep_drafter, options, seed)
+        judged = judged or arguments.prompts
+        record |= {"n_prompts": judged, "law": law_of(pipe, texts[:LAWS], options, seed)}
+    if judged:
+        judge(pipe, record, methods, options, judged, seed, arguments.images, home, arguments.task, others, place)
     console = Console()
     console.print(*tables(record, console.width))
     write_json(arguments.json, record)
 
 
-def spread(count: int, tasks: Sequence[str] | None = None) -> list[dict]:
-    """`count` prompts from all over the suite, or over these tasks of it."""
-    rows = [row for row in suite() if tasks is None or row["tag"] in tasks]
+def known(pipe: ImagePipeline) -> str:
+    """The name of the world all of whose prompts' words the model's tokenizer has; shapes for other models."""
+    tokenizer = getattr(pipe.processor, "tokenizer", pipe.processor)
+    words = set(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else set()
+    return next((name for name in WORLDS if set(world(name).suite.vocabulary()) <= words), "shapes")
+
+
+def prompts_of(place: World | None) -> list[dict]:
+    """The prompts of a world that its painter is taught; of the shapes' without one."""
+    return suite() if place is None or place.name == "shapes" else place.prompts()
+
+
+def spread(count: int, tasks: Sequence[str] | None = None, place: World | None = None) -> list[dict]:
+    """`count` prompts from all over the suite, or over these tasks of it. Raises ValueError where there are none."""
+    rows = [row for row in prompts_of(place) if tasks is None or row["tag"] in tasks]
+    if not rows:
+        raise ValueError(
+            f"--task: got {', '.join(tasks or ())}, expected tasks of the prompts that the model is taught"
+        )
     return rows[:: max(1, len(rows) // count)][:count]
 
 
@@ -214,6 +241,7 @@ def bench(
             "cache": stock.cache, "seconds_per_image": sum(r.seconds for r in runs["stock"]) / max(len(texts), 1),
             "nfe": pipe.family.layout().positions,
         },
+        "law": None if pipe.family.vectors else law_of(pipe, texts[:LAWS], options, seed),
         "guidance_scale": sampling.guidance, "temperature": sampling.temperature,
         "provenance": provenance(pipe.model, seed=seed),
     }  # fmt: skip
@@ -223,7 +251,7 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     """One method's line of the table."""
     found, plain = runs[name], runs["plain"]
     against = speed.compare(runs.get("stock", plain), found)
-    passes = speed.tau(found)
+    passes, saved = speed.tau(found), [fewer(slow, fast) for slow, fast in zip(plain, found)]
     maps = [accepted(m, arm.whole) for out in arm.outputs[-len(found) :] for m in out.maps]
     share, tried = mean_map(maps)
     same = speed.compare(plain, found)
@@ -237,6 +265,7 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
         "guarantee": guarantee, "promises_tokens": arm.promise,
         "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
         **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
+        "nfe_reduction_ci95": list(speed.bootstrap(saved)), "family": None, "setting": None,
         "trunk_passes": sum(len(run.rounds) + 1 for run in found) / tokens, **calls,
         "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
         "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"],
@@ -247,6 +276,11 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
         "time_s": {k: sum(r.stages.get(k, 0.0) for r in found) for k in sorted({k for r in found for k in r.stages})},
         **{k: v for k, v in speed.ideal(plain, found).items() if k != "gap"},
     }  # fmt: skip
+
+
+def fewer(plain: Run, found: Run) -> float:
+    """How many times fewer passes a run took."""
+    return (len(plain.rounds) + 1) / (len(found.rounds) + 1)
 
 
 def accepted(origins: np.ndarray, whole: bool) -> np.ndarray | None:
@@ -279,7 +313,7 @@ def numbers(grid: np.ndarray) -> list[list[float | None]]:
 def judge(
     pipe: ImagePipeline, record: dict[str, Any], methods: dict[str, str], options: dict[str, Any], count: int,
     seed: int, folder: Path | None, home: Path | None = None, tasks: Sequence[str] | None = None,
-    others: dict[str, ImagePipeline] | None = None,
+    others: dict[str, ImagePipeline] | None = None, place: World | None = None,
 ) -> None:  # fmt: skip
     """Draw `count` prompts of the suite, or of some of its tasks, with every method and add GenEval, strict and FD to
     the rows, in place.
@@ -287,19 +321,22 @@ def judge(
     Images already in the folder are kept: a killed run goes on where it was. The record names those inside `home`, its
     own folder, by path; reports open nothing else, so of others it holds thumbnails.
     """
-    prompts = spread(count, tasks)
-    extractor, reference = RandomConv(), None
+    prompts, place = spread(count, tasks, place), place or world("shapes")
+    extractor, reference, detector = RandomConv(), None, place.detector()
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
             source = (others or {}).get(line["name"], pipe)
             drawn = draw(source, methods.get(line["name"], undrafted(pipe)), prompts, options, seed, root)
-            reference = reference or rendered(extractor, open_image(drawn[0][0]).width, tasks)
-            report = geneval.evaluate(root, root.with_suffix(".jsonl"))
+            reference = reference or rendered(extractor, open_image(drawn[0][0]).width, tasks, place)
+            report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
             distance = fid.from_folder(root, reference, extractor)
             line |= scores(report.summary)
             line |= {"right": report.summary["correct_images"], "quality_n": len(prompts), "fd": distance.value}
             line |= {"fd_name": distance.name, "fd_noise_floor": distance.noise_floor_here}
+            line["fd_ratio"] = distance.value / record["rows"][0]["fd"]  # the first is plain decoding
+            if "nfe" not in line:
+                line |= passes_of([path for path, _ in drawn], record["rows"][0])
             judged = {r["filename"]: {"correct": r["correct"], "reason": r["reason"]} for r in report.rows}
             line["images"] = [
                 shown(path, replace(picture, verdict=judged[str(path.relative_to(root))]), home).entry()
@@ -346,70 +383,21 @@ def draw(
             [picture.prompt for _, picture in group], seed=[picture.seed for _, picture in group], batch_size=16,
             **zoo.method(method), **options,
         )  # fmt: skip
-        for (path, _), image, origins in zip(group, out.images, out.maps):
+        for row, ((path, _), image, origins) in enumerate(zip(group, out.images, out.maps)):
             grid = accepted(origins, whole)
-            write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})
+            found = {"acceptance": None if grid is None else numbers(grid)} | sidecar(out, row)
+            write_json(path.with_suffix(".json"), found)
             save(image, path)  # last: what is there is whole
     return entries
 
 
-def rendered(extractor: RandomConv, side: int, tasks: Sequence[str] | None = None) -> references.Reference:
+def rendered(
+    extractor: RandomConv, side: int, tasks: Sequence[str] | None = None, place: World | None = None
+) -> references.Reference:
     """Several renders of each of the suite's prompts, or of those of these tasks, `side` pixels wide."""
-    rng = np.random.default_rng(REFERENCE_SEED)
-    renders = [render(free_scene(p, rng), side) for p in spread(len(suite()), tasks) for _ in range(REFERENCES)]
-    stack = torch.from_numpy(np.stack(renders)).permute(0, 3, 1, 2)
+    place, rng = place or world("shapes"), np.random.default_rng(REFERENCE_SEED)
+    scene = zoo.load(SCENES[place.name]) if place.name in SCENES else place.suite.free_scene
+    rows = spread(len(prompts_of(place)), tasks, place)
+    stack = torch.from_numpy(np.stack([place.render(scene(p, rng), side) for p in rows for _ in range(REFERENCES)]))
+    stack = stack.permute(0, 3, 1, 2)
     return references.from_features(torch.cat([extractor(part) for part in stack.split(32)]), extractor)
-
-
-def tables(record: dict[str, Any], width: int) -> list[Table]:
-    """The rich table of a record, or one of speed and one of quality where it does not fit into `width` columns."""
-    whole = table(record)
-    if Console(width=10 * width).measure(whole).maximum <= width:
-        return [whole]
-    return [table(record, SPEED), table(record, QUALITY)]
-
-
-def table(record: dict[str, Any], heads: Sequence[str] = HEADS) -> Table:
-    """A rich table of a record: the field's own columns, those that are named."""
-    title = f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
-    if stock := record["stock"]:
-        title += f", stock with its {stock['cache']} cache"
-    view = Table(title=title)
-    if "NFE" in heads and any(line.get("head_calls") for line in record["rows"]):
-        at = heads.index("NFE") + 1
-        heads = [*heads[:at], HEAD_COLUMN, *heads[at:]]
-    for head in heads:
-        said = "over plain" if head == "over stock" and not record["stock"] else head.replace(" / ", " /\n")
-        view.add_column(said, justify="left" if head in LEFT else "right", no_wrap=head != "guarantee")
-    for cells in _lines(record):
-        view.add_row(*(cells.get(head, "") for head in heads))
-    return view
-
-
-def _lines(record: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """The cells of each line of a record, by head; the stock class comes first."""
-    if stock := record["stock"]:
-        per = 1e3 * stock["seconds_per_image"] / stock["nfe"]
-        yield {
-            "method": "stock", "NFE": str(stock["nfe"]), "ms / NFE": f"{per:.1f}", "over stock": "1",
-            "guarantee": "the model's own",
-        }  # fmt: skip
-    if compiled := record.get("baselines"):
-        over = stock["seconds_per_image"] / compiled["transformers_compiled"]["seconds_per_image"]
-        per = 1e3 * compiled["transformers_compiled"]["seconds_per_image"] / stock["nfe"]
-        yield {
-            "method": "stock, compiled", "NFE": str(stock["nfe"]), "ms / NFE": f"{per:.1f}",
-            "over stock": f"{over:.2f}", "guarantee": "the model's own",
-        }  # fmt: skip
-    for line in record["rows"]:
-        low, high = line["speedup_ci95"]
-        far = line["latent_displacement"]
-        yield {
-            "method": line["name"], "NFE": f"{line['nfe']:.1f}", "fewer by": f"{line['nfe_reduction']:.2f}",
-            HEAD_COLUMN: f"{line.get('head_calls', 0.0):.1f}",
-            "ms / NFE": f"{line['ms_per_nfe']:.1f}", "over stock": f"{line['speedup']:.2f}",
-            "95 %": f"{low:.2f}..{high:.2f}", "drift / token": f"{line['drift_per_token']:.4f}",
-            "displacement": "not measured" if far is None else f"{far:.4f}", "guarantee": line["guarantee"],
-            "GenEval": f"{line['geneval']:.3f}" if line.get("geneval") is not None else "",
-            "FD": f"{line['fd']:.3f}" if line.get("fd") is not None else "",
-        }  # fmt: skip

@@ -1,0 +1,107 @@
+"""Relaxed rules over their parameters (`visspec bench image --sweep`): passes against quality; how flat laws are.
+
+All rules have one drafter, beside exact rejection with it and plain decoding. Nothing is timed: passes, drift and
+displacement are those of the images that are judged, kept beside them, so that a killed sweep goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from visspec.accept.exact import Exact
+from visspec.api import zoo
+from visspec.checkpoint import read_json
+from visspec.eval.speed import paired as speed
+from visspec.laws import categorical
+from visspec.provenance import provenance
+from visspec.types import Draft, Scores, Verdict
+
+DRAFTER = "jacobi:redraw=maximal,window=16"
+FAMILIES = {  # of swept rules: the rule with the parameter to fill in, and its values
+    "lantern": ("lantern:k=100,delta={}", (0.05, 0.1, 0.2, 0.4, 0.7)),
+    "lantern-k": ("lantern:k={},delta=0.2", (10, 30, 100, 300, 1000)),
+    "lantern++": ("lantern_plus:k=10,lam={}", (1.5, 2.0, 4.0, 8.0, 16.0)),
+    "grouped": ("grouped:group={}", (2, 4, 8, 14, 30)),
+    "cool": ("cool:omega={},nu=0.7", (1.05, 1.1, 1.3, 1.6, 2.0)),
+    "budget": ("budget:drift={}", (0.01, 0.02, 0.05, 0.1, 0.2)),
+}
+
+
+def swept(
+    pipe: Any, families: Sequence[str], drafter: str, options: dict[str, Any], seed: int
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Methods by name, and a record with a row for each that is to be judged. What can't be is refused here."""
+    methods, rows = {"plain": "none/exact", "exact": f"{drafter}/rejection"}, []
+    marks: dict[str, tuple[str | None, str | None]] = {"plain": (None, None), "exact": (None, None)}
+    for family in families:
+        text, values = FAMILIES[family]
+        for value in values:
+            name = f"{family} {value}"
+            methods[name], marks[name] = f"{drafter}/{text.format(value)}", (family, str(value))
+    sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
+    for name, method in methods.items():
+        pairing = pipe.pairing(**zoo.method(method))
+        rows.append({
+            "name": name, **zoo.method(method), "order": "raster", "family": marks[name][0], "setting": marks[name][1],
+            "guarantee": pairing.guarantee, "promises_tokens": pairing.promises_tokens(sampling.greedy),
+        })  # fmt: skip
+    return methods, {
+        "bench": "image", "target": getattr(pipe.model.config, "_name_or_path", ""), "rows": rows, "n_prompts": 0,
+        "batch_size": 16, "seed": seed, "failures": [], "stock": None, "guidance_scale": sampling.guidance,
+        "temperature": sampling.temperature, "provenance": provenance(pipe.model, seed=seed),
+    }  # fmt: skip
+
+
+def sidecar(out: Any, row: int) -> dict[str, Any]:
+    """Passes of an image of a batch, the prefill included; drift and displacement per code of its batch."""
+    origin, stats = out.traces[0].origin[row], out.stats[0]
+    measured = {"drift": stats.drift_per_token, "displacement": stats.displacement_per_token}
+    return {"passes": sum(kind != "drafted" for kind in origin), **measured}
+
+
+def passes_of(paths: Sequence[Path], plain: dict[str, Any]) -> dict[str, Any]:
+    """What a row of a sweep says of passes, from the files beside its images; plain: the first row, which may be this
+    one.
+    """
+    kept = [read_json(path.parent, path.with_suffix(".json").name) for path in paths]
+    passes = np.array([float(one["passes"]) for one in kept])
+    base = plain.get("nfe", float(passes.mean()))
+    far = [one["displacement"] for one in kept if one["displacement"] is not None]
+    return {
+        "nfe": float(passes.mean()), "nfe_plain": base, "nfe_reduction": base / float(passes.mean()),
+        "nfe_reduction_ci95": list(speed.bootstrap((base / passes).tolist())), "n_prompts": len(kept),
+        "drift_per_token": float(np.mean([one["drift"] for one in kept])),
+        "latent_displacement": float(np.mean(far)) if far else None,
+    }  # fmt: skip
+
+
+class Noted(Exact):
+    """Plain decoding that notes how flat the laws are that codes are drawn from."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []  # (B, 3): entropy in nats, top-1 and top-10 mass
+        self.codes = 0
+
+    def bind(self, capabilities: Any) -> None:
+        self.codes = capabilities.vocab if capabilities.codebook is None else len(capabilities.codebook)
+
+    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
+        p_BV = categorical(scores.law).p[:, 0]
+        top_BK = p_BV.topk(min(10, p_BV.shape[-1])).values
+        flatness = torch.stack([torch.special.entr(p_BV).sum(-1), top_BK[:, 0], top_BK.sum(-1)], 1)
+        self.seen.append(flatness[p_BV.argmax(-1) < self.codes])  # not of grammar
+        return super().__call__(draft, scores, noise)
+
+
+def law_of(pipe: Any, texts: Sequence[str], options: dict[str, Any], seed: int) -> dict[str, float]:
+    """Mean entropy in nats, top-1 and top-10 mass of the laws of codes, as sampled, over plainly drawn images."""
+    rule = Noted()
+    drawn = {"drafter": "none", "acceptance": rule, "output_type": "latent", **options}
+    pipe(list(texts), seed=[1000 * seed + i for i in range(len(texts))], batch_size=len(texts), **drawn)
+    mean = torch.cat(rule.seen).mean(0).tolist()
+    return dict(zip(("entropy", "top1", "top10"), mean)) | {"n": sum(map(len, rule.seen))}
