@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from visspec.models.targets.compiled import compiled
 from visspec.models.targets.hooks import Hooked
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers
+from visspec.models.targets.thinned import Thinned
 from visspec.sampling import process
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
@@ -67,6 +69,7 @@ class HFDecoder(Target):
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
         self.padding = probe.check(self).padding if check else True
         self.passes = compiled(model, self.decoder) if compile else None
+        self.thinned = Thinned(model, self.decoder)
 
     @property
     def device(self) -> torch.device:
@@ -161,6 +164,16 @@ class HFDecoder(Target):
         output, seen = self._pass(model, state, draft)
         aux = {"raw": output.logits} if state.request.keep_raw else {}
         return Scores(Categorical(process(output.logits, draft, state)), self._features(output, seen), aux)
+
+    def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
+        slots: SlotCache = state.cache.slots
+        kept = slots.lengths, slots.mask
+        try:
+            slots.lengths, slots.mask = [n + level for n in slots.lengths], None
+            ahead = replace(state, position=state.position + level)
+            return self._pass(self.thinned(skip), ahead, trees.undrafted(value))[0].logits[:, 0]
+        finally:
+            slots.lengths, slots.mask = kept
 
     def _pass(self, model: Any, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
@@ -293,6 +306,7 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
         vocab=vocabulary(model),
         never_drafted=content_ids(config),
         feature_layers=tuple(features),
+        layers=depth,
     )
 
 

@@ -41,6 +41,15 @@ ACCEPTANCE = {
 DRAFTERS = {
     "none": (None, "plain decoding in our loop"),
     "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
+    "suffix": ("visspec.models.drafters.suffix:Suffixes", "what followed the longest ending seen before; shared=true: in all requests"),
+    "recycling": (
+        "visspec.models.drafters.recycling:Recycling",
+        "trees of what the target ranked highest after each token in earlier passes; shared=true: of all requests",
+    ),
+    "layers": (
+        "visspec.models.drafters.layers:LayerSkip",
+        "text: the target itself with layers left out, chosen on the fly (every=3), or an early exit (exit=4)",
+    ),
     "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
     "lowres": ("visspec.models.drafters.lowres:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
     "eagle": ("visspec.models.drafters.eagle:FeatureDrafter", "on the target's hidden states (EAGLE, ViSpec); trained"),
