@@ -181,9 +181,13 @@ def refusal(model: nn.Module, why: str) -> str:
     return f"compile: got {type(model).__name__} with {why}, expected one without; its passes run uncompiled"
 
 
-def compiled(model: nn.Module, decoder: nn.Module) -> Passes | None:
-    """`Passes` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass."""
-    if rotary.modules(decoder):
-        warnings.warn(refusal(model, "rotary frequencies that depend on the length"), RuntimeWarning, stacklevel=3)
+def compiled(model: nn.Module, decoder: nn.Module, states: bool = False) -> Passes | None:
+    """`Passes` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass or layers
+    keep `states`.
+    """
+    turning = rotary.modules(decoder)
+    if turning or states:
+        why = "rotary frequencies that depend on the length" if turning else "layers that keep a state"
+        warnings.warn(refusal(model, why), RuntimeWarning, stacklevel=3)
         return None
     return Passes(model, decoder)

@@ -6,6 +6,7 @@ configuration once (`describe`). Shapes: B rows, L prompt, N nodes, S slots, V v
 
 from __future__ import annotations
 
+import functools
 import inspect
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,7 +25,8 @@ from visspec.loop.tape import Ids
 from visspec.models.targets import folding, probe, rotary
 from visspec.models.targets.compiled import compiled
 from visspec.models.targets.hooks import Hooked
-from visspec.models.targets.masks import Masks
+from visspec.models.targets.masks import STATEFUL, Masks
+from visspec.models.targets.recurrent import state_layers
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers
 from visspec.models.targets.thinned import Thinned
 from visspec.sampling import process
@@ -33,6 +35,7 @@ from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, 
 # earlier versions return only the listed layers, without embeddings, so request all (tested with 5.17)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
 LAST = (-1,)
+ATTENDING = frozenset({"full_attention", "sliding_attention"})
 ATTENTION_WITH_TREES = {"sdpa", "eager"}
 CROSS_ATTENDED = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
 MOST_POSITIONS = 1 << 20  # longer prompts are prepared like one of this length
@@ -66,9 +69,10 @@ class HFDecoder(Target):
         inner = features and not self.watched
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
         self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
+        self.states = state_layers(model.config)
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
         self.padding = probe.check(self).padding if check else True
-        self.passes = compiled(model, self.decoder) if compile else None
+        self.passes = compiled(model, self.decoder, bool(self.states)) if compile else None
         self.thinned = Thinned(model, self.decoder)
 
     @property
@@ -88,7 +92,7 @@ class HFDecoder(Target):
         if length == 0:
             length = inputs["inputs_embeds"].shape[1]
         self._check_request(request, length)
-        cache = SlotLayers(rows, request.max_new_tokens, lean=bool(request.each))
+        cache = self.cache(rows, request.max_new_tokens, lean=bool(request.each))
         cache.slots.open(length, self.device)
         if self.passes is not None:
             self.passes.open(cache.slots)
@@ -127,6 +131,10 @@ class HFDecoder(Target):
         logits = process(output.logits[:, -1:], trees.undrafted(state.pending), state)
         return state, Scores(Categorical(logits), self._features(output, seen), aux)
 
+    def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
+        """An empty cache."""
+        return SlotLayers(rows, answer, lean, state_layers(self.model.config) if self.states else None)
+
     def _check_request(self, request: Request, length: int) -> None:
         """Raises ValueError for unsupported requests, before any pass."""
         for name in CROSS_ATTENDED:
@@ -161,9 +169,15 @@ class HFDecoder(Target):
         model = self.model
         if self.passes is not None:
             model = self.passes.choice(state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
-        output, seen = self._pass(model, state, draft)
-        aux = {"raw": output.logits} if state.request.keep_raw else {}
-        return Scores(Categorical(process(output.logits, draft, state)), self._features(output, seen), aux)
+        past = state.cache.past
+        if past is None:
+            (output, seen), own_BN = self._pass(model, state, draft), None
+        else:
+            (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft)
+        logits, features = _of(output.logits, own_BN), self._features(output, seen)
+        features = None if features is None else _of(features, own_BN)
+        aux = {"raw": logits} if state.request.keep_raw else {}
+        return Scores(Categorical(process(logits, draft, state)), features, aux)
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
         slots: SlotCache = state.cache.slots
@@ -201,6 +215,8 @@ class HFDecoder(Target):
         return rotary.Steps(self.rotary, reach_BN, min(first), max(first) + tree.levels)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        if state.cache.past is not None:
+            state.cache.past.commit(outcome, draft.tree.size)
         state.cache.slots.commit(outcome.path)
 
     def select(self, state: State, keep: list[int]) -> None:
@@ -222,6 +238,13 @@ class HFDecoder(Target):
             return seen["last_hidden_state"]
         states = output.hidden_states
         return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
+
+
+def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
+    """Entries of a pass by their index, (B, N, X); None: all of them."""
+    if at_BN is None:
+        return values_BTX
+    return values_BTX.gather(1, at_BN[..., None].expand(-1, -1, values_BTX.shape[-1]))
 
 
 def _last_position(positions: Tensor) -> Tensor:
@@ -283,10 +306,12 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
     if getattr(type(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
         raise ValueError(f"model: {name} decodes in a loop of its own, expected transformers' own")
     kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"} or getattr(model, "_is_stateful", False):
-        strange = ", ".join(sorted(kinds - {"full_attention", "sliding_attention"})) or "recurrent layers"
+    strange, states = kinds - {*ATTENDING, *STATEFUL}, bool(kinds & set(STATEFUL))
+    if strange or not kinds & ATTENDING and states or getattr(model, "_is_stateful", False) and not states:
+        found = ", ".join(sorted(strange or kinds)) or "recurrent layers"
         raise ValueError(
-            f"model: {name} has {strange}, expected full or sliding attention (rejected tokens could not be undone)"
+            f"model: {name} has {found}, expected full or sliding attention in some layers and states that its cache"
+            " holds in the others (rejected tokens could not be undone)"
         )
     decoder = inspect.signature(model.get_decoder().forward).parameters
     if "past_key_values" not in decoder:
@@ -306,7 +331,8 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
         vocab=vocabulary(model),
         never_drafted=content_ids(config),
         feature_layers=tuple(features),
-        layers=depth,
+        trees=not states,
+        layers=0 if states else depth,
     )
 
 

@@ -100,5 +100,7 @@ def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
         raise ValueError(f"drafter: {kind} runs layers of the target, expected one whose layers can be left out")
     if rule.traits.chains_only and drafter.traits.trees:
         raise ValueError(f"drafter: {kind} drafts trees, expected chains for the rule {name}")
+    if drafter.traits.trees and not target.capabilities.trees:
+        raise ValueError(f"drafter: {kind} drafts trees, expected chains for a target that takes no others")
     if drafter.traits.samples and not rule.traits.judges_draws:
         raise ValueError(f"drafter: {kind} samples, expected point masses for the rule {name}")
