@@ -284,6 +284,12 @@ class Target:
         """
         raise ValueError(f"drafter: got one that runs the target's layers, which {type(self).__name__} can't run alone")
 
+    def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        """Keys and values (B, H, S, E) of some layers, not to be written to, and which of the slots are committed tokens,
+        (B, S) bool; None where all are.
+        """
+        raise ValueError(f"drafter: got one that reads keys and values, which {type(self).__name__} does not show")
+
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         """Keep the accepted nodes in the cache."""
 
@@ -321,6 +327,7 @@ class DrafterTraits:
     law: type[Law] = Categorical  # of the values it drafts
     joins: bool = False  # rows can enter a running batch (`join`)
     partial: bool = False  # it runs some of the target's own layers (`View.partial`)
+    stored: bool = False  # it reads the target's keys and values (`View.stored`)
 
 
 class Drafter:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -189,6 +190,13 @@ class HFDecoder(Target):
         finally:
             slots.lengths, slots.mask = kept
 
+    def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        slots, places = state.cache.slots, [state.cache.written[layer] for layer in layers]
+        kept = [(slots.keys[n][:, :, : slots.length], slots.values[n][:, :, : slots.length]) for n in places]
+        if slots.uniform and slots.padding is None:
+            return kept, None
+        return kept, slots.held(self.device)
+
     def _pass(self, model: Any, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
         slots: SlotCache = state.cache.slots
@@ -306,12 +314,11 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
     if getattr(type(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
         raise ValueError(f"model: {name} decodes in a loop of its own, expected transformers' own")
     kinds = set(getattr(text, "layer_types", None) or ())
-    strange, states = kinds - {*ATTENDING, *STATEFUL}, bool(kinds & set(STATEFUL))
-    if strange or not kinds & ATTENDING and states or getattr(model, "_is_stateful", False) and not states:
-        found = ", ".join(sorted(strange or kinds)) or "recurrent layers"
+    states, strange = bool(kinds & set(STATEFUL)), bool(kinds - {*ATTENDING, *STATEFUL})
+    if strange or (states and not kinds & ATTENDING) or (getattr(model, "_is_stateful", False) and not states):
+        found = ", ".join(sorted(kinds - ATTENDING)) or "recurrent layers"
         raise ValueError(
-            f"model: {name} has {found}, expected full or sliding attention in some layers and states that its cache"
-            " holds in the others (rejected tokens could not be undone)"
+            f"model: {name} has {found}, expected full or sliding attention (rejected tokens could not be undone)"
         )
     decoder = inspect.signature(model.get_decoder().forward).parameters
     if "past_key_values" not in decoder:

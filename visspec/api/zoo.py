@@ -240,7 +240,7 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
     if spec is None or spec == "none":
         return None, "none"
     if isinstance(spec, nn.Module):
-        return load("visspec.models.drafters.small_model:SmallModel")(spec, model), type(spec).__name__
+        return load("visspec.models.drafters.assistants:assistant")(spec, model), type(spec).__name__
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
     if str(spec).partition(":")[0] not in DRAFTERS | SHIPPED and Path(spec).is_dir():

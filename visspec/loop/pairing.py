@@ -74,7 +74,7 @@ def pair(
     check(drafter, rule, target)
     guarded = None
     if drafter is not None:
-        lent = target if traits.partial else None
+        lent = target if traits.partial or traits.stored else None
         guarded = Guarded(drafter, target.capabilities, target.device, rule.traits.chains_only, lent)
     if order is None:
         order = Islands() if traits.whole_images and rule.traits.whole_images else Raster()

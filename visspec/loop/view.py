@@ -237,8 +237,15 @@ class View:
 
     def partial(self, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
         """`Target.partial`, in `propose` of a drafter that declares it. It writes behind the rows' ends only."""
-        if self._lent is None:
-            raise ValueError("partial: got a call outside of propose or of undeclared traits, expected traits.partial")
         if level < 0:
             raise ValueError(f"level: got {level}, expected 0 for the pending node or more")
-        return self._lent.partial(self._state, value, level, skip)
+        return self._target("partial").partial(self._state, value, level, skip)
+
+    def stored(self, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        """`Target.stored`, in `propose` of a drafter that declares it. No copies: not to be written to."""
+        return self._target("stored").stored(self._state, layers)
+
+    def _target(self, name: str) -> Target:
+        if self._lent is None:
+            raise ValueError(f"{name}: got a call outside of propose or of undeclared traits, expected traits.{name}")
+        return self._lent
