@@ -148,7 +148,8 @@ def test_rows_enter_a_running_batch(name):
     fast = visspec.accelerate(model_of(name), "suffix", adaptive=False)
     limits = (NEW, 5, 9, 14, 3)
     expected = [
-        new_tokens(model_of(name).generate(**p, max_new_tokens=n, do_sample=False), p)[0] for p, n in zip(single, limits)
+        new_tokens(model_of(name).generate(**p, max_new_tokens=n, do_sample=False), p)[0]
+        for p, n in zip(single, limits)
     ]
     answers = fast.stream([p | {"max_new_tokens": n} for p, n in zip(single, limits)], slots=2)
     found = {a.id: a for a in answers}
@@ -173,6 +174,7 @@ def test_a_rejection_costs_no_pass():
     assert len(passes) == 1 + len(trace.rounds)
 
 
+@torch.inference_mode()
 def test_states_are_those_of_the_accepted_tokens():
     """After a rejection and a pass that is taken whole, the states are those of stock decoding."""
     name, lengths = "qwen3_5", (9, 6)

@@ -75,7 +75,8 @@ def test_rows_are_as_alone_with_every_drafter(name, kind):
     drafter = {
         "none": lambda: None, "ngram": lambda: "ngram", "feature": lambda: make(name, latents=1),
         "tree": lambda: widened(make(name, latents=1)), "small": lambda: SmallModel(model_of("qwen2"), model_of(name)),
-        "seeing": lambda: SmallModel(model_of(name), model_of(name)), "guesser": Guesser, **dict.fromkeys(SELF, lambda: kind),
+        "seeing": lambda: SmallModel(model_of(name), model_of(name)), "guesser": Guesser,
+        **dict.fromkeys(SELF, lambda: kind),
     }[kind]()  # fmt: skip
     quick, entries = fast(name, drafter), prompts(name)
     for options in ({}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}):

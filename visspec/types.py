@@ -285,8 +285,8 @@ class Target:
         raise ValueError(f"drafter: got one that runs the target's layers, which {type(self).__name__} can't run alone")
 
     def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """Keys and values (B, H, S, E) of some layers, not to be written to, and which of the slots are committed tokens,
-        (B, S) bool; None where all are.
+        """Keys and values (B, H, S, E) of some layers, not to be written to, and which of the slots are committed
+        tokens, (B, S) bool; None where all are.
         """
         raise ValueError(f"drafter: got one that reads keys and values, which {type(self).__name__} does not show")
 

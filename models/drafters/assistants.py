@@ -1,4 +1,4 @@
-"""Models that transformers loads to draft for others: which drafter runs them is read off their form, not their name."""
+"""Models that transformers loads to draft for others: which drafter runs one is read off its form, not its name."""
 
 from __future__ import annotations
 

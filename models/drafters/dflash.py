@@ -1,8 +1,8 @@
 """Block drafters that transformers loads as plain models (DFlash, arXiv 2602.06036), such as `muse_glimmer_assistant`.
 
 One pass of the drafter denoises a whole block: the pending token and mask tokens, which see one another and the
-target's hidden states of everything accepted before. transformers drives such a model at batch size 1; here its keys and
-values of a request are slots, so that rows may be ragged.
+target's hidden states of everything accepted before. transformers drives such a model at batch size 1; here its keys
+and values of a request are slots, so that rows may be ragged.
 
 Shapes: B rows, C context elements of a pass, K block, S slots, F features, V vocabulary.
 """
@@ -76,9 +76,7 @@ class BlockModel(Drafter):
             tokens.append(token)
             if law is not None:
                 laws.append(law)
-        return trees.chain_draft(
-            state.pending, torch.stack(tokens, dim=1), Categorical.chain(laws) if laws else None
-        )
+        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), Categorical.chain(laws) if laws else None)
 
     def _tree(self, state: State, logits_BKV: Tensor) -> Draft:
         """Best-first over the block, whose laws are those of their depth whatever stands above (DDTree)."""
@@ -103,9 +101,7 @@ class BlockModel(Drafter):
         """Reads what the target has accepted since the last pass, and returns the block's hidden states (B, K, d)."""
         slots, like = memory.cache.slots, next(self.assistant.parameters())
         rows = len(slots.lengths)
-        position_BC, context_BCF, counts = (
-            packed(memory.waiting) if memory.waiting else self._nothing(rows, position_B)
-        )
+        position_BC, context_BCF, counts = packed(memory.waiting) if memory.waiting else self._nothing(rows, position_B)
         memory.waiting = []
         width = context_BCF.shape[1]
         extent = slots.open(width + self.block, pending.device)

@@ -55,8 +55,8 @@ class LayerSkip(Drafter):
     """Chains from some of the target's own layers.
 
     every: the first, the last and every n-th layer between them run. exit: only the first n run. Both 0: one of a few
-    such choices, that whose drafts were accepted most for their cost so far, over all requests. With rules that toss coins
-    of their own (`rejection`) the tokens of a seed depend on the choice, the law does not: fix it there.
+    such choices, that whose drafts were accepted most for their cost so far, over all requests. With rules that toss
+    coins of their own (`rejection`) the tokens of a seed depend on the choice, the law does not: fix it there.
     """
 
     traits = DrafterTraits(levels=LEVELS, joins=True, partial=True)
@@ -70,11 +70,15 @@ class LayerSkip(Drafter):
 
     def attach(self, target: Any) -> None:
         if not isinstance(target, nn.Module):
-            raise ValueError(f"drafter: got {type(target).__name__}, expected a text model, whose layers can be left out")
+            raise ValueError(
+                f"drafter: got {type(target).__name__}, expected a text model, whose layers can be left out"
+            )
         config: Any = target.config
         depth = config.get_text_config().num_hidden_layers
         if self.exit >= depth > 0 or self.every == 1:
-            raise ValueError(f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers to run")
+            raise ValueError(
+                f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers to run"
+            )
         asked = [spaced(depth, self.every)] if self.every else [frozenset(range(self.exit, depth))]
         skips = asked if self.every or self.exit else candidates(depth)
         self.choices = [Thin(skip, 1.0 - len(skip) / depth) for skip in skips]

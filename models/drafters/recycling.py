@@ -28,8 +28,8 @@ class Recycling(Drafter):
     """Trees of `nodes` nodes, at most `width` candidates below a node; width 1 is a chain.
 
     shared: one table for all rows and requests instead of one per row, which helps where answers resemble each other.
-    Drafts then depend on what was decoded before, and so do the tokens of a seed with rules that toss coins of their own
-    (`rejection` and the relaxed ones), whose law stays the same; with the rule `exact` tokens depend on no draft.
+    Drafts then depend on what was decoded before, and so do the tokens of a seed with rules that toss coins of their
+    own (`rejection`, whose law stays the same, and the relaxed ones); with the rule `exact` tokens depend on no draft.
     """
 
     def __init__(self, nodes: int = 16, width: int = 4, shared: bool = False):

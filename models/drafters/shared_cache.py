@@ -80,9 +80,7 @@ class SharedCache(Drafter):
             tokens.append(drawn)
             if law is not None:
                 laws.append(law)
-        return trees.chain_draft(
-            state.pending, torch.stack(tokens, dim=1), Categorical.chain(laws) if laws else None
-        )
+        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), Categorical.chain(laws) if laws else None)
 
     def _tree(self, state: State, depth: int, read: Any) -> Draft:
         if state.noise is not None and state.noise.samples:

@@ -21,8 +21,8 @@ class Suffixes(Drafter):
     """Chains from an automaton of each row's prompt and output; `shortest` is the least number of matching tokens.
 
     shared: also from an automaton of the answers that ended before, of all requests, where it matches at least as much.
-    Drafts then depend on what was decoded before, and so do the tokens of a seed with rules that toss coins of their own
-    (`rejection` and the relaxed ones), whose law stays the same; with the rule `exact` tokens depend on no draft.
+    Drafts then depend on what was decoded before, and so do the tokens of a seed with rules that toss coins of their
+    own (`rejection`, whose law stays the same, and the relaxed ones); with the rule `exact` tokens depend on no draft.
     """
 
     traits = DrafterTraits(joins=True)

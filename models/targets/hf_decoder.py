@@ -25,7 +25,7 @@ from visspec.laws import Categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import folding, probe, rotary
 from visspec.models.targets.compiled import compiled
-from visspec.models.targets.hooks import Hooked
+from visspec.models.targets.hooks import Watch
 from visspec.models.targets.masks import STATEFUL, Masks
 from visspec.models.targets.recurrent import state_layers
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers
@@ -105,7 +105,7 @@ class HFDecoder(Target):
         arguments["past_key_values"] = cache
         arguments.update(self._outputs)
         turning = rotary.Prompt(self.rotary, request.max_new_tokens)
-        with _Watch(self.decoder) as seen, turning:
+        with Watch(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
         if dropped and seen.get("position_ids") is None:  # without position ids the next position is unknown
             raise ValueError(
@@ -203,7 +203,7 @@ class HFDecoder(Target):
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
         turning = self._steps(state.cache, tree) if state.cache.moves else nullcontext()
-        with _Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
+        with Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
             output = model(
                 input_ids=draft.value,
                 attention_mask=self.masks(slots, tree, extent),
@@ -266,33 +266,6 @@ def _last_position(positions: Tensor) -> Tensor:
     if not torch.equal(time, height) or not torch.equal(time, width):
         raise ValueError("input_ids: got a prompt that ends inside an image or a video, expected text after it")
     return time
-
-
-class _Watch(Hooked):
-    """Records inputs and outputs of a text decoder in a context: merged embeddings, positions, and the last hidden
-    state after the final norm. Calls in other threads are not recorded.
-    """
-
-    def __init__(self, decoder):
-        super().__init__()
-        self.decoder, self.seen = decoder, {}
-
-    def __enter__(self) -> dict[str, Any]:
-        return super().__enter__().seen
-
-    def _put_up(self):
-        return [
-            self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
-            self.decoder.register_forward_hook(self._leaving),
-        ]
-
-    def _entering(self, module, args, kwargs=None) -> None:
-        if self.calling:
-            self.seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
-
-    def _leaving(self, module, args, output) -> None:
-        if self.calling:
-            self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)
 
 
 def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:

@@ -41,8 +41,8 @@ class SlotLayers(Cache):
     """What a model is given as `past_key_values`; `slots` is what the loop works with.
 
     `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
-    own. `prompt` is the number of slots that the prompt took; `reaches` and `moves` belong to `rotary`, `past` to models
-    with layers that keep a state (`recurrent`).
+    own. `prompt` is the number of slots that the prompt took; `reaches` and `moves` belong to `rotary`, `past` to
+    models with layers that keep a state (`recurrent`).
     """
 
     prompt = 0

@@ -234,5 +234,7 @@ def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
 
 
 def _cache(state: State) -> DynamicCache | None:
-    """Keys and values of prompts and outputs, without the last token, as a transformers cache; None for a recurrent model."""
+    """Keys and values of prompts and outputs, without the last token, as a transformers cache. None for a recurrent
+    model.
+    """
     return state.cache.dynamic([state.cache.prompt + len(tokens) - 1 for tokens in state.tokens])

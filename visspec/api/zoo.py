@@ -41,7 +41,10 @@ ACCEPTANCE = {
 DRAFTERS = {
     "none": (None, "plain decoding in our loop"),
     "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
-    "suffix": ("visspec.models.drafters.suffix:Suffixes", "what followed the longest ending seen before; shared=true: in all requests"),
+    "suffix": (
+        "visspec.models.drafters.suffix:Suffixes",
+        "what followed the longest ending seen before; shared=true: in all requests",
+    ),
     "recycling": (
         "visspec.models.drafters.recycling:Recycling",
         "trees of what the target ranked highest after each token in earlier passes; shared=true: of all requests",
@@ -49,6 +52,10 @@ DRAFTERS = {
     "layers": (
         "visspec.models.drafters.layers:LayerSkip",
         "text: the target itself with layers left out, chosen on the fly (every=3), or an early exit (exit=4)",
+    ),
+    "mtp": (
+        "visspec.models.drafters.mtp:MultiToken",
+        "text: layers of the target's own checkpoint that predict several tokens (`use_mtp` in transformers)",
     ),
     "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
     "lowres": ("visspec.models.drafters.lowres:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
