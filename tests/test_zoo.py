@@ -38,7 +38,7 @@ DRAFTERS = {  # of the tiny image model, from options
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
     ),
 }
-# `test_continuous_painting` has drafters of vectors and the rules that judge them, `test_assistants` a checkpoint's heads
+# `test_continuous_painting` has drafters of vectors and rules that judge them, `test_assistants` a checkpoint's heads
 ELSEWHERE = {"continuous", "mtp"}
 CODE_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Categorical]
 RULES = {  # options that a codebook of 24 codes has room for
