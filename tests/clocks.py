@@ -1,4 +1,4 @@
-"""Times of small random models, by hand: `python -P tests/clocks.py [assistants] [untrained] [states]`. Nothing here is a test.
+"""Times of small random models, by hand: `python -P tests/clocks.py [assistants] [untrained] [states]`. No tests.
 
 * assistants: our loop against transformers' own mode with the same assistant, batch 1, greedy, interleaved.
 * untrained: drafters that need no training, where nothing is to be gained.
