@@ -54,9 +54,7 @@ class SlotLayers(Cache):
         """The reaches if frequencies depend on them in this request."""
         return self.reaches if self.moves else None
 
-    def __init__(
-        self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None
-    ):
+    def __init__(self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None):
         self.slots, self.rows = SlotCache(rows, answer, lean), list(range(rows))
         self.past = Past(states, rows) if states else None
         self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
