@@ -150,11 +150,16 @@ def fast(name: str, drafter: Any, **options) -> visspec.api.accelerate.Accelerat
 
 def opened(name: str, rows: list[str], seed: int = 0):
     """Target, state and scores of a request after its prefill and first token."""
+    return opened_model(model_of(name), prompt(name, rows, seed))
+
+
+def opened_model(model: Any, inputs: dict[str, Tensor]):
+    """The same of a model and its inputs."""
     from visspec.accept.exact import Exact
     from visspec.loop.decode import open_request
     from visspec.models.targets.hf_decoder import HFDecoder
 
-    target, kept = HFDecoder(model_of(name)), []
+    target, kept = HFDecoder(model), []
 
     def take(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
@@ -162,7 +167,7 @@ def opened(name: str, rows: list[str], seed: int = 0):
             kept.extend(open_request(target, Exact(), request))
         return input_ids
 
-    model_of(name).generate(**prompt(name, rows, seed), custom_generate=take, max_new_tokens=200, do_sample=False)
+    model.generate(**inputs, custom_generate=take, max_new_tokens=200, do_sample=False)
     return target, *kept
 
 

@@ -33,16 +33,18 @@ def refused(model, sentence):
     assert "\n" not in str(caught.value) and str(caught.value).count(". ") == 0
 
 
-def qwen3_5():
+def qwen3_5(kinds=("linear_attention", "linear_attention", "linear_attention", "full_attention")):
     text = {
-        **TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        **TEXT, "num_hidden_layers": 4, "layer_types": list(kinds),
         "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     }  # fmt: skip
     return tf.Qwen3_5ForCausalLM._from_config(tf.Qwen3_5TextConfig(**text))
 
 
-def test_recurrent_layers_are_refused():
-    refused(qwen3_5(), "linear_attention")
+def test_recurrent_layers_alone_are_refused():
+    """Beside full attention they are not: `test_recurrent` has those."""
+    refused(qwen3_5(["linear_attention"] * 4), "linear_attention")
+    visspec.accelerate(qwen3_5(), "ngram")
 
 
 def test_state_space_models_are_refused():

@@ -27,7 +27,7 @@ from visspec.models.drafters import feature_drafting
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
 from visspec.models.targets import probe
-from visspec.models.targets.hf_decoder import _Watch
+from visspec.models.targets.hooks import Watch
 from visspec.types import Scores
 
 THREADS = 8
@@ -271,7 +271,7 @@ def test_recordings_are_replayed_by_one_thread_at_a_time(hurried):
 def test_a_watch_that_ends_while_another_thread_is_in_the_decoder():
     """Torch has then listed its hook as one to call, and forgotten that it takes keywords."""
     model = llama()
-    watch = _Watch(model.get_decoder())
+    watch = Watch(model.get_decoder())
     ends = model.get_decoder().register_forward_pre_hook(lambda *_: watch.__exit__())
     watch.__enter__()
     watch.caller = -1  # another thread's
@@ -316,7 +316,7 @@ def test_hooks_are_put_up_one_at_a_time(monkeypatch):
     monkeypatch.setattr(decoder, "register_forward_hook", slow)
 
     def watch():
-        with _Watch(decoder):
+        with Watch(decoder):
             pass
 
     together([watch] * THREADS)

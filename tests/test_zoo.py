@@ -14,17 +14,23 @@ from visspec.laws import Categorical
 from visspec.loop.pairing import check, pair
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
+from visspec.models.drafters.layers import LayerSkip
 from visspec.models.drafters.lowres import LowRes
+from visspec.models.drafters.recycling import Recycling
+from visspec.models.drafters.suffix import Suffixes
 from visspec.models.targets.families import FAMILIES
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
 from visspec.types import Acceptance, Drafter, Order, Request, Sampling
 
 ROWS = [0, 1, 2]
-TEXT = {"none", "ngram", "eagle", "jacobi"}  # drafters that text knows as well
+TEXT = {"none", "ngram", "eagle", "jacobi", "suffix", "recycling", "layers"}  # drafters that text knows as well
 DRAFTERS = {  # of the tiny image model, from options
     "none": lambda **options: None,
     "ngram": lambda **options: zoo.load(zoo.DRAFTERS["ngram"][0])(**options),
+    "suffix": lambda **options: Suffixes(**options),
+    "recycling": lambda **options: Recycling(**options),
+    "layers": lambda **options: LayerSkip(**options),
     "jacobi": lambda **options: zoo.load(zoo.DRAFTERS["jacobi"][0])(**{**options, "window": 5}),
     "lowres": lambda **options: LowRes(Janus(tiny_images.sibling(), None), upsample="latent"),
     "eagle": lambda **options: FeatureDrafter.for_model(model_of("llava"), image_latents=1),
@@ -32,7 +38,8 @@ DRAFTERS = {  # of the tiny image model, from options
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
     ),
 }
-VECTORS = {"continuous"}  # drafters of vectors: `test_continuous_painting` has them, and the rules that judge them
+# `test_continuous_painting` has drafters of vectors and rules that judge them, `test_assistants` a checkpoint's heads
+ELSEWHERE = {"continuous", "mtp"}
 CODE_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Categorical]
 RULES = {  # options that a codebook of 24 codes has room for
     "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",
@@ -74,7 +81,7 @@ def drawn(pairing, rows, seed=0, temperature=1.0):
 
 
 def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
-    assert set(DRAFTERS) == set(zoo.DRAFTERS) - VECTORS
+    assert set(DRAFTERS) == set(zoo.DRAFTERS) - ELSEWHERE
     for name, (reference, what) in zoo.DRAFTERS.items():
         assert what and (reference is None or issubclass(zoo.load(reference), Drafter)), name
     for name, (reference, what) in zoo.ACCEPTANCE.items():
@@ -105,7 +112,7 @@ def test_a_drafter_leaves_the_text_as_it_is(name):
         assert fast.last_stats.faults == 0
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) - {"eagle"} - VECTORS))
+@pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) - {"eagle", "layers"} - ELSEWHERE))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_leaves_the_image_as_it_is(name, temperature):
     """Greedy and drawn, in a batch and alone."""
@@ -115,7 +122,7 @@ def test_a_drafter_leaves_the_image_as_it_is(name, temperature):
     assert drawn(pairing, [1], seed=0, temperature=temperature)[0] == expected[1:2]
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) - VECTORS))
+@pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) - ELSEWHERE))
 def test_traits_are_what_drafts_show(name):
     drafter = tiny_drafter(name)
     if drafter is None:

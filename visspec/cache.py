@@ -66,6 +66,13 @@ class SlotCache:
         """Length of the longest row."""
         return max(self.lengths)
 
+    def held(self, device: torch.device | str) -> Tensor:
+        """(B, S) bool: which slots up to the longest row's are committed and no padding."""
+        held = torch.arange(self.length, device=device) < to_device(self.lengths, device)[:, None]
+        if self.padding is not None:
+            held[:, : self.padding.shape[1]] &= self.padding
+        return held
+
     @property
     def uniform(self) -> bool:
         return min(self.lengths) == max(self.lengths)

@@ -248,6 +248,7 @@ class Capabilities:
     law: type[Law] = Categorical  # of its nodes
     steps: Steps | None = None  # of the chains that vectors are sampled by
     size: int = 0  # of these vectors
+    layers: int = 0  # of which some can be run alone (`Target.partial`)
 
     @property
     def chains(self) -> tuple[int, int]:
@@ -275,6 +276,19 @@ class Target:
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all live rows."""
         raise NotImplementedError
+
+    def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
+        """Logits (B, V) after one node of a chain (B,), `level` below the pending one, without the layers in `skip`.
+
+        Nodes come in order of their levels, the pending one first. What is stored of them is overwritten by `verify`.
+        """
+        raise ValueError(f"drafter: got one that runs the target's layers, which {type(self).__name__} can't run alone")
+
+    def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        """Keys and values (B, H, S, E) of some layers, not to be written to, and which of the slots are committed
+        tokens, (B, S) bool; None where all are.
+        """
+        raise ValueError(f"drafter: got one that reads keys and values, which {type(self).__name__} does not show")
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         """Keep the accepted nodes in the cache."""
@@ -312,6 +326,8 @@ class DrafterTraits:
     whole_images: bool = False  # it can draft a whole image (`sketch`)
     law: type[Law] = Categorical  # of the values it drafts
     joins: bool = False  # rows can enter a running batch (`join`)
+    partial: bool = False  # it runs some of the target's own layers (`View.partial`)
+    stored: bool = False  # it reads the target's keys and values (`View.stored`)
 
 
 class Drafter:

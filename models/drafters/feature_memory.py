@@ -73,20 +73,7 @@ class Memory:
     def take(self) -> tuple[Tensor, Tensor, list[int]]:
         """Remove and return all stored elements as one block, each row packed to the left."""
         waiting, self.waiting = self.waiting, []
-        if len(waiting) == 1:
-            return waiting[0]
-        token, feature = torch.cat([w[0] for w in waiting], dim=1), torch.cat([w[1] for w in waiting], dim=1)
-        widths = [w[0].shape[1] for w in waiting]
-        parts = [w[2] for w in waiting]
-        totals = [sum(c[b] for c in parts) for b in range(token.shape[0])]
-        if all(min(c) == width for c, width in zip(parts, widths)):
-            return token, feature, totals
-        starts = [sum(widths[:i]) for i in range(len(widths))]
-        kept = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
-        longest = max(totals)
-        index = to_device([k + [0] * (longest - len(k)) for k in kept], token.device)
-        rows = torch.arange(token.shape[0], device=token.device)[:, None]
-        return token[rows, index], feature[rows, index], totals
+        return packed(waiting)
 
     def turns(self, table_PC: Tensor, width: int) -> Tensor:
         """Rotations of the next `width` elements, (1|B, T, C)."""
@@ -191,6 +178,24 @@ class Memory:
             return self.shift
         assert other.shift is not None
         return other.shift.new_zeros(len(self.lengths), other.shift.shape[1])
+
+
+def packed(waiting: list[tuple[Tensor, Tensor, list[int]]]) -> tuple[Tensor, Tensor, list[int]]:
+    """Blocks of (tokens (B, T), features (B, T, F), counts) as one, each row packed to the left."""
+    if len(waiting) == 1:
+        return waiting[0]
+    token, feature = torch.cat([w[0] for w in waiting], dim=1), torch.cat([w[1] for w in waiting], dim=1)
+    widths = [w[0].shape[1] for w in waiting]
+    parts = [w[2] for w in waiting]
+    totals = [sum(c[b] for c in parts) for b in range(token.shape[0])]
+    if all(min(c) == width for c, width in zip(parts, widths)):
+        return token, feature, totals
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    kept = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
+    longest = max(totals)
+    index = to_device([k + [0] * (longest - len(k)) for k in kept], token.device)
+    rows = torch.arange(token.shape[0], device=token.device)[:, None]
+    return token[rows, index], feature[rows, index], totals
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

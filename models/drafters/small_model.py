@@ -32,6 +32,10 @@ class SmallModel(Drafter):
 
     def __init__(self, small: nn.Module, model: nn.Module):
         self.target = HFDecoder(small)
+        if self.target.states:
+            raise ValueError(
+                f"drafter: got {type(small).__name__} with recurrent layers, expected attention in all of them"
+            )
         ours, theirs = self.target.capabilities, describe(model)
         if abs(ours.vocab - theirs.vocab) > VOCABULARY_PADDING:
             raise ValueError(f"drafter: vocabulary of {ours.vocab}, expected the target's {theirs.vocab}")

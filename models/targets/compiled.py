@@ -112,6 +112,13 @@ def view(model: nn.Module, decoder: nn.Module, forward: Callable) -> Any:
     """A copy of the modules from `model` down to `decoder` whose last one has another `forward`; all else is shared.
     None where a module on the way has a forward of its own instance (as of offloaded weights), or there is no way.
     """
+    new = copy.copy(decoder)
+    object.__setattr__(new, "forward", forward)
+    return replaced(model, decoder, new)
+
+
+def replaced(model: nn.Module, decoder: nn.Module, new: nn.Module) -> Any:
+    """A copy of the modules from `model` down to `decoder`, in whose place is another one. None as for `view`."""
     names = next((name for name, module in model.named_modules() if module is decoder), None)
     if names is None:
         return None
@@ -120,8 +127,6 @@ def view(model: nn.Module, decoder: nn.Module, forward: Callable) -> Any:
         path.append(getattr(path[-1], name))
     if any("forward" in vars(module) for module in path):
         return None
-    new = copy.copy(decoder)
-    object.__setattr__(new, "forward", forward)
     for parent, child in zip(path[-2::-1], path[::-1]):
         upper = copy.copy(parent)
         upper._modules = {name: new if module is child else module for name, module in parent._modules.items()}
@@ -176,9 +181,13 @@ def refusal(model: nn.Module, why: str) -> str:
     return f"compile: got {type(model).__name__} with {why}, expected one without; its passes run uncompiled"
 
 
-def compiled(model: nn.Module, decoder: nn.Module) -> Passes | None:
-    """`Passes` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass."""
-    if rotary.modules(decoder):
-        warnings.warn(refusal(model, "rotary frequencies that depend on the length"), RuntimeWarning, stacklevel=3)
+def compiled(model: nn.Module, decoder: nn.Module, states: bool = False) -> Passes | None:
+    """`Passes` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass or layers
+    keep `states`.
+    """
+    turning = rotary.modules(decoder)
+    if turning or states:
+        why = "rotary frequencies that depend on the length" if turning else "layers that keep a state"
+        warnings.warn(refusal(model, why), RuntimeWarning, stacklevel=3)
         return None
     return Passes(model, decoder)

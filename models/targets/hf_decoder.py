@@ -6,8 +6,11 @@ configuration once (`describe`). Shapes: B rows, L prompt, N nodes, S slots, V v
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,15 +25,18 @@ from visspec.laws import Categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import folding, probe, rotary
 from visspec.models.targets.compiled import compiled
-from visspec.models.targets.hooks import Hooked
-from visspec.models.targets.masks import Masks
+from visspec.models.targets.hooks import Watch
+from visspec.models.targets.masks import STATEFUL, Masks
+from visspec.models.targets.recurrent import state_layers
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers
+from visspec.models.targets.thinned import Thinned
 from visspec.sampling import process
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
 # earlier versions return only the listed layers, without embeddings, so request all (tested with 5.17)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
 LAST = (-1,)
+ATTENDING = frozenset({"full_attention", "sliding_attention"})
 ATTENTION_WITH_TREES = {"sdpa", "eager"}
 CROSS_ATTENDED = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
 MOST_POSITIONS = 1 << 20  # longer prompts are prepared like one of this length
@@ -64,9 +70,11 @@ class HFDecoder(Target):
         inner = features and not self.watched
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
         self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
+        self.states = state_layers(model.config)
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
         self.padding = probe.check(self).padding if check else True
-        self.passes = compiled(model, self.decoder) if compile else None
+        self.passes = compiled(model, self.decoder, bool(self.states)) if compile else None
+        self.thinned = Thinned(model, self.decoder)
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +93,7 @@ class HFDecoder(Target):
         if length == 0:
             length = inputs["inputs_embeds"].shape[1]
         self._check_request(request, length)
-        cache = SlotLayers(rows, request.max_new_tokens, lean=bool(request.each))
+        cache = self.cache(rows, request.max_new_tokens, lean=bool(request.each))
         cache.slots.open(length, self.device)
         if self.passes is not None:
             self.passes.open(cache.slots)
@@ -97,7 +105,7 @@ class HFDecoder(Target):
         arguments["past_key_values"] = cache
         arguments.update(self._outputs)
         turning = rotary.Prompt(self.rotary, request.max_new_tokens)
-        with _Watch(self.decoder) as seen, turning:
+        with Watch(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
         if dropped and seen.get("position_ids") is None:  # without position ids the next position is unknown
             raise ValueError(
@@ -123,6 +131,10 @@ class HFDecoder(Target):
             aux["raw"] = output.logits[:, -1:]
         logits = process(output.logits[:, -1:], trees.undrafted(state.pending), state)
         return state, Scores(Categorical(logits), self._features(output, seen), aux)
+
+    def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
+        """An empty cache."""
+        return SlotLayers(rows, answer, lean, state_layers(self.model.config) if self.states else None)
 
     def _check_request(self, request: Request, length: int) -> None:
         """Raises ValueError for unsupported requests, before any pass."""
@@ -158,9 +170,32 @@ class HFDecoder(Target):
         model = self.model
         if self.passes is not None:
             model = self.passes.choice(state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
-        output, seen = self._pass(model, state, draft)
-        aux = {"raw": output.logits} if state.request.keep_raw else {}
-        return Scores(Categorical(process(output.logits, draft, state)), self._features(output, seen), aux)
+        past = state.cache.past
+        if past is None:
+            (output, seen), own_BN = self._pass(model, state, draft), None
+        else:
+            (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft)
+        logits, features = _of(output.logits, own_BN), self._features(output, seen)
+        features = None if features is None else _of(features, own_BN)
+        aux = {"raw": logits} if state.request.keep_raw else {}
+        return Scores(Categorical(process(logits, draft, state)), features, aux)
+
+    def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
+        slots: SlotCache = state.cache.slots
+        kept = slots.lengths, slots.mask
+        try:
+            slots.lengths, slots.mask = [n + level for n in slots.lengths], None
+            ahead = replace(state, position=state.position + level)
+            return self._pass(self.thinned(skip), ahead, trees.undrafted(value))[0].logits[:, 0]
+        finally:
+            slots.lengths, slots.mask = kept
+
+    def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        slots, places = state.cache.slots, [state.cache.written[layer] for layer in layers]
+        kept = [(slots.keys[n][:, :, : slots.length], slots.values[n][:, :, : slots.length]) for n in places]
+        if slots.uniform and slots.padding is None:
+            return kept, None
+        return kept, slots.held(self.device)
 
     def _pass(self, model: Any, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
@@ -168,7 +203,7 @@ class HFDecoder(Target):
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
         turning = self._steps(state.cache, tree) if state.cache.moves else nullcontext()
-        with _Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
+        with Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
             output = model(
                 input_ids=draft.value,
                 attention_mask=self.masks(slots, tree, extent),
@@ -188,6 +223,8 @@ class HFDecoder(Target):
         return rotary.Steps(self.rotary, reach_BN, min(first), max(first) + tree.levels)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        if state.cache.past is not None:
+            state.cache.past.commit(outcome, draft.tree.size)
         state.cache.slots.commit(outcome.path)
 
     def select(self, state: State, keep: list[int]) -> None:
@@ -211,6 +248,13 @@ class HFDecoder(Target):
         return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
 
 
+def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
+    """Entries of a pass by their index, (B, N, X); None: all of them."""
+    if at_BN is None:
+        return values_BTX
+    return values_BTX.gather(1, at_BN[..., None].expand(-1, -1, values_BTX.shape[-1]))
+
+
 def _last_position(positions: Tensor) -> Tensor:
     """The position of each row's last prompt token, (1|B,); generate continues from it, also with M-RoPE.
 
@@ -222,33 +266,6 @@ def _last_position(positions: Tensor) -> Tensor:
     if not torch.equal(time, height) or not torch.equal(time, width):
         raise ValueError("input_ids: got a prompt that ends inside an image or a video, expected text after it")
     return time
-
-
-class _Watch(Hooked):
-    """Records inputs and outputs of a text decoder in a context: merged embeddings, positions, and the last hidden
-    state after the final norm. Calls in other threads are not recorded.
-    """
-
-    def __init__(self, decoder):
-        super().__init__()
-        self.decoder, self.seen = decoder, {}
-
-    def __enter__(self) -> dict[str, Any]:
-        return super().__enter__().seen
-
-    def _put_up(self):
-        return [
-            self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
-            self.decoder.register_forward_hook(self._leaving),
-        ]
-
-    def _entering(self, module, args, kwargs=None) -> None:
-        if self.calling:
-            self.seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
-
-    def _leaving(self, module, args, output) -> None:
-        if self.calling:
-            self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)
 
 
 def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
@@ -270,10 +287,11 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
     if getattr(type(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
         raise ValueError(f"model: {name} decodes in a loop of its own, expected transformers' own")
     kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"} or getattr(model, "_is_stateful", False):
-        strange = ", ".join(sorted(kinds - {"full_attention", "sliding_attention"})) or "recurrent layers"
+    states, strange = bool(kinds & set(STATEFUL)), bool(kinds - {*ATTENDING, *STATEFUL})
+    if strange or (states and not kinds & ATTENDING) or (getattr(model, "_is_stateful", False) and not states):
+        found = ", ".join(sorted(kinds - ATTENDING)) or "recurrent layers"
         raise ValueError(
-            f"model: {name} has {strange}, expected full or sliding attention (rejected tokens could not be undone)"
+            f"model: {name} has {found}, expected full or sliding attention (rejected tokens could not be undone)"
         )
     decoder = inspect.signature(model.get_decoder().forward).parameters
     if "past_key_values" not in decoder:
@@ -293,6 +311,8 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
         vocab=vocabulary(model),
         never_drafted=content_ids(config),
         feature_layers=tuple(features),
+        trees=not states,
+        layers=0 if states else depth,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
@@ -36,3 +37,30 @@ class Hooked:
 
     def _put_up(self) -> list[RemovableHandle]:
         raise NotImplementedError
+
+
+class Watch(Hooked):
+    """Records inputs and outputs of a text decoder in a context: merged embeddings, positions, and the last hidden
+    state after the final norm. Calls in other threads are not recorded.
+    """
+
+    def __init__(self, decoder):
+        super().__init__()
+        self.decoder, self.seen = decoder, {}
+
+    def __enter__(self) -> dict[str, Any]:
+        return super().__enter__().seen
+
+    def _put_up(self):
+        return [
+            self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
+            self.decoder.register_forward_hook(self._leaving),
+        ]
+
+    def _entering(self, module, args, kwargs=None) -> None:
+        if self.calling:
+            self.seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
+
+    def _leaving(self, module, args, output) -> None:
+        if self.calling:
+            self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)

@@ -11,6 +11,7 @@ from torch import Tensor
 from visspec.cache import GROW, SlotCache, to_device, visibility
 from visspec.types import Tree
 
+STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
 MOST_KEPT = 1 << 24  # numbers in all shared masks together
 
 
@@ -33,7 +34,8 @@ class Masks:
         seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
         full = self.additive(seen_RNS, self.groups)
         sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window), self.groups)
-        return {"full_attention": full, "sliding_attention": sliding} if self.mixed else sliding
+        mixed = {"full_attention": full, "sliding_attention": sliding, **dict.fromkeys(STATEFUL)}
+        return mixed if self.mixed else sliding
 
     def additive(self, seen_RNS: Tensor, groups: int = 1) -> Tensor:
         """0 where a node attends, the minimum elsewhere: (R, 1, M, S)."""

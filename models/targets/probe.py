@@ -26,6 +26,7 @@ from visspec.laws import categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import rotary
 from visspec.models.targets.hooks import HOOKING
+from visspec.models.targets.recurrent import state_layers
 from visspec.models.targets.slot_layers import SlotLayer, SlotLayers
 from visspec.types import Draft, Request, State
 
@@ -180,10 +181,11 @@ class _Sliding(SlotLayer):
 class _Generating(SlotLayers):
     """Made-up slots as transformers' own cache keeps them."""
 
-    def __init__(self, windows: dict[int, int], slots: _MadeUp):
+    def __init__(self, windows: dict[int, int], slots: _MadeUp, states: dict[int, Any]):
         super().__init__(len(slots.lengths))
         self.slots = slots
-        self.layers = [_layer(slots, index, windows.get(index, 0)) for index in range(max(windows) + 1)]
+        count = max([*windows, *states]) + 1
+        self.layers = [states.get(i) or _layer(slots, i, windows.get(i, 0)) for i in range(count)]
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         pair = super().update(key_states, value_states, layer_idx)
@@ -202,24 +204,33 @@ def _tokens(target: HFDecoder) -> Tensor:
     text = target.model.config.get_text_config()
     special = target.capabilities.never_drafted | {getattr(text, f"{name}_token_id", None) for name in SPECIAL}
     ordinary = [i for i in range(target.capabilities.vocab) if i not in special]
-    return torch.tensor([[ordinary[n % len(ordinary)] for n in range(len(PARENT))]], device=target.device)
+    size = len(_shape(target)[0])
+    return torch.tensor([[ordinary[n % len(ordinary)] for n in range(size)]], device=target.device)
 
 
 def _in_a_tree(target: HFDecoder) -> Tensor:
     """Logits of the path's nodes, from a pass over the tree: (R, P, V)."""
     tokens_RN = _tokens(target).repeat(2, 1)
-    tree = trees.static(PARENT, str(target.device))
+    tree = trees.static(_shape(target)[0], str(target.device))
     request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
     values_RSE = _values(target)
-    cache = SlotLayers(2)
-    first = cache.layers[0]
-    assert isinstance(first, SlotLayer)
-    cache.slots = first.slots = _MadeUp(values_RSE, [values_RSE.shape[1], SHORT])
+    cache = target.cache(2)
+    cache.slots = _MadeUp(values_RSE, [values_RSE.shape[1], SHORT])
+    for layer in cache.layers:
+        if isinstance(layer, SlotLayer):
+            layer.slots = cache.slots
     position = torch.full((2,), SHORT, device=target.device)
     state = State(request, tokens_RN[:, 0], position, cache, [0, 1], Ids(request, 2))
     logits_RNV = categorical(target.verify(state, Draft(tokens_RN, tree)).law).logits
     cache.check_written(target.model, target.cached)
-    return logits_RNV[:, PATH]
+    return logits_RNV[:, _shape(target)[1]]
+
+
+def _shape(target: HFDecoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The draft's parents and the path in it, as far as the target takes trees: the path is of one length."""
+    if target.capabilities.trees:
+        return PARENT, PATH
+    return tuple(range(-1, len(PATH) - 1)), tuple(range(len(PATH)))
 
 
 def _padded(target: HFDecoder, step: int) -> Tensor:
@@ -242,8 +253,8 @@ def _alone(target: HFDecoder, row: int, step: int) -> Tensor:
 def _continued(target: HFDecoder, slots: _MadeUp, step: int, real_RS: Tensor | None = None) -> Tensor:
     """Logits of the path as a plain continuation, under transformers' own mask."""
     rows, size, before = len(slots.lengths), len(PATH), slots.length
-    cache = _Generating(target.cached, slots)
-    ids_RP = _tokens(target)[:, PATH].repeat(rows, 1)
+    cache = _Generating(target.cached, slots, state_layers(target.model.config) if target.states else {})
+    ids_RP = _tokens(target)[:, _shape(target)[1]].repeat(rows, 1)
     position_RP = (SHORT + torch.arange(size, device=target.device)).repeat(rows, 1)
     logits = []
     for first in range(0, size, step):

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from visspec.cache import SlotCache
+from visspec.models.targets.recurrent import Past
 
 
 class SlotLayer(CacheLayerMixin):
@@ -40,7 +41,8 @@ class SlotLayers(Cache):
     """What a model is given as `past_key_values`; `slots` is what the loop works with.
 
     `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
-    own. `prompt` is the number of slots that the prompt took; `reaches` and `moves` belong to `rotary`.
+    own. `prompt` is the number of slots that the prompt took; `reaches` and `moves` belong to `rotary`, `past` to
+    models with layers that keep a state (`recurrent`).
     """
 
     prompt = 0
@@ -52,11 +54,13 @@ class SlotLayers(Cache):
         """The reaches if frequencies depend on them in this request."""
         return self.reaches if self.moves else None
 
-    def __init__(self, rows: int, answer: int = 0, lean: bool = False):
+    def __init__(self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None):
         self.slots, self.rows = SlotCache(rows, answer, lean), list(range(rows))
+        self.past = Past(states, rows) if states else None
         self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
         self.written: dict[int, int] = {}
-        super().__init__(layers=[SlotLayer(self.slots, 0)])
+        states = states or {}
+        super().__init__(layers=[states.get(i) or SlotLayer(self.slots, i) for i in range(max(states, default=-1) + 2)])
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         place = self.written.get(layer_idx)
@@ -82,6 +86,8 @@ class SlotLayers(Cache):
 
     def check_written(self, model: Any, expected: Collection[int]) -> None:
         """Raises ValueError unless all of these layers of the model have been written."""
+        if self.past is not None:
+            self.past.check_written(model)
         if missing := [index for index in expected if index not in self.written]:
             raise ValueError(
                 f"model: {type(model).__name__} wrote keys and values in {len(self.written)} of {len(expected)} layers"
@@ -97,6 +103,8 @@ class SlotLayers(Cache):
                     self.left[row] = [store[b, :, :length].clone() for store in stores]
             self.rows = [self.rows[b] for b in keep]
         self.slots.select(keep)
+        if self.past is not None:
+            self.past.select(keep)
         if self.reaches is not None:
             self.reaches = [self.reaches[b] for b in keep]
 
@@ -112,6 +120,8 @@ class SlotLayers(Cache):
             else:
                 other._pack(real)
         self.slots.join(other.slots, take, skip)
+        if self.past is not None and other.past is not None:
+            self.past.join(other.past, take)
         if self.reaches is not None and other.reaches is not None:
             reaches = [other.reaches[b] + skip[b] for b in take]
             self.reaches, self.moves = self.reaches + reaches, self.moves or other.moves
@@ -122,11 +132,14 @@ class SlotLayers(Cache):
         if self.reaches is not None:
             self.reaches = [reach + gone for reach, gone in zip(self.reaches, dropped)]
 
-    def dynamic(self, lengths: list[int]) -> DynamicCache:
+    def dynamic(self, lengths: list[int]) -> DynamicCache | None:
         """The first lengths[b] slots of every original row, zeros behind, as transformers' own growing cache.
 
-        Nothing is copied where all rows are here and of one length.
+        Nothing is copied where all rows are here and of one length. None for models with states: theirs may be those
+        of an earlier token.
         """
+        if self.past is not None:
+            return None
         longest, stores = max(lengths), [*self.slots.keys, *self.slots.values]
         if self.left or min(lengths) < longest:
             made = [store.new_zeros(len(lengths), store.shape[1], longest, store.shape[3]) for store in stores]

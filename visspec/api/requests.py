@@ -233,6 +233,8 @@ def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
     return tuple(torch.stack(step).float() for step in at)
 
 
-def _cache(state: State) -> DynamicCache:
-    """Keys and values of prompts and outputs, without the last token, as a transformers cache."""
+def _cache(state: State) -> DynamicCache | None:
+    """Keys and values of prompts and outputs, without the last token, as a transformers cache. None for a recurrent
+    model.
+    """
     return state.cache.dynamic([state.cache.prompt + len(tokens) - 1 for tokens in state.tokens])

@@ -45,6 +45,22 @@ ACCEPTANCE = {
 DRAFTERS = {
     "none": (None, "plain decoding in our loop"),
     "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
+    "suffix": (
+        "visspec.models.drafters.suffix:Suffixes",
+        "what followed the longest ending seen before; shared=true: in all requests",
+    ),
+    "recycling": (
+        "visspec.models.drafters.recycling:Recycling",
+        "trees of what the target ranked highest after each token in earlier passes; shared=true: of all requests",
+    ),
+    "layers": (
+        "visspec.models.drafters.layers:LayerSkip",
+        "text: the target itself with layers left out, chosen on the fly (every=3), or an early exit (exit=4)",
+    ),
+    "mtp": (
+        "visspec.models.drafters.mtp:MultiToken",
+        "text: layers of the target's own checkpoint that predict several tokens (`use_mtp` in transformers)",
+    ),
     "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
     "lowres": ("visspec.models.drafters.lowres:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
     "eagle": ("visspec.models.drafters.eagle:FeatureDrafter", "on the target's hidden states (EAGLE, ViSpec); trained"),
@@ -236,7 +252,7 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
     if spec is None or spec == "none":
         return None, "none"
     if isinstance(spec, nn.Module):
-        return load("visspec.models.drafters.small_model:SmallModel")(spec, model), type(spec).__name__
+        return load("visspec.models.drafters.assistants:assistant")(spec, model), type(spec).__name__
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
     if str(spec).partition(":")[0] not in DRAFTERS | SHIPPED and Path(spec).is_dir():

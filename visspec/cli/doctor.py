@@ -50,6 +50,6 @@ def report() -> str:
         lines.append(f"{name}: {version(name) or 'there' if there else 'not installed'} ({use})")
     lines += [
         "will run: chains and trees with attn_implementation sdpa or eager; full and sliding-window attention",
-        "will not run: encoder-decoders, recurrent layers, flash attention (refused in one sentence)",
+        "will not run: encoder-decoders, models with recurrent layers alone, flash attention (refused in one sentence)",
     ]
     return "\n".join(lines)

@@ -21,16 +21,17 @@ from visspec.cache import to_device
 from visspec.grammar import fill, held
 from visspec.laws import check_tensor
 from visspec.loop.view import View, copied
-from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome, Scores, State, Tree, Verdict
+from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome, Scores, State, Target, Tree, Verdict
 
 
 class Guarded(Drafter):
-    """Wraps a drafter for one target. chains: the rule judges no trees."""
+    """Wraps a drafter for one target. chains: the rule judges no trees. lent: the target, if the drafter runs it."""
 
     def __init__(
-        self, drafter: Drafter, capabilities: Capabilities, device: torch.device | str = "cpu", chains: bool = False
-    ):
-        self.inner, self.traits, self.law = drafter, drafter.traits, capabilities.law
+        self, drafter: Drafter, capabilities: Capabilities, device: torch.device | str = "cpu", chains: bool = False,
+        lent: Target | None = None,
+    ):  # fmt: skip
+        self.inner, self.traits, self.law, self.lent = drafter, drafter.traits, capabilities.law, lent
         self.trees = capabilities.trees and not chains
         self.limits = self.law.limits(capabilities, device)
         self.warned = False
@@ -95,7 +96,7 @@ class Guarded(Drafter):
 
     def _checked(self, state: State, depth: int) -> Draft:
         """The drafter's draft, validated and copied."""
-        draft = self.inner.propose(_shown(state), depth)
+        draft = self.inner.propose(_shown(state, self.lent), depth)
         rows, like = len(state.rows), state.pending
         if type(draft) is not Draft or type(draft.tree) is not Tree:
             raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft with a Tree")
@@ -173,9 +174,9 @@ class Guarded(Drafter):
         return mended, sound
 
 
-def _shown(state: State) -> State:
+def _shown(state: State, lent: Target | None = None) -> State:
     """What a drafter gets to see of the state: a view, in which it finds all that it may read."""
-    return cast(State, View(state))
+    return cast(State, View(state, lent))
 
 
 def _within(tree: Tree) -> Tree:

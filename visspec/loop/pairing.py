@@ -74,7 +74,8 @@ def pair(
     check(drafter, rule, target)
     guarded = None
     if drafter is not None:
-        guarded = Guarded(drafter, target.capabilities, target.device, rule.traits.chains_only)
+        lent = target if traits.partial or traits.stored else None
+        guarded = Guarded(drafter, target.capabilities, target.device, rule.traits.chains_only, lent)
     if order is None:
         order = Islands() if traits.whole_images and rule.traits.whole_images else Raster()
     if not order.raster and target.capabilities.law is not Categorical:
@@ -95,7 +96,11 @@ def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
     kind = type(drafter).__name__
     if drafter.traits.law is not law:
         raise ValueError(f"drafter: {kind} drafts for {drafter.traits.law.__name__} laws, expected {law.__name__}")
+    if drafter.traits.partial and not target.capabilities.layers:
+        raise ValueError(f"drafter: {kind} runs layers of the target, expected one whose layers can be left out")
     if rule.traits.chains_only and drafter.traits.trees:
         raise ValueError(f"drafter: {kind} drafts trees, expected chains for the rule {name}")
+    if drafter.traits.trees and not target.capabilities.trees:
+        raise ValueError(f"drafter: {kind} drafts trees, expected chains for a target that takes no others")
     if drafter.traits.samples and not rule.traits.judges_draws:
         raise ValueError(f"drafter: {kind} samples, expected point masses for the rule {name}")

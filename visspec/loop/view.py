@@ -18,7 +18,7 @@ from torch import Tensor
 
 from visspec.laws import Categorical
 from visspec.sampling import Noise
-from visspec.types import Request, Sampling, State
+from visspec.types import Request, Sampling, State, Target
 
 
 def copied(value: Any) -> Any:
@@ -174,10 +174,10 @@ def _callable(processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor
 class View:
     """The `State` of a request for its drafter. Only `memory` can be set."""
 
-    __slots__ = ("_state",)
+    __slots__ = ("_lent", "_state")
 
-    def __init__(self, state: State):
-        self._state = state
+    def __init__(self, state: State, lent: Target | None = None):
+        self._state, self._lent = state, lent
         if state.request_view is None:
             state.request_view = RequestView(state.request, state.noise)
 
@@ -234,3 +234,18 @@ class View:
     def ids(self, live_row: int) -> Tensor:
         """Prompt and emitted tokens of a live row, (1, length)."""
         return self._state.ids(live_row)
+
+    def partial(self, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
+        """`Target.partial`, in `propose` of a drafter that declares it. It writes behind the rows' ends only."""
+        if level < 0:
+            raise ValueError(f"level: got {level}, expected 0 for the pending node or more")
+        return self._target("partial").partial(self._state, value, level, skip)
+
+    def stored(self, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        """`Target.stored`, in `propose` of a drafter that declares it. No copies: not to be written to."""
+        return self._target("stored").stored(self._state, layers)
+
+    def _target(self, name: str) -> Target:
+        if self._lent is None:
+            raise ValueError(f"{name}: got a call outside of propose or of undeclared traits, expected traits.{name}")
+        return self._lent

@@ -1,0 +1,298 @@
+"""Drafters that transformers itself loads: driven by our loop, in batches, under sampling, as chains and trees."""
+
+import functools
+
+import pytest
+import torch
+import transformers as tf
+from transformers.modeling_layers import MtpModel
+
+import visspec
+from tests.doubles import new_tokens
+from tests.tiny import PAD, TEXT, TEXT_IDS, built, enliven, llama
+from visspec.models.drafters.assistants import assistant
+from visspec.models.drafters.dflash import BlockModel, bare
+from visspec.models.drafters.mtp import MultiToken
+from visspec.models.drafters.shared_cache import SharedCache, providers
+from visspec.models.drafters.small_model import SmallModel
+
+NEW = 24
+LENGTHS = (19, 12, 3)
+WINDOW = 8
+
+
+def muse_glimmer():
+    tower = {"patch_size": 2, "num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 16,
+             "intermediate_size": 24, "pos_emb_height": 4, "pos_emb_width": 4}  # fmt: skip
+    config = tf.MuseGlimmerConfig(
+        text_config={**TEXT, "num_hidden_layers": 4, "sliding_window": WINDOW}, vision_config=tower,
+        out_hidden_size=64, projector_hidden_size=32, image_token_id=90, video_token_id=91,
+    )  # fmt: skip
+    return built(tf.MuseGlimmerForConditionalGeneration, config)
+
+
+def block_assistant(kinds=("sliding_attention", "full_attention"), window=WINDOW, **changes):
+    config = tf.MuseGlimmerAssistantConfig(**{
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": window, "layer_types": list(kinds),
+        "block_size": 5, "mask_token_id": 4, "target_layer_ids": [0, 2], "pad_token_id": PAD, "bos_token_id": 1,
+        "eos_token_id": 2, **changes,
+    })  # fmt: skip
+    torch.manual_seed(1)
+    model = tf.MuseGlimmerAssistantModel(config).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, generator=generator) * 1.3 * p.shape[1] ** -0.5)
+    return model
+
+
+KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+def gemma4(shared=2):
+    config = tf.Gemma4TextConfig(
+        **{**TEXT, "num_hidden_layers": 4}, layer_types=KINDS, sliding_window=WINDOW, num_kv_shared_layers=shared,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, global_head_dim=8,
+    )  # fmt: skip
+    return built(tf.Gemma4ForCausalLM, config)
+
+
+def gemma4_assistant(**changes):
+    text = tf.Gemma4TextConfig(
+        **{**TEXT, "hidden_size": 16, "num_hidden_layers": 2}, layer_types=KINDS[:2], sliding_window=WINDOW,
+        num_kv_shared_layers=0, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, global_head_dim=8,
+    )  # fmt: skip
+    config = tf.Gemma4AssistantConfig(**{"text_config": text, "backbone_hidden_size": 32, **changes})
+    torch.manual_seed(3)
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers 5.23 wants a layer with keys of its own, which an assistant has not, and can't build any
+        patch.setattr(tf.Gemma4TextConfig, "kv_sharing_modes", ["reuse"] * text.num_hidden_layers)
+        model = enliven(tf.Gemma4AssistantForCausalLM(config), 3)
+    model.generation_config.num_assistant_tokens = 4
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    return model
+
+
+def glm4_moe(layers=2):
+    config = tf.Glm4MoeConfig(
+        **{**TEXT, "num_hidden_layers": 2}, num_mtp_layers=layers, moe_intermediate_size=24, n_routed_experts=4,
+        num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
+    )  # fmt: skip
+    return built(tf.Glm4MoeForCausalLM, config)
+
+
+def heads_of(model):
+    """Random layers that predict several tokens, on the model's own embedding and head."""
+    torch.manual_seed(4)
+    heads = MtpModel(model, model.config.num_mtp_layers).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in heads.layers.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, generator=generator) * 1.3 * p.shape[-1] ** -0.5)
+    return heads
+
+
+PAIRS = {"dflash": (muse_glimmer, block_assistant), "gemma4": (gemma4, gemma4_assistant), "mtp": (glm4_moe, None)}
+each_pair = pytest.mark.parametrize("name", PAIRS)
+
+
+@functools.cache
+def pair_of(name):
+    with torch.inference_mode(False):
+        target, make = PAIRS[name]
+        model = target()
+        return model, heads_of(model) if make is None else make()
+
+
+def prompt(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(lengths)
+    ids = torch.full((len(lengths), longest), PAD)
+    for b, n in enumerate(lengths):
+        ids[b, longest - n :] = torch.randint(*TEXT_IDS, (n,), generator=generator)
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+def of_transformers(name, target, drafter, inputs):
+    """Tokens of transformers' own mode, and what it drafted in each round."""
+    options = {
+        "dflash": {"speculation_type": "dflash", "assistant_model": drafter}, "gemma4": {"assistant_model": drafter},
+        "mtp": {"use_mtp": True},
+    }[name]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MtpModel, "from_pretrained", lambda *_, **__: drafter)  # it has no checkpoint
+        return target.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+@each_pair
+def test_the_same_tokens_as_transformers_own_mode(name):
+    target, drafter = pair_of(name)
+    inputs = prompt((19,))
+    expected = new_tokens(target.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
+    assert new_tokens(of_transformers(name, target, drafter, inputs), inputs) == expected
+    fast = visspec.accelerate(target, made(name, target, drafter), adaptive=False)
+    assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
+    assert fast.last_stats.faults == 0
+    if name != "mtp":
+        assert visspec.accelerate(target, drafter).name == type(drafter).__name__
+
+
+@each_pair
+@pytest.mark.parametrize("width", [1, 2])
+def test_ragged_batches_greedy_and_seeded(name, width):
+    if name == "mtp" and width > 1:
+        pytest.skip("one pass a level, each behind the one token before it")
+    target, drafter = pair_of(name)
+    inputs = prompt(LENGTHS)
+    fast = visspec.accelerate(target, made(name, target, drafter, width), adaptive=False)
+    plain = visspec.accelerate(target, None)
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "top_k": 30, "seed": [1, 2, 3]}):
+        expected = new_tokens(plain.generate(**inputs, **options, max_new_tokens=NEW), inputs)
+        result = fast.run(**inputs, **options, max_new_tokens=NEW)
+        assert new_tokens(result.output, inputs) == expected and result.stats.faults == 0
+    stock = new_tokens(target.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
+    assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == stock
+
+
+def made(name, target, drafter, width=1):
+    if name == "mtp":
+        return MultiToken(drafter)
+    return {"dflash": BlockModel, "gemma4": SharedCache}[name](drafter, target, width=width)
+
+
+class Spy:
+    """Keeps what a drafter proposed in each round, by row."""
+
+    def __init__(self, drafter):
+        self.drafter, self.seen = drafter, {}
+        self.propose, drafter.propose = drafter.propose, self
+
+    def __call__(self, state, depth):
+        draft = self.propose(state, depth)
+        for b, row in enumerate(state.rows):
+            self.seen.setdefault(row, []).append((len(state.tokens[row]), draft.value[b].tolist()))
+        return draft
+
+
+@each_pair
+def test_what_is_drafted_is_what_transformers_drafts_and_depends_on_no_other_row(name):
+    """Every draft of a ragged batch is that of the row alone, and its first that of transformers' own generator."""
+    target, drafter = pair_of(name)
+    inputs = prompt(LENGTHS)
+    together = Spy(made(name, target, drafter))
+    visspec.accelerate(target, together.drafter, adaptive=False).generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    for b, n in enumerate(LENGTHS):
+        alone = {k: v[b : b + 1, -n:] for k, v in inputs.items()}
+        single = Spy(made(name, target, drafter))
+        fast = visspec.accelerate(target, single.drafter, adaptive=False)
+        fast.generate(**alone, max_new_tokens=NEW, do_sample=False)
+        known = dict(together.seen[b])
+        assert len(single.seen[0]) > 1
+        for at, drafted in single.seen[0]:
+            assert known[at][: len(drafted)] == drafted[: len(known[at])]
+        assert single.seen[0][0][1][1:] == stock_draft(name, target, drafter, alone)
+
+
+def stock_draft(name, target, drafter, inputs):
+    """The first draft of transformers' own generator."""
+    from transformers.generation import candidate_generator as theirs
+
+    kind = {
+        "dflash": "DFlashTokenCandidateGenerator", "gemma4": "SinglePositionMultiTokenCandidateGenerator",
+        "mtp": "MTPCandidateGenerator",
+    }[name]  # fmt: skip
+    generate, found = getattr(theirs, kind).get_candidates, []
+
+    def spy(self, input_ids, *args, **kwargs):
+        ids, logits = generate(self, input_ids, *args, **kwargs)
+        found.append(ids[0, input_ids.shape[1] :].tolist())
+        return ids, logits
+
+    getattr(theirs, kind).get_candidates = spy
+    try:
+        of_transformers(name, target, drafter, inputs)
+    finally:
+        getattr(theirs, kind).get_candidates = generate
+    return next(draft for draft in found if draft)
+
+
+@each_pair
+def test_rows_enter_a_running_batch(name):
+    target, drafter = pair_of(name)
+    single = [prompt((n,), seed) for seed, n in enumerate((19, 7, 3, 12))]
+    limits = (NEW, 5, 9, 14)
+    fast = visspec.accelerate(target, made(name, target, drafter), adaptive=False)
+    expected = [
+        new_tokens(target.generate(**p, max_new_tokens=n, do_sample=False), p)[0] for p, n in zip(single, limits)
+    ]
+    found = {a.id: a for a in fast.stream([p | {"max_new_tokens": n} for p, n in zip(single, limits)], slots=2)}
+    assert [found[i].tokens for i in range(4)] == expected and not fast.pairing.drafter.warned
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_heads_of_any_number(layers):
+    model = glm4_moe(layers)
+    inputs = prompt(LENGTHS)
+    fast = visspec.accelerate(model, MultiToken(heads_of(model)), adaptive=False)
+    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    result = fast.run(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(result.output, expected) and result.stats.faults == 0
+    assert max(round.levels for round in result.state.trace.rounds) == layers
+
+
+def test_heads_are_read_from_the_checkpoint(tmp_path):
+    """As transformers names them there; a checkpoint without them is refused."""
+    model = glm4_moe(1)
+    model.save_pretrained(tmp_path)
+    model.config.name_or_path = model.name_or_path = str(tmp_path)
+    with pytest.raises(ValueError, match="drafter: no weights of such layers"):
+        visspec.accelerate(model, "mtp")
+    with pytest.raises(ValueError, match="drafter: got LlamaForCausalLM, expected a model with layers that predict"):
+        visspec.accelerate(llama(), "mtp")
+    with pytest.MonkeyPatch.context() as patch:
+        heads = heads_of(model)
+        patch.setattr(MtpModel, "from_pretrained", lambda *_, **__: heads)
+        fast = visspec.accelerate(model, "mtp", adaptive=False)
+    inputs = prompt((19,))
+    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), expected)
+
+
+def test_processors_are_applied():
+    target, drafter = pair_of("gemma4")
+    inputs = prompt((19,))
+    options = {"max_new_tokens": NEW, "do_sample": False, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2}
+    expected = target.generate(**inputs, **options)
+    assert torch.equal(visspec.accelerate(target, drafter, adaptive=False).generate(**inputs, **options), expected)
+
+
+def test_kinds_are_told_apart_by_form():
+    target, drafter = pair_of("dflash")
+    assert type(assistant(drafter, target)) is BlockModel
+    target, drafter = pair_of("gemma4")
+    assert type(assistant(drafter, target)) is SharedCache
+    assert type(assistant(llama(), llama())) is SmallModel
+    assert providers(target.config) == {"sliding_attention": 0, "full_attention": 1}
+    assert providers(gemma4(shared=0).config) == {"sliding_attention": 2, "full_attention": 3}
+    embed = pair_of("dflash")[0].get_input_embeddings()
+    ids = torch.tensor([5, 9])
+    torch.testing.assert_close(bare(embed)(ids), embed.weight[ids])
+    assert bare(llama().get_input_embeddings()).num_embeddings == TEXT["vocab_size"]
+
+
+def test_assistants_of_other_targets_are_refused():
+    muse, gemma = pair_of("dflash")[0], pair_of("gemma4")[0]
+    wide = gemma4_assistant(backbone_hidden_size=48)
+    for target, drafter, said in (
+        (muse, block_assistant(hidden_size=48, num_attention_heads=4), "hidden size of 48"),
+        (muse, block_assistant(target_layer_ids=[0, 9]), "name layer 9"),
+        (muse, block_assistant(mask_token_id=400), "mask_token_id 400"),
+        (gemma, wide, "made for a hidden size of 48"),
+        (llama(), gemma4_assistant(), "reads layers of"),
+    ):
+        with pytest.raises(ValueError, match=said) as caught:
+            visspec.accelerate(target, drafter)
+        assert str(caught.value).count(". ") == 0

@@ -1,0 +1,228 @@
+"""Targets with layers that keep a state (linear attention, short convolutions): drafts are undone by replays."""
+
+import functools
+
+import pytest
+import torch
+import transformers as tf
+
+import visspec
+from tests.doubles import Double, Oracle, new_tokens, opened_model
+from tests.tiny import IMAGE, PAD, TEXT, VISION_IDS, built, packed_pixels
+from visspec import tree as trees
+from visspec.models.drafters.small_model import SmallModel
+from visspec.models.targets import recurrent
+from visspec.models.targets.hf_decoder import HFDecoder
+
+NEW = 24
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+HYBRID = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], **LINEAR}
+
+
+def qwen3_5_vl():
+    tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 0, 0], "partial_rotary_factor": 0.25}
+    config = tf.Qwen3_5Config(
+        text_config={**HYBRID, "rope_parameters": rope},
+        vision_config={**tower, "out_hidden_size": 32, "num_position_embeddings": 16, "temporal_patch_size": 2},
+        **VISION_IDS,
+    )
+    return built(tf.Qwen3_5ForConditionalGeneration, config)
+
+
+def lfm2():
+    config = tf.Lfm2Config(
+        **{**TEXT, "num_hidden_layers": 4}, layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3
+    )
+    return built(tf.Lfm2ForCausalLM, config)
+
+
+MODELS = {
+    "qwen3_5": lambda: built(tf.Qwen3_5ForCausalLM, tf.Qwen3_5TextConfig(**HYBRID)),
+    "qwen3_5_vl": qwen3_5_vl,
+    "qwen3_next": lambda: built(
+        tf.Qwen3NextForCausalLM, tf.Qwen3NextConfig(**HYBRID, num_experts=0, decoder_sparse_step=1)
+    ),
+    "olmo_hybrid": lambda: built(tf.OlmoHybridForCausalLM, tf.OlmoHybridConfig(**HYBRID)),
+    "lfm2": lfm2,
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+@functools.cache
+def model_of(name):
+    with torch.inference_mode(False):
+        return MODELS[name]()
+
+
+def prompt(name, lengths, seed=0):
+    """Left-padded rows of ordinary ids, with a picture in front in the vision-language model."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(5, 88, (n,), generator=generator).tolist() for n in lengths]
+    visual = name.endswith("_vl")
+    if visual:
+        rows = [[92, *[IMAGE] * 4, 93, *row] for row in rows]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (longest - len(row)) + row for row in rows])
+    inputs = {"input_ids": ids, "attention_mask": (torch.arange(longest) >= longest - ids.ne(PAD).sum(1, True)).long()}
+    if visual:
+        inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+        inputs |= packed_pixels([[1, 4, 4]] * len(rows), seed, "image")
+    return inputs
+
+
+@functools.cache
+def stock(name, lengths):
+    inputs = prompt(name, lengths)
+    return new_tokens(model_of(name).generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
+
+
+class Erring(Oracle):
+    """The known answer, each token wrong with probability `wrong`; every third draft is none."""
+
+    def __init__(self, answers, wrong, seed=0, silent=False):
+        super().__init__(answers)
+        self.wrong, self.silent, self.random = wrong, silent, torch.Generator().manual_seed(seed)
+
+    def propose(self, state, depth):
+        if self.silent and torch.rand((), generator=self.random) < 0.3:
+            return trees.root(state.pending)
+        right = torch.tensor(self.ahead(state, depth)).clamp(min=5)
+        miss = torch.rand(right.shape, generator=self.random) < self.wrong
+        return trees.chain_draft(state.pending, torch.where(miss, 5 + (right + 1) % 80, right))
+
+
+LENGTHS = [(9,), (12, 7, 3)]
+
+
+@each_model
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["one", "ragged"])
+def test_greedy_equals_stock(name, lengths):
+    inputs, expected = prompt(name, lengths), stock(name, lengths)
+    assert max(len(set(row)) for row in expected) >= 6  # a model that repeats itself would hide faults
+    for drafter in (None, "ngram", "suffix", Oracle(expected), Erring(expected, 0.3), Erring(expected, 0.6, 1, True)):
+        fast = visspec.accelerate(model_of(name), drafter, adaptive=False)
+        assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected, drafter
+        assert fast.last_stats.faults == 0
+        if type(drafter) is Oracle:
+            assert fast.last_stats.rounds <= (NEW + 4) // 6 + 1
+
+
+@each_model
+@pytest.mark.parametrize("most", [1, 4])
+def test_replays_are_bounded(name, most, monkeypatch):
+    """With a small bound they are settled often, in rows that stand apart."""
+    monkeypatch.setattr(recurrent, "MOST", most)
+    lengths = (12, 7, 3)
+    inputs, expected = prompt(name, lengths), stock(name, lengths)
+    fast = visspec.accelerate(model_of(name), Erring(expected, 0.5, 3, True), adaptive=False)
+    result = fast.run(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert new_tokens(result.output, inputs) == expected
+    assert max(result.state.cache.past.replayed) <= most + 6
+
+
+@each_model
+def test_a_row_of_a_seed_is_as_alone(name):
+    lengths = (12, 7, 3)
+    inputs = prompt(name, lengths)
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": NEW}
+    plain = visspec.accelerate(model_of(name), None)
+    expected = new_tokens(plain.generate(**inputs, **options, seed=[1, 2, 3]), inputs)
+    drafter = Erring(expected, 0.4, 5)
+    fast = visspec.accelerate(model_of(name), drafter, adaptive=False)
+    assert new_tokens(fast.generate(**inputs, **options, seed=[1, 2, 3]), inputs) == expected
+    if not name.endswith("_vl"):
+        alone = {"input_ids": inputs["input_ids"][1:2, -7:], "attention_mask": inputs["attention_mask"][1:2, -7:]}
+        drafter.answers = expected[1:2]
+        assert new_tokens(fast.generate(**alone, **options, seed=[2]), alone) == expected[1:2]
+
+
+@each_model
+def test_rows_enter_a_running_batch(name):
+    """Continuous batching: states and replays move with their rows."""
+    lengths = (12, 7, 3, 9, 5)
+    single = [prompt(name, (n,), seed) for seed, n in enumerate(lengths)]
+    fast = visspec.accelerate(model_of(name), "suffix", adaptive=False)
+    limits = (NEW, 5, 9, 14, 3)
+    expected = [
+        new_tokens(model_of(name).generate(**p, max_new_tokens=n, do_sample=False), p)[0]
+        for p, n in zip(single, limits)
+    ]
+    answers = fast.stream([p | {"max_new_tokens": n} for p, n in zip(single, limits)], slots=2)
+    found = {a.id: a for a in answers}
+    assert [found[i].error for i in range(5)] == [None] * 5
+    assert [found[i].tokens for i in range(5)] == expected
+
+
+def test_a_rejection_costs_no_pass():
+    """As many passes as rounds, whatever is rejected, up to the bound of replays."""
+    name = "qwen3_5"
+    inputs, expected = prompt(name, (9,)), stock(name, (9,))
+    model, passes = model_of(name), []
+    hook = model.model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        fast = visspec.accelerate(model, Erring(expected, 0.5, 2), adaptive=False)
+        passes.clear()
+        result = fast.run(**inputs, max_new_tokens=NEW, do_sample=False)
+    finally:
+        hook.remove()
+    trace = result.state.trace
+    assert any(trace.rounds[n].tried[0] for n in range(len(trace.rounds)))
+    assert len(passes) == 1 + len(trace.rounds)
+
+
+@torch.inference_mode()
+def test_states_are_those_of_the_accepted_tokens():
+    """After a rejection and a pass that is taken whole, the states are those of stock decoding."""
+    name, lengths = "qwen3_5", (9, 6)
+    inputs, expected = prompt(name, lengths), stock(name, lengths)
+    target, state, _ = opened_model(model_of(name), inputs)
+    chain = torch.tensor([row[1:4] for row in expected])
+    chain[0, 1] = 5 + (chain[0, 1] + 1) % 80  # row 0 takes one drafted token, row 1 all
+    for paths, proposed in (([[0, 1], [0, 1, 2, 3]], chain), ([[0], [0]], None)):
+        draft = trees.root(state.pending) if proposed is None else trees.chain_draft(state.pending, proposed)
+        target.verify(state, draft)
+        taken = [len(p) for p in paths]
+        outcome = visspec.types.Outcome(paths, [])
+        target.commit(state, draft, outcome)
+        at = [sum(x) for x in zip(taken, [0, 0])] if proposed is not None else [3, 5]
+        state.position = state.position + torch.tensor(taken)
+        state.pending = torch.tensor([row[n] for row, n in zip(expected, at)])
+    assert state.cache.past.replayed == [0, 0]
+    for b, count in enumerate((3, 5)):
+        ids = torch.cat([inputs["input_ids"][b][inputs["attention_mask"][b].bool()], torch.tensor(expected[b][:count])])
+        with torch.no_grad():
+            cache = model_of(name)(input_ids=ids[None], use_cache=True).past_key_values
+        for i, layer in state.cache.past.layers.items():
+            torch.testing.assert_close(layer.recurrent_states[0][b], cache.layers[i].recurrent_states[0][0])
+            torch.testing.assert_close(layer.conv_states[0][b], cache.layers[i].conv_states[0][0])
+
+
+def test_what_recurrent_targets_do_not_do_is_refused():
+    model = model_of("qwen3_5")
+    with pytest.raises(ValueError, match="drafter: Recycling drafts trees, expected chains"):
+        visspec.accelerate(model, "recycling")
+    visspec.accelerate(model, "recycling:width=1")
+    with pytest.raises(ValueError, match="drafter: LayerSkip runs layers of the target"):
+        visspec.accelerate(model, "layers")
+    with pytest.raises(ValueError, match="drafter: got Qwen3_5ForCausalLM with recurrent layers"):
+        SmallModel(model, model)
+    with pytest.warns(RuntimeWarning, match="layers that keep a state"):
+        HFDecoder(model, compile=True)
+    inputs = prompt("qwen3_5", (9,))
+    fast = visspec.accelerate(model, Double())
+    output = fast.generate(**inputs, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    assert output.past_key_values is None
+
+
+def test_a_state_that_is_not_in_the_cache_is_refused():
+    config = tf.RecurrentGemmaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, lru_width=32,
+        attention_window_size=8, pad_token_id=PAD,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="expected") as caught:
+        visspec.accelerate(built(tf.RecurrentGemmaForCausalLM, config), "ngram")
+    assert str(caught.value).count(". ") == 0 and "\n" not in str(caught.value)

@@ -1,0 +1,227 @@
+"""Drafters that need no training: token recycling, suffix automaton, the target's own layers."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import visspec
+from tests.doubles import NEW, fast, new_tokens, opened, stock
+from tests.test_image_targets import made
+from tests.test_zoo import janus_pair
+from tests.tiny import llama, model_of, prompt, shapes
+from visspec import tree as trees
+from visspec.api import zoo
+from visspec.loop.view import View
+from visspec.models.drafters.layers import LayerSkip, Thin, candidates
+from visspec.models.drafters.recycling import _shape, _Table
+from visspec.models.drafters.suffix import Automaton
+from visspec.models.targets.hf_decoder import HFDecoder
+
+NAMES = [f"{name}{shared}" for name in ("suffix", "recycling") for shared in ("", ":shared=true")]
+NAMES += ["layers", "layers:every=2", "layers:exit=1", "recycling:width=1,nodes=3"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3"])
+def test_tokens_of_a_seed_depend_on_no_draft(name, family):
+    """Greedy and sampled, in a ragged batch, also with what earlier requests have left."""
+    if "every" in name and family != "qwen3_vl":
+        pytest.skip("two layers have none between them")
+    inputs = prompt(family, shapes(family)["ragged"])
+    quick, plain = fast(family, name), fast(family, None)
+    sampling = {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": [3, 4, 5]}
+    expected = new_tokens(plain.generate(**inputs, **sampling, max_new_tokens=NEW), inputs)
+    for _ in range(2):
+        assert new_tokens(quick.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == stock(
+            family, "ragged"
+        )
+        assert quick.last_stats.faults == 0
+        assert new_tokens(quick.generate(**inputs, **sampling, max_new_tokens=NEW), inputs) == expected
+        assert quick.last_stats.faults == 0
+
+
+@pytest.mark.parametrize("name", ["suffix", "recycling"])
+def test_requests_share_what_they_know_where_it_is_asked_for(name):
+    inputs = prompt("llama", ["9", "14"])
+    rounds = {}
+    for shared in (False, True):
+        quick = fast("llama", f"{name}:shared={str(shared).lower()}")
+        rounds[shared] = []
+        for _ in range(2):
+            quick.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+            rounds[shared].append(quick.last_stats.rounds)
+    (first, again), (_, known) = rounds[False], rounds[True]
+    assert first == again and known < 0.8 * first
+
+
+# --- suffix automaton -------------------------------------------------------------------------------------------------
+
+texts = st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts)
+def test_the_automaton_knows_the_longest_ending_and_what_followed_it(found):
+    """Against a search through all texts."""
+    automaton = Automaton()
+    for text in found:
+        automaton.last = 0
+        for token in text:
+            automaton.append(token)
+    text = found[-1]
+
+    def followers(ending):
+        size = len(ending)
+        return [t[i + size] for t in found for i in range(len(t) - size) if t[i : i + size] == ending]
+
+    longest = next((n for n in range(len(text), 0, -1) if followers(text[len(text) - n :])), 0)
+    state = automaton.last
+    while state > 0 and not automaton.following[state]:
+        state = automaton.link[state]
+    if longest:
+        assert automaton.length[state] >= longest
+        ahead, counts = automaton.continuation(state, 1), followers(text[len(text) - longest :])
+        assert counts.count(ahead[0]) == max(map(counts.count, counts))
+    else:
+        assert automaton.continuation(state, 1) == []
+
+
+# --- recycling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth,nodes,width", [(1, 16, 4), (6, 16, 4), (3, 1, 2), (5, 40, 1), (2, 9, 8)])
+def test_a_draft_is_the_tree_of_likely_candidates(depth, nodes, width):
+    tree, levels = _shape(depth, nodes, width, "cpu")
+    assert tree.levels <= depth and tree.size - 1 == sum(len(ranks) for _, ranks in levels) <= nodes
+    assert tree.chain == (width == 1 or nodes == 1)
+    first = 0
+    for above, ranks in levels:
+        here = slice(first + 1, first + 1)
+        size = tree.depth[0].eq(tree.depth[0, above[0] + first] + 1).sum()
+        start = int((tree.depth[0] == tree.depth[0, above[0] + first] + 1).nonzero()[0])
+        here = slice(start, start + int(size))
+        assert tree.parent[0, here].tolist() == (above + first).tolist() and int(ranks.max()) < width
+        first = start
+
+
+def test_the_table_keeps_the_newest_law_after_an_id_and_forgets_padding():
+    table = _Table(torch.full((2, 12, 2), -1), shared=False)
+    logits = torch.zeros(2, 4, 10)
+    for b in range(2):
+        for n in range(4):
+            logits[b, n, n + b] = 2.0
+            logits[b, n, 9] = 1.0
+    value = torch.tensor([[3, 5, 3, -2], [7, -2, 8, 7]])
+    table.learn([0, 1], value, logits)
+    assert table.table[0, 3].tolist() == [2, 9] and table.table[0, 5].tolist() == [1, 9]
+    assert table.table[1, 7].tolist() == [4, 9] and table.table[1, 8].tolist() == [3, 9]
+    known = (table.table[:, :10, 0] >= 0).nonzero().tolist()
+    assert known == [[0, 3], [0, 5], [1, 7], [1, 8]] and (table.table[:, 11] == -1).all()
+
+
+def test_rejected_nodes_teach_too():
+    """A drafted id that was rejected has candidates from the pass that rejected it."""
+    inputs = prompt("llama", ["9"])
+    quick = fast("llama", "recycling")
+    state = quick.run(**inputs, max_new_tokens=NEW, do_sample=False).state
+    known = (state.memory.table[0, :, 0] >= 0).nonzero()[:, 0].tolist()
+    assert set(known) > set(inputs["input_ids"][0].tolist()) | set(state.tokens[0][:-1])
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl", "gemma2"])
+def test_all_layers_draft_what_the_target_says(family):
+    """Without a layer left out the chain's laws are those of a pass over it, and the cache's rows stay."""
+    for shape in ("one", "ragged"):
+        target, state, _ = opened(family, shapes(family)[shape])
+        lengths, before = list(state.cache.slots.lengths), [store.clone() for store in state.cache.slots.keys]
+        token, drafted, laws = state.pending, [], []
+        for level in range(4):
+            laws.append(target.partial(state, token, level, frozenset()))
+            token = laws[-1].argmax(dim=-1)
+            drafted.append(token)
+        assert state.cache.slots.lengths == lengths
+        for old, new in zip(before, state.cache.slots.keys):
+            for b, length in enumerate(lengths):
+                assert torch.equal(old[b, :, :length], new[b, :, :length])
+        scores = target.verify(state, trees.chain_draft(state.pending, torch.stack(drafted, dim=1)))
+        torch.testing.assert_close(scores.law.logits[:, :4], torch.stack(laws, dim=1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_left_out_is_not_run_and_the_model_stays():
+    model = llama(num_hidden_layers=4, seed=5)
+    target, ran = HFDecoder(model), []
+    modules, hooks = dict(model.named_modules()), []
+    for n, layer in enumerate(model.model.layers):
+        hooks.append(layer.register_forward_hook(lambda *_, n=n: ran.append(n)))
+    ids = torch.arange(5, 12)[None]
+    want = model.model.norm(model.model.layers[0](*first_layer(model, ids)))
+    ran.clear()
+    view = target.thinned(frozenset({1, 2, 3}))
+    ran.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(view(input_ids=ids, use_cache=False).logits, model.lm_head(want))
+    assert ran == [0] and view is target.thinned(frozenset({1, 2, 3}))
+    for hook in hooks:
+        hook.remove()
+    assert dict(model.named_modules()) == modules
+
+
+def first_layer(model, ids):
+    """What a Llama's first layer is called with, under plain causal attention."""
+    seen = []
+    hook = model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    hook.remove()
+    (args, kwargs) = seen[0]
+    return (args or (kwargs.pop("hidden_states"),)) + (
+        kwargs["attention_mask"], kwargs.get("position_ids"), None, False, kwargs["position_embeddings"],
+    )  # fmt: skip
+
+
+def test_layers_are_chosen_by_acceptance_per_cost():
+    cheap, dear = Thin(frozenset({1, 2, 3}), 0.25), Thin(frozenset({3}), 0.75)
+    assert cheap.worth > dear.worth  # what costs less is tried first
+    for _ in range(20):
+        cheap.learn([1, 1], 4)
+        dear.learn([5, 5], 4)
+    assert dear.worth > 1.0 > cheap.worth - 0.1
+    drafter = LayerSkip()
+    drafter.attach(llama(num_hidden_layers=8))
+    assert [choice.skip for choice in drafter.choices] == candidates(8)
+    assert all(0 < len(skip) < 8 for skip in candidates(8)) and candidates(1) == []
+
+
+def test_options_that_make_no_sense_are_refused():
+    for name, said in (
+        ("suffix:shortest=0", "shortest: got 0"),
+        ("recycling:nodes=0", "nodes: got 0"),
+        ("recycling:width=0", "width: got 0"),
+        ("layers:exit=2", "exit: got 2"),
+        ("layers:every=1", "exit: got 0 with every 1"),
+        ("layers:every=2,exit=1", "every: got 2 with exit 1"),
+    ):
+        with pytest.raises(ValueError, match=said) as caught:
+            visspec.accelerate(model_of("llama"), name)
+        assert str(caught.value).count(". ") == 0
+    with pytest.raises(ValueError, match="drafter: got Janus, expected a text model"):
+        janus_pair(LayerSkip(), zoo.acceptance("exact"))
+    assert made("janus") is not None
+
+
+def test_only_drafters_that_say_so_run_layers():
+    target, state, _ = opened("llama", ["9"])
+    with pytest.raises(ValueError, match="partial: got a call outside"):
+        View(state).partial(state.pending, 0, frozenset())
+    with pytest.raises(ValueError, match="level: got -1"):
+        View(state, target).partial(state.pending, -1, frozenset())
+    for skip in ({0, 1}, {7}):
+        with pytest.raises(ValueError, match="skip: got layers"):
+            target.thinned(frozenset(skip))
