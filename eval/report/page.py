@@ -2,7 +2,7 @@
 
 Contents: a table of methods with intervals and n, equality verdicts, paired ratios, the gap to the ideal, speed
 against quality, acceptance by depth and over the token grid, images of the same seeds side by side, text coloured by
-origin, failures, and provenance.
+origin, kernels, costs behind long prompts, failures, and provenance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from visspec.eval.metrics.intervals import wilson
-from visspec.eval.report import figures, kernels
+from visspec.eval.report import figures, kernels, prompts
 from visspec.eval.report import images as pictures
 from visspec.eval.report.data import KINDS, Method, interval, methods_of, number, read
 from visspec.eval.report.records import METHOD, Picture
@@ -57,11 +57,13 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         raise ValueError(f"report: --out: {out} is a folder, expected a file")
     together: dict[tuple[str, str], list[Method]] = {}
     methods: list[Method] = []
-    tables, others = [], []  # of kernels; of other benches
+    tables, curves, others = [], [], []  # of kernels; of long prompts; of other benches
     for path in map(Path, paths):
         record = read(path)
         if record["bench"] == "kernels":
             tables.append(kernels.Table(record, path.name))
+        elif record["bench"] == "prompts":
+            curves.append(prompts.Curves(record, path.name))
         elif record["bench"] not in KINDS:
             others.append(kernels.listed(record, path.name))
         for method in methods_of(record, path) if record["bench"] in KINDS else []:
@@ -72,7 +74,7 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     failures = [failure for group in groups for failure in group.failures]
     page = environment().get_template("report.html.j2").render(
         groups=groups, methods=[summary(m) for m in methods], failures=failures, provenance=provenance(methods),
-        tables=tables, others=others,
+        tables=tables, curves=curves, others=others,
         origins=[(name, COLOURS[name], MEANING[name]) for name in COLOURS], few=figures.FEW,
         shades=(figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.laws import Categorical, categorical
+from visspec.models.targets.compiled import compiled
 from visspec.models.targets.hf_decoder import HFDecoder, describe
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
@@ -39,6 +40,13 @@ class SmallModel(Drafter):
         self.content = sorted(theirs.never_drafted)
         self.sees = bool(ours.never_drafted)
 
+    def compile(self) -> None:
+        if self.passes is None:
+            self.passes = self.target.passes = compiled(self.target.model, self.target.decoder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "passes": None}
+
     def start(self, state: State, scores: Scores) -> None:
         request = state.request
         pixels = any(name.startswith("pixel") for name in request.media)
@@ -49,7 +57,8 @@ class SmallModel(Drafter):
 
         def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             model_kwargs.pop("past_key_values", None)
-            own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=1)  # greedy: laws come unwarped
+            # greedy: laws come unwarped
+            own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=request.max_new_tokens)
             kept["state"] = self.target.prefill(own)[0]
             return input_ids
 

@@ -68,6 +68,9 @@ class HFDecoder(Target):
         self.padding = probe.check(self).padding if check else True
         self.passes = compiled(model, self.decoder) if compile else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "passes": None}
+
     @property
     def device(self) -> torch.device:
         """Device of ids and laws; offloaded weights are on no device between passes."""

@@ -1,0 +1,195 @@
+"""Chains of a feature drafter through `torch.compile`: a block of elements and the next ids, `GROUP` in one call.
+
+A level of a small network is two dozen kernels of a few microseconds each, and as much work on the host. The calls of a
+draft differ in nothing but sizes: the first takes the elements that wait, the others the last id of the one before.
+One graph serves blocks of one element, one longer blocks; several rows have two of their own.
+
+Shapes: B rows, T elements of a block, K = `GROUP` levels, S slots, H heads, E head size, C = E / 2 rotations, P
+positions, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from visspec.cache import to_device
+from visspec.models.drafters.feature_memory import Memory
+from visspec.models.nets.feature_head import Folded, unit
+from visspec.models.targets.compiled import COMPILING, WORTH, Graphs, close
+from visspec.types import State
+
+GROUP = 4  # levels of a call; a draft of other depths computes up to GROUP - 1 levels for nothing
+BLOCK = 5  # elements of the block that stands for all with more than one
+
+
+class Levels(nn.Module):
+    """A drafter's network as a function of tensors, with the drafter's own weights."""
+
+    def __init__(self, heads: int, fold: Folded, embed: nn.Module, lm_head: nn.Module):
+        super().__init__()
+        self.heads, self.embed, self.lm_head = heads, embed, lm_head
+        for name, weight in vars(fold).items():
+            self.register_buffer(name, weight, persistent=False)
+
+    def forward(
+        self, token_BT: Tensor, feature_BTd: Tensor, told_3B: Tensor, kv_BSHE: Tensor, extent: int, turns_PC2: Tensor,
+        shift_Bd: Tensor, numbers_BKV: Tensor, scale: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Read a block of elements, of which rows have the first `count`, and choose the next K ids.
+
+        told: each row's count, and slot and position of its first element. Keys and values are written to kv, of which
+        `extent` slots are read at most. An id is the argmax of logits / scale + numbers. Returns the ids (B, K), the
+        feature (B, 1, d) before the last of them, and `told` of the call that goes on there.
+        """
+        (rows, width), heads = token_BT.shape, self.heads
+        count_B, slot_B, position_B = told_3B
+        ahead_T, row_B = torch.arange(width, device=token_BT.device), torch.arange(rows, device=token_BT.device)
+        turn_BTC2 = turns_PC2[position_B[:, None] + ahead_T]
+        x_BTd = self.join(token_BT, feature_BTd, shift_Bd)
+        qkv = self.project(x_BTd, turn_BTC2)
+        kv_BSHE[row_B[:, None], slot_B[:, None] + ahead_T] = qkv[:, :, heads:]
+        last_B = count_B - 1
+        slot_B, position_B = slot_B + last_B, position_B + last_B
+        feature_Bd = self.finish(x_BTd[row_B, last_B], self.attend(qkv[row_B, last_B, :heads], kv_BSHE, slot_B, extent))
+        found = [self.choose(feature_Bd, numbers_BKV[:, 0], scale)]
+        for level in range(1, GROUP):
+            slot_B, position_B = slot_B + 1, position_B + 1
+            x_B1d = self.join(found[-1][:, None], feature_Bd[:, None], shift_Bd)
+            qkv = self.project(x_B1d, turns_PC2[position_B][:, None])
+            kv_BSHE[row_B, slot_B] = qkv[:, 0, heads:]
+            feature_Bd = self.finish(x_B1d[:, 0], self.attend(qkv[:, 0, :heads], kv_BSHE, slot_B, extent))
+            found.append(self.choose(feature_Bd, numbers_BKV[:, level], scale))
+        told_3B = torch.stack([torch.ones_like(count_B), slot_B + 1, position_B + 1])
+        return torch.stack(found, dim=1), feature_Bd[:, None], told_3B
+
+    def join(self, token_BT: Tensor, feature_BTd: Tensor, shift_Bd: Tensor) -> Tensor:
+        """Layer inputs (B, T, d)."""
+        if self.table is not None:
+            base = self.table[token_BT]
+        else:
+            base = unit(self.embed(token_BT)).to(self.embed_in.dtype) @ self.embed_in + self.bias
+        return base + shift_Bd[:, None] + feature_BTd @ self.feature_in
+
+    def project(self, x_BTd: Tensor, turn_BTC2: Tensor) -> Tensor:
+        """Rotated queries, rotated keys, and values, (B, T, 3H, E)."""
+        qkv = (unit(x_BTd) @ self.qkv).unflatten(-1, (3 * self.heads, -1))
+        pair, turn = qkv[:, :, : 2 * self.heads].float().unflatten(-1, (-1, 2)), turn_BTC2[:, :, None]
+        real = pair[..., 0] * turn[..., 0] - pair[..., 1] * turn[..., 1]
+        imaginary = pair[..., 0] * turn[..., 1] + pair[..., 1] * turn[..., 0]
+        turned = torch.stack([real, imaginary], dim=-1).flatten(-2).to(qkv.dtype)
+        return torch.cat([turned, qkv[:, :, 2 * self.heads :]], dim=2)
+
+    def attend(self, query_BHE: Tensor, kv_BSHE: Tensor, at_B: Tensor, extent: int) -> Tensor:
+        """Attention of a query per row to the slots up to its own, (B, d)."""
+        seen_BS = torch.arange(extent, device=at_B.device) <= at_B[:, None]
+        keys, values = (kv_BSHE[:, :extent, part].transpose(1, 2) for part in self.halves)
+        mixed = F.scaled_dot_product_attention(query_BHE[:, :, None], keys, values, attn_mask=seen_BS[:, None, None])
+        return mixed.flatten(1)
+
+    @property
+    def halves(self) -> tuple[slice, slice]:
+        return slice(self.heads), slice(self.heads, None)
+
+    def finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
+        """The layer after attention, and the norm before the LM head."""
+        x_Bd = torch.addmm(x_Bd, attended_Bd, self.out)
+        gate, up = (unit(x_Bd) @ self.gate_up).chunk(2, dim=-1)
+        return unit(torch.addmm(x_Bd, F.silu(gate) * up, self.down)) * self.norm_out
+
+    def choose(self, feature_Bd: Tensor, numbers_BV: Tensor, scale: Tensor) -> Tensor:
+        """The ids (B,) after a feature."""
+        logits_BV = self.lm_head(feature_Bd.to(self.lm_head.weight.dtype)).float()
+        return (logits_BV / scale + numbers_BV).argmax(dim=-1)
+
+
+class Chains(Graphs):
+    """Drafts of a drafter's `Levels`, compiled. One that can't be compiled drafts as it does, which a warning says."""
+
+    def __init__(self, drafter: Any):
+        super().__init__(type(drafter).__name__)
+        self.levels = Levels(drafter.config.heads, drafter.fold, drafter.embed, drafter.lm_head)
+        self.vocab, self.head = drafter.config.vocab, drafter.head if drafter.config.reduced else None
+        self.call = self.compile(self.levels.forward)
+        weight = drafter.lm_head.weight
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            self.refuse("a packed LM head")
+
+    def fits(self, state: State) -> bool:
+        """Whether the next draft of a request goes through graphs; they are made first if the request is a long one."""
+        several = len(state.rows) > 1
+        if self.refused or not maximal(state):
+            return False
+        if several not in self.ready and state.request.max_new_tokens >= WORTH:
+            with COMPILING:
+                if several not in self.ready and not self.refused:
+                    self._warm_up(several, state)
+        return several in self.ready
+
+    def draft(self, state: State, depth: int) -> Tensor:
+        """Ids (B, depth) below the pending ones; the elements that wait are read. The memory has room for them."""
+        memory: Memory = state.memory
+        token_BT, feature_BTF, counts = memory.take()
+        token_BT, feature_BTd = token_BT.contiguous(), self._reduced(feature_BTF)
+        groups = -(-depth // GROUP)
+        extent = memory.end + token_BT.shape[1] + groups * GROUP
+        told_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
+        fixed = memory.kv, extent, torch.view_as_real(memory.table), self._shift(memory, feature_BTd)
+        numbers_BTV, scale = self._numbers(state, groups * GROUP)
+        found = []
+        for start in range(0, groups * GROUP, GROUP):
+            numbers_BKV = numbers_BTV[:, start : start + GROUP].contiguous()
+            ids_BK, feature_BTd, told_3B = self.call(token_BT, feature_BTd, told_3B, *fixed, numbers_BKV, scale)
+            found.append(ids_BK)
+            token_BT = ids_BK[:, -1:]
+        memory.advance(counts)
+        return torch.cat(found, dim=1)[:, :depth]
+
+    def _reduced(self, feature_BTF: Tensor) -> Tensor:
+        if self.head is not None:
+            feature_BTF = self.head.reduced(feature_BTF.to(self.head.fc.weight.dtype))
+        return feature_BTF.to(self.levels.qkv.dtype).contiguous()
+
+    def _shift(self, memory: Memory, like: Tensor) -> Tensor:
+        return like.new_zeros(like.shape[0], like.shape[2]) if memory.shift is None else memory.shift
+
+    def _numbers(self, state: State, levels: int) -> tuple[Tensor, Tensor]:
+        """What is added to the logits of each level, (B, levels, V), and what they are divided by."""
+        device, temperature = state.pending.device, state.request.sampling.temperature or 1.0
+        scale = to_device([temperature], device)
+        if state.noise is None:
+            return torch.zeros(len(state.rows), levels, self.vocab, device=device), scale
+        return state.noise.window(levels)[:, :, : self.vocab], scale
+
+    def _warm_up(self, several: bool, state: State) -> None:
+        """Make the two graphs for this number of rows and compare what they give, on a copy of the request's memory."""
+        memory, rows = state.memory, len(state.rows)
+        feature_BTd = self._reduced(memory.waiting[-1][1])
+        shift_Bd, (numbers_BKV, scale) = self._shift(memory, feature_BTd), self._numbers(state, GROUP)
+        numbers_BKV = numbers_BKV.contiguous()
+        with self.warming(several, "drafts"):
+            for width in (BLOCK if rows != BLOCK else BLOCK + 1, 1):
+                token_BT = state.pending[:, None].repeat(1, width)
+                block = feature_BTd[:, -1:].repeat(1, width, 1)
+                told_3B = to_device([[width] * rows, memory.lengths, memory.positions], token_BT.device)
+                extent = memory.end + width + GROUP
+                turns_PC2 = torch.view_as_real(memory.table)
+                given = token_BT, block, told_3B, memory.kv.clone(), extent, turns_PC2, shift_Bd, numbers_BKV, scale
+                want = self.levels(*given)[1]
+                close(self.call(*given)[1].float(), want.float(), want.dtype)
+
+
+def maximal(state: State) -> bool:
+    """Whether drafted ids of a request are maxima of logits, with the position's own noise where there is some."""
+    sampling = state.request.sampling
+    if state.noise is not None and state.noise.samples:
+        return False
+    return sampling.greedy or not (sampling.top_k > 0 or sampling.top_p < 1.0)
+
+
+def ahead(memory: Memory, depth: int) -> int:
+    """Elements that a draft, or a warm-up, may write behind those that were read."""
+    return max(sum(token.shape[1] for token, _, _ in memory.waiting), BLOCK + 1) + depth + GROUP
