@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from visspec.cache import to_device
 from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.feature_head import Folded, unit
-from visspec.models.targets.compiled import COMPILING, WORTH, Graphs, close
+from visspec.models.targets.compiled import Graphs, close
 from visspec.types import State
 
 GROUP = 4  # levels of a call; a draft of other depths computes up to GROUP - 1 levels for nothing
@@ -36,8 +36,8 @@ class Levels(nn.Module):
             self.register_buffer(name, weight, persistent=False)
 
     def forward(
-        self, token_BT: Tensor, feature_BTd: Tensor, told_3B: Tensor, kv_BSHE: Tensor, extent: int, turns_PC2: Tensor,
-        shift_Bd: Tensor, numbers_BKV: Tensor, scale: Tensor,
+        self, token_BT: Tensor, feature_BTd: Tensor, numbers_BKV: Tensor, told_3B: Tensor, kv_BSHE: Tensor, extent: int,
+        turns_PC2: Tensor, shift_Bd: Tensor, scale: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Read a block of elements, of which rows have the first `count`, and choose the next K ids.
 
@@ -121,40 +121,38 @@ class Chains(Graphs):
     def fits(self, state: State) -> bool:
         """Whether the next draft of a request goes through graphs; they are made first if the request is a long one."""
         several = len(state.rows) > 1
-        if self.refused or not maximal(state):
-            return False
-        if several not in self.ready and state.request.max_new_tokens >= WORTH:
-            with COMPILING:
-                if several not in self.ready and not self.refused:
-                    self._warm_up(several, state)
-        return several in self.ready
+        return maximal(state) and self.serve(several, state, lambda: self._warm_up(several, state))
 
     def draft(self, state: State, depth: int) -> Tensor:
         """Ids (B, depth) below the pending ones; the elements that wait are read. The memory has room for them."""
         memory: Memory = state.memory
         token_BT, feature_BTF, counts = memory.take()
-        token_BT, feature_BTd = token_BT.contiguous(), self._reduced(feature_BTF)
-        groups = -(-depth // GROUP)
-        extent = memory.end + token_BT.shape[1] + groups * GROUP
+        feature_BTd, length = self._reduced(feature_BTF), -(-depth // GROUP) * GROUP
+        numbers_BTV, scale = self._numbers(state, length)
         told_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
-        fixed = memory.kv, extent, torch.view_as_real(memory.table), self._shift(memory, feature_BTd)
-        numbers_BTV, scale = self._numbers(state, groups * GROUP)
+        fixed = self._fixed(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
         found = []
-        for start in range(0, groups * GROUP, GROUP):
-            numbers_BKV = numbers_BTV[:, start : start + GROUP].contiguous()
-            ids_BK, feature_BTd, told_3B = self.call(token_BT, feature_BTd, told_3B, *fixed, numbers_BKV, scale)
+        for start in range(0, length, GROUP):
+            given = map(packed, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
+            ids_BK, feature_BTd, told_3B = self.call(*given, told_3B, *fixed, scale)
             found.append(ids_BK)
             token_BT = ids_BK[:, -1:]
         memory.advance(counts)
         return torch.cat(found, dim=1)[:, :depth]
 
+    def _fixed(self, memory: Memory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
+        """What is the same for all calls of a draft, which writes `more` elements: the store, its extent, rotations and
+        the context's term.
+        """
+        shift_Bd = memory.shift
+        if shift_Bd is None:
+            shift_Bd = like_BTd.new_zeros(like_BTd.shape[0], like_BTd.shape[2])
+        return kv_BSHE, memory.end + more, torch.view_as_real(memory.table), shift_Bd
+
     def _reduced(self, feature_BTF: Tensor) -> Tensor:
         if self.head is not None:
             feature_BTF = self.head.reduced(feature_BTF.to(self.head.fc.weight.dtype))
-        return feature_BTF.to(self.levels.qkv.dtype).contiguous()
-
-    def _shift(self, memory: Memory, like: Tensor) -> Tensor:
-        return like.new_zeros(like.shape[0], like.shape[2]) if memory.shift is None else memory.shift
+        return feature_BTF.to(self.levels.qkv.dtype)
 
     def _numbers(self, state: State, levels: int) -> tuple[Tensor, Tensor]:
         """What is added to the logits of each level, (B, levels, V), and what they are divided by."""
@@ -167,19 +165,21 @@ class Chains(Graphs):
     def _warm_up(self, several: bool, state: State) -> None:
         """Make the two graphs for this number of rows and compare what they give, on a copy of the request's memory."""
         memory, rows = state.memory, len(state.rows)
-        feature_BTd = self._reduced(memory.waiting[-1][1])
-        shift_Bd, (numbers_BKV, scale) = self._shift(memory, feature_BTd), self._numbers(state, GROUP)
-        numbers_BKV = numbers_BKV.contiguous()
+        feature_BTd = self._reduced(memory.waiting[-1][1])[:, -1:]
+        numbers_BKV, scale = self._numbers(state, GROUP)
         with self.warming(several, "drafts"):
             for width in (BLOCK if rows != BLOCK else BLOCK + 1, 1):
-                token_BT = state.pending[:, None].repeat(1, width)
-                block = feature_BTd[:, -1:].repeat(1, width, 1)
-                told_3B = to_device([[width] * rows, memory.lengths, memory.positions], token_BT.device)
-                extent = memory.end + width + GROUP
-                turns_PC2 = torch.view_as_real(memory.table)
-                given = token_BT, block, told_3B, memory.kv.clone(), extent, turns_PC2, shift_Bd, numbers_BKV, scale
-                want = self.levels(*given)[1]
-                close(self.call(*given)[1].float(), want.float(), want.dtype)
+                block = state.pending[:, None].expand(-1, width), feature_BTd.expand(-1, width, -1), numbers_BKV
+                told_3B = to_device([[width] * rows, memory.lengths, memory.positions], numbers_BKV.device)
+                fixed = self._fixed(memory, memory.kv.clone(), width + GROUP, feature_BTd)
+                given = (*map(packed, block), told_3B, *fixed, scale)
+                want, got = (function(*given)[1].float() for function in (self.levels, self.call))
+                close(got, want, feature_BTd.dtype)
+
+
+def packed(x: Tensor) -> Tensor:
+    """A copy whose strides follow from its shape, also those of dimensions of one: a graph is made for strides."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def maximal(state: State) -> bool:

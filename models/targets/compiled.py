@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +56,17 @@ class Graphs:
             options |= {"recompile_limit": GRAPHS, "isolate_recompiles": True, "options": kept}
         return torch.compile(function, **options)
 
+    def serve(self, several: bool, state: State, warm_up: Callable[[], None]) -> bool:
+        """Whether there are graphs for this number of rows; where the request is a long one, they are made."""
+        if self._due(several, state):
+            with COMPILING:
+                if self._due(several, state):
+                    warm_up()
+        return several in self.ready
+
+    def _due(self, several: bool, state: State) -> bool:
+        return several not in self.ready and not self.refused and state.request.max_new_tokens >= WORTH
+
     @contextmanager
     def warming(self, several: bool, what: str) -> Iterator[None]:
         """What is compiled in this context is ready then; an exception in it is said, and nothing more is compiled."""
@@ -64,7 +75,7 @@ class Graphs:
         logger.info("%s: compiling %s over %s, once", self.name, what, rows)
         self._warming = True
         try:
-            with no_duck_shapes():
+            with steadily():
                 yield
         except Exception as error:
             cause = getattr(error, "inner_exception", error)
@@ -84,12 +95,10 @@ class Graphs:
 
     def _backend(self, graph: Any, inputs: Any) -> Callable:
         compiler = torch._dynamo.lookup_backend(BACKEND)
-        own = BACKEND == "inductor" and all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor))
-        try:  # calls of kernels from C++ too: those from Python take a fifth of a pass of a small model
-            made = compiler(graph, inputs, config_patches={"cpp_wrapper": True}) if own else compiler(graph, inputs)
-        except Exception:
-            if not own:
-                raise
+        if BACKEND == "inductor" and all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor)):
+            # kernels are called from C++ too: calls from Python take a tenth of the time of a small model
+            made = compiler(graph, inputs, config_patches={"cpp_wrapper": True})
+        else:
             made = compiler(graph, inputs)
         self.graphs += 1
         self.late += not self._warming
@@ -130,11 +139,8 @@ class Passes(Graphs):
         called with dummies where the form of this pass is new and the request a long one.
         """
         several = len(state.cache.slots.lengths) > 1
-        if several not in self.ready and not self.refused and state.request.max_new_tokens >= WORTH:
-            with COMPILING:
-                if several not in self.ready and not self.refused:
-                    self._warm_up(several, state, cold)
-        return self.view if several in self.ready and state.cache.slots.steady else self.stock
+        ready = self.serve(several, state, lambda: self._warm_up(several, state, cold))
+        return self.view if ready and state.cache.slots.steady else self.stock
 
     def _warm_up(self, several: bool, state: State, cold: Callable[[Any, Draft], Any]) -> None:
         """Compile the two graphs for this number of rows, and compare a pass of each with that of the model."""
@@ -222,12 +228,17 @@ def dummy(pending: Tensor, nodes: int) -> Draft:
 
 
 @contextmanager
-def no_duck_shapes() -> Iterator[None]:
-    """Lengths that happen to be equal while a graph is made are not taken to be equal for ever."""
+def steadily() -> Iterator[None]:
+    """Lengths that happen to be equal while a graph is made are not taken to be equal for ever, and numbers that are
+    not whole are constants, which saves tracing twice.
+    """
     from torch.fx.experimental import _config
 
-    config: Any = _config
-    with config.patch(use_duck_shape=False) if hasattr(config, "use_duck_shape") else warnings.catch_warnings():
+    wanted: tuple = (_config, "use_duck_shape", False), (torch._dynamo.config, "specialize_float", True)
+    with ExitStack() as stack:
+        for config, name, value in wanted:
+            if hasattr(config, name):
+                stack.enter_context(config.patch({name: value}))  # type: ignore[attr-defined]
         yield
 
 
