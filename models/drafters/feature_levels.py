@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.cache import to_device
+from visspec.cache import packed, to_device
 from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.feature_head import Folded, unit
 from visspec.models.targets.compiled import Graphs, close
@@ -175,11 +175,6 @@ class Chains(Graphs):
                 given = (*map(packed, block), told_3B, *fixed, scale)
                 want, got = (function(*given)[1].float() for function in (self.levels, self.call))
                 close(got, want, feature_BTd.dtype)
-
-
-def packed(x: Tensor) -> Tensor:
-    """A copy whose strides follow from its shape, also those of dimensions of one: a graph is made for strides."""
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def maximal(state: State) -> bool:

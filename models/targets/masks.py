@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visspec.cache import GROW, SlotCache, to_device, visibility
+from visspec.cache import GROW, SlotCache, packed, to_device, visibility
 from visspec.models.targets.folding import showing
 from visspec.types import Tree
 
@@ -110,7 +110,7 @@ def laid(bias: Tensor, steady: bool) -> Tensor:
     """
     if bias.is_cuda:
         return aligned(bias, spare=steady)
-    return bias.clone(memory_format=torch.contiguous_format) if steady else bias
+    return packed(bias) if steady else bias
 
 
 def aligned(bias: Tensor, spare: bool = False) -> Tensor:
