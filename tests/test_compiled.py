@@ -18,6 +18,7 @@ import visspec
 from tests.doubles import Hostile, fast, new_tokens, stock
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
 from visspec.cache import SlotCache
+from visspec.models.drafters import feature_drafting
 from visspec.models.drafters.eagle import FeatureDrafter, config_for
 from visspec.models.nets.feature_head import FeatureHead
 from visspec.models.targets import compiled
@@ -238,18 +239,38 @@ def drafted(fast, inputs, **options) -> tuple:
     return result.state.tokens, [(r.levels, r.gained) for r in result.state.trace.rounds], result.state.trace.faults
 
 
+SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
+
+
+@pytest.mark.parametrize("levels", [8, 6])
+@pytest.mark.parametrize("options", [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}])
+def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, levels, monkeypatch):
+    if "table" in options:  # as for a large vocabulary
+        monkeypatch.setattr(feature_drafting, "FOLD_LIMIT", 0)
+    model = model_of("llava")
+    config = config_for(model, **{k: v for k, v in options.items() if k != "table"})
+    drafter = FeatureDrafter(FeatureHead(config), model)
+    eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
+    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
+    chains, quick.target.passes = quick.drafter.inner.passes, None
+    chains.call, chains.ready = chains.levels, {False, True}
+    for rows in shapes("llava"):
+        inputs = prompt("llava", shapes("llava")[rows])
+        for more in (GREEDY, SAMPLED):
+            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}])
-def test_a_feature_drafter_drafts_the_same_through_graphs(options):
+def test_a_feature_drafter_drafts_the_same_through_graphs():
     """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more."""
     model = model_of("llava")
-    drafter = FeatureDrafter(FeatureHead(config_for(model, **options)), model)
+    drafter = FeatureDrafter(FeatureHead(config_for(model)), model)
     eager = visspec.accelerate(model, drafter, adaptive=False)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, compile=True)
     chains = quick.drafter.inner.passes
     for rows, graphs in (("one", 2), ("ragged", 4), ("one", 4), ("several", 4)):
         inputs = prompt("llava", shapes("llava")[rows])
-        for more in (GREEDY, {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}):
+        for more in (GREEDY, SAMPLED):
             assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more)
         assert (chains.graphs, chains.late, chains.refused) == (graphs, 0, "")
     assert quick.pairing.passes == [quick.target.passes, chains] and eager.pairing.passes == []

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from visspec.cache import packed, to_device
 from visspec.models.drafters.feature_memory import Memory
-from visspec.models.nets.feature_head import Folded, unit
+from visspec.models.nets.feature_head import TINY, Folded, unit
 from visspec.models.targets.compiled import Graphs, close
 from visspec.types import State
 
@@ -76,7 +76,7 @@ class Levels(nn.Module):
 
     def project(self, x_BTd: Tensor, turn_BTC2: Tensor) -> Tensor:
         """Rotated queries, rotated keys, and values, (B, T, 3H, E)."""
-        qkv = (unit(x_BTd) @ self.qkv).unflatten(-1, (3 * self.heads, -1))
+        qkv = (normed(x_BTd) @ self.qkv).unflatten(-1, (3 * self.heads, -1))
         pair, turn = qkv[:, :, : 2 * self.heads].float().unflatten(-1, (-1, 2)), turn_BTC2[:, :, None]
         real = pair[..., 0] * turn[..., 0] - pair[..., 1] * turn[..., 1]
         imaginary = pair[..., 0] * turn[..., 1] + pair[..., 1] * turn[..., 0]
@@ -97,13 +97,18 @@ class Levels(nn.Module):
     def finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
         """The layer after attention, and the norm before the LM head."""
         x_Bd = torch.addmm(x_Bd, attended_Bd, self.out)
-        gate, up = (unit(x_Bd) @ self.gate_up).chunk(2, dim=-1)
-        return unit(torch.addmm(x_Bd, F.silu(gate) * up, self.down)) * self.norm_out
+        gate, up = (normed(x_Bd) @ self.gate_up).chunk(2, dim=-1)
+        return normed(torch.addmm(x_Bd, F.silu(gate) * up, self.down)) * self.norm_out
 
     def choose(self, feature_Bd: Tensor, numbers_BV: Tensor, scale: Tensor) -> Tensor:
         """The ids (B,) after a feature."""
         logits_BV = self.lm_head(feature_Bd.to(self.lm_head.weight.dtype)).float()
         return (logits_BV / scale + numbers_BV).argmax(dim=-1)
+
+
+def normed(x: Tensor) -> Tensor:
+    """x divided by its length, as folded weights expect."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=TINY)
 
 
 class Chains(Graphs):
