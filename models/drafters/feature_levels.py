@@ -29,6 +29,18 @@ BLOCK = 5  # elements of the block that stands for all with more than one
 class Levels(nn.Module):
     """A drafter's network as a function of tensors, with the drafter's own weights."""
 
+    embed: Any
+    lm_head: Any
+    table: Tensor | None  # these are those of `Folded`
+    embed_in: Tensor
+    bias: Tensor
+    feature_in: Tensor
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norm_out: Tensor
+
     def __init__(self, heads: int, fold: Folded, embed: nn.Module, lm_head: nn.Module):
         super().__init__()
         self.heads, self.embed, self.lm_head = heads, embed, lm_head

@@ -20,19 +20,23 @@ from visspec.models.targets.hf_decoder import HFDecoder, describe
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
+READS = 4096  # tokens; a long prompt would cost a small model as large a part of the time as it is of the target's size
 VOCABULARY_PADDING = 1024  # models of one family pad their vocabulary differently; the used ids are the same
 
 
 class SmallModel(Drafter):
     """Chains from `small`, a loaded transformers model with the target's tokenizer.
 
+    reads: most tokens of a prompt that a small model without pictures reads, its first and the last ones; None for all.
     Raises ValueError when the vocabularies differ by more than padding.
     """
 
     traits = DrafterTraits(levels=5, joins=True)
 
-    def __init__(self, small: nn.Module, model: nn.Module):
-        self.target = HFDecoder(small)
+    def __init__(self, small: nn.Module, model: nn.Module, reads: int | None = READS):
+        if reads is not None and reads < 1:
+            raise ValueError(f"reads: got {reads}, expected at least 1 or None")
+        self.target, self.reads = HFDecoder(small), reads
         ours, theirs = self.target.capabilities, describe(model)
         if abs(ours.vocab - theirs.vocab) > VOCABULARY_PADDING:
             raise ValueError(f"drafter: vocabulary of {ours.vocab}, expected the target's {theirs.vocab}")
@@ -85,8 +89,14 @@ class SmallModel(Drafter):
             keep &= attention.bool()
         order = keep.long().argsort(dim=1, stable=True)  # move dropped ids to the left as padding
         longest = int(keep.sum(dim=1).max())
-        ids = torch.where(keep, prompt, 0).gather(1, order)[:, -longest:]
-        return {"input_ids": ids, "attention_mask": keep.gather(1, order)[:, -longest:].long()}
+        ids, keep = torch.where(keep, prompt, 0).gather(1, order)[:, -longest:], keep.gather(1, order)[:, -longest:]
+        if self.reads is not None and self.reads < longest:
+            # rows that are longer than that keep their first token, without which many models write nonsense
+            first = keep.long().argmax(dim=1, keepdim=True)
+            start = torch.arange(longest - self.reads, longest, device=ids.device).expand(len(ids), -1).clone()
+            start[:, :1] = torch.minimum(start[:, :1], first)
+            ids, keep = ids.gather(1, start), keep.gather(1, start)
+        return {"input_ids": ids, "attention_mask": keep.long()}
 
     def propose(self, state: State, depth: int) -> Draft:
         memory: _Following = state.memory
