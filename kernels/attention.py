@@ -9,6 +9,9 @@ Heads h share key head h // (H / G); their rows are folded into one matrix, so e
 the slots are split among programs (flash decoding, Dao et al. 2023): each keeps a running maximum and sum in fp32, a
 second launch merges them. The tree is given by `parent`, or by the mask that `growth.ancestors` makes of it.
 B rows, H query heads, G key heads, N nodes, S slots, F features.
+
+Only `visspec bench kernels` calls it so far: draft passes fold heads under `sdpa` (`models/targets/folding.py`), with a
+mask for the tree. It is kept for trees on a GPU, where that mask is bandwidth, and is to be measured there first.
 """
 
 import torch

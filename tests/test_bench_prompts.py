@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from visspec.cli import bench_prompts
+from visspec.cli import bench_first_token, bench_prompts
 from visspec.cli.main import main
 
 FIELDS = {
@@ -18,6 +18,7 @@ def test_it_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench_prompts.LAYOUTS, "8/2x32", small)
     file = tmp_path / "prompts.json"
     options = "--heads 8/2x32 --prompts 40 300 --nodes 1 8 24 --max-new-tokens 13 --repeats 1".split()
+    options += ["--drafters", "ngram", "feature", "small_model"]
     assert main(["bench", "prompts", *options, "--json", str(file)]) == 0
     record = json.loads(file.read_text())
     rows = record["rows"]
@@ -25,7 +26,19 @@ def test_it_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     assert [(r["prompt"], r["nodes"]) for r in rows] == [(p, n) for p in (40, 300) for n in (1, 8, 24)]
     assert all(r.keys() == FIELDS and r["heads"] == "4/2x8" and r["over_stock_pass"] > 0 for r in rows)
     assert [(r["identical"], r["compared"]) for r in rows] == [(1, 1), (1, 1), (None, 0)] * 2
-    assert "oracle drafter, tau 4" in capsys.readouterr().out
+    shares = [(r["drafter"], r["prompt"]) for r in record["drafters"]]
+    assert shares == [(name, n) for name in ("ngram", "feature", "small_model") for n in (40, 300)]
+    for row in record["drafters"]:
+        assert 0 < row["share"] == row["draft_prefill_s"] / (row["prefill_s"] + row["draft_prefill_s"]) < 1
+    out = capsys.readouterr().out
+    assert "oracle drafter, tau 4" in out and "time to the first token" in out
+
+
+def test_a_drafter_that_fails_has_no_share(monkeypatch):
+    monkeypatch.setattr(bench_first_token.NGram, "start", lambda *args: 1 / 0)
+    case = bench_prompts.Case(bench_prompts.Layout(4, 2, 8, 1, 32), "cpu")
+    with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match="drafter: got a failure of NGram"):
+        bench_first_token.first_token(case.model, "4/2x8", [9], ["ngram"], 1)
 
 
 def test_its_oracle_commits_tau_tokens_a_pass():

@@ -18,6 +18,9 @@ import visspec
 from tests.doubles import Hostile, fast, new_tokens, stock
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
 from visspec.cache import SlotCache
+from visspec.models.drafters import feature_drafting
+from visspec.models.drafters.eagle import FeatureDrafter, config_for
+from visspec.models.nets.feature_head import FeatureHead
 from visspec.models.targets import compiled
 from visspec.models.targets.masks import laid
 
@@ -228,6 +231,132 @@ def test_masks_of_one_shape_have_one_layout():
     told = {(m.stride(), m.storage_offset()) for m in (laid(view, steady=True) for view in views)}
     assert len(told) == 1
     assert laid(views[0], steady=False) is views[0]
+
+
+def drafted(fast, inputs, **options) -> tuple:
+    """Tokens, and what was drafted and kept in every round."""
+    result = fast.run(**inputs, **options)
+    return result.state.tokens, [(r.levels, r.gained) for r in result.state.trace.rounds], result.state.trace.faults
+
+
+SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
+
+
+@pytest.mark.parametrize("levels", [8, 6])
+@pytest.mark.parametrize("options", [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}])
+def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, levels, monkeypatch):
+    if "table" in options:  # as for a large vocabulary
+        monkeypatch.setattr(feature_drafting, "FOLD_LIMIT", 0)
+    model = model_of("llava")
+    config = config_for(model, **{k: v for k, v in options.items() if k != "table"})
+    drafter = FeatureDrafter(FeatureHead(config), model)
+    eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
+    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
+    chains, quick.target.passes = quick.drafter.inner.passes, None
+    chains.call, chains.ready = chains.levels, {False, True}
+    for rows in shapes("llava"):
+        inputs = prompt("llava", shapes("llava")[rows])
+        for more in (GREEDY, SAMPLED):
+            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
+
+
+@pytest.mark.slow
+def test_a_feature_drafter_drafts_the_same_through_graphs():
+    """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more."""
+    model = model_of("llava")
+    drafter = FeatureDrafter(FeatureHead(config_for(model)), model)
+    eager = visspec.accelerate(model, drafter, adaptive=False)
+    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, compile=True)
+    chains = quick.drafter.inner.passes
+    for rows, graphs in (("one", 2), ("ragged", 4), ("one", 4), ("several", 4)):
+        inputs = prompt("llava", shapes("llava")[rows])
+        for more in (GREEDY, SAMPLED):
+            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more)
+        assert (chains.graphs, chains.late, chains.refused) == (graphs, 0, "")
+    assert quick.pairing.passes == [quick.target.passes, chains] and eager.pairing.passes == []
+
+
+def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
+    model = model_of("llava")
+    inputs = prompt("llava", shapes("llava")["one"])
+    for make, more in (
+        (lambda: FeatureDrafter(FeatureHead(config_for(model)), model), {"do_sample": True, "top_k": 5, "seed": 1}),
+        (lambda: FeatureDrafter(FeatureHead(config_for(model)), model, width=2), {"do_sample": False}),
+    ):
+        quick = visspec.accelerate(model, make(), adaptive=False, compile=True)
+        quick.target.passes = None
+        drafted(quick, inputs, max_new_tokens=12, **more)
+        passes = quick.drafter.inner.passes
+        assert passes is None or passes.graphs == 0
+
+
+def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(monkeypatch):
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: broken)
+    model = model_of("llava")
+    drafter, inputs = FeatureDrafter(FeatureHead(config_for(model)), model), prompt("llava", shapes("llava")["one"])
+    quick = visspec.accelerate(model, drafter, compile=True, adaptive=False)
+    quick.target.passes = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [drafted(quick, inputs, **GREEDY) for _ in range(2)]
+    ours = [str(w.message) for w in caught if "compile:" in str(w.message)]
+    assert len(ours) == 1 and "FeatureDrafter with drafts that fail" in ours[0]
+    assert found == [drafted(visspec.accelerate(model, drafter, adaptive=False), inputs, **GREEDY)] * 2
+
+
+def test_folded_anew_a_drafter_compiles_anew():
+    drafter = FeatureDrafter(FeatureHead(config_for(model_of("llava"))), model_of("llava"))
+    drafter.compile()
+    first = drafter.passes
+    drafter.compile()
+    assert drafter.passes is first
+    drafter.refresh()
+    assert drafter.passes is not first and drafter.passes.levels.qkv is drafter.fold.qkv
+
+
+@pytest.mark.slow
+def test_a_small_model_is_compiled_too():
+    model, small = llama(seed=21), llama(seed=22)
+    eager = visspec.accelerate(model, small, adaptive=False)
+    quick = visspec.accelerate(model, small, adaptive=False, compile=True)
+    inputs = ids_of(9)
+    assert drafted(quick, inputs, **GREEDY) == drafted(eager, inputs, **GREEDY)
+    assert [(p.graphs, p.late) for p in quick.pairing.passes] == [(2, 0), (2, 0)]
+
+
+def test_modules_that_change_are_not_those_that_graphs_were_made_of():
+    model = llama(seed=23)
+    decoder = model.model
+    seen = [compiled.form(decoder)]
+    decoder.layers[0].mlp.up_proj = copy.deepcopy(decoder.layers[0].mlp.up_proj)
+    seen.append(compiled.form(decoder))
+    decoder.layers[1].self_attn.train()
+    seen.append(compiled.form(decoder))
+    decoder.norm.to(torch.bfloat16)
+    seen.append(compiled.form(decoder))
+    assert len(set(seen)) == 4 and compiled.form(decoder) == seen[-1]
+    handle = decoder.register_forward_hook(lambda *args: None)
+    assert compiled.form(decoder) == seen[-1]  # called outside the graph
+    handle.remove()
+    decoder.norm.register_forward_hook(lambda *args: None)
+    assert compiled.form(decoder) != seen[-1]
+
+
+@pytest.mark.slow
+def test_a_replaced_layer_is_compiled_anew():
+    model = llama(seed=24)
+    quick, inputs = visspec.accelerate(model, "ngram", compile=True, adaptive=False), ids_of(9)
+    quick.generate(**inputs, **GREEDY)
+    layer = model.model.layers[0].mlp
+    layer.up_proj = torch.nn.Sequential(layer.up_proj, torch.nn.Tanh())
+    assert torch.equal(quick.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+    assert (quick.target.passes.graphs, quick.target.passes.late) == (4, 0)
+
+
+def test_targets_of_one_pipeline_share_their_graphs(pipe):
+    quick = visspec.ImagePipeline(**{**pipe.components, "compile": True})
+    targets = [quick.pairing(drafter, "exact").target for drafter in ("none", "jacobi")]
+    assert targets[0] is not targets[1] and targets[0].passes is targets[1].passes is not None
 
 
 @pytest.mark.slow

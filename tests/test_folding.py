@@ -103,6 +103,70 @@ def test_folded_equals_repeated(data):
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_slots_that_all_nodes_see_may_be_attended_to_apart(data):
+    rows, keys, nodes, share = (data.draw(st.integers(1, 3)) for _ in range(4))
+    seen, tail, size = data.draw(st.integers(1, 300)), data.draw(st.integers(0, 5)) + nodes, 8
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    query = 3 * torch.randn(rows, keys * share, nodes, size, generator=g)
+    store = torch.randn(2, rows, keys, seen + tail + 7, size, generator=g)
+    key, value = store[0, :, :, : seen + tail], store[1, :, :, : seen + tail]
+    mask = torch.zeros(data.draw(st.sampled_from([1, rows])), 1, nodes, seen + tail)
+    hidden = torch.rand(*mask.shape[:3], tail, generator=g) < 0.5
+    hidden[..., -1] = False
+    mask[..., seen:].masked_fill_(hidden, torch.finfo(torch.float32).min)
+    mask = mask.repeat(1, 1, share, 1)
+    wanted = folding.folded(query, key, value, mask, 0.3)
+    folds = query.reshape(rows, keys, -1, size)
+    found = folding.parted(folds, key, value, mask, 0.3, seen).reshape(rows, -1, nodes, size).transpose(1, 2)
+    assert torch.allclose(found, wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", ["one", "several", "ragged"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_greedy_output_equals_stock_with_the_prompt_apart(name, shape, monkeypatch):
+    """Behind prompts of any length, here. Rows of different length share their shortest prefix."""
+    monkeypatch.setattr(folding, "APART", 1)
+    apart, parted = [], folding.parted
+    monkeypatch.setattr(folding, "parted", lambda *given: apart.append(given[-1]) or parted(*given))
+    expected, inputs = stock(name, shape), prompt(name, shapes(name)[shape])
+    for drafter in (None, TreeOracle(expected, 0.3), Grower(expected)):
+        accelerated = visspec.accelerate(model_of(name), drafter, adaptive=False)
+        assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
+    padded = "attention_mask" in inputs and not bool(inputs["attention_mask"].all())
+    assert bool(apart) != padded  # padding hides slots of a prompt
+
+
+def test_full_heads_read_a_long_prompt_without_a_mask_too(monkeypatch):
+    model, apart, parted = llama(seed=31, num_key_value_heads=4), [], folding.parted
+    inputs = {"input_ids": torch.randint(4, 60, (1, 40))}
+    expected = new_tokens(model.generate(**inputs, **GREEDY), inputs)
+    accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
+    assert accelerated.target.masks.groups == 1
+    monkeypatch.setattr(folding, "parted", lambda *given: apart.append(given[-1]) or parted(*given))
+    for least in (1 << 18, 1):
+        monkeypatch.setattr(folding, "APART", least)
+        assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
+        assert bool(apart) == (least == 1)
+
+
+def test_short_prompts_and_other_kinds_are_not_parted():
+    query, key = torch.zeros(1, 4, 8, 8), torch.zeros(1, 2, 9000, 8)
+    assert folding.worth(query, key, key, 8992) and not folding.worth(query, key, key, 900)
+    assert not folding.worth(query, key, key, 0) and not folding.worth(query, key, key[..., :4], 8992)
+    assert not folding.worth(query.half(), key.half(), key.half(), 8992)
+    assert folding.shown(torch.zeros(1)) == 0 and folding.shown(folding.showing(torch.zeros(1), 3)) == 3
+
+
+def test_one_node_that_sees_everything_has_no_mask(monkeypatch):
+    given, accelerated = [], fast("llama", None)
+    attend = nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(folding.F, "scaled_dot_product_attention", lambda *a, **k: given.append(k) or attend(*a, **k))
+    accelerated.generate(**prompt("llama", shapes("llama")["one"]), **GREEDY)
+    assert given and all(options.get("attn_mask") is None for options in given)
+
+
 def test_stock_calls_are_stock():
     folding.register()
     folding.register()

@@ -29,6 +29,11 @@ def to_device(values: Sequence, device: torch.device | str) -> Tensor:
     return torch.tensor(values, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
+def packed(x: Tensor) -> Tensor:
+    """A copy whose strides follow from its shape, also those of dimensions of one: a graph is made for strides."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def first_room(prompt: int, answer: int) -> int:
     """Slots to allocate with a prompt that `answer` more are expected to follow."""
     return prompt + GROW + min(answer, max(AT_ONCE, prompt))

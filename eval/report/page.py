@@ -2,7 +2,8 @@
 
 First what is looked at: speed-up by method, speed against quality (`overview`), pictures of the same prompt by every
 method, and captions beside their picture. Then a table, one line a method. The rest is folded: paired ratios, the gap
-to the ideal, acceptance by depth and over the token grid, all figures with intervals and n, failures, and provenance.
+to the ideal, acceptance by depth and over the token grid, all figures with intervals and n, costs behind long prompts,
+failures, and provenance.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from visspec.eval.report import figures, kernels, overview
+from visspec.eval.report import figures, kernels, overview, prompts
 from visspec.eval.report import images as pictures
 from visspec.eval.report.data import KINDS, Method, interval, methods_of, number, read
 from visspec.eval.report.measures import QUALITY, positive, quality_of, speed_of
@@ -48,11 +49,13 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         raise ValueError(f"report: --out: {out} is a folder, expected a file")
     together: dict[tuple[str, str], list[Method]] = {}
     methods: list[Method] = []
-    tables, others = [], []  # of kernels; of other benches
+    tables, curves, others = [], [], []  # of kernels; of long prompts; of other benches
     for path in map(Path, paths):
         record = read(path)
         if record["bench"] == "kernels":
             tables.append(kernels.Table(record, path.name))
+        elif record["bench"] == "prompts":
+            curves.append(prompts.Curves(record, path.name))
         elif record["bench"] not in KINDS:
             others.append(kernels.listed(record, path.name))
         for method in methods_of(record, path) if record["bench"] in KINDS else []:
@@ -65,7 +68,7 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         groups=groups, methods=[summary(m) for m in methods], guarantees=overview.GUARANTEES,
         relative=overview.distance_of(methods) == "fd_ratio", equal=overview.EQUAL_FD,
         open_cases=OPEN_CASES, open_texts=OPEN_TEXTS, failures=failures, provenance=provenance(methods),
-        tables=tables, others=others,
+        tables=tables, curves=curves, others=others,
         origins=[(name, COLOURS[name], MEANING[name]) for name in COLOURS], few=figures.FEW,
         shades=(figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED),
     )  # fmt: skip

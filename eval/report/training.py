@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ def curve(points: Sequence[tuple[float, float]], label: str) -> Markup:
         _, y = place(first, mark)
         parts += [figures.line(left, y, right, y), figures.text(left - 4, y + 4, f"{mark:g}", "end", figures.FAINT)]
     placed = [place(x, y) for x, y in points]
-    parts += [figures.line(*a, *b, figures.BLUE, 1.5) for a, b in zip(placed, placed[1:])]
-    parts += [figures.dot(*placed[-1], 2.5, figures.BLUE), figures.text(placed[-1][0] + 5, placed[-1][1] + 4, f"{values[-1]:.3g}")]
+    parts += [figures.line(*a, *b, figures.BLUE, 1.5) for a, b in pairwise(placed)]
+    x, y = placed[-1]
+    parts += [figures.dot(x, y, 2.5, figures.BLUE), figures.text(x + 5, y + 4, f"{values[-1]:.3g}")]
     parts += [figures.text(left, HEIGHT + 32, f"step {first:g}"), figures.text(right, HEIGHT + 32, f"{last:g}", "end")]
     return figures.svg(HEIGHT + 40, parts, label)
 

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from visspec import tree as trees
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.feature_drafting import FeatureDrafting
+from visspec.models.drafters.feature_levels import Chains, ahead
 from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.feature_head import FeatureHead, HeadConfig
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
-from visspec.types import Scores, State
+from visspec.types import Draft, Scores, State
 
 BLOCK = 512  # elements of a prompt that are read at a time, on the CPU
 
@@ -81,6 +83,30 @@ class FeatureDrafter(FeatureDrafting):
             latest = context[1][layout.last_image.to(context[1].device)]
             memory.shift = latest.to(self.fold.qkv.dtype) @ self.fold.image_in
         self._read_prompt(state, memory, layout.lengths, parts, features_BLF[:, -1:])
+
+    def compile(self) -> None:
+        """Draft chains through `torch.compile`, with graphs that the first long request makes; trees as ever."""
+        if self.passes is None and self.width == 1:
+            self.passes = Chains(self)
+
+    def refresh(self) -> None:
+        super().refresh()
+        if self.passes is not None:
+            self.passes = Chains(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "passes"}
+
+    def propose(self, state: State, depth: int) -> Draft:
+        if self.passes is None:
+            return super().propose(state, depth)
+        memory: Memory = state.memory
+        more = ahead(memory, depth)
+        memory.reserve(memory.end + more)
+        memory.table = self._turns_to(max(memory.positions) + more)
+        if not self.passes.fits(state):
+            return super().propose(state, depth)
+        return trees.chain_draft(state.pending, self.passes.draft(state, depth))
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.memory.join(other.memory, take)

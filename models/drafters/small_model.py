@@ -15,23 +15,28 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.laws import Categorical, categorical
+from visspec.models.targets.compiled import compiled
 from visspec.models.targets.hf_decoder import HFDecoder, describe
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
+READS = 4096  # tokens; a long prompt would cost a small model as large a part of the time as it is of the target's size
 VOCABULARY_PADDING = 1024  # models of one family pad their vocabulary differently; the used ids are the same
 
 
 class SmallModel(Drafter):
     """Chains from `small`, a loaded transformers model with the target's tokenizer.
 
+    reads: most tokens of a prompt that a small model without pictures reads, its first and the last ones; None for all.
     Raises ValueError when the vocabularies differ by more than padding.
     """
 
     traits = DrafterTraits(levels=5, joins=True)
 
-    def __init__(self, small: nn.Module, model: nn.Module):
-        self.target = HFDecoder(small)
+    def __init__(self, small: nn.Module, model: nn.Module, reads: int | None = READS):
+        if reads is not None and reads < 1:
+            raise ValueError(f"reads: got {reads}, expected at least 1 or None")
+        self.target, self.reads = HFDecoder(small), reads
         if self.target.states:
             raise ValueError(
                 f"drafter: got {type(small).__name__} with recurrent layers, expected attention in all of them"
@@ -43,6 +48,13 @@ class SmallModel(Drafter):
         self.content = sorted(theirs.never_drafted)
         self.sees = bool(ours.never_drafted)
 
+    def compile(self) -> None:
+        if self.passes is None:
+            self.passes = self.target.passes = compiled(self.target.model, self.target.decoder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "passes": None}
+
     def start(self, state: State, scores: Scores) -> None:
         request = state.request
         pixels = any(name.startswith("pixel") for name in request.media)
@@ -53,7 +65,8 @@ class SmallModel(Drafter):
 
         def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             model_kwargs.pop("past_key_values", None)
-            own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=1)  # greedy: laws come unwarped
+            # greedy: laws come unwarped
+            own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=request.max_new_tokens)
             kept["state"] = self.target.prefill(own)[0]
             return input_ids
 
@@ -80,8 +93,14 @@ class SmallModel(Drafter):
             keep &= attention.bool()
         order = keep.long().argsort(dim=1, stable=True)  # move dropped ids to the left as padding
         longest = int(keep.sum(dim=1).max())
-        ids = torch.where(keep, prompt, 0).gather(1, order)[:, -longest:]
-        return {"input_ids": ids, "attention_mask": keep.gather(1, order)[:, -longest:].long()}
+        ids, keep = torch.where(keep, prompt, 0).gather(1, order)[:, -longest:], keep.gather(1, order)[:, -longest:]
+        if self.reads is not None and self.reads < longest:
+            # rows that are longer than that keep their first token, without which many models write nonsense
+            first = keep.long().argmax(dim=1, keepdim=True)
+            start = torch.arange(longest - self.reads, longest, device=ids.device).expand(len(ids), -1).clone()
+            start[:, :1] = torch.minimum(start[:, :1], first)
+            ids, keep = ids.gather(1, start), keep.gather(1, start)
+        return {"input_ids": ids, "attention_mask": keep.long()}
 
     def propose(self, state: State, depth: int) -> Draft:
         memory: _Following = state.memory

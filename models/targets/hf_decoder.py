@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, to_device
+from visspec.cache import SlotCache, packed, to_device
 from visspec.laws import Categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import folding, probe, rotary
@@ -75,6 +75,9 @@ class HFDecoder(Target):
         self.padding = probe.check(self).padding if check else True
         self.passes = compiled(model, self.decoder, bool(self.states)) if compile else None
         self.thinned = Thinned(model, self.decoder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "passes": None}
 
     @property
     def device(self) -> torch.device:
@@ -205,7 +208,7 @@ class HFDecoder(Target):
         turning = self._steps(state.cache, tree) if state.cache.moves else nullcontext()
         with Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
             output = model(
-                input_ids=draft.value,
+                input_ids=packed(draft.value) if slots.steady else draft.value,
                 attention_mask=self.masks(slots, tree, extent),
                 position_ids=state.position[:, None] + tree.depth,
                 past_key_values=state.cache,

@@ -11,6 +11,7 @@ A axes of position ids, d hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from visspec.grammar import constrain
 from visspec.laws import Categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import folding
-from visspec.models.targets.compiled import compiled
+from visspec.models.targets.compiled import Passes, compiled
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process, warp
@@ -90,6 +91,11 @@ class Family:
     default_drafter: str = "jacobi"
     default_rule: str = "exact"
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
+
+    @cached_property
+    def passes(self) -> Passes | None:
+        """Compiled passes of the decoder, shared by its targets, so that several drafters and rules compile once."""
+        return compiled(self.decoder, self.decoder)
 
     def layout(self, height: int | None = None, width: int | None = None) -> Layout:
         """Layout of an image with this size in pixels. Raises ValueError for an unsupported size."""
@@ -247,7 +253,7 @@ class ImageAR(Target):
         self.family, self.features = family, features
         shared = folding.groups(decoder, attention)
         self.masks = Masks(next(decoder.parameters()).dtype, groups=shared)
-        self.passes = compiled(decoder, decoder) if compile else None
+        self.passes = family.passes if compile else None
         self.capabilities = Capabilities(
             vocab=family.codes + family.grammar,
             never_drafted=frozenset(range(family.codes, family.codes + family.grammar)),

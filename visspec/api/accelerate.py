@@ -46,8 +46,9 @@ def accelerate(
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster.
     tokenizer: to show text in `last_stats`.
     probe: run the model on a few tokens, once per configuration, to check that it can verify drafts.
-    compile: run passes over drafts through `torch.compile`. The first request for 32 tokens or more takes the time to
-        compile (tens of seconds to minutes), shorter ones before it run uncompiled; the model itself is not changed.
+    compile: run passes over drafts, and the drafter's own, through `torch.compile`. The first request for 32 tokens or
+        more takes the time to compile (tens of seconds to minutes), shorter ones before it run uncompiled; the model
+        itself is not changed.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
     if isinstance(drafter, (str, Path)) and str(drafter).endswith(".json"):
@@ -140,7 +141,10 @@ class Accelerated(Copied):
 
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
             drafter, name = zoo.drafter(spec, model)
-            return pair(drafter, name, own_rule(acceptance), model, make_target, levels=levels, adaptive=adaptive)
+            return pair(
+                drafter, name, own_rule(acceptance), model, make_target, levels=levels, adaptive=adaptive,
+                compile=compile,
+            )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "model" not in self.__dict__:  # called by copy and pickle on an empty object

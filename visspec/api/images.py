@@ -312,8 +312,9 @@ class ImagePipeline(Copied):
         # with an adaptive pace the samples of rules with their own random numbers would depend on timing
         adaptive = isinstance(rule, Acceptance) and not rule.traits.judges_draws
         return pair(
-            found, name, rule, self.family, make_target, order=zoo.order(order), levels=self.levels, adaptive=adaptive
-        )
+            found, name, rule, self.family, make_target, order=zoo.order(order), levels=self.levels, adaptive=adaptive,
+            compile=self.compile,
+        )  # fmt: skip
 
     def _drafter(self, spec) -> tuple[Any, str]:
         """A drafter, by name or as it is, and its name."""

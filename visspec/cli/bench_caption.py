@@ -23,6 +23,7 @@ from visspec.api import loading, requests, zoo
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import add_captioning, load, positive
+from visspec.cli.bench_compiled import compilations
 from visspec.eval.report.images import small_png
 from visspec.eval.speed import equality
 from visspec.eval.speed import paired as speed
@@ -99,12 +100,8 @@ def bench_caption(
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench caption", leave=False))
     record = summarise(runs, failures, arms, temperature)
     if compile:
-        passes = arms["ours"].fast.target.passes
-        record |= {
-            "compiled": passes is not None and not passes.refused,
-            "speedup_over_compiled": record["baselines"]["transformers_compiled"]["ours_is_faster_by"],
-            "recompilations": passes.late if passes else 0,
-        }
+        record["speedup_over_compiled"] = record["baselines"]["transformers_compiled"]["ours_is_faster_by"]
+        record |= compilations(arms["ours"].fast.pairing)
     record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, model.dtype)
     return record | {
         "target": getattr(model.config, "_name_or_path", ""), "drafter": str(drafter), "acceptance": acceptance,

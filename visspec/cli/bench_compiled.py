@@ -1,4 +1,4 @@
-"""The compiled stock class as an arm of `visspec bench image`, and what a record holds of it."""
+"""The compiled stock class as an arm of benches, and what a record holds of it and of ours compiled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.paired import Run
+from visspec.loop.pairing import Pairing
 from visspec.models.targets.compiled import stepwise
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import Family
@@ -18,16 +19,23 @@ def compiled_family(pipe: Any) -> Family:
     return family_of(model, pipe.processor, **pipe.parts)
 
 
+def compilations(pairing: Pairing) -> dict[str, Any]:
+    """Whether passes ran compiled, and how many graphs were made after a warm-up, the drafter's included."""
+    target, found = pairing.target.passes, pairing.passes
+    return {
+        "compiled": target is not None and not target.refused,
+        "graphs": sum(p.graphs for p in found), "recompilations": sum(p.late for p in found),
+    }  # fmt: skip
+
+
 def compiled_record(
     rows: Sequence[dict[str, Any]], ours: dict[str, Any], runs: dict[str, list[Run]], prompts: int
 ) -> dict[str, Any]:
     """What a record holds of the compiled stock class; its rows get the ratio over that, and what was compiled late."""
     stock = runs["stock_compiled"]
     for line in rows:
-        passes = ours[line["name"]].passes
         against = speed.compare(stock, runs[line["name"]])
         line["speedup_over_compiled"] = against["speedup"]
         line["speedup_over_compiled_ci95"] = against["speedup_ci95"]
-        line["compiled"] = passes is not None and not passes.refused
-        line["recompilations"] = passes.late if passes else 0
+        line |= compilations(ours[line["name"]].pairing)
     return {"baselines": {"transformers_compiled": {"seconds_per_image": sum(r.seconds for r in stock) / prompts}}}

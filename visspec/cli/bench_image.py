@@ -182,8 +182,7 @@ class OurArm:
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
         self.method: dict[str, Any] = {**zoo.method(method)}
-        pairing = pipe.pairing(**self.method)  # what can't be is refused here
-        self.passes = pairing.target.passes
+        self.pairing = pairing = pipe.pairing(**self.method)  # what can't be is refused here
         self.whole, self.promise = not pairing.order.raster, pairing.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []

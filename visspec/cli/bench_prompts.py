@@ -24,6 +24,7 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.cli.arguments import positive
+from visspec.cli.bench_first_token import DRAFTERS, first_token
 from visspec.files import write_json
 from visspec.loop.decode import decode
 from visspec.loop.guard import Guarded
@@ -74,6 +75,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tau", type=positive, default=4, help="tokens committed a pass by the oracle drafter")
     parser.add_argument("--max-new-tokens", type=positive, default=32)
     parser.add_argument("--repeats", type=positive, default=9)
+    parser.add_argument("--drafters", nargs="+", choices=list(DRAFTERS), default=[],
+                        help="what these add to the time to the first token; prompts are read for real")  # fmt: skip
     parser.add_argument("--threads", type=positive, help="torch threads")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
@@ -84,32 +87,34 @@ def run(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     record = bench_prompts(
         arguments.heads, arguments.prompts, arguments.nodes, tau=arguments.tau, device=arguments.device,
-        max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats,
+        max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, drafters=arguments.drafters,
     )  # fmt: skip
-    Console().print(table(record))
+    Console().print(*tables(record))
     write_json(arguments.json, record)
 
 
 def bench_prompts(
     heads: Sequence[str] = tuple(LAYOUTS), prompts: Sequence[int] = (256, 1024), nodes: Sequence[int] = (1, 8), *,
-    tau: int = 4, max_new_tokens: int = 32, repeats: int = 9, device: str = "cpu",
+    tau: int = 4, max_new_tokens: int = 32, repeats: int = 9, device: str = "cpu", drafters: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """One row for each layout, prompt length and number of nodes; nodes 1 is plain decoding.
 
     over_stock_pass: a pass of ours over a one-token pass of the model with transformers' own cache;
     attention_over_stock_query: the same for one attention call; loop_over_transformers: time of transformers'
     `generate` over that of our loop, prompt aside, with a drafter that commits `tau` tokens a pass (None where the loop
-    was not run); identical of compared: answers equal to transformers'.
+    was not run); identical of compared: answers equal to transformers'. drafters: see `first_token`.
     """
-    rows = []
+    rows, first = [], []
     for name in heads:
         case = Case(LAYOUTS[name], device)
         for length in tqdm(prompts, desc=f"bench prompts {name}", leave=False):
             with torch.inference_mode():
                 prompt = Prompt(case, length, max_new_tokens)
                 rows += prompt.rows(nodes, tau, repeats)
+        first += first_token(case.model, name, prompts, drafters, max(3, repeats // 3))
     return {
-        "bench": "prompts", "guarantee": "exact", "rows": rows, "tau": tau, "max_new_tokens": max_new_tokens,
+        "bench": "prompts", "guarantee": "exact", "rows": rows, "drafters": first, "tau": tau,
+        "max_new_tokens": max_new_tokens,
         "provenance": provenance(case.model, repeats=repeats),
     }  # fmt: skip
 
@@ -286,8 +291,23 @@ def alternated(calls: dict[int, Callable[[], Any]], repeats: int, wait: Callable
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
+def tables(record: dict[str, Any]) -> list[Table]:
+    """Rich tables of a record."""
+    shown = [table(record)]
+    if record["drafters"]:
+        shown.append(view := Table(title="time to the first token"))
+        for column in ("heads", "prompt", "drafter", "prefill, s", "the drafter's, s", "its share"):
+            view.add_column(column, justify="right")
+        for row in record["drafters"]:
+            view.add_row(
+                row["heads"], str(row["prompt"]), row["drafter"], f"{row['prefill_s']:.2f}",
+                f"{row['draft_prefill_s']:.3f}", f"{row['share']:.1%}",
+            )  # fmt: skip
+    return shown
+
+
 def table(record: dict[str, Any]) -> Table:
-    """A rich table of a record."""
+    """A rich table of passes and loops."""
     view = Table(title=f"passes and loops behind long prompts; oracle drafter, tau {record['tau']}")
     for column in ("heads", "prompt", "nodes", "pass / stock's", "attention / stock's", "loop over generate", "same"):
         view.add_column(column, justify="right")

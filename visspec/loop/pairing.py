@@ -25,6 +25,12 @@ class Pairing:
     order: Order
 
     @property
+    def passes(self) -> list[Any]:
+        """What was compiled, of the target and of the drafter."""
+        drafter = None if self.drafter is None else self.drafter.inner.passes
+        return [passes for passes in (self.target.passes, drafter) if passes is not None]
+
+    @property
     def guarantee(self) -> str:
         return self.rule.traits.guarantee if self.order.raster else "approximate"
 
@@ -55,12 +61,14 @@ def pair(
     order: Order | None = None,
     levels: int | None = None,
     adaptive: bool = True,
+    compile: bool = False,
 ) -> Pairing:
     """Check and build a pairing. `rule` is bound here, so pass a copy.
 
     subject: passed to the drafter's `attach`, a model or a family; make_target builds the target for a drafter's
     traits. order None: islands if both drafter and rule support whole images, else raster. levels: maximum draft depth.
-    adaptive: draft less if that is measured to be faster. Raises ValueError in one sentence.
+    adaptive: draft less if that is measured to be faster. compile: tell the drafter too. Raises ValueError in one
+    sentence.
     """
     if drafter is not None and not isinstance(drafter, Drafter):
         raise ValueError(f"drafter: got {drafter!r}, expected a visspec.Drafter or the name of one")
@@ -68,6 +76,8 @@ def pair(
         raise ValueError(f"acceptance: got {rule!r}, expected a rule or the name of one")
     if drafter is not None:
         drafter.attach(subject)
+        if compile:
+            drafter.compile()
     traits = DrafterTraits() if drafter is None else drafter.traits
     target = make_target(traits)
     rule.bind(target.capabilities)
