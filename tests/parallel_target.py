@@ -1,5 +1,4 @@
-"""What `tests/test_train_processes.py` runs in two processes: the included captioner, split by transformers' plan.
-"""
+"""What `tests/test_train_processes.py` runs in two processes: the included captioner, split by transformers' plan."""
 
 import json
 from pathlib import Path

@@ -159,7 +159,11 @@ def test_bad_input_is_a_sentence(argv, words, tmp_path, capsys, monkeypatch):
 def test_a_prompt_that_cannot_be_drawn_is_an_error_record(pipe):
     from visspec.cli.generate_ray import COLUMNS, Drawing
 
-    records = [Record("a", prompt="a ring"), Record("long", prompt="ring " * 500), Record("none", error="none: no prompt")]
+    records = [
+        Record("a", prompt="a ring"),
+        Record("long", prompt="ring " * 500),
+        Record("none", error="none: no prompt"),
+    ]
     drawing = Drawing(pipe, {"batch_size": 2, "temperature": 1.0}, seed=5)
     found = {row["id"]: row for row in drawing(records)}
     assert set(found["a"]) == set(COLUMNS) and found["none"]["error"] == "none: no prompt"

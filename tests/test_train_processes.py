@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.tiny import model_of
 from tests.parallel_target import captions
 from tests.test_cli import refused
+from tests.tiny import model_of
 from visspec.api import loading
 from visspec.eval.report.training import write_page
 from visspec.models.drafters.eagle import FeatureDrafter
@@ -30,8 +30,9 @@ def launch(home: Path, module: str, *argv: str) -> None:
     script = home / "run.py"  # tests are no package that is installed
     values = ", ".join(map(repr, argv))
     (home / "tests").symlink_to(ROOT / "tests")
-    script.write_text(f"import sys; sys.path.insert(0, {str(home)!r})\nfrom pathlib import Path\n"
-                      f"from tests.{module} import main\nmain({values}{', ' if argv else ''}Path({str(home)!r}))\n")  # fmt: skip
+    call = f"main({values}{', ' if argv else ''}Path({str(home)!r}))"
+    start = f"import sys; sys.path.insert(0, {str(home)!r})\nfrom pathlib import Path\n"
+    script.write_text(f"{start}from tests.{module} import main\n{call}\n")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,5 +1,4 @@
-"""What `tests/test_train_processes.py` runs in two processes: a drafter trained whole, broken off and resumed, by hand.
-"""
+"""What `tests/test_train_processes.py` runs in two processes: a drafter trained whole, broken off, resumed."""
 
 from pathlib import Path
 
@@ -37,8 +36,8 @@ def main(parallel: str, home: Path) -> None:
 
     def run(name: str, **options) -> list[dict]:
         return train_drafter.run(
-            "x", home / "data", home / name, steps=8, rows=2, max_new_tokens=8, group=1, reuse=2, unroll=2, save_every=4,
-            warm_up=1, validate_every=4, parallel=parallel, image_latents=0, **options,
+            "x", home / "data", home / name, steps=8, rows=2, max_new_tokens=8, group=1, reuse=2, unroll=2,
+            save_every=4, warm_up=1, validate_every=4, parallel=parallel, image_latents=0, **options,
         )  # fmt: skip
 
     found = run("whole")

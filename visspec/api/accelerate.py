@@ -40,8 +40,8 @@ def accelerate(
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
-    drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None; or the JSON
-        file that `visspec tune` wrote, with drafter, acceptance and levels, of which arguments given here win.
+    drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None; or the
+        JSON file that `visspec tune` wrote, with drafter, acceptance and levels, of which arguments given here win.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster.
     tokenizer: to show text in `last_stats`.

@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code: bool = False):
-    """(model, processor), ready for `accelerate`. `spec`: None for the included captioner, a folder or a hub id. device:
-    of torch, or "auto" (layers over all devices, `device_map`), or "tp" (each layer over the processes of torchrun,
-    `tp_plan`).
+    """(model, processor), ready for `accelerate`. `spec`: None for the included captioner, a folder or a hub id.
+
+    device: of torch, or "auto" (layers over all devices, `device_map`), or "tp" (each layer over the processes of
+    torchrun, `tp_plan`).
 
     Safetensors only; remote code only if enabled. Raises ValueError if the checkpoint has
     pickled weights, missing, extra or mis-shaped tensors, or files outside its folder.

@@ -60,7 +60,9 @@ class Shards:
                 yield from parquet.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
             except (OSError, ValueError) as error:
                 said = str(error).split("\n")[0][:200]
-                raise ValueError(f"{path}: got a shard that can't be read ({said}), expected it whole or gone") from None
+                raise ValueError(
+                    f"{path}: got a shard that can't be read ({said}), expected it whole or gone"
+                ) from None
 
     def ids(self) -> set[str]:
         """Ids of the records that are there."""

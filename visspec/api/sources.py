@@ -85,7 +85,7 @@ def seed_of(seed: int, id: str) -> int:
 
 
 def readers(sources: Sequence[str | Path]) -> list[Callable[[], Iterator[Record]]]:
-    """How the sources are read, each apart from the others; the plain files among them together. Raises as `records`."""
+    """How the sources are read, each apart from the others; plain files among them together. Raises as `records`."""
     plain = [Path(source) for source in sources if is_plain(source)]
     several = [reader(str(source)) for source in sources if not is_plain(source)]
     return [*([_files(plain)] if plain else []), *several]

@@ -73,7 +73,7 @@ class Observed:
 
 
 def observe(fast: Accelerated, inputs: Mapping[str, Any], lengths: Sequence[int], seed: int, **options: Any) -> Batch:
-    """Decode a batch with drafts of these lengths, (0,) for none; rows that are sampled draw from seeds after `seed`."""
+    """Decode a batch with drafts of these lengths, (0,) for none; sampled rows draw from seeds after `seed`."""
     mixed = Mixed(lengths, seed) if lengths != (0,) and fast.drafter is not None else None
     pairing = fast.pairing if mixed is None else replace(fast.pairing, pace=mixed)
     start = time.perf_counter()
@@ -92,7 +92,7 @@ def observe(fast: Accelerated, inputs: Mapping[str, Any], lengths: Sequence[int]
 
 
 def predicted(seen: Observed, plain: Observed, seed: int = 0) -> list[dict[str, Any]]:
-    """A row for each length: speed-up over plain decoding of the same batches, its 95 % interval, images a second, tau."""
+    """A row for each length: speed-up over plain decoding of the same batches, 95 % interval, images a second, tau."""
     draws = np.random.default_rng(seed)
     count = len(seen.batches)
     weights_RG = np.concatenate([np.ones((1, count)), draws.multinomial(count, [1 / count] * count, RESAMPLES)])

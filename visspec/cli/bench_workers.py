@@ -1,7 +1,7 @@
 """`visspec bench workers`: captions by one worker process and by several, through Ray Data (extra `ray`).
 
 The same held-out scenes are captioned by one worker and by several, of so many threads each; passes alternate in order.
-The rate counts from the beginning of the first shard, when all workers have loaded their models, to the end of the last.
+The rate counts from the beginning of the first shard, when all workers have loaded their models, to the last one's end.
 """
 
 from __future__ import annotations

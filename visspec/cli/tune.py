@@ -159,9 +159,7 @@ def measured(
     seed: int, options: dict[str, Any],
 ) -> dict[str, tuning.Observed]:  # fmt: skip
     """Every arm on every batch, in an order that alternates, after a batch that warms up."""
-    seen = {
-        name: tuning.Observed(name, size, [0] if name == PLAIN else list(lengths), []) for name in arms
-    }
+    seen = {name: tuning.Observed(name, size, [0] if name == PLAIN else list(lengths), []) for name in arms}
     for number, batch in enumerate([inputs[0], *inputs * passes]):
         for name in list(arms) if number % 2 else list(arms)[::-1]:
             asked = (0,) if name == PLAIN else tuple(lengths)
@@ -172,7 +170,11 @@ def measured(
 
 
 def check(
-    model: Any, rows: Sequence[dict[str, Any]], inputs: dict[int, list[dict[str, Any]]], options: dict[str, Any], seed: int
+    model: Any,
+    rows: Sequence[dict[str, Any]],
+    inputs: dict[int, list[dict[str, Any]]],
+    options: dict[str, Any],
+    seed: int,
 ) -> None:
     """Measure rows against plain decoding of the same batches, and note it in them."""
     for size in {row["batch_size"]: None for row in rows}:
@@ -206,8 +208,8 @@ def verdict(record: dict[str, Any]) -> str:
         best = record["best_predicted"]
         return f"nothing pays: plain decoding is the fastest; the best drafter would be {paired.in_words(best)}"
     return (
-        f"choice: {choice['drafter']}, drafts of {choice['levels']} levels, batches of {choice['batch_size']}; predicted"
-        f" {record['predicted_speedup']:.2f} ({low:.2f}..{high:.2f}) times plain decoding, measured"
+        f"choice: {choice['drafter']}, drafts of {choice['levels']} levels, batches of {choice['batch_size']};"
+        f" predicted {record['predicted_speedup']:.2f} ({low:.2f}..{high:.2f}) times plain decoding, measured"
         f" {record['measured_speedup']:.2f} on {record['n_checked']} other images; {record['guarantee']}"
     )
 
@@ -215,7 +217,10 @@ def verdict(record: dict[str, Any]) -> str:
 def table(record: dict[str, Any]) -> Table:
     """A rich table of the rows."""
     title = f"{record['n_prompts']} images measured, {record['n_checked']} checked; load {record['load']:.1f}"
-    view = Table(title=title, caption="d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size")
+    view = Table(
+        title=title,
+        caption="d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size",
+    )
     for name in ("drafter", "d", "rows", "tau", "predicted", "95 %", "img/s", "measured"):
         view.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=name != "drafter", min_width=4)
     for row in record["rows"]:

@@ -49,8 +49,9 @@ class Line:
 
 
 def gains(shares: Iterable[float]) -> Iterator[float]:
-    """Expected tokens of a round that drafts 1, 2, ... levels. shares: how often a path that has reached the level above
-    goes on, by level.
+    """Expected tokens of a round that drafts 1, 2, ... levels.
+
+    shares: how often a path that has reached the level above goes on, by level.
     """
     expected = reach = 1.0
     for share in shares:

@@ -107,7 +107,7 @@ def run(
 ) -> list[dict]:
     """Train and save a drafter; `plan` are further fields of `visspec.train.loop.Plan`. Returns the validations.
 
-    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each generates and trains on its own answers.
+    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own.
     """
     unknown = sorted(set(plan) - {f.name for f in fields(Plan)})
     if unknown:
@@ -189,8 +189,8 @@ class Validation:
 def train(
     target, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool, rule=None, several: Any = None
 ) -> list[dict]:  # fmt: skip
-    """Run a trainer under a progress bar, with a JSON line a hundred steps; the drafter is saved in `out`, with its curves
-    in `out/run/curves.html`. several: the processes of the run.
+    """Run a trainer under a progress bar, with a JSON line a hundred steps; the drafter is saved in `out`, its curves in
+    `out/run/curves.html`. several: the processes of the run.
     """
     several = several or Alone()
     trainer = Trainer(target, drafter, rule or Exact(), prompts, plan, out, record, validate, several)

@@ -15,8 +15,8 @@ EXTRA = "train"
 
 
 def workers(parallel: str | None, device: str) -> Any:
-    """What torchrun has started, or `Alone`. parallel: "ddp" (each process has all weights of the drafter), "fsdp" (they
-    are spread) or None: ddp where there are several. Raises ValueError for anything else.
+    """What torchrun has started, or `Alone`. parallel: "ddp" (each process has all weights of the drafter), "fsdp"
+    (they are spread) or None: ddp where there are several. Raises ValueError for anything else.
     """
     if parallel not in (None, "ddp", "fsdp"):
         raise ValueError(f"parallel: got {parallel!r}, expected ddp or fsdp")
@@ -27,7 +27,9 @@ def workers(parallel: str | None, device: str) -> Any:
         return Together(int(os.environ.get("RANK", "0")))
     if world == 1:
         if parallel is not None:
-            raise ValueError(f"parallel: got {parallel} in one process, expected several (torchrun --nproc-per-node 2 ...)")
+            raise ValueError(
+                f"parallel: got {parallel} in one process, expected several (torchrun --nproc-per-node 2 ...)"
+            )
         return Alone()
     need("accelerate", f"{world} processes", EXTRA)
     return Workers(parallel == "fsdp", device)

@@ -77,8 +77,8 @@ class Plan:
 
 
 class Alone:
-    """What a run asks of its processes: here one. `recipes.workers.Workers` are several, which train on lessons of their
-    own and average gradients.
+    """What a run asks of its processes: here one. `recipes.workers.Workers` are several, which train on lessons of
+    their own and average gradients.
     """
 
     rank, world, sharded = 0, 1, False  # sharded: the trained module's weights are spread over the processes
@@ -113,7 +113,7 @@ class Step(nn.Module):
 class Trainer:
     """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps.
 
-    workers: the processes of the run (default `Alone`); prompts are numbered over all of them, and only the first one writes.
+    workers: the processes of the run (default `Alone`); prompts are numbered over all of them, only the first writes.
     """
 
     def __init__(
