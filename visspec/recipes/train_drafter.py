@@ -189,7 +189,7 @@ class Validation:
 def train(
     target, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool, rule=None, several: Any = None
 ) -> list[dict]:  # fmt: skip
-    """Run a trainer under a progress bar, with a JSON line a hundred steps; the drafter is saved in `out`, its curves in
+    """Run a trainer under a progress bar, a JSON line a hundred steps; the drafter is saved to `out`, its curves in
     `out/run/curves.html`. several: the processes of the run.
     """
     several = several or Alone()
