@@ -172,7 +172,7 @@ def frontier(
     parts = axes(x, y, figures.ticks(*xs, 6), y.marks, (left, top, RIGHT - 6, bottom))
     for (x1, y1), (x2, y2) in pairwise(sorted((x(p.x), y(p.y)) for p in best)):
         parts += [figures.line(x1, y1, x1, y2, INK, 1.2, "3 3"), figures.line(x1, y2, x2, y2, INK, 1.2, "3 3")]
-    taken = [(x(p.x) - 6, y(p.y) - 6, x(p.x) + 6, y(p.y) + 6) for p in points]
+    taken: list[tuple[float, ...]] = [(x(p.x) - 6, y(p.y) - 6, x(p.x) + 6, y(p.y) + 6) for p in points]
     for p in sorted(points, key=lambda p: p in best):
         colour = GUARANTEES[p.kind][0] if p.n >= FEW else GREY
         if p.across:

@@ -120,7 +120,8 @@ class BlockModel(Drafter):
 
     def _nothing(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """No context that is not read yet."""
-        size = len(self.traits.feature_layers) * self.assistant.config.hidden_size  # type: ignore[union-attr]
+        config: Any = self.assistant.config
+        size = len(self.traits.feature_layers) * config.hidden_size
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
 
     def _masks(

@@ -45,7 +45,7 @@ class MultiToken(Drafter):
     def attach(self, target: Any) -> None:
         if self.heads is not None:
             return
-        config = target.config.get_text_config() if isinstance(target, nn.Module) else None  # type: ignore[operator]
+        config = target.config.get_text_config() if isinstance(target, nn.Module) else None  # type: ignore[union-attr, operator]
         if not getattr(config, "num_mtp_layers", None):
             raise ValueError(
                 f"drafter: got {type(target).__name__}, expected a model with layers that predict several tokens"

@@ -60,7 +60,7 @@ class SharedCache(Drafter):
             levels=named or LEVELS, feature_layers=LAST, trees=width > 1, joins=True, stored=True
         )
         self.assistant: Any = copy.copy(assistant)  # shares all weights; takes masks as they are
-        self.assistant.create_attention_masks = given
+        self.assistant.create_attention_masks = given  # type: ignore[assignment]
         self.embed = model.get_input_embeddings()  # type: ignore[operator]
 
     def start(self, state: State, scores: Scores) -> None:

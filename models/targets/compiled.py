@@ -94,7 +94,7 @@ class Graphs:
         warnings.warn(refusal(self.name, why), RuntimeWarning, stacklevel=4)
 
     def _backend(self, graph: Any, inputs: Any) -> Callable:
-        compiler = torch._dynamo.lookup_backend(BACKEND)
+        compiler: Any = torch._dynamo.lookup_backend(BACKEND)
         if BACKEND == "inductor" and all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor)):
             # kernels are called from C++ too: calls from Python take a tenth of the time of a small model
             made = compiler(graph, inputs, config_patches={"cpp_wrapper": True})

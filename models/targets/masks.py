@@ -5,6 +5,8 @@ R cache rows, N nodes, S slots, G query heads per key head, M = G N rows of a ma
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class Masks:
         seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
         full = self.additive(seen_RNS, self.groups)
         sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window), self.groups)
-        mixed = {"full_attention": full, "sliding_attention": sliding, **dict.fromkeys(STATEFUL)}
+        mixed: dict[str, Any] = {"full_attention": full, "sliding_attention": sliding, **dict.fromkeys(STATEFUL)}
         return mixed if self.mixed else sliding
 
     def additive(self, seen_RNS: Tensor, groups: int = 1) -> Tensor:

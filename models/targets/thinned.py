@@ -49,7 +49,8 @@ class Thinned:
 
     def _layers(self) -> tuple[str, nn.ModuleList]:
         """The decoder's list of layers and its name."""
-        count = self.model.config.get_text_config().num_hidden_layers
+        config: Any = self.model.config
+        count = config.get_text_config().num_hidden_layers
         for name, module in self.decoder.named_children():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return name, module
@@ -61,7 +62,8 @@ class Thinned:
         with HOOKING, untouched(self.model):
             hook = layer.register_forward_hook(lambda module, args, output: seen.append(isinstance(output, tuple)))
             try:
-                ids = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+                device = next(self.model.parameters()).device
+                ids = torch.zeros(1, 1, dtype=torch.long, device=device)
                 self.model(input_ids=ids, use_cache=False)
             finally:
                 hook.remove()

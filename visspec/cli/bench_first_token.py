@@ -30,7 +30,7 @@ SMALLER = 4  # the small model has this many times less width, and heads; and ha
 
 def small_model(model: nn.Module) -> SmallModel:
     """A `SmallModel` drafter for a Llama, with a quarter of its width and heads and half its layers."""
-    config = model.config
+    config: Any = model.config
     small = LlamaConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size // SMALLER,
         intermediate_size=config.intermediate_size // SMALLER, num_hidden_layers=max(config.num_hidden_layers // 2, 1),

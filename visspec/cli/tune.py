@@ -160,7 +160,7 @@ def measured(
 ) -> dict[str, tuning.Observed]:  # fmt: skip
     """Every arm on every batch, in an order that alternates, after a batch that warms up."""
     seen = {name: tuning.Observed(name, size, [0] if name == PLAIN else list(lengths), []) for name in arms}
-    for number, batch in enumerate([inputs[0], *inputs * passes]):
+    for number, batch in enumerate([inputs[0], *(batch for _ in range(passes) for batch in inputs)]):
         for name in list(arms) if number % 2 else list(arms)[::-1]:
             asked = (0,) if name == PLAIN else tuple(lengths)
             found = tuning.observe(arms[name], batch, asked, seed + size * number, **options)
