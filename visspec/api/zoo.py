@@ -102,8 +102,8 @@ PRESETS = {  # docs/presets.md compares them
 }
 VECTOR_PRESETS = {  # of painters of vectors
     "plain": Preset("none", "coupled:window=1", "no drafting, one step of a chain in a pass of the head"),
-    "denoise": Preset("none", "coupled:window=8", "accelerated diffusion by speculative sampling, on every vector"),
-    "coupled": Preset("painter-continuous-drafter", "coupled:window=8", "drafted vectors, chains coupled step by step"),
+    "denoise": Preset("none", "coupled:window=32", "accelerated diffusion by speculative sampling, on every vector"),
+    "coupled": Preset("painter-continuous-drafter", "coupled:window=32", "drafted vectors, chains coupled step by step"),
     "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
     "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
 }
