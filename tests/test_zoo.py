@@ -32,7 +32,7 @@ DRAFTERS = {  # of the tiny image model, from options
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
     ),
 }
-VECTORS = {"continuous"}  # drafters of vectors: `test_continuous_painting` has them, and the rules that judge them
+VECTORS = {"continuous", "mar"}  # drafters of vectors: tests of their own have them, and the rules that judge them
 CODE_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Categorical]
 RULES = {  # options that a codebook of 24 codes has room for
     "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",
