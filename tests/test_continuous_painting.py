@@ -1,5 +1,6 @@
 """Pictures of vectors through `ImagePipeline`: the plain loop, presets, batches, and what is refused."""
 
+import copy
 from itertools import pairwise
 
 import numpy as np
@@ -13,9 +14,11 @@ from visspec.cli import bench_image, bench_image_table
 from visspec.laws import Denoising, Steps, asked
 from visspec.models.drafters.continuous import ContinuousDrafter
 from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler
+from visspec.models.targets.continuous import ContinuousAR
 from visspec.recipes import continuous_card, continuous_draw
 from visspec.recipes.painter_tokens import without_words
 from visspec.sampling import Normals
+from visspec.types import Request, Sampling
 
 PROMPTS = ["a photo of a red ring", "a photo of a star and a bar", "a photo of a blue square"]
 VECTOR_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Denoising]
@@ -155,6 +158,7 @@ def test_callbacks_see_vectors(pipe):
 
 @pytest.mark.parametrize("options,message", [
     ({"temperature": 0.0}, "temperature: got 0"),
+    ({"temperature": 1e-30}, "temperature: got 1e-30, expected at least 1e-06"),
     ({"top_k": 5}, "top_k: got 5"),
     ({"top_p": 0.5}, r"top_p: got 0\.5"),
     ({"acceptance": "exact"}, "acceptance: Exact judges Categorical"),
@@ -171,12 +175,45 @@ def test_what_can_not_be_is_refused_before_work_starts(pipe, options, message, m
         drawn(pipe, **options)
 
 
+@pytest.mark.parametrize("guidance,guided", [(2.0, False), (1.0, True)])
+def test_guidance_without_its_rows_is_refused_before_any_pass(pipe, guidance, guided, monkeypatch):
+    monkeypatch.setattr(pipe.model.decoder, "forward", None)
+    prompt = pipe.family.prompt(PROMPTS[:2], guided)
+    request = Request(prompt, prompt.ids, 64, Sampling(1.0, guidance=guidance))
+    with pytest.raises(ValueError, match=rf"^guidance: got {guidance} and . rows of inputs for 2 prompts") as error:
+        ContinuousAR(pipe.family).prefill(request)
+    assert "\n" not in str(error.value)
+
+
+def test_a_drafter_of_other_steps_than_the_pipeline_s_is_refused(pipe, small, monkeypatch):
+    """The models agree, the pipeline has a schedule of its own."""
+    monkeypatch.setattr(pipe.model.decoder, "forward", None)
+    fewer = ImagePipeline(pipe.model, pipe.processor, parts={"denoising_steps": 2})
+    with pytest.raises(ValueError, match=r"^drafter: got 4 denoising steps, expected 2"):
+        drawn(fewer, PROMPTS[:1], drafter=drafter(small, pipe))
+
+
+def test_a_nearly_cold_chain_is_finite(pipe):
+    """The least temperature that is taken: couplings divide by squares of its deviations."""
+    out = drawn(pipe, PROMPTS[:1], temperature=1e-6, acceptance="coupled:window=4")
+    assert bool(out.tokens[0].isfinite().all())
+
+
 @pytest.mark.parametrize("sizes,message", [
     ({"denoising_steps": 3}, "denoising_steps 3, expected 4"), ({"feature": 7}, "feature 7, expected 16"),
 ])  # fmt: skip
 def test_a_drafter_of_another_kind_is_refused(pipe, sizes, message):
     with pytest.raises(ValueError, match=f"^drafter: got {message}"):
         ContinuousDrafter(fresh("drafter", **sizes), pipe.model)
+
+
+@pytest.mark.parametrize("name,size", [("token", 4), ("grid", 4)])
+def test_a_drafter_of_other_vectors_is_refused(pipe, small, name, size):
+    config = copy.copy(small.config)
+    setattr(config, name, size)
+    other = ContinuousPainter(config)
+    with pytest.raises(ValueError, match=f"^drafter: got {name} {size}, expected 8 as the target has"):
+        ContinuousDrafter(other, pipe.model)
 
 
 def test_a_drafter_whose_own_conditions_have_another_size_is_refused(pipe, small):
@@ -191,6 +228,10 @@ def test_a_target_without_noise_in_its_last_step_is_refused(pipe):
     rule = zoo.acceptance("coupled")
     with pytest.raises(ValueError, match="without noise in its last step"):
         rule.bind(type("Capabilities", (), {"steps": quiet})())
+    silent = ImagePipeline(pipe.model, pipe.processor)
+    silent.family.steps = quiet
+    with pytest.raises(ValueError, match=r"^acceptance: got coupled for a target without noise in its last step"):
+        drawn(silent, PROMPTS[:1])
 
 
 def test_a_drafter_that_fails_is_left_out(pipe, small):
@@ -235,8 +276,9 @@ def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
     fewer = bench_image.fewer_steps(pipe, [2])["plain, 2 steps"]
     out = drawn(fewer, PROMPTS[:1], acceptance="coupled:window=1")
     assert out.traces[0].calls == {"head": 64 * 2} and len(pipe.family.steps) == 4
-    with pytest.raises(ValueError, match=r"^steps: got 1,"):
-        ImagePipeline(pipe.model, pipe.processor, parts={"denoising_steps": 1})
+    for count in (1, 1001):
+        with pytest.raises(ValueError, match=rf"^steps: got {count}, expected 2\.\.1000"):
+            ImagePipeline(pipe.model, pipe.processor, parts={"denoising_steps": count})
 
 
 def test_the_bench_of_vectors(pipe):

@@ -38,8 +38,8 @@ DRAFTERS = {  # of the tiny image model, from options
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
     ),
 }
-# `test_continuous_painting` has drafters of vectors and rules that judge them, `test_assistants` a checkpoint's heads
-ELSEWHERE = {"continuous", "mtp"}
+# tests of their own have the drafters of vectors and the rules that judge them, and a checkpoint's heads
+ELSEWHERE = {"continuous", "mar", "mtp"}
 CODE_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Categorical]
 RULES = {  # options that a codebook of 24 codes has room for
     "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",

@@ -410,6 +410,7 @@ class Order:
 
     raster = False  # sequential, with drafts verified by the loop
     drafts = True  # whether a drafter is used
+    law: type[Law] = Categorical  # of the nodes of targets that it takes; every target's where it is raster
 
     def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         """This order with the rule and drafter of a pairing. Raises ValueError if they are incompatible."""

@@ -60,6 +60,12 @@ class ContinuousDrafter(Drafter):
         small: Any = load(folder)
         return cls(small.to(target.device), target, **options)
 
+    def attach(self, target: ContinuousImages) -> None:
+        """Raises ValueError unless the family's vectors take the drafter's steps."""
+        steps, wanted = len(self.family.steps), len(target.steps)
+        if steps != wanted:
+            raise ValueError(f"drafter: got {steps} denoising steps, expected {wanted} as the target takes")
+
     def start(self, state: State, scores: Scores) -> None:
         request, rows = state.request, state.rows
         prompt = request.inputs

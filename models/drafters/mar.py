@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from visspec import tree as trees
 from visspec.laws import Denoising, Trajectory
+from visspec.models.nets.mar_painter import load
 from visspec.models.targets.mar import Known, MARImages, MARTarget
+from visspec.models.targets.mar_painter import PaintedMAR
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -22,14 +27,22 @@ class SmallMAR(Drafter):
             raise ValueError(f"wait: got {wait}, expected a number of tokens of at least 0")
         self.small, self.wait = MARTarget(small), wait
 
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> SmallMAR:
+        """Load a checkpoint folder, strictly; `options` as in the constructor. target: a model, for its device."""
+        return cls(PaintedMAR(load(folder).to(target.device)), **options)
+
     def attach(self, target: MARImages) -> None:
-        """Raises ValueError unless the network's images have the tokens of the drafter's."""
+        """Raises ValueError unless the network's images have the tokens and steps of the drafter's."""
         ours, theirs = self.small.model.config, target.model.config
         if (ours.tokens, ours.size, ours.classes) != (theirs.tokens, theirs.size, theirs.classes):
             found = f"{ours.tokens} tokens of {ours.size} numbers and {ours.classes} classes"
             raise ValueError(
                 f"drafter: got {found}, expected the target's {theirs.tokens} of {theirs.size} and {theirs.classes}"
             )
+        steps, wanted = (len(family.laws.steps) for family in (self.small.family, target))
+        if steps != wanted:
+            raise ValueError(f"drafter: got {steps} denoising steps, expected {wanted} as the target has")
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = Known.nothing(state.request.inputs, self.small.model.config.size).select(state.rows)

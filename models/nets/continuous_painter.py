@@ -15,19 +15,11 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedConfig
 
-from visspec.checkpoint import (
-    check_folder,
-    check_shapes,
-    check_whole,
-    load_strictly,
-    read_json,
-    read_shapes,
-    read_tensors,
-)
+from visspec.checkpoint import check_whole
 from visspec.models.nets.diffusion_head import DiffusionHead, Schedule, schedule
+from visspec.models.nets.painters import VectorPainter, load_painter
 
 
 class ContinuousPainterConfig(PreTrainedConfig):
@@ -63,7 +55,7 @@ class ContinuousPainterConfig(PreTrainedConfig):
         super().__init__(**options)
 
 
-class ContinuousPainter(PreTrainedModel):
+class ContinuousPainter(VectorPainter):
     """Hidden states of words and tokens, and the law of the next token as a chain of the head's steps.
 
     The head predicts the velocity of the forward process x = signal value + noise eps (Salimans and Ho,
@@ -74,7 +66,6 @@ class ContinuousPainter(PreTrainedModel):
     config_class = ContinuousPainterConfig
     base_model_prefix = "decoder"
     _supports_sdpa = True
-    generation_config: Any = None  # guidance and temperature of a folder, for those who sample
 
     def __init__(self, config: ContinuousPainterConfig):
         super().__init__(config)
@@ -102,12 +93,6 @@ class ContinuousPainter(PreTrainedModel):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embed_tokens
-
-    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """As transformers', and `generation_config`, which it writes only for models with its own `generate`."""
-        super().save_pretrained(save_directory, *args, **options)
-        if self.generation_config is not None:
-            self.generation_config.save_pretrained(save_directory)
 
     def places(self, index: Tensor) -> Tensor:
         """Embeddings of the places of tokens number `index`; beyond the picture's end, of its last."""
@@ -158,25 +143,8 @@ class ContinuousPainter(PreTrainedModel):
 
 
 def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> ContinuousPainter:
-    """The painter or drafter of a folder, in eval mode. Raises ValueError in one sentence for another folder, before
-    any weight is read where the headers tell it.
-    """
-    where = check_folder(folder)
-    entries = read_json(where, "config.json")
-    if entries.get("model_type") != ContinuousPainterConfig.model_type:
-        raise ValueError(
-            f"model_type: got {entries.get('model_type')!r} in {where}, expected {ContinuousPainterConfig.model_type!r}"
-        )
-    try:
-        model: Any = ContinuousPainter(ContinuousPainterConfig.from_dict(entries))
-    except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"model: config.json of {where} describes no model ({str(error).splitlines()[0]})") from None
-    check_shapes(model, read_shapes(where), where)
-    load_strictly(model.to(dtype), read_tensors(where), where)
-    if (where / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))
-    model.name_or_path = model.config._name_or_path = str(folder)
-    return model.eval()
+    """The painter or drafter of a folder; see `load_painter`."""
+    return load_painter(ContinuousPainter, folder, dtype)
 
 
 def value_of(velocity: Tensor, x: Tensor, signal: Tensor | float, noise: Tensor | float) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.checkpoint import check_whole
-from visspec.models.nets.diffusion_head import EPSILON, DiffusionHead
+from visspec.models.nets.diffusion_head import EPSILON, DiffusionHead, begin_linear
 
 UNCONDITIONAL = -1  # class number of rows without a class
 
@@ -116,6 +116,14 @@ class MAR(nn.Module):
         self.diffusion_pos_embed_learned = table(1, config.tokens, width)
         head = DiffusionHead(config.size, width, config.head_width, config.head_depth, learned=True)
         self.diffloss = nn.ModuleDict({"net": head})
+
+    def begin(self) -> None:
+        """Initial weights as published: linear layers by Xavier, tables of deviation 0.02."""
+        begin_linear(self)
+        tables = (self.fake_latent, self.mask_token, self.encoder_pos_embed_learned, self.decoder_pos_embed_learned)
+        for table in (*tables, self.diffusion_pos_embed_learned, self.class_emb.weight):
+            nn.init.normal_(table, std=0.02)
+        self.head.begin(published=True)
 
     @property
     def device(self) -> torch.device:

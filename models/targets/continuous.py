@@ -25,6 +25,8 @@ from visspec.models.targets.image_ar import ImageAR, Layout, _twice
 from visspec.models.targets.janus import Worded
 from visspec.types import Draft, Request, Sampling, Scores, State
 
+COLDEST = 1e-6  # squares of what couplings divide by deviations are finite in float32
+
 
 def check_vectors(sampling: Sampling) -> None:
     """Raises ValueError for settings that have no meaning for vectors."""
@@ -33,6 +35,8 @@ def check_vectors(sampling: Sampling) -> None:
             raise ValueError(f"{name}: got {value}, expected {usual}: vectors have no ranks to cut")
     if sampling.greedy:
         raise ValueError("temperature: got 0, expected a positive number: a vector is a draw, none is likeliest")
+    if sampling.temperature < COLDEST:
+        raise ValueError(f"temperature: got {sampling.temperature}, expected at least {COLDEST}: chains need variance")
 
 
 class ContinuousImages(Worded):
@@ -98,7 +102,13 @@ class ContinuousAR(ImageAR):
 
     def _opened(self, request: Request) -> tuple[Tensor, Stack]:
         self.family.check_sampling(request.sampling)
-        rows = len(request.inputs.ids)
+        rows, guidance = len(request.inputs.ids), request.sampling.guidance
+        found, wanted = len(request.inputs.embeds), rows if guidance == 1.0 else 2 * rows
+        if found != wanted:
+            raise ValueError(
+                f"guidance: got {guidance} and {found} rows of inputs for {rows} prompts, expected {wanted}: an"
+                " unconditional one for each prompt under guidance, and else none"
+            )
         return torch.zeros(rows, self.family.size, device=self.device), Stack(request, rows)
 
     def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ FAMILIES = {
     "glm_image": "visspec.models.targets.glm_image:GlmImage",
     "chameleon": "visspec.models.targets.chameleon:Chameleon",
     "continuous_painter": "visspec.models.targets.continuous:ContinuousImages",
+    "mar_painter": "visspec.models.targets.mar_painter:PaintedMAR",
     # not of transformers: known by their classes
     "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",
     "MAR": "visspec.models.targets.mar:MARImages",

@@ -88,6 +88,7 @@ class Family:
     codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
     default_guidance: float = 1.0
     vectors: bool = False  # whether its tokens are vectors, not codes
+    parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
     default_drafter: str = "jacobi"
     default_rule: str = "exact"
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class MARImages(Family):
 
     name = "mar"
     codes = 0
-    vectors = True
+    vectors = parallel = True
     default_drafter, default_rule = "none", "coupled"
 
     def __init__(
@@ -181,14 +181,18 @@ class MARTarget(Target):
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """`request.inputs` is a `ClassPrompt`. Scores: laws (B, 1) of the first tokens."""
+        state = self.opened(request)
+        return state, self._scores(state, state.position[:, None], range(1))
+
+    def opened(self, request: Request) -> State:
+        """The state of a checked request before any pass."""
         self.family.check_sampling(request.sampling)
         prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
         check(prompt, self.model, request)
         known = Known.nothing(prompt, self.model.config.size)
         position = torch.full_like(prompt.classes, -1)  # the number of a node before the first token
         rows = list(range(len(position)))
-        state = State(request, known.values[:, 0], position, known, rows, Scattered(request, prompt.order))
-        return state, self._scores(state, position[:, None], range(1))
+        return State(request, known.values[:, 0], position, known, rows, Scattered(request, prompt.order))
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over every prefix of every row, with guidance over two of each."""
@@ -307,13 +311,21 @@ def parallel(
     many iterations as tokens it is the target's plain decoding. noise: of the rows, after their orders. calls: counts
     passes under "trunk" and "head".
     """
-    tokens, rows = target.model.config.tokens, len(prompt.classes)
     known = Known.nothing(prompt, target.capabilities.size)
     calls = Counter() if calls is None else calls
-    count = 0
-    for after in revealed(tokens, iterations):
-        number_BP = torch.arange(count, after, device=target.device).expand(rows, -1)
+    for _ in revealing(target, known, noise, iterations, sampling, calls):
         calls["trunk"] += 1
+    drawn_BTd = known.values[:, : target.model.config.tokens]
+    return torch.zeros_like(drawn_BTd).scatter(1, known.order[..., None].expand_as(drawn_BTd), drawn_BTd)
+
+
+def revealing(
+    target: MARTarget, known: Known, noise: Normals, iterations: int, sampling: Sampling, calls: Counter[str]
+) -> Iterator[range]:
+    """The steps of `parallel`, which put tokens into `known`: after each of them the numbers of its tokens."""
+    rows, count = len(known.classes), 0
+    for after in revealed(target.model.config.tokens, iterations):
+        number_BP = torch.arange(count, after, device=target.device).expand(rows, -1)
         law = target.after(
             known, number_BP[:, :1], number_BP, range(count, count + 1), sampling, calls, step=after - count
         )
@@ -321,9 +333,8 @@ def parallel(
         drawn = law.sample(numbers.start, numbers.steps).points[:, -1]
         known.put(number_BP, drawn.view(rows, after - count, -1))
         noise.advance([after - count] * rows)
+        yield range(count, after)
         count = after
-    drawn_BTd = known.values[:, :tokens]
-    return torch.zeros_like(drawn_BTd).scatter(1, known.order[..., None].expand_as(drawn_BTd), drawn_BTd)
 
 
 MARImages.target = MARTarget

@@ -31,7 +31,7 @@ class Coupled(Acceptance):
 
     traits = RuleTraits("exact for the declared target", judges_draws=True, chains_only=True, law=Denoising)
 
-    def __init__(self, window: int = 16, merge: int = 40):
+    def __init__(self, window: int = 32, merge: int = 40):
         for name, value, least in (("window", window, 1), ("merge", merge, 0)):
             if value < least:
                 raise ValueError(f"{name}: got {value}, expected at least {least}")

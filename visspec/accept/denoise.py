@@ -2,13 +2,19 @@
 
 Every pass of the head takes W points of each chain. The first is known; the others are proposals, drawn from a cheaper
 law of the next point whose Gaussian is known too: while the chain runs along a drafted one, from the drafter's (its
-points are the proposals), elsewhere from a Gaussian around the mean that follows from an extrapolated estimate of the
+points are the proposals), elsewhere from a Gaussian around the mean that follows from a forecast of the estimate of the
 value. Each proposal is then coupled with the target's own law of that point (`couplings`): up to the first that is not
-the same, all are kept, and that one is replaced. (De Bortoli et al., arXiv 2501.05370, freeze the drift; the coupling
-of whole chains, with coalescing again after a difference, is ours.) W = 1 is a plain chain. The less noise is left, the
-sooner a proposal fails: a chain takes 1 / AHEAD of its remaining steps at most.
+the same, all are kept, and that one is replaced. (De Bortoli et al., arXiv 2501.05370, freeze the drift; the forecast
+and the coupling of whole chains, with coalescing again after a difference, are ours.) W = 1 is a plain chain.
 
-Shapes: M chains, S steps, W points of a pass, d size.
+The forecast: were the value N(m, s^2 I), x = a value + n noise, the estimate of the value would be linear in x,
+
+    o(x) = m + share (x / a - m),    share = a^2 s^2 / (a^2 s^2 + n^2),
+
+with m known from any point and its estimate. The s of a chain is the one of SPREADS that foretold its last estimates
+best; s = 0 is the frozen drift.
+
+Shapes: M chains, S steps, W points of a pass, d size, G = len(SPREADS).
 """
 
 from __future__ import annotations
@@ -25,45 +31,66 @@ from visspec.laws import Denoising, Steps, Trajectory
 from visspec.sampling import Numbers
 from visspec.types import Draft
 
-AHEAD = 5  # measured: windows of 16 keep 13 points with half of the steps left, 5 with a quarter, 2 with a tenth
 MOST = 32  # points of a chain in a pass
+SPREADS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.0)  # deviations of the value; the first until a chain tells another
+MORE = 4  # times as many points in the next pass as this one moved
+FORGOTTEN = 0.5  # share of a pass's errors of foretelling that the next pass no longer counts
 
 _forecasts: WeakKeyDictionary[Steps, Forecast] = WeakKeyDictionary()
 
 
 class Forecast(NamedTuple):
-    """Coefficients of the points after each step i when the estimate of the value is o + k o' at the k-th of them:
-    x_(i+k+1) = point x_i + value o + slope o' + sum_j noise_j sigma_(i+j) z_(i+j).
+    """Where chains go if the value has mean m and deviation SPREADS[g]. At step i the estimate of the value is
+    of_x x + of_mean m, the next point near(i) = keep x + move m, and the k-th after step i
+
+        x_(i+k+1) = point x_i + mean m + sum_j noise_j sigma_(i+j) z_(i+j).
     """
 
-    point: Tensor  # (S, W)
-    value: Tensor  # (S, W)
-    slope: Tensor  # (S, W)
-    noise: Tensor  # (S, W, W)
+    of_x: Tensor  # (G, S)
+    of_mean: Tensor  # (G, S)
+    keep: Tensor  # (G, S)
+    move: Tensor  # (G, S)
+    point: Tensor  # (G, S, W)
+    mean: Tensor  # (G, S, W)
+    noise: Tensor  # (G, S, W, W)
+    weight: Tensor  # (S,) of an error of the estimate, squared: in deviations of the next point
 
 
 def forecast(steps: Steps) -> Forecast:
     """The coefficients for windows of `MOST` steps, kept for a schedule. Steps beyond the last change nothing."""
     if steps not in _forecasts:
         with torch.inference_mode(False):
-            _forecasts[steps] = _forecast(steps, MOST)
+            _forecasts[steps] = Forecast(*(part.to(steps.keep) for part in _forecast(steps, MOST)))
     return _forecasts[steps]
 
 
 def _forecast(steps: Steps, window: int) -> Forecast:
-    size = len(steps)
-    keep = torch.cat([steps.keep, steps.keep.new_ones(window)])
-    move = torch.cat([steps.move, steps.move.new_zeros(window)])
-    point, value, slope = keep.new_ones(size), keep.new_zeros(size), keep.new_zeros(size)
-    noise = keep.new_zeros(size, window)
-    columns: list[list[Tensor]] = [[], [], [], []]
+    keep_S, move_S, low_S, high_S = (part.double() for part in (steps.keep, steps.move, steps.low, steps.high))
+    variance_S = (low_S + high_S).exp()
+    signals, noises = [keep_S.new_zeros(())], [keep_S.new_ones(())]  # of x = a value + n noise, n squared
+    for keep, move, variance in zip(keep_S[:-1], move_S[:-1], variance_S):
+        signals.append(keep * signals[-1] + move)
+        noises.append(keep**2 * noises[-1] + variance)
+    a_S, square_S = torch.stack(signals), torch.stack(noises)
+    spread_G1 = keep_S.new_tensor(SPREADS)[:, None].square()
+    whole_GS = a_S**2 * spread_G1 + square_S
+    of_x, of_mean = a_S * spread_G1 / whole_GS, square_S / whole_GS
+    keep_GS, move_GS = keep_S + move_S * of_x, move_S * of_mean
+    count, size = keep_GS.shape
+    keep = torch.cat([keep_GS, keep_GS.new_ones(count, window)], dim=1)
+    move = torch.cat([move_GS, move_GS.new_zeros(count, window)], dim=1)
+    point, mean = torch.ones_like(keep_GS), torch.zeros_like(keep_GS)
+    noise = keep_GS.new_zeros(count, size, window)
+    columns: list[list[Tensor]] = [[], [], []]
     for k in range(window):
-        a, b = keep[k : k + size], move[k : k + size]
-        point, value, slope, noise = a * point, a * value + b, a * slope + b * k, a[:, None] * noise
-        noise[:, k] = 1.0
-        for column, now in zip(columns, (point, value, slope, noise)):
+        own, add = keep[:, k : k + size], move[:, k : k + size]
+        point, mean, noise = own * point, own * mean + add, own[..., None] * noise
+        noise[..., k] = 1.0
+        for column, now in zip(columns, (point, mean, noise)):
             column.append(now)
-    return Forecast(*(torch.stack(column, dim=1) for column in columns))
+    return Forecast(
+        of_x, of_mean, keep_GS, move_GS, *(torch.stack(column, dim=2) for column in columns), move_S**2 / variance_S
+    )
 
 
 class Drafted(NamedTuple):
@@ -102,8 +129,10 @@ class Chains(NamedTuple):
     step: Tensor  # (M,) steps done
     x: Tensor  # (M, d)
     along: Tensor  # (M,) bool: x is the drafted point of this step
-    value: Tensor  # (M, d) latest estimate of the value
-    slope: Tensor  # (M, d) its latest change
+    mean: Tensor  # (M, d) of the value, as forecast
+    spread: Tensor  # (M,) index of its deviation among SPREADS
+    errors: Tensor  # (M, G) of forecasts with each of them
+    reach: Tensor  # (M,) points of the next pass that count
 
     def select(self, keep: Tensor) -> Chains:
         return Chains(*(part[keep] for part in self))
@@ -124,22 +153,23 @@ def run(
     start, along = numbers.start, equal.clone()
     if drafted is not None:
         start, along = torch.where(drafted.there[:, None], drafted.points[:, 0], start), drafted.there
-    chains = Chains(zero, start, along, torch.zeros_like(start), torch.zeros_like(start))
-    widths = [reach(steps - step, window) for step in range(steps)]
-    reach_S = to_device(widths, device)
-    alive, width = list(range(count)), widths[0]
+    width = min(steps, window)
+    errors = start.new_zeros(count, len(SPREADS))
+    chains = Chains(zero, start, along, torch.zeros_like(start), zero, errors, torch.full_like(zero, width))
+    alive = list(range(count))
     chosen: Tensor | None = None  # indices of living chains; None: all
     own, path = numbers, drafted
     following, close = drafted is not None, False
     while alive:
         guide = path if following or close else None
-        chains = advance(law, chains, own, guide, chosen, reach_S[:, None][chains.step], width, merge if close else 0)
+        chains = advance(law, chains, own, guide, chosen, width, window, merge if close else 0)
         there = zero[: len(alive)] if path is None else path.there.long()
-        done, met, drafts = torch.stack([chains.step, chains.along.long(), there]).tolist()
+        state = torch.stack([chains.step, chains.along.long(), there, chains.reach])
+        done, met, drafts, reaches = state.tolist()
         following = any(met)
         close = any(t and not m and n + window > steps - merge for n, m, t in zip(done, met, drafts))
+        width = max(reaches)
         over = [c for c, n in enumerate(done) if n == steps]
-        width = max((widths[n] for n in done if n < steps), default=1)
         if not over:
             continue
         at = to_device(over, device)
@@ -164,19 +194,14 @@ def run(
     return ends, equal
 
 
-def reach(left: int, window: int) -> int:
-    """Points of a chain in a pass, with so many steps left."""
-    return min(left, max(2, left // AHEAD), window)
-
-
 def advance(
-    law: Denoising, chains: Chains, numbers: Numbers, drafted: Drafted | None, chosen: Tensor | None, reach_M1: Tensor,
-    width: int, merge: int,
+    law: Denoising, chains: Chains, numbers: Numbers, drafted: Drafted | None, chosen: Tensor | None, width: int,
+    window: int, merge: int,
 ) -> Chains:  # fmt: skip
     """One pass of the head over W = `width` points of each chain, of which `reach` count; every chain moves by one step
     at least.
     """
-    steps = law.steps
+    steps, reach_M1 = law.steps, chains.reach[:, None]
     place = torch.arange(width, device=chains.step.device)
     index = (chains.step[:, None] + place).clamp(max=len(steps) - 1)
     own = proposals(steps, chains, index, numbers, drafted, place == reach_M1 - 1, merge)
@@ -197,30 +222,46 @@ def advance(
     stays_M1, last = same.gather(1, moved_M1 - 1), (moved_M1 - 1)[..., None].expand(-1, 1, mean.shape[-1])
     x = torch.where(stays_M1, own.points.gather(1, last)[:, 0], drawn.gather(1, last)[:, 0])
     along = (stays_M1 & own.along.gather(1, moved_M1 - 1))[:, 0]
-    now = value.gather(1, last)[:, 0]
-    former = torch.cat([chains.value[:, None], value], dim=1).gather(1, last)[:, 0]
-    slope = (now - former) * (chains.step[:, None] + moved_M1 > 1)
-    return Chains(chains.step + moved_M1[:, 0], x, along, now, slope)
+    step = chains.step + moved_M1[:, 0]
+    reach = torch.minimum((MORE * moved_M1[:, 0]).clamp(max=window), len(steps) - step)
+    return Chains(step, x, along, *foretold(steps, chains, index, before, value, moved_M1, place), reach)
+
+
+def foretold(
+    steps: Steps, chains: Chains, index: Tensor, before: Tensor, value: Tensor, moved_M1: Tensor, place: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, spread, errors) of the chains after a pass that found estimates `value` at points `before`.
+
+    Only points on the way count: later ones depend on random numbers that are used again.
+    """
+    ahead = forecast(steps)
+    of_x, of_mean = ahead.of_x[:, index, None], ahead.of_mean[:, index, None]  # (G, M, W, 1)
+    means = (value - of_x * before) / of_mean
+    off = torch.addcmul(of_x[:, :, 1:] * before[:, 1:] - value[:, 1:], of_mean[:, :, 1:], means[:, :, :-1])
+    weight = ahead.weight[index[:, 1:]] * (place[1:] < moved_M1)
+    found = (off.square().sum(dim=-1) * weight).sum(dim=-1)  # (G, M)
+    errors = torch.add(found.T, chains.errors, alpha=1 - FORGOTTEN)
+    spread = errors.argmin(dim=1)
+    return means[spread, torch.arange(len(spread), device=spread.device), moved_M1[:, 0] - 1], spread, errors
 
 
 def proposals(
     steps: Steps, chains: Chains, index: Tensor, numbers: Numbers, drafted: Drafted | None, final: Tensor, merge: int
 ) -> Proposals:
-    """The next W points: along the drafted chain where a chain is on it, else around the extrapolated estimate.
+    """The next W points: along the drafted chain where a chain is on it, else around the forecast.
 
     final (M, W) bool: each chain's last point that counts.
     """
     log_sigma = steps.low[index][..., None]
     if not steps.fixed:  # between the bounds; an estimate of deviations would say more
         log_sigma = (log_sigma + steps.high[index][..., None]) / 2
-    normal = at_steps(numbers.steps, index)
+    normal, sigma = at_steps(numbers.steps, index), log_sigma.exp()
     ahead, width = forecast(steps), index.shape[1]
-    step = index[:, 0]
-    of_x, of_value, of_slope = (part[step, :width, None] for part in ahead[:3])
-    points = of_x * chains.x[:, None] + of_value * chains.value[:, None] + of_slope * chains.slope[:, None]
-    points = torch.baddbmm(points, ahead.noise[step, :width, :width], log_sigma.exp() * normal)
-    mean = points - log_sigma.exp() * normal
-    away = Proposals(points, normal, mean, log_sigma, torch.zeros_like(index, dtype=torch.bool))
+    at = chains.spread, index[:, 0]
+    of_x, of_mean = ahead.point[at][:, :width, None], ahead.mean[at][:, :width, None]
+    points = torch.addcmul(of_x * chains.x[:, None], of_mean, chains.mean[:, None])
+    points = torch.baddbmm(points, ahead.noise[at][:, :width, :width], sigma * normal)
+    away = Proposals(points, normal, points - sigma * normal, log_sigma, torch.zeros_like(index, dtype=torch.bool))
     if drafted is None:
         return away
     mean, log_sigma = at_steps(drafted.mean, index), at_steps(drafted.log_sigma, index)
@@ -243,11 +284,11 @@ def merging(
     """
     coin = at_steps(numbers.coins[..., 1], index)
     log_sigmas = torch.where(near[..., None], on.log_sigma, away.log_sigma)
-    x, met = chains.x, torch.zeros_like(chains.along)
+    x, met, ahead = chains.x, torch.zeros_like(chains.along), forecast(steps)
+    keeps, moves = (part[chains.spread[:, None], index] for part in (ahead.keep, ahead.move))
     made = []
     for k in range(index.shape[1]):
-        keep, move = steps.keep[index[:, k]][:, None], steps.move[index[:, k]][:, None]
-        mean = keep * x + move * (chains.value + k * chains.slope)
+        mean = keeps[:, k, None] * x + moves[:, k, None] * chains.mean
         log_sigma, close = log_sigmas[:, k], near[:, k]
         drawn, same = reflected(on.normal[:, k], on.mean[:, k], mean, log_sigma, coin[:, k])
         ends = final[:, k]

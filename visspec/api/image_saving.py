@@ -36,7 +36,8 @@ def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> N
     Raises ValueError for what can't be written so that `read` finds it, before anything is written.
     """
     root = Path(folder)
-    for name in ("model", "processor"):
+    needed = ("model",) if getattr(components["model"], "wordless", False) else ("model", "processor")
+    for name in needed:
         if not hasattr(components[name], "save_pretrained"):
             found = type(components[name]).__name__
             raise ValueError(f"{name}: got {found}, expected a {name} of transformers to save")
@@ -52,7 +53,8 @@ def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> N
             "parts": {name: part if isinstance(part, str) else None for name, part in components["parts"].items()},
         }
         components["model"].save_pretrained(folder, **options)
-        components["processor"].save_pretrained(folder)
+        if "processor" in needed:
+            components["processor"].save_pretrained(folder)
         if isinstance(settings["drafter"], dict):
             shutil.copytree(Path(staged) / DRAFTER, root / DRAFTER, dirs_exist_ok=True)
     write_json(root / FILE, settings)

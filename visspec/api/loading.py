@@ -20,7 +20,10 @@ SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
     "tp": {"tp_plan": "auto"},
 }
-OWN = {"continuous_painter": "visspec.models.nets.continuous_painter:load"}  # networks that transformers does not have
+OWN = {  # networks that transformers does not have
+    "continuous_painter": "visspec.models.nets.continuous_painter:load",
+    "mar_painter": "visspec.models.nets.mar_painter:load",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -72,8 +75,10 @@ def _load_own(folder: Path, reference: str, device: str, dtype: str):
     _check_device(device)
     precision = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model = zoo.load(reference)(folder, precision)
-    with _quiet():  # it would say that it does not know the type of the model
-        processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
+    processor = None
+    if not model.wordless:
+        with _quiet():  # it would say that it does not know the type of the model
+            processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
     logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
     return model.to(device).eval(), processor
 

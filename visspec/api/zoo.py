@@ -72,6 +72,7 @@ DRAFTERS = {
         "visspec.models.drafters.continuous:ContinuousDrafter",
         "vectors: a small model of the painter's form; its denoising chains are the drafts; trained",
     ),
+    "mar": ("visspec.models.drafters.mar:SmallMAR", "vectors: a smaller MAR, in the order of the row; trained"),
 }
 ORDERS = {  # order of generation of an image's positions
     "raster": ("visspec.loop.orders:Raster", "row by row, through the loop; the default"),
@@ -121,10 +122,12 @@ PRESETS = {  # docs/presets.md compares them
     ),
     "budget": Preset("jacobi:redraw=maximal,window=16", "budget:drift=0.05", "ours: mass moves least in latent space"),
 }
-VECTOR_PRESETS = {  # of painters of vectors
+VECTOR_PRESETS = {  # of painters of vectors; a drafter stands for that of the painter at hand
     "plain": Preset("none", "coupled:window=1", "no drafting, one step of a chain in a pass of the head"),
-    "denoise": Preset("none", "coupled:window=8", "accelerated diffusion by speculative sampling, on every vector"),
-    "coupled": Preset("painter-continuous-drafter", "coupled:window=8", "drafted vectors, chains coupled step by step"),
+    "denoise": Preset("none", "coupled:window=32", "accelerated diffusion by speculative sampling, on every vector"),
+    "coupled": Preset(
+        "painter-continuous-drafter", "coupled:window=32", "drafted vectors, chains coupled step by step"
+    ),
     "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
     "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
 }
@@ -137,11 +140,13 @@ SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, tha
         "painter-continuous",
         "the embedded continuous painter's",
     ),
+    "painter-mar-drafter": ("mar", "painter-mar-drafter", "painter-mar", "the embedded MAR's"),
 }
 KINDS = {
     "feature_drafter": "eagle",
     "image_drafter": "image-eagle",
     "continuous_painter": "continuous",
+    "mar_painter": "mar",
 }  # of a checkpoint: the drafter that reads it
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
     "int": (int, "a whole number"),
@@ -226,9 +231,19 @@ def acceptance(text: str, what: str = "acceptance") -> Any:
     return make(what, name, load(reference), options)
 
 
-def preset(name: str, vectors: bool = False) -> Preset:
-    """A preset of image generation, of codes or of vectors. Raises ValueError for an unknown name."""
-    return _pick(VECTOR_PRESETS if vectors else PRESETS, "preset", name)
+def preset(name: str, vectors: bool = False, kind: str = "") -> Preset:
+    """A preset of image generation, of codes or of vectors, with the included drafter for a model of the type `kind`.
+    Raises ValueError for an unknown name.
+    """
+    found = _pick(VECTOR_PRESETS if vectors else PRESETS, "preset", name)
+    if kind in KINDS and found.drafter in SHIPPED:
+        found = found._replace(drafter=next(own for own, row in SHIPPED.items() if row[0] == KINDS[kind]))
+    return found
+
+
+def kind_of(model: Any) -> str:
+    """The `model_type` of a model's configuration; of a class without one, its name."""
+    return getattr(getattr(model, "config", None), "model_type", type(model).__name__)
 
 
 def method(text: str) -> dict[str, str | None]:

@@ -60,6 +60,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", action="append", choices=TASKS, help="prompts of this task only; repeat")
     parser.add_argument("--denoising-steps", type=positive, action="append", metavar="N",
                         help="painters of vectors: also plain decoding with N steps of the head; repeat")  # fmt: skip
+    parser.add_argument(
+        "--iterations",
+        type=positive,
+        action="append",
+        metavar="N",
+        help="MAR: also several tokens at a time, in N passes; repeat",
+    )
     parser.add_argument("--quality", type=int, default=0, help="images a method for GenEval and FD (0: none)")
     parser.add_argument("--world", choices=WORLDS, help="of the prompts; default: the one whose words the model knows")
     parser.add_argument("--sweep", nargs="*", choices=FAMILIES, metavar="RULE",
@@ -82,8 +89,9 @@ def run(arguments: argparse.Namespace) -> None:
         compile=arguments.compile,
     )  # fmt: skip
     vectors = pipe.family.vectors
-    methods = dict(chosen(m, vectors) for m in arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS))
-    others = fewer_steps(pipe, arguments.denoising_steps or ())
+    named = arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS)
+    methods = dict(chosen(m, vectors, zoo.kind_of(pipe.model)) for m in named)
+    others = fewer_steps(pipe, arguments.denoising_steps or ()) | fewer_passes(pipe, arguments.iterations or ())
     if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
         asked = (
             f"--quality: got {arguments.quality}, expected 0" if arguments.quality else "--sweep: got it, expected not"
@@ -129,11 +137,11 @@ def spread(count: int, tasks: Sequence[str] | None = None, place: World | None =
     return rows[:: max(1, len(rows) // count)][:count]
 
 
-def chosen(method: str, vectors: bool = False) -> tuple[str, str]:
+def chosen(method: str, vectors: bool = False, kind: str = "") -> tuple[str, str]:
     """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:
-        return name, str(zoo.preset(name, vectors))
+        return name, str(zoo.preset(name, vectors, kind))
     if "/" not in pair:
         raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
     return name, pair
@@ -149,6 +157,22 @@ def fewer_steps(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePi
     for count in counts:
         parts = pipe.parts | {"denoising_steps": count}
         found[f"plain, {count} steps"] = made = ImagePipeline(pipe.model, pipe.processor, parts=parts)
+        made.set_progress_bar_config(disable=True)
+    return found
+
+
+def fewer_passes(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
+    """Pipelines of the same model that draw several tokens in a pass, as published MAR, by the names of their rows.
+
+    Raises ValueError for a painter that can't.
+    """
+    if counts and not pipe.family.parallel:
+        raise ValueError(f"--iterations: got {counts[0]}, expected none: {pipe.family.name} draws a token at a time")
+    found = {}
+    for count in counts:
+        order = zoo.load("visspec.models.targets.mar_parallel:Parallel")(count)
+        made = ImagePipeline(pipe.model, pipe.processor, parts=pipe.parts, order=order)
+        found[f"plain, {count} iterations"] = made
         made.set_progress_bar_config(disable=True)
     return found
 

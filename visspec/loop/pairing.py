@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from visspec.laws import Categorical
 from visspec.loop.guard import Guarded
 from visspec.loop.orders import Islands, Raster
 from visspec.loop.pace import Pace
@@ -88,8 +87,11 @@ def pair(
         guarded = Guarded(drafter, target.capabilities, target.device, rule.traits.chains_only, lent)
     if order is None:
         order = Islands() if traits.whole_images and rule.traits.whole_images else Raster()
-    if not order.raster and target.capabilities.law is not Categorical:
-        raise ValueError(f"order: got {type(order).__name__}, expected raster: vectors follow one another")
+    if not order.raster and target.capabilities.law is not order.law:
+        kinds = order.law.__name__, target.capabilities.law.__name__
+        raise ValueError(
+            f"order: got {type(order).__name__}, which is of {kinds[0]} laws, expected raster or one of {kinds[1]} laws"
+        )
     pace = Pace(levels or traits.levels, adaptive and traits.adaptive_depth)
     return Pairing(target, guarded, name, rule, pace, order.joined(rule, guarded))
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKL
 from torch import nn
 from transformers import LlamaConfig
 
@@ -86,10 +87,14 @@ def score(
 class TokenStage(Stage):
     """What both models' stages share: batches of prompts and sampled tokens, and levels of noise."""
 
-    def __init__(self, options: argparse.Namespace, rank: int, file: str, steps: int, trained: list, parts: dict):
+    def __init__(
+        self, options: argparse.Namespace, rank: int, file: str, steps: int, trained: list, parts: dict,
+        autoencoder: AutoencoderKL | None = None,
+    ):  # fmt: skip
         super().__init__(options, rank, file, steps, options.rate, trained, 0.05, parts)
         self.data, self.tokenizer = read_tokens(options.out), build_tokenizer()
-        self.deviation = load_autoencoder(options.out).quant_conv.bias[SIZE:].detach().div(2).exp()
+        posterior = load_autoencoder(options.out) if autoencoder is None else autoencoder
+        self.deviation = posterior.quant_conv.bias[SIZE:].detach().div(2).exp()
         level = cosine_levels().float()
         self.signal, self.noise = level.sqrt(), (1 - level).sqrt()
 
@@ -110,13 +115,13 @@ class TokenStage(Stage):
         values = means + self.deviation * torch.randn(means.shape, generator=rng)
         return ids, mask, values, self.data["ink"][order], self.data["begun"][order].long(), dropped
 
-    def noised(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Points of the forward process of tokens (B, T, SIZE): (TIMES, B, T, SIZE), their times (TIMES, B, T), and the
+    def noised(self, values: torch.Tensor, count: int = TIMES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Points of the forward process of tokens (B, T, SIZE): (count, B, T, SIZE), their times (count, B, T), and the
         velocities there.
         """
-        times = torch.randint(len(self.signal), (TIMES, *values.shape[:2]))
+        times = torch.randint(len(self.signal), (count, *values.shape[:2]))
         signal, noise = self.signal[times][..., None], self.noise[times][..., None]
-        eps = torch.randn(TIMES, *values.shape)
+        eps = torch.randn(count, *values.shape)
         return signal * values + noise * eps, times, signal * eps - noise * values
 
 

@@ -24,11 +24,11 @@ from visspec.recipes.stages import begin, in_workers
 STAGES = ("autoencoder", "decoder", "tokens", "draw", "draft", "finish")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Options of the command line."""
+def parser(stages: tuple[str, ...] = STAGES) -> argparse.ArgumentParser:
+    """Options of the command line of a recipe with these stages."""
     parser = argparse.ArgumentParser(description="Train the continuous painter and its drafter on a CPU core.")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished models")
-    parser.add_argument("--stage", nargs="+", choices=(*STAGES, "all"), default=["all"])
+    parser.add_argument("--stage", nargs="+", choices=(*stages, "all"), default=["all"])
     parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
     parser.add_argument("--autoencoder-steps", type=int, default=800)
     parser.add_argument("--decoder-steps", type=int, default=500)

@@ -1,0 +1,234 @@
+"""The MAR painter: its folder, its classes, its drafter, several tokens in a pass, and its recipe on a few steps."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import GenerationConfig
+
+from tests.test_continuous_painter import SMALL
+from tests.test_image_nets import one_sentence
+from visspec import ImagePipeline
+from visspec.api import zoo
+from visspec.api.loading import load_image_model
+from visspec.cli import bench_image
+from visspec.models.drafters.mar import SmallMAR
+from visspec.models.nets.diffusion_head import cosine_levels, schedule
+from visspec.models.nets.mar import MAR, UNCONDITIONAL, MARConfig
+from visspec.models.nets.mar_painter import MARPainter, MARPainterConfig, load
+from visspec.models.targets.mar_painter import PaintedMAR
+from visspec.models.targets.mar_parallel import Parallel
+from visspec.recipes import mar_card, mar_draw
+from visspec.recipes.captioner_build import save
+from visspec.recipes.continuous_data import write_tokens
+from visspec.recipes.mar_painter import parser
+
+TINY = {"width": 16, "depth": 1, "heads": 2, "head_width": 16, "head_depth": 1, "buffer": 2, "denoising_steps": 4}
+PROMPTS = ["a photo of a red ring", "a photo of a star"]
+
+
+def fresh(autoencoder=None, seed=0, **sizes):
+    torch.manual_seed(seed)
+    model = mar_draw.build("painter", autoencoder, TINY | sizes).eval()
+    for parameter in model.mar.head.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model.generation_config = GenerationConfig(guidance_scale=2.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    made = ImagePipeline(fresh(SMALL), None)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def written(pipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mar")
+    save(pipe.model, None, folder / "painter", torch.float32)
+    save(fresh(seed=1), None, folder / "drafter", torch.float32)
+    return folder
+
+
+def test_prompts_are_names_of_classes(pipe):
+    red = mar_draw.LABELS.index(PROMPTS[0])
+    out = pipe([PROMPTS[0], str(red)], seed=[3, 3])
+    assert torch.equal(out.tokens[0], out.tokens[1]) and out.images[0].size == (64, 64)
+    assert pipe.family.default_guidance == 2.0 and len(mar_draw.LABELS) == 88
+    for text in ("a photo of a dog", "88", ""):
+        with pytest.raises(ValueError, match=r"^prompt: got .*expected") as error:
+            pipe(text)
+        one_sentence(error)
+
+
+def test_a_folder_is_the_model_it_was_written_from(pipe, written):
+    model, processor = load_image_model(str(written / "painter"))
+    assert isinstance(model, MARPainter) and processor is None and not model.training
+    for name, value in pipe.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert model.generation_config.guidance_scale == 2.0
+    plan = model.schedule()
+    assert plan.predicts == "velocity" and len(plan.steps) == 4 and plan.steps.noisy and not plan.steps.fixed
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t, c: t.pop("mar.z_proj.bias"), "lacks tensor 'mar.z_proj.bias'"),
+        (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
+        (lambda t, c: t.update({"mar.z_proj.bias": torch.ones(3)}), "tensor 'mar.z_proj.bias' of .* has shape"),
+        (lambda t, c: c["network"].update(size=0), "size: got 0, expected a whole number"),
+        (lambda t, c: c.update(labels=["one"] * 88), "labels: got 1 names, expected 88"),
+        (lambda t, c: c.update(predicts="speed"), "predicts: got 'speed', expected one of"),
+        (lambda t, c: c.update(denoising_steps=1001), "denoising_steps: got 1001, expected"),
+        (lambda t, c: c.update(model_type="continuous_painter"), "model_type: got 'continuous_painter'"),
+    ],
+)
+def test_refuses_what_is_no_painter(written, tmp_path, change, said):
+    folder = written / "painter"
+    tensors, entries = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(tensors, entries)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=said) as error:
+        load(tmp_path)
+    one_sentence(error)
+
+
+def test_a_pipeline_is_saved_without_a_processor(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path)
+    again = ImagePipeline.from_pretrained(str(tmp_path))
+    again.set_progress_bar_config(disable=True)
+    assert torch.equal(again(PROMPTS[0], seed=1).tokens[0], pipe(PROMPTS[0], seed=1).tokens[0])
+
+
+def test_a_drafter_drafts_and_its_head_is_counted(pipe, written):
+    drafter = SmallMAR.from_pretrained(written / "drafter", pipe.model, wait=8)
+    out = pipe(PROMPTS, seed=[1, 2], drafter=drafter, output_type="latent")
+    stats, trace = out.stats[0], out.traces[0]
+    drafted = sum(r.levels for r in trace.rounds)
+    assert stats.faults == 0 and drafted > 0 and trace.calls["draft_head"] == 4 * drafted
+    assert trace.calls["head"] > 0 and stats.guarantee == "exact for the declared target"
+
+
+@pytest.mark.parametrize("sizes,message", [
+    ({"denoising_steps": 3}, "got 3 denoising steps, expected 4"),
+    ({"size": 4}, "got 64 tokens of 4 numbers and 88 classes, expected the target's 64 of 8 and 88"),
+])  # fmt: skip
+def test_a_drafter_of_another_kind_is_refused_before_work_starts(pipe, sizes, message):
+    other = SmallMAR(PaintedMAR(fresh(**sizes)))
+    with pytest.raises(ValueError, match=f"^drafter: {message}") as error:
+        pipe(PROMPTS[0], drafter=other)
+    one_sentence(error)
+
+
+def test_presets_have_the_drafter_of_the_painter(pipe):
+    kind = zoo.kind_of(pipe.model)
+    drafters = {name: zoo.preset(name, True, kind).drafter for name in zoo.VECTOR_PRESETS}
+    assert set(drafters.values()) == {"none", "painter-mar-drafter"}
+    assert zoo.preset("coupled", True).drafter == "painter-continuous-drafter"
+    assert bench_image.chosen("coupled", True, kind)[1].startswith("painter-mar-drafter/")
+
+
+# --- several tokens in a pass -----------------------------------------------------------------------------------------
+
+
+def test_as_many_passes_as_tokens_are_plain_decoding(pipe):
+    plain = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1")
+    out = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1", order=Parallel(64))
+    for one, two in zip(plain.tokens, out.tokens):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+    assert out.traces[0].calls == plain.traces[0].calls
+    assert all((a == b).all() for a, b in zip(out.passes, plain.passes))
+
+
+def test_fewer_passes_in_the_bench(pipe):
+    others = bench_image.fewer_passes(pipe, [4]) | bench_image.fewer_steps(pipe, [2])
+    record = bench_image.bench(pipe, PROMPTS[:1], {}, {"temperature": 1.0}, warmup=1, others=others)
+    rows = {row["name"]: row for row in record["rows"]}
+    assert record["stock"] is None and not record["failures"]
+    four = rows["plain, 4 iterations"]
+    assert four["trunk_passes"] == 4 / 64 and four["head_calls"] == 4 * 4 / 64 and four["guarantee"] == "approximate"
+    assert rows["plain"]["head_calls"] == 4 and rows["plain, 2 steps"]["head_calls"] == 2
+
+
+def test_what_can_not_be_drawn_in_fewer_passes_is_refused(pipe):
+    with pytest.raises(ValueError, match="iterations: got 0"):
+        Parallel(0)
+    with pytest.raises(ValueError, match=r"iterations: got 65, expected 1\.\.64"):
+        pipe(PROMPTS[0], order=Parallel(65))
+    drafter = SmallMAR(PaintedMAR(fresh()))
+    with pytest.raises(ValueError, match="drafter: got one beside the order parallel"):
+        pipe(PROMPTS[0], order=Parallel(4), drafter=drafter)
+    with pytest.raises(ValueError, match="order: got ZipAR, which is of Categorical laws"):
+        pipe(PROMPTS[0], order="zipar:window=2")
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_initial_weights_are_the_published_ones():
+    """Xavier, no biases, tables of deviation 0.02; the last layers begin at zero (MAR's code, `initialize_weights`)."""
+    torch.manual_seed(0)
+    model = MAR(MARConfig(64, 1, 4, head_width=48, head_depth=2, size=8, tokens=16, buffer=4, classes=10))
+    model.begin()
+    zero = {id(part) for part in (model.head.final_layer.linear,)}
+    zero |= {id(block.adaLN_modulation[1]) for block in (*model.head.res_blocks, model.head.final_layer)}
+    times = {id(model.head.time_embed.mlp[i]) for i in (0, 2)}
+    for name, part in model.named_modules():
+        if not isinstance(part, nn.Linear):
+            continue
+        bound = (6 / sum(part.weight.shape)) ** 0.5
+        assert bool((part.bias == 0).all()), name
+        if id(part) in zero:
+            assert bool((part.weight == 0).all()), name
+        elif id(part) in times:
+            assert float(part.weight.std()) == pytest.approx(0.02, rel=0.05), name
+        else:
+            assert 0.9 * bound < float(part.weight.abs().max()) <= bound, name
+    for table in (model.encoder_pos_embed_learned, model.class_emb.weight, model.fake_latent, model.mask_token):
+        assert float(table.detach().std()) == pytest.approx(0.02, rel=0.25)
+
+
+def test_the_recipe_s_masks_and_divergence():
+    """Rows know as many tokens as each other; the divergence is zero for the posterior itself."""
+    stage = object.__new__(mar_draw.DrawStage)
+    plan = schedule(1000, learned=True).steps
+    stage.low, stage.high, stage.move = (part.flip(0) for part in (plan.low, plan.high, plan.move))
+    stage.noise = (1 - cosine_levels().float()).sqrt()
+    times, zero = torch.tensor([[3, 500, 900]]), torch.zeros(1, 3, 8)
+    at_low, wider = stage.divergence(zero, zero - 1, times), stage.divergence(zero, zero + 1, times)
+    assert torch.allclose(at_low, zero, atol=1e-6) and bool((wider > 0).all())
+    assert bool((stage.divergence(zero + 0.5, zero - 1, times) > at_low).all())
+
+
+@pytest.mark.slow
+def test_recipe_writes_both_folders(tmp_path, monkeypatch):
+    for name in ("painter", "drafter"):
+        own = {size: value for size, value in TINY.items() if size != "denoising_steps"}
+        monkeypatch.setitem(mar_draw.SIZES, name, own)
+    monkeypatch.setattr(mar_card, "GUIDANCES", (1.0, 2.0))
+    options = parser().parse_args(
+        ["--out", str(tmp_path), "--pairs", "24", "--rows", "4", "--steps", "3", "--drafter-steps", "2",
+         "--every", "9", "--every-prompt", "44"]
+    )  # fmt: skip
+    write_tokens(options, mar_draw.included_autoencoder())
+    stage = mar_draw.DrawStage(options, 0)
+    values, classes, known, hidden = stage.batch()
+    assert values.shape == (4, 64, 8) and known.sum(1).unique().numel() == 1 and int(classes.min()) >= UNCONDITIONAL
+    assert not bool(known.gather(1, hidden).any())
+    stage.run()
+    mar_draw.DraftStage(options, 0).run()
+    mar_card.finish(options)
+    for name in mar_card.NAMES.values():
+        assert isinstance(load(tmp_path / name), MARPainter)
+        assert json.loads((tmp_path / name / "provenance.json").read_text())["recipe"] == "visspec.recipes.mar_painter"
+        assert "{" not in (tmp_path / name / "README.md").read_text()
+
+
+def test_a_configuration_has_defaults():
+    """As transformers makes one without arguments."""
+    assert MARPainterConfig().labels[:2] == ["0", "1"]

@@ -1,0 +1,49 @@
+"""Train the embedded MAR painter and its drafter from zero: continuous tokens in random orders.
+
+python -m visspec.recipes.mar_painter --out runs/mar [--stage STAGE ...] [--resume]
+
+Stage `tokens` codes pictures with the autoencoder of `painter-continuous`, `draw` trains the painter on tokens drawn
+from its posterior, `draft` a smaller MAR on the painter's head, and `finish` writes both folders with model cards and
+provenance. Every stage is resumable.
+
+Data: the one-object scenes among those of the continuous painter's recipe. Seeds: 4 (draw), 5 (draft). One CPU core,
+about 40 minutes.
+"""
+
+import argparse
+
+from visspec.recipes import continuous_painter
+from visspec.recipes.continuous_data import write_tokens
+from visspec.recipes.mar_draw import DraftStage, DrawStage, included_autoencoder
+from visspec.recipes.stages import begin, in_workers
+
+STAGES = ("tokens", "draw", "draft", "finish")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command line: those of the continuous painter's recipe, with defaults of its own."""
+    parser = continuous_painter.parser(STAGES)
+    parser.description = "Train the MAR painter and its drafter on a CPU core."
+    parser.set_defaults(steps=4000, drafter_steps=1000, rows=16, rate=1e-3, every=500)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the recipe."""
+    options = parser().parse_args(arguments)
+    begin(options, 1)
+    wanted = STAGES if "all" in options.stage else options.stage
+    if "tokens" in wanted:
+        write_tokens(options, included_autoencoder())
+    if "draw" in wanted:
+        in_workers(DrawStage, options)
+    if "draft" in wanted:
+        in_workers(DraftStage, options)
+    if "finish" in wanted:
+        from visspec.recipes.mar_card import finish
+
+        finish(options)
+
+
+if __name__ == "__main__":
+    main()
