@@ -183,7 +183,8 @@ def test_host_reads_are_where_they_should_be():
 HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "cache.py": ["to_device", "to_device"],
     "published.py": ["walked"],  # the body for a CPU
-    "tree.py": ["_static", "_static"],  # of each shape once, as the next two
+    "tree.py": ["_static", "_static"],  # of each shape once, as the next three
+    "recycling.py": ["_shape", "_shape"],
     "feature_tree.py": ["plan", "plan"],
     "jacobi.py": ["proactive"],
     "feature_layout.py": ["plan", "plan", "extend", "extend", "compress"],  # of prompts and lessons, as the others

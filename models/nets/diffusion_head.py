@@ -153,8 +153,9 @@ class DiffusionHead(nn.Module):
         """
         if published:
             begin_linear(self)
-            for i in (0, 2):
-                nn.init.normal_(self.time_embed.mlp[i].weight, std=0.02)
+            times: list[Any] = [self.time_embed.mlp[i] for i in (0, 2)]
+            for layer in times:
+                nn.init.normal_(layer.weight, std=0.02)
         last: list[Any] = [part.adaLN_modulation[1] for part in (*self.res_blocks, self.final_layer)]
         for layer in (*last, self.final_layer.linear):
             nn.init.zeros_(layer.weight)

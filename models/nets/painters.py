@@ -29,7 +29,8 @@ def load_painter(kind: type[VectorPainter], folder: str | Path, dtype: torch.dty
     """The painter or drafter of a folder, in eval mode. Raises ValueError in one sentence for another folder, before
     any weight is read where the headers tell it.
     """
-    where, configuration = check_folder(folder), kind.config_class
+    where = check_folder(folder)
+    configuration: Any = kind.config_class
     entries = read_json(where, "config.json")
     if entries.get("model_type") != configuration.model_type:
         raise ValueError(
