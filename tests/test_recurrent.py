@@ -226,3 +226,13 @@ def test_a_state_that_is_not_in_the_cache_is_refused():
     with pytest.raises(ValueError, match="expected") as caught:
         visspec.accelerate(built(tf.RecurrentGemmaForCausalLM, config), "ngram")
     assert str(caught.value).count(". ") == 0 and "\n" not in str(caught.value)
+
+
+def test_a_state_that_several_tokens_do_not_continue_from_is_refused():
+    """Jamba's layers take one token at a time behind a state, and the first of several as if there were none."""
+    config = tf.JambaConfig(
+        **{**TEXT, "num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=8,
+        expert_layer_offset=4, num_experts=2, mamba_d_state=8, mamba_dt_rank=8, use_mamba_kernels=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="gives a draft's nodes other laws than the same tokens one by one"):
+        visspec.accelerate(built(tf.JambaForCausalLM, config), "ngram")

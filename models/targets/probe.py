@@ -15,6 +15,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -89,12 +90,21 @@ def check(target: HFDecoder) -> Answer:
 
 def _asked(target: HFDecoder) -> Answer:
     name = type(target.model).__name__
-    exact = _exact(target.model)
+    exact, error = _exact(target.model), 0.0
     try:
+        if target.states:  # several tokens behind a state, as if they came one by one
+            ways = [(1, len(PATH) - 1), (1,) * len(PATH)]
+            error, limit = _difference(*(_alone(target, 0, widths) for widths in ways), exact)
+            if error > limit:
+                return Answer(_unlike(name, error))
         tree_RPV = _in_a_tree(target)
         # others only where the first differs: models that let a prompt see its own end are causal step by step alone
-        for step, padding in ((len(PATH), True), (1, True), (1, False)):
-            path_RPV = _padded(target, step) if padding else torch.cat([_alone(target, row, step) for row in range(2)])
+        once, one_by_one = (len(PATH),), (1,) * len(PATH)
+        for widths, padding in ((once, True), (one_by_one, True), (one_by_one, False)):
+            if padding:
+                path_RPV = _padded(target, widths)
+            else:
+                path_RPV = torch.cat([_alone(target, row, widths) for row in range(2)])
             error, limit = _difference(tree_RPV, path_RPV, exact)
             if error <= limit:
                 return Answer(padding=padding, error=error)
@@ -105,7 +115,11 @@ def _asked(target: HFDecoder) -> Answer:
         if said.startswith("model: "):
             return Answer(said)  # our own cache has found the fault
         return Answer(f"model: {name} can't run a draft ({type(raised).__name__}: {said}), expected {EXPECTED}")
-    return Answer(
+    return Answer(_unlike(name, error))
+
+
+def _unlike(name: str, error: float) -> str:
+    return (
         f"model: {name} gives a draft's nodes other laws than the same tokens one by one (by {error:.2g} of their"
         f" spread), expected {EXPECTED}"
     )
@@ -233,31 +247,31 @@ def _shape(target: HFDecoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(range(-1, len(PATH) - 1)), tuple(range(len(PATH)))
 
 
-def _padded(target: HFDecoder, step: int) -> Tensor:
-    """The same of the path without its siblings, `step` tokens a pass, the short row padded at the left: (R, P, V)."""
+def _padded(target: HFDecoder, widths: tuple[int, ...]) -> Tensor:
+    """The same of the path without its siblings, so many tokens a pass, the short row padded at the left: (R, P, V)."""
     values_RSE = _values(target)
     long = values_RSE.shape[1]
     values_RSE[1] = values_RSE[1].roll(-SHORT, 0)
     real_RS = torch.ones(2, long + len(PATH), dtype=torch.long, device=target.device)
     real_RS[1, : long - SHORT] = 0
-    return _continued(target, _MadeUp(values_RSE, [long, long]), step, real_RS)
+    return _continued(target, _MadeUp(values_RSE, [long, long]), widths, real_RS)
 
 
-def _alone(target: HFDecoder, row: int, step: int) -> Tensor:
+def _alone(target: HFDecoder, row: int, widths: tuple[int, ...]) -> Tensor:
     """The same of one row by itself: (1, P, V)."""
     length = [None, SHORT][row]
     values_RSE = _values(target)[row : row + 1, :length]
-    return _continued(target, _MadeUp(values_RSE, [values_RSE.shape[1]]), step)
+    return _continued(target, _MadeUp(values_RSE, [values_RSE.shape[1]]), widths)
 
 
-def _continued(target: HFDecoder, slots: _MadeUp, step: int, real_RS: Tensor | None = None) -> Tensor:
+def _continued(target: HFDecoder, slots: _MadeUp, widths: tuple[int, ...], real_RS: Tensor | None = None) -> Tensor:
     """Logits of the path as a plain continuation, under transformers' own mask."""
     rows, size, before = len(slots.lengths), len(PATH), slots.length
     cache = _Generating(target.cached, slots, state_layers(target.model.config) if target.states else {})
     ids_RP = _tokens(target)[:, _shape(target)[1]].repeat(rows, 1)
     position_RP = (SHORT + torch.arange(size, device=target.device)).repeat(rows, 1)
     logits = []
-    for first in range(0, size, step):
+    for first, step in zip(accumulate(widths, initial=0), widths):
         slots.open(step, target.device)
         output = target.model(
             input_ids=ids_RP[:, first : first + step],
