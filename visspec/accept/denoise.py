@@ -88,8 +88,8 @@ def _forecast(steps: Steps, window: int) -> Forecast:
         noise[..., k] = 1.0
         for column, now in zip(columns, (point, mean, noise)):
             column.append(now)
-    points, means, noises = (torch.stack(column, dim=2) for column in columns)
-    return Forecast(of_x, of_mean, keep_GS, move_GS, points, means, noises, move_S**2 / variance_S)
+    ends, means, drawn = (torch.stack(column, dim=2) for column in columns)
+    return Forecast(of_x, of_mean, keep_GS, move_GS, ends, means, drawn, move_S**2 / variance_S)
 
 
 class Drafted(NamedTuple):
