@@ -27,12 +27,13 @@ ROOT = Path(__file__).parent.parent
 
 def launch(home: Path, module: str, *argv: str) -> None:
     """`main` of a module of the tests with two processes of one thread, by torchrun."""
-    script = home / "run.py"  # tests are no package that is installed
-    values = ", ".join(map(repr, argv))
-    (home / "tests").symlink_to(ROOT / "tests")
-    call = f"main({values}{', ' if argv else ''}Path({str(home)!r}))"
-    start = f"import sys; sys.path.insert(0, {str(home)!r})\nfrom pathlib import Path\n"
-    script.write_text(f"{start}from tests.{module} import main\n{call}\n")
+    script = home / "run.py"  # tests are no package; another of that name may be installed
+    values = "".join(f"{value!r}, " for value in argv)
+    script.write_text(
+        "import sys, types\nfrom pathlib import Path\n"
+        f"tests = sys.modules['tests'] = types.ModuleType('tests')\ntests.__path__ = [{str(ROOT / 'tests')!r}]\n"
+        f"from tests.{module} import main\nmain({values}Path({str(home)!r}))\n"
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
