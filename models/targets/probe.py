@@ -93,8 +93,8 @@ def _asked(target: HFDecoder) -> Answer:
     exact, error = _exact(target.model), 0.0
     try:
         if target.states:  # several tokens behind a state, as if they came one by one
-            ways = [(1, len(PATH) - 1), (1,) * len(PATH)]
-            error, limit = _difference(*(_alone(target, 0, widths) for widths in ways), exact)
+            together, apart = _alone(target, 0, (1, len(PATH) - 1)), _alone(target, 0, (1,) * len(PATH))
+            error, limit = _difference(together, apart, exact)
             if error > limit:
                 return Answer(_unlike(name, error))
         tree_RPV = _in_a_tree(target)

@@ -22,7 +22,8 @@ class Thinned:
     """Views of a model by the layers left out, made when first asked for."""
 
     def __init__(self, model: nn.Module, decoder: nn.Module):
-        self.model, self.decoder = model, decoder
+        self.model: Any = model
+        self.decoder = decoder
         self._views: dict[frozenset[int], nn.Module] = {}
         self._tuples: bool | None = None
 
