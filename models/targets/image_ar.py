@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -48,6 +49,23 @@ class Layout:
     def free(self) -> Tensor:
         """Positions of the image's codes, (rows * columns,) int64, in raster order."""
         return (self.fixed == FREE).nonzero()[self.preview :, 0]
+
+    @property
+    def length(self) -> int:
+        """Values of an image, grammar included."""
+        return self.positions
+
+    def codes(self, values: Tensor) -> Tensor:
+        """(B, length, ...) values -> the image's own, in raster order."""
+        return values[:, self.free]
+
+    def latents(self, codes: Tensor) -> Tensor:
+        """The image's values (B, rows * columns, ...) as (B, rows, columns, ...)."""
+        return codes.unflatten(1, self.grid)
+
+    def placed(self, items: np.ndarray) -> np.ndarray:
+        """Something about each node (positions,), where the node is in the image: (rows, columns)."""
+        return items[self.free.numpy()].reshape(self.grid)
 
     @classmethod
     def plain(cls, rows: int, columns: int) -> Layout:
@@ -87,6 +105,7 @@ class Family:
     codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
     default_guidance: float = 1.0
     vectors: bool = False  # whether its tokens are vectors, not codes
+    maps: bool = False  # whether its nodes are maps of codes
     default_drafter: str = "jacobi"
     default_rule: str = "exact"
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is

@@ -10,7 +10,7 @@ from visspec.laws import Categorical
 from visspec.loop.guard import Guarded
 from visspec.loop.orders import Islands, Raster
 from visspec.loop.pace import Pace
-from visspec.types import Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
+from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,9 @@ class Pairing:
 
     @property
     def guarantee(self) -> str:
-        return self.rule.traits.guarantee if self.order.raster else "approximate"
+        """The weakest of those of the target, the rule and the order."""
+        given = self.target.capabilities.guarantee, self.rule.traits.guarantee
+        return min(given, key=GUARANTEES.index) if self.order.raster else "approximate"
 
     def promises_tokens(self, greedy: bool) -> bool:
         """Whether the tokens are those of plain decoding. A rule that is exact with coins of its own keeps the law
@@ -78,7 +80,7 @@ def pair(
     if order is None:
         order = Islands() if traits.whole_images and rule.traits.whole_images else Raster()
     if not order.raster and target.capabilities.law is not Categorical:
-        raise ValueError(f"order: got {type(order).__name__}, expected raster: vectors follow one another")
+        raise ValueError(f"order: got {type(order).__name__}, expected raster: vectors and scales follow one another")
     pace = Pace(levels or traits.levels, adaptive and traits.adaptive_depth)
     return Pairing(target, guarded, name, rule, pace, order.joined(rule, guarded))
 
