@@ -189,10 +189,11 @@ def test_a_rule_that_draws_again_from_the_whole_law_is_not_exact(monkeypatch):
 
 def test_codes_agree_as_often_as_can_be():
     p, q = laws(P, (), 0)[0], laws(Q, (), 0)[0]
-    agreed = sum(
-        weight * float(q[x]) for x in range(V) for coin, fresh, weight in cells(p, q, x)
-        if int(rules.mended(*(torch.tensor(n) for n in (x,)), p, q, *(torch.tensor(n).double() for n in (coin, fresh)))) == x
-    )  # fmt: skip
+    agreed = 0.0
+    for x in range(V):
+        for *numbers, weight in cells(p, q, x):
+            coin, fresh = torch.tensor(numbers, dtype=torch.float64)
+            agreed += weight * float(q[x]) * (int(rules.mended(torch.tensor(x), p, q, coin, fresh)) == x)
     assert abs(agreed - float(torch.minimum(p, q).sum())) < 1e-12
 
 

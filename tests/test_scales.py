@@ -69,7 +69,8 @@ def generators(rows, seed=0):
 def request(classes, sampling, seed=0, scales=len(SIDES)):
     given = torch.tensor(classes)
     prompt = ScalePrompt(given, torch.full_like(given, CLASSES))
-    return Request(prompt, prompt.ids, scales, sampling, generators=None if sampling.greedy else generators(len(given), seed))
+    own = None if sampling.greedy else generators(len(given), seed)
+    return Request(prompt, prompt.ids, scales, sampling, generators=own)
 
 
 def ruled(target, rule=None):
@@ -320,15 +321,14 @@ def test_a_composition_has_the_law_that_it_declares():
     large, small = network(0, toy, codes=4, scale=0.12), network(5, toy, codes=4, scale=0.12)
     target = composed(large, small, 1, codes=4)
     counts = counted(plain(target, [1] * 12000, Sampling(1.0), scales=2), 4)
-    declared, model = joint(large, small, toy, 4, 1), joint(large, large, toy, 4, 1)
-    assert fits(counts, declared) > 1e-3
-    assert 0.5 * float((declared - joint(large, large, toy, 4, 2)).abs().sum()) > 0.05
-    assert fits(counts, joint(large, large, toy, 4, 2)) < 1e-6, "the composition is not the model"
-    assert model.shape == (1024,)
+    declared, model = joint(large, small, toy, 4, 1), joint(large, large, toy, 4, 2)
+    assert fits(counts, declared) > 1e-3 and declared.shape == (1024,)
+    assert fits(counts, model) < 1e-6, "the composition is not the model"
+    assert 0.5 * float((declared - model).abs().sum()) > 0.05  # total variation
 
 
 def test_wrong_compositions_are_refused(model):
-    small = network(3)
+    small, codec = network(3), vae()
     for words, make in (
         ("handover: got 5, expected 0..4", lambda: composed(model, small, 5)),
         ("handover: got None, expected a refiner and", lambda: composed(model, small, None)),
@@ -336,13 +336,13 @@ def test_wrong_compositions_are_refused(model):
         (r"refiner: got scales \[1, 4\], expected", lambda: composed(model, network(3, Scales.square(1, 2)), 1)),
         ("refiner: got codes 8, expected 16", lambda: composed(model, network(3, codes=8), 1)),
         ("drafter: got one beside a refiner", lambda: SmallVAR(small).attach(composed(model, small, 2).family)),
-        ("drafter: got codes 8, expected 16", lambda: SmallVAR(network(3, codes=8)).attach(VARImages(model, codec=vae()))),
+        ("drafter: got codes 8, expected 16", lambda: SmallVAR(network(3, codes=8)).attach(VARImages(model, codec=codec))),
         ("codec: got NoneType, expected VAR's", lambda: VARImages(model)),
         ("codec: got 4 codes of 4, expected the model's 16", lambda: VARImages(model, codec=vae(4))),
         ("ramp: got 'cosine'", lambda: VARImages(model, codec=vae(), ramp="cosine")),
-        ("top_k: got 3 numbers, expected 4", lambda: VARImages(model, codec=vae(), per_scale=PerScale(top_k=(1, 2, 3)))),
-        ("top_p: got 2.0", lambda: VARImages(model, codec=vae(), per_scale=PerScale(top_p=(1.0, 1.0, 2.0, 1.0)))),
-        ("temperature: got 0 for a scale", lambda: VARImages(model, codec=vae(), per_scale=PerScale((0.0, 1.0, 1.0, 1.0)))),
+        ("top_k: got 3 numbers, expected 4", lambda: VARImages(model, codec=codec, per_scale=PerScale(top_k=(1, 2, 3)))),
+        ("top_p: got 2.0", lambda: VARImages(model, codec=codec, per_scale=PerScale(top_p=(1.0, 2.0, 1.0, 1.0)))),
+        ("temperature: got 0 for a scale", lambda: VARImages(model, codec=codec, per_scale=PerScale((0.0, 1.0, 1.0, 1.0)))),
         ("reads hidden states", lambda: VARTarget(VARImages(model, codec=vae()), features=True)),
         ("compile: got True", lambda: VARTarget(VARImages(model, codec=vae()), compiles=True)),
     ):  # fmt: skip

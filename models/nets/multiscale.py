@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from torch import Tensor, nn
@@ -64,6 +66,14 @@ class Scales:
 SCALES = {256: Scales.square(1, 2, 3, 4, 5, 6, 8, 10, 13, 16), 512: Scales.square(1, 2, 3, 4, 6, 9, 13, 18, 24, 32)}
 
 
+def nearest(count: int, scale: int, scales: int) -> int:
+    """Which of the convolutions a scale takes. In numpy as published: of ten scales two lie halfway between ticks, where
+    rounding decides.
+    """
+    edge = 1 / (3 if count == 4 else 2) / count
+    return int(np.argmin(np.abs(np.linspace(edge, 1 - edge, count) - scale / max(scales - 1, 1))))
+
+
 class Quantizer(nn.Module):
     """Codes of `size` channels and the convolutions after enlarging, each of them shared by neighbouring scales."""
 
@@ -80,11 +90,8 @@ class Quantizer(nn.Module):
     def smooth(self, scale: int, scales: Scales, x: Tensor) -> Tensor:
         """The convolution whose tick is nearest to the scale's place between the first (0) and the last (1)."""
         layers: nn.ModuleList = self.quant_resi["qresi_ls"]  # type: ignore[assignment]
-        count, at = len(layers), scale / max(len(scales) - 1, 1)
-        edge = 1 / (3 if count == 4 else 2) / count  # as published
-        step = (1 - 2 * edge) / max(count - 1, 1)
-        nearest = min(range(count), key=lambda i: abs(edge + i * step - at))
-        return x * (1 - MIX) + layers[nearest](x) * MIX
+        layer = layers[nearest(len(layers), scale, len(scales))]
+        return x * (1 - MIX) + layer(x) * MIX
 
     def part(self, scale: int, scales: Scales, codes_BS: Tensor) -> Tensor:
         """What a map adds to the features, (B, c, H, W)."""
@@ -143,7 +150,7 @@ class MultiScaleVAE(nn.Module):
             norm_num_groups=GROUPS,
         )  # fmt: skip
         self.quantize = Quantizer(shape.codes, shape.size, shape.shared)
-        around = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
+        around: Any = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
         self.quant_conv = nn.Conv2d(shape.size, shape.size, **around)
         self.post_quant_conv = nn.Conv2d(shape.size, shape.size, **around)
 

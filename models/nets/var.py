@@ -143,8 +143,8 @@ class VAR(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.head_nm = Before(width)
         self.head = nn.Linear(width, config.codes)
-        level_L = torch.arange(len(scales)).repeat_interleave(torch.tensor(scales.sizes))
-        self.register_buffer("level_L", level_L, persistent=False)
+        level = [k for k, size in enumerate(scales.sizes) for _ in range(size)]
+        self.register_buffer("level_L", torch.tensor(level), persistent=False)
 
     @property
     def device(self) -> torch.device:
