@@ -112,12 +112,9 @@ class KeptCache:
 
     def __init__(self, scales: Scales, budget: Budget):
         self.scales, self.budget, self.scale = scales, budget, 0
-        empty: list[tuple[Tensor, Tensor] | None] = [None] * len(budget.tokens)
-        self.stores, self.places = empty, [None] * len(empty)  # places: (R, H, M) positions, None: from 0 on
+        self.stores: list[tuple[Tensor, Tensor] | None] = [None] * len(budget.tokens)
+        self.places: list[Tensor | None] = [None] * len(budget.tokens)  # (R, H, M) positions, None: from 0 on
         self.peak = 0  # most bytes in a pass
-
-    stores: list[tuple[Tensor, Tensor] | None]
-    places: list[Tensor | None]
 
     @property
     def bytes(self) -> int:
@@ -134,7 +131,9 @@ class KeptCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store, before = self.stores[layer], self.bytes
-        keys, values = (k, v) if store is None else (torch.cat([store[0], k], 2), torch.cat([store[1], v], 2))
+        keys, values = k.contiguous(), v.contiguous()  # not views of what the layer made beside them
+        if store is not None:
+            keys, values = torch.cat([store[0], k], dim=2), torch.cat([store[1], v], dim=2)
         self.peak = max(self.peak, before + k.nbytes + v.nbytes)
         out = F.scaled_dot_product_attention(q, keys, values, scale=1.0)
         if self.scale == len(self.scales) - 1:
