@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from visspec import kernels
 from visspec import tree as trees
-from visspec.laws import Categorical, Denoising, Trajectory, draw
+from visspec.laws import Categorical, Denoising, Maps, Trajectory, draw
 from visspec.types import Draft, Sampling, State, Tree
 
 CHUNK = 16  # positions drawn at a time: a constant, so that a row's stream does not depend on how it is consumed
@@ -154,6 +155,67 @@ class Normals(Noise):
         numbers = self.numbers(level + 1, level)
         path = law.sample(numbers.start, numbers.steps)
         return path.points[:, -1], path
+
+
+class Mapped(Noise):
+    """Noise of maps: a position is a scale, and `width` numbers belong to each of its sizes[k] codes. Base class."""
+
+    def __init__(self, generators: Sequence[torch.Generator], width: int, sizes: Sequence[int]):
+        self.sizes, self.next = list(sizes), [0] * len(generators)  # the next scale of each row
+        super().__init__(generators, width)
+
+    def window(self, positions: int) -> Tensor:
+        """As the base class says, in codes; all that is missing is copied once."""
+        for b, generator in enumerate(self.generators):
+            lacking = positions - len(self.ahead[b])
+            if lacking > 0:
+                self.ahead[b] = torch.cat([self.ahead[b], *(self._chunk(generator) for _ in range(0, lacking, CHUNK))])
+        return torch.stack([a[:positions] for a in self.ahead])
+
+    def codes(self, nodes: int, first: int = 0) -> Tensor:
+        """(B, nodes, S, width): numbers of each row's next scales from `first` on, padded by zeros to the largest."""
+        spans = [[self._span(b, first + n) for n in range(nodes)] for b in range(len(self.generators))]
+        self.window(max(end for row in spans for _, end in row))
+        most = max(end - begin for row in spans for begin, end in row)
+        return torch.stack([
+            torch.stack([F.pad(ahead[begin:end], (0, 0, 0, most - (end - begin))) for begin, end in row])
+            for ahead, row in zip(self.ahead, spans)
+        ])  # fmt: skip
+
+    def _span(self, b: int, ahead: int) -> tuple[int, int]:
+        """Where the codes of a row's scale begin and end; behind the last scale there are none."""
+        begin = sum(self.sizes[self.next[b] : self.next[b] + ahead])
+        return begin, begin + sum(self.sizes[self.next[b] + ahead : self.next[b] + ahead + 1])
+
+    def advance(self, counts: Sequence[int]) -> None:
+        super().advance([self._span(b, count)[0] for b, count in enumerate(counts)])
+        self.next = [k + count for k, count in zip(self.next, counts)]
+
+    def select(self, keep: Sequence[int]) -> None:
+        super().select(keep)
+        self.next = [self.next[i] for i in keep]
+
+    def join(self, other: Noise, take: Sequence[int]) -> None:
+        raise ValueError(f"stream: got {type(self).__name__}, expected noise of tokens: maps are not drawn in streams")
+
+
+class MapGumbel(Mapped, Gumbel):
+    """Gumbel numbers of every code."""
+
+    def draft(self, law: Maps, level: int) -> tuple[Tensor, None]:  # type: ignore[override]
+        numbers_BSV = self.codes(1, level)[:, 0]
+        return (law.logits[:, 0, : numbers_BSV.shape[1]] + numbers_BSV).argmax(dim=-1), None
+
+
+class MapCoins(Mapped, Uniform):
+    """Of every code: a coin, the draw of the residual, and the drafter's own draw."""
+
+    def __init__(self, generators: Sequence[torch.Generator], sizes: Sequence[int]):
+        super().__init__(generators, 3, sizes)
+
+    def draft(self, law: Maps, level: int) -> tuple[Tensor, Maps]:  # type: ignore[override]
+        numbers_BS = self.codes(1, level)[:, 0, :, 2]
+        return draw(law.p[:, 0, : numbers_BS.shape[1]], numbers_BS), law
 
 
 class Numbers(NamedTuple):

@@ -22,6 +22,7 @@ from torch import Tensor
 from visspec.laws import Categorical, Law, Steps
 
 TINY = torch.finfo(torch.float32).tiny
+GUARANTEES = ("approximate", "exact for the declared target", "exact")  # from the weakest
 FREE = -1  # in `Request.fixed`: a position without a fixed token
 MAX_NODES = 1024  # maximum number of nodes of a draft, root included
 
@@ -176,6 +177,7 @@ class Trace:
     calls: Counter[str] = field(default_factory=Counter)  # of networks beside the passes: "head", "draft_head"
     gave_up: int = 0  # rounds without drafting because it would not save time
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
 
     @contextmanager
     def stage(self, name: str):
@@ -249,6 +251,9 @@ class Capabilities:
     steps: Steps | None = None  # of the chains that vectors are sampled by
     size: int = 0  # of these vectors
     layers: int = 0  # of which some can be run alone (`Target.partial`)
+    scales: tuple[int, ...] = ()  # codes of each node of an image, where nodes are maps
+    guarantee: str = "exact"  # the strongest that a pairing may promise
+    declared: str = ""  # with a guarantee for the declared target: its law, in words
 
     @property
     def chains(self) -> tuple[int, int]:

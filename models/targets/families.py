@@ -19,6 +19,7 @@ FAMILIES = {
     # not of transformers: known by their classes
     "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",
     "MAR": "visspec.models.targets.mar:MARImages",
+    "VAR": "visspec.models.targets.var:VARImages",
     "NextStep": "visspec.models.targets.nextstep:NextStepImages",
 }
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,6 +50,23 @@ class Layout:
     def free(self) -> Tensor:
         """Positions of the image's codes, (rows * columns,) int64, in raster order."""
         return (self.fixed == FREE).nonzero()[self.preview :, 0]
+
+    @property
+    def length(self) -> int:
+        """Values of an image, grammar included."""
+        return self.positions
+
+    def codes(self, values: Tensor) -> Tensor:
+        """(B, length, ...) values -> the image's own, in raster order."""
+        return values[:, self.free]
+
+    def latents(self, codes: Tensor) -> Tensor:
+        """The image's values (B, rows * columns, ...) as (B, rows, columns, ...)."""
+        return codes.unflatten(1, self.grid)
+
+    def placed(self, items: np.ndarray) -> np.ndarray:
+        """Something about each node (positions,), where the node is in the image: (rows, columns)."""
+        return items[self.free.numpy()].reshape(self.grid)
 
     @classmethod
     def plain(cls, rows: int, columns: int) -> Layout:
@@ -89,6 +107,7 @@ class Family:
     default_guidance: float = 1.0
     vectors: bool = False  # whether its tokens are vectors, not codes
     parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
+    maps: bool = False  # whether its nodes are maps of codes
     default_drafter: str = "jacobi"
     default_rule: str = "exact"
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is

@@ -51,7 +51,8 @@ class ImageOutput:
     is one array (B, H, W, 3) and "pt" one tensor (B, 3, H, W), as in diffusers; `stream` yields lists.
 
     maps: (rows, columns) uint8 arrays, indices into ORIGINS; passes: (rows, columns) int32, the target pass that gave
-    each token (0 is the prefill).
+    each token (0 is the prefill). Of images drawn scale by scale, both are (1, scales) and the latents are the codes of
+    all scales, (T,).
     """
 
     images: list[Any] = field(default_factory=list)
@@ -129,7 +130,7 @@ class Calls:
 def origin_map(origin: list[str], layout: Layout) -> np.ndarray:
     """Origin of each code, (rows, columns) uint8 indices into ORIGINS."""
     kinds = np.array([ORIGINS.index(o) for o in origin], np.uint8)
-    return kinds[layout.free.numpy()].reshape(layout.grid)
+    return layout.placed(kinds)
 
 
 def pass_numbers(origin: list[str]) -> list[int]:
@@ -263,9 +264,9 @@ def tensors_so_far(state: State, layout: Layout, names: tuple[str, ...]) -> dict
         return {}
     rows = [state.tape.values(row).cpu() for row in range(len(state.tokens))]
     none = float("nan") if rows[0].is_floating_point() else -1
-    room = [row.new_full((layout.positions - len(row), *row.shape[1:]), none) for row in rows]
-    codes = torch.stack([torch.cat(pair) for pair in zip(rows, room)])[:, layout.free]
-    found = {"tokens": codes, "latents": codes.unflatten(1, layout.grid)}
+    room = [row.new_full((layout.length - len(row), *row.shape[1:]), none) for row in rows]
+    codes = layout.codes(torch.stack([torch.cat(pair) for pair in zip(rows, room)]))
+    found = {"tokens": codes, "latents": layout.latents(codes)}
     return {name: found[name] for name in names}
 
 

@@ -370,16 +370,15 @@ class ImagePipeline(Copied):
         out.stats, out.traces = [Stats.of(state, job.pairing)], [state.trace]
         if not done:
             return out
-        free = job.layout.free
-        codes = torch.stack([state.tape.values(b) for b in done]).cpu()[:, free]
+        codes = job.layout.codes(torch.stack([state.tape.values(b) for b in done]).cpu())
         out.tokens = list(codes)
         origins = list(enumerate(state.trace.origin))
         out.maps = [origin_map(state.tape.placed(*origins[b]), job.layout) for b in done]
         raster = job.pairing.order.raster
         passes = [state.tape.placed(b, pass_numbers(o)) for b, o in origins] if raster else state.memory
-        out.passes = [np.array(passes[b], np.int32)[free.numpy()].reshape(job.layout.grid) for b in done]
+        out.passes = [job.layout.placed(np.array(passes[b], np.int32)) for b in done]
         if job.output_type == "latent":
-            out.images = list(codes.unflatten(1, job.layout.grid))
+            out.images = list(job.layout.latents(codes))
             return out
         pixels = job.family.pixels(codes.to(self.model.device), job.layout).cpu()
         out.images = list(pixels) if job.output_type == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]

@@ -40,6 +40,11 @@ ACCEPTANCE = {
     ),
     "surrogate": ("visspec.accept.surrogate:Surrogate", "vectors: the published ratio (CSpD); drift is measured"),
     "legacy": ("visspec.accept.legacy:Legacy", "vectors: the published code of CSpD, for comparison only"),
+    "scales": ("visspec.accept.scales:Scales", "scales of codes; exact, code for code as plain decoding draws them"),
+    "repaired": (
+        "visspec.accept.scales:Repaired",
+        "scales of codes, rejected codes drawn again; exact, with coins of its own",
+    ),
     "local": ("visspec.accept.local:Local", "drafted images judged place by place; rejected islands are drawn again"),
 }
 DRAFTERS = {

@@ -9,7 +9,7 @@ from typing import Any
 from visspec.loop.guard import Guarded
 from visspec.loop.orders import Islands, Raster
 from visspec.loop.pace import Pace
-from visspec.types import Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
+from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,9 @@ class Pairing:
 
     @property
     def guarantee(self) -> str:
-        return self.rule.traits.guarantee if self.order.raster else "approximate"
+        """The weakest of those of the target, the rule and the order."""
+        given = self.target.capabilities.guarantee, self.rule.traits.guarantee
+        return min(given, key=GUARANTEES.index) if self.order.raster else "approximate"
 
     def promises_tokens(self, greedy: bool) -> bool:
         """Whether the tokens are those of plain decoding. A rule that is exact with coins of its own keeps the law

@@ -36,6 +36,7 @@ class Stats:
     displacement_per_token: float | None  # in the codebook's space; None if the rule doesn't measure it
     faults: int
     gave_up: int
+    declared: str = ""  # the law of the declared target, in words
     pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
 
     @classmethod
@@ -63,16 +64,18 @@ class Stats:
             order=type(pairing.order).__name__.lower(),
             faults=trace.faults,
             gave_up=trace.gave_up,
+            declared=pairing.target.capabilities.declared,
             pieces=[text_pieces(tokenizer, row, origin) for row, origin in zip(state.tokens, trace.origin)],
         )
 
     def __str__(self) -> str:
+        declared = f" ({self.declared})" if self.declared else ""
         depth = " ".join(f"{a:.2f}" for a in self.acceptance_by_depth) or "-"
         spent = "  ".join(f"{k} {1e3 * v:.1f}" for k, v in self.times.items())
         lines = [
             f"{self.tokens} tokens in {self.rounds} rounds of drafter {self.drafter!r}: tau {self.tau:.2f} "
             f"(without bonus {self.tau_without_bonus:.2f})",
-            f"guarantee: {self.guarantee}; drift per token {self.drift_per_token:.4f}",
+            f"guarantee: {self.guarantee}{declared}; drift per token {self.drift_per_token:.4f}",
             f"accepted / reached by depth: {depth}",
             f"milliseconds: {spent}",
         ]

@@ -1,10 +1,12 @@
-"""What a request has produced so far, as the loop keeps it: `Ids` holds ids on the host, `Stack` vectors on the device.
+"""What a request has produced so far, as the loop keeps it: `Ids` holds ids on the host, `Stack` vectors and `MapStack`
+maps of ids on the device.
 
 The loop reads a round on the host once. A tape adds what it needs to that read, and takes its part of the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,9 +104,9 @@ class Stack(Tape):
         self._round = draft, verdict
         return [verdict.next.isfinite().all(dim=-1, keepdim=True).long()]
 
-    def gained(self, path: list[int], finite: list[int]) -> list[int]:
+    def gained(self, path: list[int], *rest: list[int]) -> list[int]:
         """Nodes of the path that a row gained, without the root, then 0 for the next one."""
-        if finite != [1]:
+        if rest != ([1],):
             raise ValueError("model: got a vector that is not finite from its head, expected finite numbers")
         return [*path[1:], 0]
 
@@ -133,3 +135,26 @@ class Stack(Tape):
     def values(self, row: int) -> Tensor:
         """Vectors of an original row, (T, d)."""
         return torch.cat(self.held[row])[: len(self.tokens[row])]
+
+
+class MapStack(Stack):
+    """Maps of codes of every original row, padded to one size; node k has sizes[k] codes. Rows end at the limit."""
+
+    def __init__(self, request: Request, rows: int, sizes: Sequence[int]):
+        super().__init__(request, rows)
+        self.sizes = sizes
+
+    def parts(self, draft: Draft, verdict: Verdict) -> list[Tensor]:
+        self._round = draft, verdict
+        return []
+
+    def gained(self, path: list[int], *rest: list[int]) -> list[int]:
+        return [*path[1:], 0]
+
+    def maps(self, row: int) -> Tensor:
+        """(n, S) maps of an original row, padded."""
+        return torch.cat(self.held[row])[: len(self.tokens[row])]
+
+    def values(self, row: int) -> Tensor:
+        """Codes of an original row, map after map."""
+        return torch.cat([codes[:size] for codes, size in zip(self.maps(row), self.sizes)])

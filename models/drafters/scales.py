@@ -1,0 +1,127 @@
+"""A smaller next-scale model as drafter of a larger one: it draws several scales ahead, one after another.
+
+What it has read of accepted scales stays in its cache. Shapes: B images, N nodes, S codes of the largest scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec import tree as trees
+from visspec.cache import to_device
+from visspec.laws import Maps
+from visspec.models.nets.scale_reading import Group, Mark, Reading, stacked
+from visspec.models.nets.var import VAR
+from visspec.models.targets.var import VARImages, check_alike
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+
+
+class SmallVAR(Drafter):
+    """small: a network for the target's codes, scales and classes. It is guided, tempered and cut as the target is."""
+
+    traits = DrafterTraits(levels=2, law=Maps)
+
+    def __init__(self, small: VAR):
+        self.small = small
+        self.family: VARImages | None = None
+
+    def attach(self, target: VARImages) -> None:
+        """Raises ValueError unless both draw the same maps, and the target is a model by itself."""
+        check_alike("drafter", self.small, target.model)
+        if not target.plain:
+            raise ValueError(
+                "drafter: got one beside a refiner or a budget, expected none: one scale is drawn at a time"
+            )
+        self.family = target
+
+    def start(self, state: State, scores: Scores) -> None:
+        assert self.family is not None
+        prompt, live = state.request.inputs, state.rows
+        classes = prompt.rows(state.request.sampling.guidance != 1.0)
+        reading = Reading(self.small, self.family.codec.quantize, classes, len(prompt.classes))
+        reading.read()
+        reading.select(live)
+        state.calls["draft"] += 1
+        state.memory = Following(reading, [[own] for own in state.pending])
+
+    def propose(self, state: State, depth: int) -> Draft:
+        memory: Following = state.memory
+        depth = min(depth, state.budget - 1)
+        if depth < 1:
+            return trees.undrafted(state.pending)
+        value, laws = self._catch_up(state, memory)
+        images, size = len(state.rows), state.pending.shape[1]
+        values: list[Tensor] = []
+        given: list[Maps] = []
+        for level in range(depth):
+            if level:
+                groups = memory.reading.read(values[-1][:, None])
+                memory.reading.keep([1] * images)
+                memory.marks.append(memory.reading.mark())
+                laws = self._law(state, groups, 1)
+                state.calls["draft"] += 1
+            law = Maps(*_latest(laws, [0] * images)) if level else Maps(*_latest(laws, value))
+            codes_BS = law.logits[:, 0].argmax(-1) if state.noise is None else None
+            q = None
+            if state.noise is not None:
+                codes_BS, q = state.noise.draft(law, level)
+            assert codes_BS is not None
+            codes_BS = codes_BS.masked_fill(~law.real[:, 0, : codes_BS.shape[1]], 0)
+            values.append(F.pad(codes_BS, (0, size - codes_BS.shape[1])))
+            given += [] if q is None else [q]
+        return trees.chain_draft(state.pending, torch.stack(values, 1), Maps.chain(given, size) if given else None)
+
+    def _catch_up(self, state: State, memory: Following) -> tuple[list[int], Maps]:
+        """Reads what was committed since the last draft: (the node of each image that was read last, laws)."""
+        unread, size = memory.unread, state.pending.shape[1]
+        most = max(map(len, unread))
+        none = state.pending.new_zeros(size)
+        value_BNS = torch.stack([torch.stack([*maps, *[none] * (most - len(maps))]) for maps in unread])
+        groups = memory.reading.read(value_BNS)
+        counts = [len(maps) for maps in unread]
+        memory.reading.keep(counts)
+        memory.marks, memory.unread = [memory.reading.mark()], [[] for _ in unread]
+        state.calls["draft"] += 1
+        return [count - 1 for count in counts], self._law(state, groups, most)
+
+    def _law(self, state: State, groups: list[Group], nodes: int) -> Maps:
+        family, sampling = self.family, state.request.sampling
+        assert family is not None
+        return Maps(*stacked(groups, len(state.rows), nodes, lambda x, k: family.warped(sampling, x, k)))
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Keep what was read of accepted scales; the others, and the next, are to be read."""
+        memory: Following = state.memory
+        lengths, read = [len(path) for path in outcome.path], len(memory.marks)
+        if read:
+            memory.reading.back([memory.marks[min(n, read) - 1] for n in lengths])
+        memory.unread = [
+            [*unread, *draft.value[b, max(1, read) : n], verdict.next[b]]
+            for b, (unread, n) in enumerate(zip(memory.unread, lengths))
+        ]
+        memory.marks = []
+
+    def select(self, state: State, keep: list[int]) -> None:
+        memory: Following = state.memory
+        memory.reading.select(keep)
+        memory.unread = [memory.unread[b] for b in keep]
+
+
+@dataclass
+class Following:
+    """The small model's reading, and the maps (S,) of each image that it has not read, the pending one last."""
+
+    reading: Reading
+    unread: list[list[Tensor]]
+    marks: list[Mark] = field(default_factory=list)  # after each pass of the latest draft
+
+
+def _latest(law: Maps, node: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits (B, 1, S, V) and counts (B, 1) of one node of each image."""
+    index = torch.arange(len(node), device=law.count.device)
+    at = to_device(node, law.count.device)
+    return law.logits[index, at][:, None], law.count[index, at][:, None]

@@ -1,0 +1,104 @@
+"""VAR's transformers (d16 to d36; 512 pixels with shared modulation) and its multi-scale VQ autoencoder as published:
+safetensors, converted from `var_d*.pth` and `vae_ch160v4096z32.pth` (`visspec.recipes.convert_checkpoint`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from visspec.models.nets.layouts import count, multipliers, need, place, read_published, rename
+from visspec.models.nets.layouts_vq import CODEBOOK, fitted, stock_rules
+from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Scales
+from visspec.models.nets.var import VAR, VARConfig
+
+NOT_WEIGHTS = r"lvl_1L$|attn_bias_for_masking$"  # follow from the scales
+NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
+SMOOTH = "quantize.quant_resi.qresi_ls."
+
+
+def load_var(path: str | Path, scales: Scales | None = None, dtype: torch.dtype | None = None) -> VAR:
+    """A VAR network from a .safetensors file or folder, in evaluation mode.
+
+    scales: only for maps that are not square. dtype: default, that of the file. Raises ValueError in one sentence
+    before any weight is placed.
+    """
+    tensors = read_published(path)
+    config = config_of(tensors, scales, path)
+    model = VAR(config).to(dtype or tensors["word_embed.weight"].dtype).eval()
+    place(model, rename(tensors, (), NOT_WEIGHTS), path)
+    return model
+
+
+def config_of(tensors: Mapping[str, Tensor], scales: Scales | None, where: str | Path) -> VARConfig:
+    """Infer the configuration from the shapes of published weights, the scales from the level of each position."""
+    width, code_size = need(tensors, "word_embed.weight", 2, where).shape
+    return VARConfig(
+        width,
+        count(tensors, "blocks."),
+        heads=need(tensors, "blocks.0.attn.scale_mul_1H11", 4, where).shape[1],
+        scales=_scales(need(tensors, "lvl_1L", 2, where)[0], scales, where),
+        codes=need(tensors, "head.weight", 2, where).shape[0],
+        code_size=code_size,
+        classes=need(tensors, "class_emb.weight", 2, where).shape[0] - 1,
+        hidden=need(tensors, "blocks.0.ffn.fc1.weight", 2, where).shape[0],
+        shared="shared_ada_lin.1.weight" in tensors,
+    )
+
+
+def _scales(level_L: Tensor, given: Scales | None, where: str | Path) -> Scales:
+    levels = level_L.long().tolist()
+    sizes = tuple(levels.count(k) for k in range(max(levels, default=-1) + 1))
+    if not sizes or levels != [k for k, size in enumerate(sizes) for _ in range(size)]:
+        raise ValueError(f"checkpoint: lvl_1L of {where} is {levels[:8]}..., expected the level of each position")
+    if given is not None:
+        if given.sizes != sizes:
+            raise ValueError(f"scales: got maps of {given.sizes} codes, expected {sizes} as {where} has")
+        return given
+    sides = [math.isqrt(size) for size in sizes]
+    if any(side**2 != size for side, size in zip(sides, sizes)):
+        raise ValueError(f"scales: got None, expected rows and columns of the maps of {sizes} codes in {where}")
+    return Scales.square(*sides)
+
+
+def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiScaleVAE:
+    """VAR's autoencoder (or another of its layout) from safetensors, in evaluation mode."""
+    named = rename(_split(read_published(path), path), (), NOT_VQ_WEIGHTS)
+    tensors = {name: tensor for name, (_, tensor) in named.items()}
+    shape = shape_of(tensors, path)
+    model = MultiScaleVAE(shape).eval().to(dtype or tensors[CODEBOOK].dtype)
+    rules = stock_rules(len(shape.multipliers))
+    place(model, {name: (old, fitted(name, tensor)) for name, (old, tensor) in rename(tensors, rules).items()}, path)
+    return model
+
+
+def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShape:
+    """Infer the shape of the autoencoder."""
+    codes, size = need(tensors, CODEBOOK, 2, where).shape
+    channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
+    shared = count(tensors, SMOOTH)
+    if not shared:
+        raise ValueError(f"checkpoint: {where} has no tensor {SMOOTH + '0.weight'!r}, expected VAR's quantiser")
+    return MultiScaleShape(
+        codes, size, channels, steps, count(tensors, "encoder.down.0.block."), shared,
+        kernel=need(tensors, "quant_conv.weight", 4, where).shape[2],
+    )  # fmt: skip
+
+
+def _split(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
+    """With queries, keys and values of attention apart, as taming's layout has them."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.attn[^.]*(?:\.\d+)?)\.qkv\.(weight|bias)", name)
+        if match is None:
+            found[name] = tensor
+            continue
+        if not tensor.dim() or len(tensor) % 3:
+            raise ValueError(f"checkpoint: tensor {name!r} of {where} has shape {tuple(tensor.shape)}, expected thirds")
+        found |= {f"{match[1]}.{part}.{match[2]}": third for part, third in zip("qkv", tensor.chunk(3))}
+    return found

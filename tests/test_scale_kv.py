@@ -1,0 +1,230 @@
+"""ScaleKV: budgets of the cache by layer and scale, their calibration, and what is kept."""
+
+import pytest
+import torch
+
+from tests.test_image_nets import one_sentence
+from tests.test_scales import CLASSES, SCALES, images, network, plain, vae
+from visspec import ImagePipeline
+from visspec.models.drafters.scales import SmallVAR
+from visspec.models.nets import scale_kv
+from visspec.models.nets.multiscale import Scales
+from visspec.models.nets.scale_kv import Budget, KeptCache, attention, centres, pooled, selectivity
+from visspec.models.nets.scale_reading import Reading
+from visspec.models.targets.var import VARImages, VARTarget
+from visspec.types import Sampling
+
+LONG = Scales.square(1, 2, 3, 4, 6, 8)  # caches of 1, 5, 14, 30, 66 tokens
+
+
+@pytest.fixture(scope="module")
+def model():
+    return network(0, LONG)
+
+
+def target(model, budget=None):
+    return VARTarget(VARImages(model, codec=vae(), budget=budget))
+
+
+def uniform(tokens, scales=LONG, depth=2, window=4):
+    return Budget(tuple(tuple(min(tokens, have) for have in scales.begins[1:-1]) for _ in range(depth)), window)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, guidance=2.5)])
+def test_a_whole_budget_is_bit_identical(model, sampling):
+    kept, laws = [], []
+    for budget in (None, Budget.full(LONG, 2)):
+        made = target(model, budget)
+        kept.append(images(plain(made, [1, 4, 0], sampling, scales=6)))
+        reading = made.reading(plain(made, [1], sampling, scales=6).request.inputs, sampling, model)
+        said, codes = [reading.read()[0].logits[0]], torch.zeros(1, 1, 64, dtype=torch.long)
+        for _ in range(5):
+            said.append(reading.read(codes)[0].logits[0])
+            reading.keep([1])
+        laws.append(said)
+    assert torch.equal(kept[0], kept[1]) and all(torch.equal(a, b) for a, b in zip(*laws))
+    assert target(model, Budget.full(LONG, 2)).capabilities.guarantee == "exact"
+
+
+def test_bytes_stay_within_the_budget(model):
+    budget, each = uniform(12), 2 * 32 * 2 * 4  # bytes of a token in a layer: keys and values, width, rows, float32
+    state = plain(target(model, budget), [1, 4], Sampling(1.0), scales=6)
+    assert max(budget.bytes(model, 2)) == 2 * 12 * each
+    assert state.trace.memory == {"cache": 2 * 12 * each, "pass": (2 * 12 + 64) * each}
+    assert budget.bytes(model, 2) == [2 * each * kept for kept in (1, 5, 12, 12, 12)]
+    whole = plain(target(model), [1, 4], Sampling(1.0), scales=6).trace.memory
+    assert whole["cache"] > 5 * state.trace.memory["cache"]
+
+
+class Noted(KeptCache):
+    """Keeps what the layers asked and had."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.noted, self.full = [], {}
+
+    def attend(self, layer, q, k, v):
+        before = self.places[layer]
+        out = super().attend(layer, q, k, v)
+        self.noted.append((self.scale, layer, q, k, before, self.places[layer], self.stores[layer]))
+        return out
+
+
+def read_all(model, cache, rows=2, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    reading = Reading(model, vae().quantize, torch.tensor([1, 4])[:rows], rows, cache)
+    codes = torch.randint(16, (rows, 6, 64), generator=g)
+    said = [reading.read()[0].logits[0]]
+    for n in range(5):
+        said.append(reading.read(codes[:, n : n + 1])[0].logits[0])
+        reading.keep([1] * rows)
+    return said
+
+
+@torch.no_grad()
+def test_the_most_looked_at_tokens_are_kept_and_the_window(model):
+    """Against the attention of the layer's own queries and keys, written out."""
+    cache = Noted(LONG, uniform(12))
+    read_all(model, cache)
+    keys = {layer: [] for layer in range(2)}  # all that a layer ever made, by position
+    dropped = 0
+    for scale, layer, q, k, before, places, store in cache.noted:
+        keys[layer].append(k)
+        every, begin = torch.cat(keys[layer], dim=2), LONG.begins[scale]
+        if scale == 5:
+            assert store is None, "nothing follows the last scale"
+            continue
+        if places is None:
+            assert LONG.begins[scale + 1] <= 12 and torch.equal(store[0], every)
+            continue
+        dropped += 1
+        at = places[..., None].expand(-1, -1, -1, q.shape[-1])
+        assert torch.equal(store[0], every.gather(2, at)), "kept keys are the layer's own"
+        window = begin + torch.tensor(centres(LONG.grids[scale], 4))
+        assert places.shape[2] == 12 and bool((places.diff(dim=2) > 0).all())
+        assert bool((places[..., None] == window).any(dim=2).all()), "the window stays"
+        known = torch.arange(begin).expand(2, 2, -1) if before is None else before
+        had = torch.cat([known, torch.arange(begin, LONG.begins[scale + 1]).expand(2, 2, -1)], dim=2)
+        for row in range(2):
+            for head in range(2):
+                own = had[row, head]
+                logits = q[row, head, window - begin] @ every[row, head, own].T
+                weight = logits.softmax(-1).mean(0)
+                smooth = pooled(weight[None, None], own[None, None], LONG, scale)[0, 0]
+                smooth[(own[:, None] == window).any(1)] = torch.inf
+                best = own[smooth.topk(12).indices].sort().values
+                assert torch.equal(best, places[row, head])
+    assert dropped == 2 * 3
+
+
+def test_attention_is_averaged_within_scales_only():
+    places = torch.arange(14)[None, None]
+    scores = torch.zeros(1, 1, 14)
+    scores[..., 4] = 1.0  # the last of the second scale
+    found = pooled(scores, places, LONG, 2)[0, 0]
+    assert found[0] == 0 and not found[5:].any(), "not over the borders"
+    torch.testing.assert_close(found[1:5], torch.full((4,), 0.25))
+    kept = torch.tensor([[[0, 1, 4]]])  # of two neighbours that are left
+    found = pooled(torch.tensor([[[0.3, 0.0, 1.0]]]), kept, LONG, 1)[0, 0]
+    torch.testing.assert_close(found, torch.tensor([0.3, 0.5, 0.5]))
+
+
+def test_windows_are_centres_of_patches():
+    assert centres((2, 2), 16) == (0, 1, 2, 3)
+    assert centres((8, 8), 16) == tuple(i * 8 + j for i in (1, 3, 5, 7) for j in (1, 3, 5, 7))
+    for grid in ((6, 6), (3, 9), (1, 40), (13, 13)):
+        found = centres(grid, 16)
+        assert len(set(found)) == len(found) <= 16 and max(found) < grid[0] * grid[1]
+
+
+@torch.no_grad()
+def test_selectivity_is_that_of_the_attention(model):
+    """With all earlier tokens counted, the two shares are one together; and by hand at one place."""
+    classes = torch.tensor([1, 4, 0])
+    whole = selectivity(model, vae().quantize, classes, torch.Generator().manual_seed(0), share=1.0)
+    assert whole.shape == (2, 6) and not whole[:, 0].any() and bool((whole[:, 1:] > 0).all())
+    assert float(whole.max()) <= 0.25 + 1e-6  # x (1 - x)
+    seen = []
+
+    class Spy(scale_kv.Watched):
+        def attend(self, layer, q, k, v):
+            out = super().attend(layer, q, k, v)
+            if (layer, self.scale) == (1, 3):
+                weight = attention(q, self.stores[1][0][:, :, :30])
+                top = weight[..., :14].sort(dim=-1, descending=True).values[..., :2]
+                seen.append(weight[..., 14:].sum(-1).mean() * top.sum(-1).mean())
+            return out
+
+    original, scale_kv.Watched = scale_kv.Watched, Spy
+    try:
+        found = selectivity(model, vae().quantize, classes, torch.Generator().manual_seed(0))
+    finally:
+        scale_kv.Watched = original
+    torch.testing.assert_close(found[1, 3], seen[0])
+    again = selectivity(model, vae().quantize, classes, torch.Generator().manual_seed(0))
+    assert torch.equal(found, again)
+
+
+def test_tokens_are_shared_out_within_the_budget():
+    torch.manual_seed(0)
+    said = torch.rand(5, len(LONG))
+    said[3, 3], said[1, 4] = -5.0, -5.0  # the drafters
+    budget = Budget.allot(said, LONG, share=0.3, window=4, drafters=0.2, decay=0.5)
+    budget.check(LONG, 5)
+    average = round(0.3 * 66)
+    assert [row[:3] for row in budget.tokens] == [(1, 5, 14)] * 5, "what fits is whole"
+    for k, drafter in ((3, 3), (4, 1)):
+        column = [row[k] for row in budget.tokens]
+        assert sum(column) <= 5 * average and column[drafter] == max(column) > average > min(column) >= 4
+    assert min(row[4] for row in budget.tokens) < min(row[3] for row in budget.tokens), "refiners have less and less"
+    assert Budget.allot(said, LONG, share=1.0).whole(LONG)
+
+
+def allot(share, scales=6):
+    return Budget.allot(torch.rand(2, scales), LONG, share=share)
+
+
+def checked(*row):
+    Budget((row,) * 2).check(LONG, 2)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: allot(0.01), r"share: got 0.01, 1 tokens, expected at least the window of 16"),
+        (lambda: allot(1.5), r"share: got 1.5, expected a share in \[0, 1\]"),
+        (lambda: allot(0.5, scales=5), r"selectivity: got shape \(2, 5\), expected one row of 6"),
+        (lambda: checked(1, 5, 14, 30, 67), "budget: got 67 tokens in layer 0 after scale 4, expected 16"),
+        (lambda: checked(1, 5, 14, 15, 66), r"got 15 tokens in layer 0 after scale 3, expected 16 \(its window"),
+        (lambda: checked(1, 5), r"budget: got 2 layers of \[2\] scales, expected 2 layers of 5"),
+        (lambda: Budget.full(LONG, 3).check(LONG, 2), "budget: got 3 layers"),
+        (lambda: Budget.full(LONG, 2, window=0).check(LONG, 2), "window: got 0"),
+        (lambda: VARImages(network(0), codec=vae(), budget=Budget.full(LONG, 2)), "budget: got 2 layers of"),
+        (lambda: VARImages(network(0), codec=vae(), refiner=network(1), handover=1, budget=Budget.full(SCALES, 2)),
+         "budget: got one beside a refiner"),
+        (lambda: SmallVAR(network(0)).attach(VARImages(network(0), codec=vae(), budget=Budget.full(SCALES, 2))),
+         "drafter: got one beside a refiner or a budget"),
+        (lambda: selectivity(network(0), vae().quantize, torch.zeros(0).long(), None), "classes: got shape"),
+    ],
+)  # fmt: skip
+def test_wrong_budgets_are_refused(make, words):
+    with pytest.raises(ValueError, match=words) as error:
+        make()
+    one_sentence(error)
+
+
+def test_a_budget_in_the_pipeline_is_approximate_and_leaves_nothing_behind(model):
+    assert CLASSES == 5
+    said = selectivity(model, vae().quantize, torch.tensor([1, 2]), torch.Generator().manual_seed(0))
+    budget = Budget.allot(said, LONG, share=0.3, window=4)
+    pipe = ImagePipeline(model, None, parts={"codec": vae(), "budget": budget})
+
+    def stop(pipe, round, tokens, given):
+        pipe.interrupt = round == 3
+
+    assert not pipe("3", seed=5, output_type="latent", callback_on_step_end=stop).images
+    out = pipe(["1", "3"], seed=[1, 2], output_type="latent")
+    other = ImagePipeline(model, None, parts={"codec": vae(), "budget": budget})
+    assert torch.equal(other("3", seed=2, output_type="latent").images[0], out.images[1])
+    assert out.stats[0].guarantee == "approximate" and "part of its cache" in str(out.stats[0])
+    assert out.traces[0].memory["cache"] <= max(budget.bytes(model, 2 * 2))

@@ -1,0 +1,442 @@
+"""VAR through the loop: laws of nodes, whole images, drafted scales, compositions (CoDe), and the pipeline."""
+
+import copy
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from tests.test_image_nets import one_sentence
+from tests.test_var_nets import TINY, Published
+from visspec import ImagePipeline
+from visspec import tree as trees
+from visspec.accept.scales import Repaired, Scales as Exact
+from visspec.loop.decode import decode
+from visspec.loop.guard import Guarded
+from visspec.loop.pace import Pace
+from visspec.loop.pairing import pair
+from visspec.models.drafters.scales import SmallVAR
+from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Scales
+from visspec.models.nets.scale_reading import Reading
+from visspec.models.nets.var import VAR, VARConfig
+from visspec.models.targets.var import PerScale, ScalePrompt, VARImages, VARTarget
+from visspec.types import Draft, Request, Sampling
+
+SIDES = (1, 2, 3, 4)
+SCALES = Scales.square(*SIDES)
+CLASSES = 5
+
+
+def network(seed, scales=SCALES, codes=16, scale=0.25, depth=2):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = VAR(VARConfig(32, depth, 2, scales, codes=codes, code_size=4, classes=CLASSES)).eval()
+        for weight in model.parameters():
+            weight.data.normal_(0, scale)
+        return model
+
+
+def moved(model, size, seed=9):
+    """A copy whose laws are near."""
+    other = copy.deepcopy(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for weight in other.parameters():
+            weight.data.add_(torch.randn_like(weight) * size)
+    return other
+
+
+@functools.cache
+def vae(codes=16):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return MultiScaleVAE(MultiScaleShape(**{**vars(TINY), "codes": codes})).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return network(0)
+
+
+def generators(rows, seed=0):
+    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(rows)]
+
+
+def request(classes, sampling, seed=0, scales=len(SIDES)):
+    given = torch.tensor(classes)
+    prompt = ScalePrompt(given, torch.full_like(given, CLASSES))
+    own = None if sampling.greedy else generators(len(given), seed)
+    return Request(prompt, prompt.ids, scales, sampling, generators=own)
+
+
+def ruled(target, rule=None):
+    rule = rule or Exact()
+    rule.bind(target.capabilities)
+    return rule
+
+
+def plain(target, classes, sampling, rule=None, **options):
+    return decode(target, None, ruled(target, rule), request(classes, sampling, **options), Pace(1, False))
+
+
+def images(state):
+    return torch.stack([state.tape.values(row) for row in range(len(state.tokens))])
+
+
+def drafted(target, small, classes, sampling, levels=3, rule=None, **options):
+    drafter = SmallVAR(small)
+    drafter.attach(target.family)
+    rule = ruled(target, rule)
+    guarded = Guarded(drafter, target.capabilities, "cpu", True)
+    return decode(target, guarded, rule, request(classes, sampling, **options), Pace(levels, False))
+
+
+# --- laws of nodes ----------------------------------------------------------------------------------------------------
+
+
+def by_formula(model, codes, label):
+    """Logits (L, V) of an image's codes (L,), from the published formulas."""
+    scales, tensors = model.config.scales, dict(model.state_dict())
+    level = torch.arange(len(scales)).repeat_interleave(torch.tensor(scales.sizes))
+    tensors["lvl_1L"] = level[None]
+    tensors["attn_bias_for_masking"] = torch.where(level[:, None] >= level, 0.0, -math.inf)[None, None]
+    quantizer, features, found = vae(model.config.codes).quantize, 0, []
+    for k, own in enumerate(codes[None].split(scales.sizes, dim=1)[:-1]):
+        features = features + quantizer.part(k, scales, own)
+        found.append(quantizer.shrink(features, k + 1, scales))
+    return Published(tensors, model.config.heads).logits(torch.cat(found, dim=1)[0], label)
+
+
+def cut(logits, temperature, top_k, top_p):
+    """Law (V,) by the definitions of temperature, top-k and top-p."""
+    order = logits.argsort(descending=True)
+    kept = order[: top_k or len(order)]
+    p = (logits[kept] / temperature).softmax(-1)
+    inside = p.cumsum(0) - p < top_p
+    law = torch.zeros_like(logits)
+    law[kept[inside]] = p[inside] / p[inside].sum()
+    return law
+
+
+SETTINGS = PerScale(temperature=(1.0, 1.3, 0.7, 1.0), top_k=(0, 5, 9, 3), top_p=(1.0, 0.9, 0.8, 1.0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guidance, ramp", [(1.0, "linear"), (2.5, "linear"), (2.5, "constant")])
+def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
+    """Rows at different scales, chains of drafts, settings by scale."""
+    torch.manual_seed(0)
+    target = VARTarget(VARImages(model, codec=vae(), per_scale=SETTINGS, ramp=ramp))
+    classes, gained = [1, 4, CLASSES], [1, 0, 2]  # scales that were read before
+    codes = torch.randint(16, (3, 30))
+    maps = torch.zeros(3, 4, 16, dtype=torch.long)
+    for k, own in enumerate(codes.split(SCALES.sizes, dim=1)):
+        maps[:, k, : own.shape[1]] = own
+    state, first = target.prefill(request(classes, Sampling(1.0, guidance=guidance)))
+    state.cache.read(maps[:, :2])
+    state.cache.keep(gained)
+    state.tape.tokens = [list(range(count + 1)) for count in gained]
+    value = torch.stack([maps[b, [min(count + n, 3) for n in range(2)]] for b, count in enumerate(gained)])
+    found = target.verify(state, Draft(value, trees.chain(1, "cpu"))).law
+    for b, label in enumerate(classes):
+        said = [by_formula(model, codes[b], label), by_formula(model, codes[b], CLASSES)]
+        for law, node, scale in ((first.law, 0, 0), (found, 0, gained[b] + 1), (found, 1, gained[b] + 2)):
+            if scale == len(SCALES):
+                assert int(law.count[b, node]) == 0
+                continue
+            begin, end = SCALES.begins[scale], SCALES.begins[scale + 1]
+            assert int(law.count[b, node]) == end - begin
+            grown = guidance if ramp == "constant" else 1 + (guidance - 1) * scale / 3
+            mixed = said[1] + grown * (said[0] - said[1])
+            settings = [getattr(SETTINGS, name)[scale] for name in ("temperature", "top_k", "top_p")]
+            wanted = torch.stack([cut(row, *settings) for row in mixed[begin:end]])
+            torch.testing.assert_close(law.p[b, node, : end - begin], wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+def test_a_row_is_drawn_alike_alone_and_in_a_batch(model, guidance):
+    target, sampling = VARTarget(VARImages(model, codec=vae())), Sampling(1.0, guidance=guidance)
+    together = images(plain(target, [1, 4, 0], sampling))
+    alone = request([4], sampling)
+    alone.generators = generators(3)[1:2]
+    found = images(decode(target, None, ruled(target), alone, Pace(1, False)))
+    assert torch.equal(found[0], together[1]) and together.shape == (3, 30)
+
+
+# --- drafted scales ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(0.8, top_k=6, guidance=2.0)])
+def test_drafted_scales_are_those_of_plain_decoding(model, sampling):
+    target, classes = VARTarget(VARImages(model, codec=vae())), [1, 4, 0, 2, 3, 1, 0, 4]
+    wanted = images(plain(target, classes, sampling))
+    itself = drafted(target, model, classes, sampling)
+    near = drafted(target, moved(model, 0.003), classes, sampling)
+    far = drafted(target, network(7), classes, sampling)
+    for state in (itself, near, far):
+        assert torch.equal(images(state), wanted) and state.trace.faults == 0
+    assert [r.gained for r in itself.trace.rounds] == [[3] * 8], "the draft of the last scale is its own bonus"
+    gained = [count for r in near.trace.rounds for count in r.gained]
+    assert min(gained) < max(gained) == 3, "rows are at different scales"
+    assert len(far.trace.rounds) <= 3
+
+
+def test_a_drafter_follows_rounds_of_any_depth(model):
+    class Uneven(Pace):
+        def depth(self, state):
+            return (0, 2, 1)[len(state.trace.rounds) % 3]
+
+    target, sampling, classes = VARTarget(VARImages(model, codec=vae())), Sampling(1.0), [1, 4, 0, 2]
+    for small in (model, moved(model, 0.003), network(7)):
+        drafter = SmallVAR(small)
+        drafter.attach(target.family)
+        state = decode(target, drafter, ruled(target), request(classes, sampling), Uneven(2, False))
+        assert torch.equal(images(state), images(plain(target, classes, sampling)))
+
+
+TOY = Scales(((1, 1), (1, 2), (1, 2)))
+
+
+def joint(first, second, scales, codes, handover, label=1):
+    """The law of all codes, in order, of a composition; by full passes."""
+    law = torch.ones(1, dtype=torch.float64)
+    context = torch.zeros(1, 0, dtype=torch.long)
+    for k, size in enumerate(scales.sizes):
+        net = first if k < handover else second
+        count = len(context)
+        reading = Reading(net, vae(codes).quantize, torch.full((count,), label), count)
+        maps = None
+        if k:
+            maps = torch.zeros(count, k, max(scales.sizes), dtype=torch.long)
+            for j, own in enumerate(context.split(scales.sizes[:k], dim=1)):
+                maps[:, j, : own.shape[1]] = own
+        p = reading.read(maps)[0].logits[-1].double().softmax(-1)
+        every = torch.tensor(list(itertools.product(range(codes), repeat=size)))
+        here = torch.stack([p[:, i, every[:, i]] for i in range(size)]).prod(0)
+        law = (law[:, None] * here).flatten()
+        context = torch.cat([context.repeat_interleave(len(every), 0), every.repeat(count, 1)], dim=1)
+    return law
+
+
+def counted(state, codes):
+    found = images(state)
+    place = sum(found[:, i] * codes ** (found.shape[1] - 1 - i) for i in range(found.shape[1]))
+    return torch.bincount(place, minlength=codes ** found.shape[1]).double()
+
+
+def fits(counts, law):
+    """p-value of Pearson's test, rare cells put together."""
+    wanted = law / law.sum() * counts.sum()
+    rare = wanted < 5
+    seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([wanted[~rare], wanted[rare].sum()[None]])
+    keep = expected > 0
+    return scipy.stats.chisquare(seen[keep].numpy(), expected[keep].numpy()).pvalue
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", [Exact, Repaired])
+def test_drafted_scales_have_the_law_of_the_target(rule):
+    large, small = network(0, TOY, codes=3, scale=0.15), network(5, TOY, codes=3, scale=0.15)
+    target = VARTarget(VARImages(large, codec=vae(3)))
+    state = drafted(target, small, [1] * 6000, Sampling(1.0), levels=2, rule=rule(), scales=3)
+    counts = counted(state, 3)
+    assert fits(counts, joint(large, large, TOY, 3, 3)) > 1e-3
+    assert fits(counts, joint(small, small, TOY, 3, 3)) < 1e-6, "the test sees a wrong law"
+    gained = [count for r in state.trace.rounds for count in r.gained]
+    assert {1, 2} <= set(gained) and state.trace.faults == 0
+
+
+def test_repaired_scales_in_the_loop(model):
+    target, classes = VARTarget(VARImages(model, codec=vae())), [1, 4, 0, 2]
+    state = drafted(target, moved(model, 0.003), classes, Sampling(1.0, guidance=2.0), rule=Repaired())
+    assert images(state).shape == (4, 30) and state.trace.faults == 0
+    assert max(count for r in state.trace.rounds for count in r.gained) == 3
+    greedy = drafted(target, moved(model, 0.003), classes, Sampling(0.0), rule=Repaired())
+    assert torch.equal(images(greedy), images(plain(target, classes, Sampling(0.0))))
+
+
+# --- compositions -----------------------------------------------------------------------------------------------------
+
+
+def composed(large, small, handover, codes=16):
+    return VARTarget(VARImages(large, codec=vae(codes), refiner=small, handover=handover))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_the_refiner_reads_the_scales_so_far_as_a_full_pass_does(model, guidance):
+    small, sampling, last = network(3, depth=1), Sampling(1.0, guidance=guidance), 2
+    target = composed(model, small, last)
+    kept = []
+
+    class Watching(Exact):
+        def __call__(self, draft, scores, noise):
+            kept.append(scores.law)
+            return super().__call__(draft, scores, noise)
+
+    state = plain(target, [1, 4], sampling, Watching())
+    family, found = target.family, images(state)
+    for k, law in enumerate(kept):
+        net = model if k < last else small
+        for b, label in enumerate((1, 4)):
+            said = [by_formula(net, found[b], c) for c in (label, CLASSES)]
+            own = [part[SCALES.begins[k] : SCALES.begins[k + 1]] for part in said]
+            wanted = own[1] + family.guidance(guidance, k) * (own[0] - own[1])
+            torch.testing.assert_close(law.logits[b, 0], wanted, rtol=1e-4, atol=1e-4)
+    assert state.cache.net is small and all(store is not None for store in state.cache.cache.stores)
+
+
+def test_a_composition_of_all_scales_is_the_model_and_of_none_the_refiner(model):
+    small, sampling, classes = network(3, depth=1), Sampling(1.0, top_k=9, guidance=2.0), [1, 4, 0]
+    alone = {net: images(plain(VARTarget(VARImages(net, codec=vae())), classes, sampling)) for net in (model, small)}
+    assert torch.equal(images(plain(composed(model, small, 4), classes, sampling)), alone[model])
+    assert torch.equal(images(plain(composed(model, small, 0), classes, sampling)), alone[small])
+    assert not torch.equal(alone[model], alone[small])
+    mixed = images(plain(composed(model, small, 2), classes, sampling))
+    assert torch.equal(mixed[:, :5], alone[model][:, :5]) and not torch.equal(mixed, alone[model])
+
+
+def test_scales_are_drawn_once_and_the_cache_of_the_model_is_freed(model):
+    small, passes = network(3, depth=1), []
+    hooks = [net.register_forward_hook(lambda net, x, y: passes.append((net, x[0].shape[1]))) for net in (model, small)]
+    heads = [net.head.register_forward_hook(lambda net, x, y: passes.append(x[0].shape[1])) for net in (model, small)]
+    state = plain(composed(model, small, 2), [1, 4], Sampling(1.0))
+    for hook in hooks + heads:
+        hook.remove()
+    assert passes == [(model, 1), 1, (model, 4), 4, (small, 14), 9, (small, 16), 16]
+    each = 2 * 2 * 2 * 16 * 4  # keys and values, rows, heads, head size, bytes
+    freed, memory = each * 2 * (5 + 1), state.trace.memory
+    assert memory["freed"] == freed and memory["cache"] == max(freed, each * (30 + 1))
+
+
+@torch.no_grad()
+def test_a_composition_has_the_law_that_it_declares():
+    """1 + 4 codes of 4 ids: 1,024 cells."""
+    toy = Scales.square(1, 2)
+    large, small = network(0, toy, codes=4, scale=0.12), network(5, toy, codes=4, scale=0.12)
+    target = composed(large, small, 1, codes=4)
+    counts = counted(plain(target, [1] * 12000, Sampling(1.0), scales=2), 4)
+    declared, model = joint(large, small, toy, 4, 1), joint(large, large, toy, 4, 2)
+    assert fits(counts, declared) > 1e-3 and declared.shape == (1024,)
+    assert fits(counts, model) < 1e-6, "the composition is not the model"
+    assert 0.5 * float((declared - model).abs().sum()) > 0.05  # total variation
+
+
+def test_wrong_compositions_are_refused(model):
+    small, codec = network(3), vae()
+    for words, make in (
+        ("handover: got 5, expected 0..4", lambda: composed(model, small, 5)),
+        ("handover: got None, expected a refiner and", lambda: composed(model, small, None)),
+        ("handover: got 2, expected a refiner and", lambda: composed(model, None, 2)),
+        (r"refiner: got scales \[1, 4\], expected", lambda: composed(model, network(3, Scales.square(1, 2)), 1)),
+        ("refiner: got codes 8, expected 16", lambda: composed(model, network(3, codes=8), 1)),
+        ("drafter: got one beside a refiner", lambda: SmallVAR(small).attach(composed(model, small, 2).family)),
+        ("drafter: got codes 8, expected 16", lambda: SmallVAR(network(3, codes=8)).attach(VARImages(model, codec=codec))),
+        ("codec: got NoneType, expected VAR's", lambda: VARImages(model)),
+        ("codec: got 4 codes of 4, expected the model's 16", lambda: VARImages(model, codec=vae(4))),
+        ("ramp: got 'cosine'", lambda: VARImages(model, codec=vae(), ramp="cosine")),
+        ("top_k: got 3 numbers, expected 4", lambda: VARImages(model, codec=codec, per_scale=PerScale(top_k=(1, 2, 3)))),
+        ("top_p: got 2.0", lambda: VARImages(model, codec=codec, per_scale=PerScale(top_p=(1.0, 2.0, 1.0, 1.0)))),
+        ("temperature: got 0 for a scale", lambda: VARImages(model, codec=codec, per_scale=PerScale((0.0, 1.0, 1.0, 1.0)))),
+        ("reads hidden states", lambda: VARTarget(VARImages(model, codec=vae()), features=True)),
+        ("compile: got True", lambda: VARTarget(VARImages(model, codec=vae()), compiles=True)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words) as error:
+            make()
+        one_sentence(error)
+
+
+def test_wrong_requests_are_refused_before_any_pass(model):
+    target = VARTarget(VARImages(model, codec=vae()))
+    more = request([1], Sampling(1.0), scales=5)
+    shaped = request([1], Sampling(1.0))
+    shaped.inputs = ScalePrompt(torch.tensor([1, 2]), torch.tensor([5]))
+    processed = request([1], Sampling(1.0, processors=(lambda ids, logits: logits,)))
+    for words, asked in (
+        (r"classes: got 5..6, expected 0..5", request([6], Sampling(1.0))),
+        ("max_new_tokens: got 5, expected at most the image's 4 scales", more),
+        (r"classes, against: got shapes \(2,\) and \(1,\)", shaped),
+        ("logits_processor: got one", processed),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            target.prefill(asked)
+        one_sentence(error)
+
+
+# --- the pipeline -----------------------------------------------------------------------------------------------------
+
+
+def test_var_in_the_pipeline(model):
+    pipe = ImagePipeline(model, None, parts={"codec": vae()})
+    out = pipe(["1", "3"], seed=[1, 2], output_type="np")
+    assert [image.shape for image in out.images] == [(8, 8, 3)] * 2
+    assert out.stats[0].guarantee == "exact" and [m.shape for m in out.maps] == [(1, 4)] * 2
+    assert [p.tolist() for p in out.passes] == [[[0, 1, 2, 3]]] * 2
+    alone = pipe("3", seed=2, output_type="latent")
+    assert torch.equal(alone.images[0], out.tokens[1]) and alone.images[0].shape == (30,)
+    against = pipe("3", seed=2, output_type="latent", negative_prompt="1").images[0]
+    assert not torch.equal(against, alone.images[0])
+    assert torch.equal(pipe("3", seed=2, output_type="latent", negative_prompt="").images[0], alone.images[0])
+    drafting = ImagePipeline(model, None, SmallVAR(moved(model, 0.003)), parts={"codec": vae()}, levels=3)
+    found = drafting(["1", "3"], seed=[1, 2], output_type="np")
+    np.testing.assert_allclose(found.images, out.images, atol=1e-5)
+    assert found.stats[0].rounds < out.stats[0].rounds and found.traces[0].faults == 0
+    assert max(m.max() for m in found.maps) > 0, "some scales are drafted"
+
+
+def test_a_callback_sees_codes_and_an_aborted_image_leaves_nothing(model):
+    parts, seen = {"codec": vae()}, []
+    pipe = ImagePipeline(model, None, parts=parts)
+
+    def look(pipe, round, tokens, given):
+        seen.append(given["latents"][0].clone())
+        pipe.interrupt = len(seen) == 2
+        return given
+
+    out = pipe("1", seed=1, callback_on_step_end=look, callback_on_step_end_tensor_inputs=["latents"])
+    assert not out.images and [int((codes >= 0).sum()) for codes in seen] == [5, 14]
+    whole = ImagePipeline(model, None, parts=parts)("2", seed=3, output_type="latent").images[0]
+    assert torch.equal(pipe("2", seed=3, output_type="latent").images[0], whole)
+    assert torch.equal(pipe("1", seed=1, output_type="latent").images[0][:14], seen[1][:14])
+
+
+def test_a_composition_in_the_pipeline_says_what_it_is(model):
+    parts = {"codec": vae(), "refiner": network(3, depth=1), "handover": 2}
+    pipe = ImagePipeline(model, None, parts=parts)
+    out = pipe(["1", "3"], seed=[1, 2], output_type="latent")
+    stats = out.stats[0]
+    assert stats.guarantee == "exact for the declared target"
+    assert stats.declared == "scales 1..2 by the model, the others of 4 by the refiner, each given all before"
+    assert stats.declared in str(stats) and out.traces[0].memory["freed"] > 0
+    with pytest.raises(ValueError, match="drafter: got one beside a refiner"):
+        pipe("1", drafter=SmallVAR(network(3)), output_type="latent")
+
+
+def test_var_refuses_what_it_can_not_draw(model):
+    pipe = ImagePipeline(model, None, parts={"codec": vae()})
+    for change, words in (
+        ({"prompt": "a cat"}, "prompt: got 'a cat', expected a class number 0..4"),
+        ({"negative_prompt": "a cat"}, "negative_prompt: got 'a cat', expected a class number 0..4"),
+        ({"height": 64}, "height, width: got 64 x None, expected 8 x 8"),
+        ({"acceptance": "exact"}, "Exact judges Categorical laws, expected Maps"),
+        ({"order": "zipar"}, "order: got ZipAR, expected raster"),
+        ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical laws, expected Maps"),
+        ({"drafter": "ngram"}, "drafter: NGram drafts for Categorical laws, expected Maps"),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            pipe(**{"prompt": "1", "seed": 0, "output_type": "latent"} | change)
+        one_sentence(error)
+
+
+def test_the_guarantee_is_the_weakest(model):
+    def made(target, rule):
+        return pair(None, "none", rule, target.family, lambda traits: target).guarantee
+
+    exact, joined = VARTarget(VARImages(model, codec=vae())), composed(model, network(3), 2)
+    assert made(exact, Exact()) == "exact" == made(exact, Repaired())
+    assert made(joined, Exact()) == "exact for the declared target"

@@ -1,0 +1,320 @@
+"""VAR's networks: published layouts with random weights, compared with formulas that read the published tensors."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from tests.test_continuous_nets import KLFormulas
+from tests.test_image_nets import affine, conv, filled, one_sentence, resnet, within
+from visspec.models.nets import layouts_var
+from visspec.models.nets.multiscale import SCALES, MultiScaleShape, MultiScaleVAE, Quantizer, Scales
+from visspec.models.nets.scale_reading import Reading
+from visspec.models.nets.var import VAR, VARConfig
+from visspec.recipes.convert_checkpoint import convert
+
+SIDES = (1, 2, 3, 4)
+SMALL = VARConfig(32, 2, 2, Scales.square(*SIDES), codes=16, code_size=4, classes=5)
+TOL = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def var_names(config):
+    """The published names and shapes."""
+    width, total, depth = config.width, config.scales.total, config.depth
+    names = {
+        "pos_start": (1, config.scales.sizes[0], width),
+        "pos_1LC": (1, total, width),
+        "class_emb.weight": (config.classes + 1, width),
+        "lvl_embed.weight": (len(config.scales), width),
+    }
+    names |= affine("word_embed", width, config.code_size) | affine("head", config.codes, width)
+    names |= affine("head_nm.ada_lin.1", 2 * width, width)
+    names |= affine("shared_ada_lin.1", 6 * width, width) if config.shared else {}
+    for block in (f"blocks.{i}" for i in range(depth)):
+        names |= {f"{block}.attn.scale_mul_1H11": (1, config.heads, 1, 1)}
+        names |= {f"{block}.attn.{part}": (width,) for part in ("q_bias", "v_bias", "zero_k_bias")}
+        names |= {f"{block}.attn.mat_qkv.weight": (3 * width, width)}
+        names |= affine(f"{block}.attn.proj", width, width)
+        names |= affine(f"{block}.ffn.fc1", 4 * width, width) | affine(f"{block}.ffn.fc2", width, 4 * width)
+        own = {f"{block}.ada_gss": (1, 1, 6, width)}
+        names |= own if config.shared else affine(f"{block}.ada_lin.1", 6 * width, width)
+    return names
+
+
+def published(config, scale=0.3):
+    torch.manual_seed(0)
+    tensors = filled(var_names(config), scale)
+    levels = torch.arange(len(config.scales)).repeat_interleave(torch.tensor(config.scales.sizes))[None]
+    for name in tensors:
+        if name.endswith("zero_k_bias"):
+            tensors[name].zero_()
+        if name.endswith("scale_mul_1H11"):  # one of the heads beyond the published limit of 100
+            tensors[name] = torch.tensor([1.4, 5.0]).view(1, -1, 1, 1)[:, : config.heads]
+    hidden = torch.where(levels[0][:, None] >= levels[0], 0.0, -math.inf)[None, None]
+    return tensors | {"lvl_1L": levels, "attn_bias_for_masking": hidden}
+
+
+class Published:
+    """VAR on a dict of published tensors: logits of all positions of one image in one pass."""
+
+    def __init__(self, tensors, heads):
+        self.t, self.heads = tensors, heads
+        self.depth = len([name for name in tensors if re.fullmatch(r"blocks\.\d+\.attn\.mat_qkv\.weight", name)])
+
+    def linear(self, x, name):
+        return x @ self.t[f"{name}.weight"].T + self.t[f"{name}.bias"]
+
+    def norm(self, x):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+
+    def block(self, x, name, given):
+        """x: (L, C)."""
+        said = F.silu(given)
+        if f"{name}.ada_gss" in self.t:
+            six = self.linear(said, "shared_ada_lin.1").view(6, -1) + self.t[f"{name}.ada_gss"][0, 0]
+        else:
+            six = self.linear(said, f"{name}.ada_lin.1").view(6, -1)
+        gamma1, gamma2, scale1, scale2, shift1, shift2 = six
+        h = (self.norm(x) * (1 + scale1) + shift1) @ self.t[f"{name}.attn.mat_qkv.weight"].T
+        h = h + torch.cat([self.t[f"{name}.attn.{part}"] for part in ("q_bias", "zero_k_bias", "v_bias")])
+        q, k, v = (part.unflatten(1, (self.heads, -1)).transpose(0, 1) for part in h.chunk(3, dim=1))
+        sharp = self.t[f"{name}.attn.scale_mul_1H11"][0].clamp(max=math.log(100)).exp()
+        q, k = q / q.norm(dim=-1, keepdim=True) * sharp, k / k.norm(dim=-1, keepdim=True)
+        weight = (q @ k.transpose(1, 2) + self.t["attn_bias_for_masking"][0, 0]).softmax(-1)
+        x = x + self.linear((weight @ v).transpose(0, 1).flatten(1), f"{name}.attn.proj") * gamma1
+        h = self.linear(self.norm(x) * (1 + scale2) + shift2, f"{name}.ffn.fc1")
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        return x + self.linear(h, f"{name}.ffn.fc2") * gamma2
+
+    def logits(self, inputs, label):
+        """inputs: (L - first, c), what the scales after the first are made of."""
+        given = self.t["class_emb.weight"][label]
+        x = torch.cat([given + self.t["pos_start"][0], self.linear(inputs, "word_embed")])
+        x = x + self.t["lvl_embed.weight"][self.t["lvl_1L"][0]] + self.t["pos_1LC"][0]
+        for i in range(self.depth):
+            x = self.block(x, f"blocks.{i}", given)
+        scale, shift = self.linear(F.silu(given), "head_nm.ada_lin.1").view(2, -1)
+        return self.linear(self.norm(x) * (1 + scale) + shift, "head")
+
+
+def vq_names(shape):
+    """The published names of the autoencoder: LDM's, with queries, keys and values in one, and 3 x 3 around."""
+    widths = [shape.channels * m for m in shape.multipliers]
+    top, coarse = len(widths) - 1, widths[-1]
+
+    def fused(name, c):
+        return affine(f"{name}.norm", c) | conv(f"{name}.qkv", 3 * c, c, 1, 1) | conv(f"{name}.proj_out", c, c, 1, 1)
+
+    names = conv("encoder.conv_in", widths[0], 3, 3, 3) | affine("encoder.norm_out", coarse)
+    names |= conv("encoder.conv_out", shape.size, coarse, 3, 3) | conv("decoder.conv_in", coarse, shape.size, 3, 3)
+    names |= affine("decoder.norm_out", widths[0]) | conv("decoder.conv_out", 3, widths[0], 3, 3)
+    for part in ("encoder", "decoder"):
+        names |= resnet(f"{part}.mid.block_1", coarse, coarse) | fused(f"{part}.mid.attn_1", coarse)
+        names |= resnet(f"{part}.mid.block_2", coarse, coarse)
+    for level, width in enumerate(widths):
+        down, up, before = f"encoder.down.{level}", f"decoder.up.{level}", widths[max(level - 1, 0)]
+        for i in range(shape.blocks):
+            names |= resnet(f"{down}.block.{i}", width if i else before, width)
+            names |= fused(f"{down}.attn.{i}", width) if level == top else {}
+        for i in range(shape.blocks + 1):
+            names |= resnet(f"{up}.block.{i}", widths[min(level + 1, top)] if not i else width, width)
+            names |= fused(f"{up}.attn.{i}", width) if level == top else {}
+        names |= conv(f"{down}.downsample.conv", width, width, 3, 3) if level < top else {}
+        names |= conv(f"{up}.upsample.conv", width, width, 3, 3) if level else {}
+    for name in ("quant_conv", "post_quant_conv"):
+        names |= conv(name, shape.size, shape.size, shape.kernel, shape.kernel)
+    for i in range(shape.shared):
+        names |= conv(f"quantize.quant_resi.qresi_ls.{i}", shape.size, shape.size, 3, 3)
+    names["quantize.ema_vocab_hit_SV"] = (4, shape.codes)
+    return names | {"quantize.embedding.weight": (shape.codes, shape.size)}
+
+
+TINY = MultiScaleShape(16, 4, channels=32, multipliers=(1, 2), blocks=1)
+# ticks 1/12, 13/36, 23/36, 11/12 and k / 9; 2/9 and 7/9 lie between two, and the published rounding takes the later
+NEAREST = (0, 0, 1, 1, 1, 2, 2, 3, 3, 3)
+
+
+class VQFormulas(KLFormulas):
+    """VAR's autoencoder on published tensors."""
+
+    def attention(self, x, name):
+        if f"{name}.qkv.weight" not in self.t:
+            return x
+        q, k, v = (part.flatten(2) for part in self.conv(self.norm(x, f"{name}.norm"), f"{name}.qkv").chunk(3, 1))
+        weight = (q.transpose(1, 2) @ k * q.shape[1] ** -0.5).softmax(-1)
+        return x + self.conv((v @ weight.transpose(1, 2)).unflatten(2, x.shape[-2:]), f"{name}.proj_out")
+
+    def part(self, codes, k, side, sides):
+        """What scale k adds, its convolution the nearest to k / (K - 1)."""
+        h = self.t["quantize.embedding.weight"][codes].movedim(-1, 1).unflatten(2, (side, side))
+        if k < len(sides) - 1:
+            h = F.interpolate(h, size=(sides[-1], sides[-1]), mode="bicubic")
+        ticks = torch.linspace(1 / 12, 11 / 12, 4)
+        nearest = int((ticks - k / (len(sides) - 1)).abs().argmin())
+        return 0.5 * h + 0.5 * self.conv(h, f"quantize.quant_resi.qresi_ls.{nearest}", padding=1)
+
+    def inputs(self, codes, sides):
+        """(features of the whole image, inputs (B, L - 1, c) of all scales after the first)."""
+        total, found = 0, []
+        for k, (side, own) in enumerate(zip(sides, codes.split([s * s for s in sides], dim=1))):
+            total = total + self.part(own, k, side, sides)
+            if k + 1 < len(sides):
+                found.append(F.interpolate(total, size=(sides[k + 1],) * 2, mode="area").flatten(2).transpose(1, 2))
+        return total, torch.cat(found, dim=1)
+
+
+@pytest.fixture(scope="module")
+def vae_tensors():
+    torch.manual_seed(1)
+    return filled(vq_names(TINY), 0.2)
+
+
+@pytest.fixture(scope="module")
+def vae(vae_tensors, tmp_path_factory):
+    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
+    save_file(vae_tensors, path)
+    return layouts_var.load_var_vae(path)
+
+
+def loaded(config, tmp_path):
+    tensors = published(config)
+    save_file(tensors, tmp_path / "var.safetensors")
+    return tensors, layouts_var.load_var(tmp_path / "var.safetensors")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shared", [False, True])
+def test_published_transformers_say_what_their_formulas_say(tmp_path, vae, vae_tensors, shared):
+    config = VARConfig(**{**vars(SMALL), "shared": shared, "hidden": 128})
+    tensors, model = loaded(config, tmp_path)
+    assert model.config == config
+    codes, classes = torch.randint(16, (2, 30)), torch.tensor([3, 5])
+    _, inputs = VQFormulas(vae_tensors).inputs(codes, SIDES)
+    maps = torch.zeros(2, 3, 16, dtype=torch.long)
+    for k, own in enumerate(codes.split(config.scales.sizes, dim=1)[:-1]):
+        maps[:, k, : own.shape[1]] = own
+    reading = Reading(model, vae.quantize, classes, 2)
+    (whole,) = reading.read(maps)
+    for b, label in enumerate(classes.tolist()):
+        wanted = Published(tensors, config.heads).logits(inputs[b], label)
+        torch.testing.assert_close(torch.cat([part[b] for part in whole.logits]), wanted, **TOL)
+
+
+@torch.no_grad()
+def test_the_published_autoencoder_says_what_its_formulas_say(vae, vae_tensors):
+    """In float64."""
+    tensors, vae = {name: tensor.double() for name, tensor in vae_tensors.items()}, copy.deepcopy(vae).double()
+    formulas, form = VQFormulas(tensors), {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
+    scales, codes = Scales.square(*SIDES), torch.randint(16, (2, 30))
+    features, _ = formulas.inputs(codes, SIDES)
+    torch.testing.assert_close(vae.quantize.features(codes, scales), features, **TOL)
+    hidden = formulas.conv(features, "post_quant_conv", padding=1)
+    wanted = formulas.decode(hidden, **within("decoder", form | {"levels": ("up.1", "up.0")})).clamp(-1, 1)
+    torch.testing.assert_close(vae.decode(codes, scales), wanted, **TOL)
+    pixels = torch.rand(2, 3, 8, 8).double() * 2 - 1
+    nothing = {"quant_conv.weight": torch.eye(4).double()[..., None, None], "quant_conv.bias": torch.zeros(4).double()}
+    formulas.t = tensors | nothing  # the formula's is 1 x 1
+    left = formulas.encode(pixels, **within("encoder", form | {"levels": ("down.0", "down.1")}))
+    left = F.conv2d(left, tensors["quant_conv.weight"], tensors["quant_conv.bias"], padding=1)
+    found = []
+    for k, side in enumerate(SIDES):
+        at = F.interpolate(left, size=(side, side), mode="area").flatten(2).transpose(1, 2)
+        gaps = (at[:, :, None] - tensors["quantize.embedding.weight"]).square().sum(-1)
+        found.append(gaps.argmin(-1))
+        left = left - formulas.part(found[-1], k, side, SIDES)
+    assert torch.equal(vae.encode(pixels, scales), torch.cat(found, dim=1))
+
+
+@torch.no_grad()
+def test_scales_take_the_published_convolutions():
+    quantizer, scales = Quantizer(4, 4), SCALES[256]
+    for i, layer in enumerate(quantizer.quant_resi["qresi_ls"]):
+        layer.weight.data.zero_()
+        layer.bias.data.fill_(2.0 * i)
+    found = [int(quantizer.smooth(k, scales, torch.zeros(1, 4, 2, 2)).detach().mean()) for k in range(10)]
+    assert tuple(found) == NEAREST
+
+
+def test_published_sizes():
+    for side, total in ((256, 680), (512, 2240)):
+        assert SCALES[side].total == total == sum(size for size in SCALES[side].sizes)
+    with torch.device("meta"):
+        model, vae = VAR(VARConfig.of(16, SCALES[256])), MultiScaleVAE(MultiScaleShape())
+    found = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    assert found == var_names(model.config)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e5) == 3103  # 310.3 millions
+    assert round(sum(p.numel() for p in vae.parameters()) / 1e5) == 1089  # 108.9 millions
+    names = vq_names(MultiScaleShape())
+    sizes = sum(math.prod(s) for name, s in names.items() if "ema" not in name)
+    assert sizes == sum(p.numel() for p in vae.parameters())
+
+
+def test_pickles_are_converted(tmp_path):
+    torch.save(published(SMALL), tmp_path / "var_d16.pth")
+    with pytest.raises(ValueError, match="holds pickled weights") as error:
+        layouts_var.load_var(tmp_path / "var_d16.pth")
+    one_sentence(error)
+    convert(tmp_path / "var_d16.pth", tmp_path / "var.safetensors")
+    assert layouts_var.load_var(tmp_path / "var.safetensors").config.scales == SMALL.scales
+
+
+def test_what_does_not_fit_a_transformer_is_refused(tmp_path):
+    tensors, file = published(SMALL), tmp_path / "var.safetensors"
+
+    def refused(words, changed, **options):
+        save_file(changed, file)
+        with pytest.raises(ValueError, match=words) as error:
+            layouts_var.load_var(file, **options)
+        one_sentence(error)
+
+    for name in sorted(tensors.keys() - {"attn_bias_for_masking"})[::5]:
+        refused(r"checkpoint: .* expected", {n: t for n, t in tensors.items() if n != name})
+        cut = tensors[name][..., :-1].contiguous()
+        refused(r"(checkpoint|heads|scales|\w+): .* expected", tensors | {name: cut})
+    refused(r"unknown tensor 'blocks\.0\.attn\.k_bias'", tensors | {"blocks.0.attn.k_bias": torch.zeros(32)})
+    refused(r"lvl_1L of .* expected the level", tensors | {"lvl_1L": tensors["lvl_1L"].flip(1)})
+    refused(r"scales: got maps of \(1, 4, 9\) codes", tensors, scales=Scales.square(1, 2, 3))
+    oblong = Scales(((1, 1), (2, 3)))
+    config = VARConfig(**{**vars(SMALL), "scales": oblong})
+    refused(r"scales: got None, expected rows and columns", published(config))
+    save_file(published(config), file)
+    assert layouts_var.load_var(file, oblong).config.scales == oblong
+
+
+def test_what_does_not_fit_an_autoencoder_is_refused(tmp_path, vae_tensors):
+    file = tmp_path / "vae.safetensors"
+
+    def refused(words, changed):
+        save_file(changed, file)
+        with pytest.raises(ValueError, match=words) as error:
+            layouts_var.load_var_vae(file)
+        one_sentence(error)
+
+    for name in sorted(vae_tensors.keys() - {"quantize.ema_vocab_hit_SV"})[::17]:
+        refused(r"checkpoint: .* expected", {n: t for n, t in vae_tensors.items() if n != name})
+    refused(r"unknown tensor 'quantize\.beta'", vae_tensors | {"quantize.beta": torch.zeros(1)})
+    refused(r"has shape \(31,\), expected thirds", vae_tensors | {"encoder.mid.attn_1.qkv.bias": torch.zeros(31)})
+    bare = {name: tensor for name, tensor in vae_tensors.items() if "quant_resi" not in name}
+    refused("expected VAR's quantiser", bare)
+
+
+def test_wrong_settings_are_refused(vae):
+    for words, make in (
+        ("scales: got none", lambda: Scales(())),
+        ("scales: got 0, expected", lambda: Scales.square(1, 0)),
+        ("scales: got 3, expected rows and columns", lambda: Scales((3,))),
+        ("heads: got 3, expected a divisor", lambda: VARConfig(32, 1, 3, SMALL.scales)),
+        ("depth: got 0", lambda: VARConfig(32, 0, 2, SMALL.scales)),
+        (
+            r"codes: got shape \(1, 29\), expected \(B, 30\)",
+            lambda: vae.decode(torch.zeros(1, 29).long(), SMALL.scales),
+        ),
+        (r"pixels: got shape", lambda: vae.encode(torch.zeros(1, 3, 8, 10), SMALL.scales)),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            make()
+        one_sentence(error)

@@ -1,0 +1,78 @@
+"""Laws over maps of codes, such as the scales of VAR: given the nodes before, the codes of a map are independent.
+
+Shapes: B rows, N nodes, S codes of the largest map in a pass, V vocabulary. Smaller maps are padded at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec.laws.base import Law, check_tensor
+
+
+class Maps(Law):
+    """Laws (B, N) from logits (B, N, S, V), float32; node (b, n) has count (B, N) codes. Values are ids (B, N, S)."""
+
+    def __init__(self, logits_BNSV: Tensor, count_BN: Tensor):
+        self.logits, self.count = logits_BNSV, count_BN
+
+    @property
+    def p(self) -> Tensor:
+        return torch.softmax(self.logits, dim=-1)
+
+    @property
+    def real(self) -> Tensor:
+        """(B, N, S) bool: false at padding."""
+        return torch.arange(self.logits.shape[2], device=self.count.device) < self.count[..., None]
+
+    @property
+    def width(self) -> int:
+        return self.logits.shape[-1]
+
+    @classmethod
+    def chain(cls, levels: list[Maps], size: int) -> Maps:
+        """Stack the laws (B, 1) of a chain's levels to (B, 1 + levels), padded to `size` codes; the root's entry is
+        unused.
+        """
+        padded = [F.pad(law.logits, (0, 0, 0, size - law.logits.shape[2])) for law in levels]
+        counts = [law.count for law in levels]
+        stacks = (torch.cat([torch.zeros_like(parts[0]), *parts], dim=1) for parts in (padded, counts))
+        return cls(*stacks)
+
+    @classmethod
+    def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
+        """(S, V), uninitialised: its shape is what drafts are checked against."""
+        return torch.empty(max(capabilities.scales), capabilities.vocab, device=device)
+
+    @classmethod
+    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        check_tensor("value", value, torch.long, limits)
+        if value.shape != (*shape, len(limits)):
+            raise ValueError(f"value: got shape {tuple(value.shape)}, expected {(*shape, len(limits))}")
+        safe = value.clamp(0, limits.shape[1] - 1)
+        possible_BN = (safe == value).all(dim=-1)
+        return safe, possible_BN, torch.ones_like(possible_BN)
+
+    def checked(self, value: Tensor, limits: Tensor) -> tuple[Maps, Tensor]:
+        check_tensor("q.logits", self.logits, None, limits)
+        check_tensor("q.count", self.count, torch.long, limits)
+        shapes, wanted = (self.logits.shape, self.count.shape), ((*value.shape, limits.shape[1]), value.shape[:2])
+        if shapes != wanted:
+            raise ValueError(f"q: got shapes {tuple(map(tuple, shapes))}, expected {tuple(map(tuple, wanted))}")
+        logits = self.logits.float()
+        drawn = logits.gather(-1, value[..., None])[..., 0].isfinite()
+        sound = ~(logits.isnan() | logits.isposinf()).any(dim=-1)
+        lawful_BN = ((drawn & sound) | ~self.real).all(dim=-1)
+        return Maps(torch.where(lawful_BN[..., None, None], logits, 0.0), self.count), lawful_BN
+
+
+Maps.drafts = Maps
+
+
+def maps(law: Law) -> Maps:
+    """The same law, typed as one over maps. Not checked here but in `pairing.check`."""
+    return cast(Maps, law)
