@@ -67,8 +67,8 @@ SCALES = {256: Scales.square(1, 2, 3, 4, 5, 6, 8, 10, 13, 16), 512: Scales.squar
 
 
 def nearest(count: int, scale: int, scales: int) -> int:
-    """Which of the convolutions a scale takes. In numpy as published: of ten scales two lie halfway between ticks, where
-    rounding decides.
+    """Which of the convolutions a scale takes. In numpy as published: of ten scales two lie halfway between ticks,
+    where rounding decides.
     """
     edge = 1 / (3 if count == 4 else 2) / count
     return int(np.argmin(np.abs(np.linspace(edge, 1 - edge, count) - scale / max(scales - 1, 1))))

@@ -29,7 +29,7 @@ class Group(NamedTuple):
 class Mark(NamedTuple):
     """Where a reading was."""
 
-    count: list[int]
+    counts: list[int]
     features: Tensor
 
 
@@ -99,7 +99,7 @@ class Reading:
 
     def back(self, marks: list[Mark]) -> None:
         """To the mark of each image; what was read since is free."""
-        self.count = [mark.count[b] for b, mark in enumerate(marks)]
+        self.count = [mark.counts[b] for b, mark in enumerate(marks)]
         self.features = torch.stack([mark.features[b] for b, mark in enumerate(marks)])
 
     def select(self, images: list[int]) -> None:

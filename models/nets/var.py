@@ -62,6 +62,7 @@ class Attention(nn.Module):
         self.heads = heads
         self.scale_mul_1H11 = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4)))
         self.q_bias, self.v_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.zero_k_bias: Tensor
         self.register_buffer("zero_k_bias", torch.zeros(width))
         self.mat_qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width)
@@ -144,6 +145,7 @@ class VAR(nn.Module):
         self.head_nm = Before(width)
         self.head = nn.Linear(width, config.codes)
         level = [k for k, size in enumerate(scales.sizes) for _ in range(size)]
+        self.level_L: Tensor
         self.register_buffer("level_L", torch.tensor(level), persistent=False)
 
     @property

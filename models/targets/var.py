@@ -291,7 +291,7 @@ class VARTarget(Target):
         return Scores(Maps(*stacked(groups, len(state.rows), nodes, lambda x, k: self.family.warped(sampling, x, k))))
 
 
-def declared(family: VARImages) -> dict[str, str]:
+def declared(family: VARImages) -> dict[str, Any]:
     """What a pairing may promise of the target, and the target's law in words."""
     count = len(family.scales)
     if family.refiner is not None:

@@ -55,7 +55,7 @@ class Scales(Acceptance):
 
 
 class Repaired(Scales):
-    """Scales drawn by a maximal coupling with the drafted ones, code by code. Takes draws with their law, and points."""
+    """Scales drawn by a maximal coupling with the drafted ones, code by code. Takes draws with their law, points."""
 
     traits = RuleTraits("exact", judges_draws=True, chains_only=True, law=Maps)
 
