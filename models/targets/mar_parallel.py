@@ -52,7 +52,8 @@ class Parallel(Order):
             passes += [step] * len(numbers)
             if step:  # the first is the prefill's, as elsewhere
                 trace.rounds.append(Round(0, [len(numbers)] * len(rows), [False] * len(rows)))
+            if numbers.stop == tokens:
+                state.memory = [state.tape.placed(row, passes) for row in rows]
             if request.on_round is not None:
                 request.on_round(state)
-        state.memory = [state.tape.placed(row, passes) for row in rows]
         return state
