@@ -1,5 +1,7 @@
 """Rules that toss their own coins: agreement with the enumerated law, the acceptance identity, and the drift meter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -194,6 +196,7 @@ def test_meters_are_credited_to_the_rows_that_paid():
 
 
 def test_drift_and_displacement_are_reported_a_token():
-    stats = Stats.of(metered(), Pairing(None, None, "", Typical(), Pace(), Raster()))
+    target = SimpleNamespace(capabilities=SimpleNamespace(guarantee="exact", declared=""))
+    stats = Stats.of(metered(), Pairing(target, None, "", Typical(), Pace(), Raster()))
     assert (stats.tokens, stats.rounds) == (10, 2)
     assert stats.drift_per_token == 0.25 and stats.displacement_per_token == 0.5

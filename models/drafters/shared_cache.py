@@ -112,6 +112,7 @@ class SharedCache(Drafter):
                 position_ids=position_B[:, None].expand(-1, token_BW.shape[1]),
                 shared_kv_states=shared,
                 use_cache=False,
+                output_hidden_states=token_BW.shape[1] > 1,  # transformers 5.23 slices what it keeps, None included
             )
             return output.logits, output.last_hidden_state
 

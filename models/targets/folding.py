@@ -26,9 +26,9 @@ from transformers import AttentionInterface
 from visspec.models.targets.hooks import HOOKING
 
 NAME = "sdpa"
-# arguments by which attention is more than a softmax over keys; transformers' own function decides what becomes of them
 APART = 1 << 18  # scores; fewer are not worth a second call
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # gives the logarithms of the normalisers too
+# arguments by which attention is more than a softmax over keys; transformers' own function decides what becomes of them
 MORE = ("softcap", "s_aux", "position_bias", "cache")
 
 
@@ -50,10 +50,10 @@ def folding(stock: Callable) -> Callable:
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         nodes, share = query.shape[2], query.shape[1] // key.shape[1]
         seen = shown(attention_mask)
-        if attention_mask.shape[2] <= nodes and not seen:
+        plain = share == 1 and not worth(query, key, value, seen)
+        if attention_mask.shape[2] <= nodes and (plain or not seen):
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         more = args or kwargs.get("dropout") or any(kwargs.get(name) is not None for name in MORE)
-        plain = share == 1 and not worth(query, key, value, seen)
         if more or plain or attention_mask.shape[2] < share * nodes:
             return stock(module, query, key, value, attention_mask[:, :, :nodes], *args, **kwargs)
         return folded(query, key, value, attention_mask[:, :, : share * nodes], kwargs.get("scaling"), seen), None
@@ -84,8 +84,7 @@ def parted(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: flo
 
 def worth(query: Tensor, key: Tensor, value: Tensor, seen: int) -> bool:
     """Whether attention to the first `seen` slots is done apart: where that saves more than the calls cost."""
-    rows, heads, nodes, size = query.shape
-    if not 0 < seen <= key.shape[2] or value.shape[-1] != size or rows * heads * nodes * seen < APART:
+    if query.numel() // query.shape[3] * seen < APART or seen > key.shape[2] or value.shape[-1] != query.shape[3]:
         return False
     return query.device.type == "cpu" and query.dtype == torch.float32
 

@@ -291,8 +291,10 @@ def test_pictures_keep_to_their_captions():
 
 
 def test_who_promises_the_tokens_of_plain_decoding():
+    target = SimpleNamespace(capabilities=SimpleNamespace(guarantee="exact"))
+
     def promises(rule, greedy, order=None):
-        return Pairing(None, None, "", rule, Pace(), order or Raster()).promises_tokens(greedy)
+        return Pairing(target, None, "", rule, Pace(), order or Raster()).promises_tokens(greedy)
 
     assert promises(Exact(), False) and promises(Rejection(), True)
     assert not promises(Rejection(), False) and not promises(Exact(), True, ZipAR())
