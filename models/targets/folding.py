@@ -4,12 +4,7 @@ transformers repeats keys and values for every query head when a mask is given. 
 every query head of a group and node instead, G heads to a key head times N nodes, which no other caller hands over:
 transformers' own `sdpa` can't add such a mask to N queries. So the shape tells a draft's pass, and the entry registered
 here answers all other calls with transformers' own function. Nothing of a model, its configuration or its cache
-changes.
-
-A mask of `masks` also says how many slots every node sees (`shown`): behind a long prompt nearly all. On a CPU they are
-attended to without a mask, the others apart, and the two softmaxes are put together by their normalisers.
-
-Shapes: B rows, H query heads, K key heads, N nodes, M = H / K * N rows of a mask, S slots, E head size.
+changes. Shapes: B rows, H query heads, K key heads, N nodes, S slots, E head size.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
@@ -26,8 +20,6 @@ from transformers import AttentionInterface
 from visspec.models.targets.hooks import HOOKING
 
 NAME = "sdpa"
-APART = 1 << 18  # scores; fewer are not worth a second call
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # gives the logarithms of the normalisers too
 # arguments by which attention is more than a softmax over keys; transformers' own function decides what becomes of them
 MORE = ("softcap", "s_aux", "position_bias", "cache")
 
@@ -49,55 +41,23 @@ def folding(stock: Callable) -> Callable:
         if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         nodes, share = query.shape[2], query.shape[1] // key.shape[1]
-        seen = shown(attention_mask)
-        plain = share == 1 and not worth(query, key, value, seen)
-        if attention_mask.shape[2] <= nodes and (plain or not seen):
+        if attention_mask.shape[2] <= nodes:
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         more = args or kwargs.get("dropout") or any(kwargs.get(name) is not None for name in MORE)
-        if more or plain or attention_mask.shape[2] < share * nodes:
+        if more or share == 1 or attention_mask.shape[2] < share * nodes:
             return stock(module, query, key, value, attention_mask[:, :, :nodes], *args, **kwargs)
-        return folded(query, key, value, attention_mask[:, :, : share * nodes], kwargs.get("scaling"), seen), None
+        return folded(query, key, value, attention_mask[:, :, : share * nodes], kwargs.get("scaling")), None
 
     attention.stock = stock  # type: ignore[attr-defined]
     return attention
 
 
-def folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, seen: int = 0) -> Tensor:
-    """Attention of (B, H, N, E) queries to (B, K, S, E) keys, mask (1|B, 1, M, S): (B, N, H, E). `seen`: as `shown`."""
+def folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attention of (B, H, N, E) queries to (B, K, S, E) keys, mask (1|B, 1, H / K * N, S): (B, N, H, E)."""
     rows, heads, nodes, size = query.shape
-    folds = query.reshape(rows, key.shape[1], -1, size)
-    if seen == key.shape[2]:
-        attended = F.scaled_dot_product_attention(folds, key, value, scale=scaling)
-    elif worth(query, key, value, seen):
-        attended = parted(folds, key, value, mask, scaling, seen)
-    else:
-        attended = F.scaled_dot_product_attention(folds, key, value, attn_mask=mask, scale=scaling)
+    query = query.reshape(rows, key.shape[1], -1, size)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return attended.reshape(rows, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous()
-
-
-def parted(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, seen: int) -> Tensor:
-    """The same for folded queries (B, K, M, E), the first `seen` slots apart from the others: (B, K, M, E)."""
-    near, norm_BKM = flash(query, key[:, :, :seen], value[:, :, :seen], scale=scaling)
-    own, own_norm_BKM = flash(query, key[:, :, seen:], value[:, :, seen:], attn_mask=mask[..., seen:], scale=scaling)
-    return torch.lerp(near, own, torch.sigmoid(own_norm_BKM - norm_BKM)[..., None])
-
-
-def worth(query: Tensor, key: Tensor, value: Tensor, seen: int) -> bool:
-    """Whether attention to the first `seen` slots is done apart: where that saves more than the calls cost."""
-    if query.numel() // query.shape[3] * seen < APART or seen > key.shape[2] or value.shape[-1] != query.shape[3]:
-        return False
-    return query.device.type == "cpu" and query.dtype == torch.float32
-
-
-def showing(mask: Tensor, seen: int) -> Tensor:
-    """The mask, which says that all its rows see the first `seen` slots; `seen` may be all of them."""
-    mask.visspec_seen = seen  # type: ignore[attr-defined]
-    return mask
-
-
-def shown(mask: Tensor) -> int:
-    """What `showing` has said of this very mask, or 0. Graphs are made without it."""
-    return 0 if torch.compiler.is_compiling() else getattr(mask, "visspec_seen", 0)
 
 
 def groups(decoder: nn.Module, attention: str) -> int:
@@ -112,5 +72,6 @@ def groups(decoder: nn.Module, attention: str) -> int:
             if "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
                 return 1
             most = max(most, share)
-    register()
+    if most > 1:
+        register()
     return most

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from visspec.cache import GROW, SlotCache, packed, to_device, visibility
-from visspec.models.targets.folding import showing
 from visspec.types import Tree
 
 STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
@@ -31,11 +30,9 @@ class Masks:
         """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
         if not self.window:
             if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1:
-                bias = laid(self._ragged(slots, tree, extent), slots.steady)
-                return bias if slots.padding is not None else showing(bias, min(slots.lengths))
-            if tree.size == self.groups == 1 and not slots.steady:
-                return None
-            return showing(laid(self._shared(tree, slots.length), slots.steady), extent - (tree.size > 1) * tree.size)
+                return laid(self._ragged(slots, tree, extent), slots.steady)
+            bare = tree.size == self.groups == 1 and not slots.steady
+            return None if bare else laid(self._shared(tree, slots.length), slots.steady)
         seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
         full = self.additive(seen_RNS, self.groups)
         sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window), self.groups)
