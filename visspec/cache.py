@@ -34,6 +34,16 @@ def packed(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def gathered(values_BTX: Tensor, at_BN: Tensor) -> Tensor:
+    """Entries of each row by their index, (B, N, X)."""
+    return values_BTX.gather(1, at_BN[..., None].expand(-1, -1, values_BTX.shape[-1]))
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores, of the shape of `seen` (bool): 0 where that is true, the minimum elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
 def first_room(prompt: int, answer: int) -> int:
     """Slots to allocate with a prompt that `answer` more are expected to follow."""
     return prompt + GROW + min(answer, max(AT_ONCE, prompt))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from visspec import tree as trees
-from visspec.cache import to_device
+from visspec.cache import additive, to_device
 from visspec.laws import Categorical
-from visspec.models.drafters.feature_memory import packed
+from visspec.models.drafters.feature_memory import accepted, packed, prompt_first
 from visspec.models.targets.hf_decoder import describe
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import propose, warp
@@ -54,17 +54,10 @@ class BlockModel(Drafter):
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
-        features_BLF, positions, real = scores.features, scores.aux["positions"], scores.aux["attention"]
-        rows, length = features_BLF.shape[:2]
+        positions, rows = scores.aux["positions"], len(scores.features)
         position_BL = (positions if positions.dim() == 2 else positions[-3]).expand(rows, -1)
-        counts = [length] * rows
-        if real is not None:  # padding moves behind the prompt
-            order = (~real).long().argsort(dim=1, stable=True)
-            position_BL = position_BL.gather(1, order)
-            features_BLF = features_BLF.gather(1, order[..., None].expand_as(features_BLF))
-            counts = real.sum(dim=1).tolist()
         state.memory = _Context(rows, state.request.max_new_tokens)
-        state.memory.waiting.append((position_BL, features_BLF, counts))
+        state.memory.waiting.append(prompt_first(position_BL, scores.features, scores.aux["attention"]))
 
     def propose(self, state: State, depth: int) -> Draft:
         logits_BKV = self._denoised(state)[:, :depth]
@@ -138,19 +131,15 @@ class BlockModel(Drafter):
         index_BS = torch.where(slot < length_B1 + count_B1, slot, slot - width + count_B1)
         query_BK = length_B1 + count_B1 + torch.arange(self.block, device=like.device)
         near_BKS = (query_BK[..., None] - index_BS[:, None]).abs() <= self.window
-        full = torch.zeros(seen_BS.shape, dtype=like.dtype, device=like.device)
-        full = full.masked_fill_(~seen_BS, torch.finfo(like.dtype).min)[:, None, None].expand(-1, -1, self.block, -1)
+        full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, self.block, -1)
         sliding = full.masked_fill(~near_BKS[:, None], torch.finfo(like.dtype).min)
         return {"full_attention": full, "sliding_attention": sliding}
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's features of the accepted nodes for the next pass."""
-        assert scores.features is not None
-        counts = [len(path) for path in outcome.path]
-        path_BD = verdict.path[:, : max(counts)].clamp(min=0)
-        features = scores.features.gather(1, path_BD[..., None].expand(-1, -1, scores.features.shape[-1]))
+        path_BD, features, counts = accepted(scores, verdict, outcome)
         first_B = state.position - verdict.length
-        position_BD = first_B[:, None] + torch.arange(max(counts), device=first_B.device)
+        position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)
         state.memory.waiting.append((position_BD, features, counts))
 
     def select(self, state: State, keep: list[int]) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visspec.cache import first_room, more_room, moved, to_device, widened
+from visspec.cache import first_room, gathered, more_room, moved, to_device, widened
+from visspec.types import Outcome, Scores, Verdict
 
 
 class Memory:
@@ -196,6 +197,22 @@ def packed(waiting: list[tuple[Tensor, Tensor, list[int]]]) -> tuple[Tensor, Ten
     index = to_device([k + [0] * (longest - len(k)) for k in kept], token.device)
     rows = torch.arange(token.shape[0], device=token.device)[:, None]
     return token[rows, index], feature[rows, index], totals
+
+
+def prompt_first(token_BT: Tensor, feature_BTF: Tensor, real_BT: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
+    """A prompt's block with padding, where `real_BT` is false, moved behind it; None: there is none."""
+    if real_BT is None:
+        return token_BT, feature_BTF, [token_BT.shape[1]] * len(token_BT)
+    order = (~real_BT).long().argsort(dim=1, stable=True)
+    return token_BT.gather(1, order), gathered(feature_BTF, order), real_BT.sum(dim=1).tolist()
+
+
+def accepted(scores: Scores, verdict: Verdict, outcome: Outcome) -> tuple[Tensor, Tensor, list[int]]:
+    """Of a round's accepted nodes: indices (B, D), the target's features (B, D, F), and how many of D are a row's."""
+    assert scores.features is not None
+    counts = [len(path) for path in outcome.path]
+    path_BD = verdict.path[:, : max(counts)].clamp(min=0)
+    return path_BD, gathered(scores.features, path_BD), counts
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

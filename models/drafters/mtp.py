@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
 from visspec import tree as trees
-from visspec.cache import to_device
+from visspec.cache import additive, gathered, to_device
 from visspec.laws import Categorical
-from visspec.models.drafters.feature_memory import packed
+from visspec.models.drafters.feature_memory import accepted, packed, prompt_first
 from visspec.models.targets.hf_decoder import LAST
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import propose
@@ -70,19 +70,12 @@ class MultiToken(Drafter):
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
-        features_BLd, real = scores.features, scores.aux["attention"]
-        rows, length = features_BLd.shape[:2]
+        rows, length = scores.features.shape[:2]
         ids_BL = torch.cat([state.request.prompt[:, 1:], state.pending[:, None]], dim=1)
-        counts = [length] * rows
         if ids_BL.shape[1] != length:
             raise ValueError(f"input_ids: got {ids_BL.shape[1]} for {length} places, expected an id for each")
-        if real is not None:  # padding moves behind the prompt
-            order = (~real).long().argsort(dim=1, stable=True)
-            ids_BL = ids_BL.gather(1, order)
-            features_BLd = features_BLd.gather(1, order[..., None].expand_as(features_BLd))
-            counts = real.sum(dim=1).tolist()
         state.memory = _Heads(rows, state.request.max_new_tokens)
-        state.memory.waiting.append((ids_BL, features_BLd, counts))
+        state.memory.waiting.append(prompt_first(ids_BL, scores.features, scores.aux["attention"]))
 
     def propose(self, state: State, depth: int) -> Draft:
         tokens, laws = self._round(state.memory, state)
@@ -108,7 +101,7 @@ class MultiToken(Drafter):
             )  # fmt: skip
             if state is None:
                 continue
-            newest_B1d = above_BCd.gather(1, last_B1[..., None].expand(-1, -1, above_BCd.shape[-1]))
+            newest_B1d = gathered(above_BCd, last_B1)
             token, law = propose(self.heads._project_to_logits(newest_B1d)[:, 0], state, level)
             tokens.append(token)
             if law is not None:
@@ -124,18 +117,13 @@ class MultiToken(Drafter):
         slot = torch.arange(extent, device=like.device)
         own_BC1 = to_device(lengths, like.device)[:, None, None] + torch.arange(width, device=like.device)[:, None]
         seen_BCS = slot <= own_BC1
-        lowest, made = torch.finfo(like.dtype).min, {}
-        for kind in set(kinds):
-            hidden = ~seen_BCS if kind == "full_attention" else ~seen_BCS | (slot <= own_BC1 - self.window)
-            made[kind] = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, lowest)
+        near_BCS = seen_BCS & (slot > own_BC1 - self.window)
+        made = {kind: additive(seen_BCS if kind == "full_attention" else near_BCS, like.dtype) for kind in set(kinds)}
         return [made[kind][:, None] for kind in kinds]
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's hidden states of the accepted nodes, each with the token after it, for the next round."""
-        assert scores.features is not None
-        counts = [len(path) for path in outcome.path]
-        path_BD = verdict.path[:, : max(counts)].clamp(min=0)
-        features = scores.features.gather(1, path_BD[..., None].expand(-1, -1, scores.features.shape[-1]))
+        path_BD, features, counts = accepted(scores, verdict, outcome)
         shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
         ids_BD = draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
         state.memory.waiting.append((ids_BD, features, counts))
@@ -172,8 +160,7 @@ class _Heads:
         if again:
             first_B1 = to_device([count - kept for count, kept in zip(counts, left)], ids_BC.device)[:, None]
             at_BA = (first_B1 + torch.arange(again, device=ids_BC.device)).clamp(max=ids_BC.shape[1] - 1)
-            hidden = hidden_BCd.gather(1, at_BA[..., None].expand(-1, -1, hidden_BCd.shape[-1]))
-            self.waiting = [(ids_BC.gather(1, at_BA), hidden, left)]
+            self.waiting = [(ids_BC.gather(1, at_BA), gathered(hidden_BCd, at_BA), left)]
 
 
 def _given(*args: Any, **kwargs: Any) -> dict[str, Any]:

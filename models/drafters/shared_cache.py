@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from visspec import tree as trees
+from visspec.cache import additive, gathered
 from visspec.laws import Categorical
 from visspec.models.targets.hf_decoder import LAST, describe
 from visspec.sampling import propose, warp
@@ -93,7 +94,7 @@ class SharedCache(Drafter):
             if state.noise is not None:
                 logits_BWV = state.noise.perturbed(logits_BWV, level)
             token_BW, above_BW = growing.grow(logits_BWV.log_softmax(dim=-1))
-            hidden_BWd = hidden_BWd.gather(1, above_BW[..., None].expand(-1, -1, hidden_BWd.shape[-1]))
+            hidden_BWd = gathered(hidden_BWd, above_BW)
         return growing.finish(self.nodes)
 
     def _reader(self, state: State) -> Any:
@@ -128,12 +129,13 @@ class SharedCache(Drafter):
         slot = torch.arange(held_BS.shape[1], device=keys.device)
         last_B1 = torch.where(held_BS, slot, -1).amax(dim=1, keepdim=True)
         near_BS = held_BS & (slot >= last_B1 - self.window)
-        return {"full_attention": additive(held_BS, width, dtype), "sliding_attention": additive(near_BS, width, dtype)}
+        seen = {"full_attention": held_BS, "sliding_attention": near_BS}
+        return {kind: additive(of, dtype)[:, None, None].expand(-1, -1, width, -1) for kind, of in seen.items()}
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         assert scores.features is not None
         last_B1 = verdict.path.gather(1, verdict.length[:, None] - 1)
-        state.memory = scores.features.gather(1, last_B1[..., None].expand(-1, -1, scores.features.shape[-1]))[:, 0]
+        state.memory = gathered(scores.features, last_B1)[:, 0]
 
     def select(self, state: State, keep: list[int]) -> None:
         state.memory = state.memory[keep]
@@ -145,12 +147,6 @@ class SharedCache(Drafter):
 def given(inputs_embeds: Tensor, attention_mask: Any, shared_kv_states: Any) -> Any:
     """In place of the assistant's own masks, which are for one row."""
     return attention_mask
-
-
-def additive(seen_BS: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """(B, 1, W, S): 0 where a slot is seen, the minimum elsewhere."""
-    bias = torch.zeros(seen_BS.shape, dtype=dtype, device=seen_BS.device)
-    return bias.masked_fill_(~seen_BS, torch.finfo(dtype).min)[:, None, None].expand(-1, -1, width, -1)
 
 
 def providers(text: Any) -> dict[str, int]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, packed, to_device
+from visspec.cache import SlotCache, gathered, packed, to_device
 from visspec.laws import Categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import folding, probe, rotary
@@ -255,7 +255,7 @@ def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
     """Entries of a pass by their index, (B, N, X); None: all of them."""
     if at_BN is None:
         return values_BTX
-    return values_BTX.gather(1, at_BN[..., None].expand(-1, -1, values_BTX.shape[-1]))
+    return gathered(values_BTX, at_BN)
 
 
 def _last_position(positions: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.cache import GROW, SlotCache, packed, to_device, visibility
+from visspec.cache import GROW, SlotCache, additive, packed, to_device, visibility
 from visspec.types import Tree
 
 STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
@@ -41,8 +41,7 @@ class Masks:
 
     def additive(self, seen_RNS: Tensor, groups: int = 1) -> Tensor:
         """0 where a node attends, the minimum elsewhere: (R, 1, M, S)."""
-        bias = torch.zeros(seen_RNS.shape, dtype=self.dtype, device=seen_RNS.device)
-        bias = bias.masked_fill_(~seen_RNS, torch.finfo(self.dtype).min)[:, None]
+        bias = additive(seen_RNS, self.dtype)[:, None]
         return bias if groups == 1 else bias.repeat(1, 1, groups, 1)
 
     def _shared(self, tree: Tree, length: int) -> Tensor:

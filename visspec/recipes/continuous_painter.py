@@ -13,18 +13,26 @@ colours and two objects; seeds from 2^30 on are never trained on. Seeds: 0 (auto
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from visspec.recipes.continuous_autoencoder import AutoencoderStage, DecoderStage, load_autoencoder
 from visspec.recipes.continuous_card import finish
 from visspec.recipes.continuous_data import write_tokens
 from visspec.recipes.continuous_draw import DraftStage, DrawStage
-from visspec.recipes.stages import begin, in_workers
+from visspec.recipes.stages import in_workers, run_stages
 
-STAGES = ("autoencoder", "decoder", "tokens", "draw", "draft", "finish")
+STAGES = {
+    "autoencoder": partial(in_workers, AutoencoderStage),
+    "decoder": partial(in_workers, DecoderStage),
+    "tokens": lambda options: write_tokens(options, load_autoencoder(options.out)),
+    "draw": partial(in_workers, DrawStage),
+    "draft": partial(in_workers, DraftStage),
+    "finish": finish,
+}
 
 
-def parser(stages: tuple[str, ...] = STAGES) -> argparse.ArgumentParser:
+def parser(stages: tuple[str, ...] = tuple(STAGES)) -> argparse.ArgumentParser:
     """Options of the command line of a recipe with these stages."""
     parser = argparse.ArgumentParser(description="Train the continuous painter and its drafter on a CPU core.")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished models")
@@ -46,21 +54,7 @@ def parser(stages: tuple[str, ...] = STAGES) -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line of the recipe."""
-    options = parser().parse_args(arguments)
-    begin(options, 1)
-    wanted = STAGES if "all" in options.stage else options.stage
-    if "autoencoder" in wanted:
-        in_workers(AutoencoderStage, options)
-    if "decoder" in wanted:
-        in_workers(DecoderStage, options)
-    if "tokens" in wanted:
-        write_tokens(options, load_autoencoder(options.out))
-    if "draw" in wanted:
-        in_workers(DrawStage, options)
-    if "draft" in wanted:
-        in_workers(DraftStage, options)
-    if "finish" in wanted:
-        finish(options)
+    run_stages(parser().parse_args(arguments), STAGES)
 
 
 if __name__ == "__main__":

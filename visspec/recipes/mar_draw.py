@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from visspec.api import zoo
+from visspec.cache import gathered
 from visspec.eval.world.suite import Metadata, every
 from visspec.models.nets import continuous_painter
 from visspec.models.nets.diffusion_head import schedule
@@ -184,11 +185,6 @@ class DraftStage(MaskedStage):
     def report(self) -> dict:
         """Nothing: acceptance is measured on the finished pair."""
         return {}
-
-
-def gathered(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """(B, T, C) at places (B, N) of each row: (B, N, C)."""
-    return values.gather(1, places[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def drafter_of(painter: MARPainter, sizes: dict | None = None) -> MARPainter:

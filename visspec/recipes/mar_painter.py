@@ -11,18 +11,25 @@ about 40 minutes.
 """
 
 import argparse
+from functools import partial
 
 from visspec.recipes import continuous_painter
 from visspec.recipes.continuous_data import write_tokens
+from visspec.recipes.mar_card import finish
 from visspec.recipes.mar_draw import DraftStage, DrawStage, included_autoencoder
-from visspec.recipes.stages import begin, in_workers
+from visspec.recipes.stages import in_workers, run_stages
 
-STAGES = ("tokens", "draw", "draft", "finish")
+STAGES = {
+    "tokens": lambda options: write_tokens(options, included_autoencoder()),
+    "draw": partial(in_workers, DrawStage),
+    "draft": partial(in_workers, DraftStage),
+    "finish": finish,
+}
 
 
 def parser() -> argparse.ArgumentParser:
     """Options of the command line: those of the continuous painter's recipe, with defaults of its own."""
-    parser = continuous_painter.parser(STAGES)
+    parser = continuous_painter.parser(tuple(STAGES))
     parser.description = "Train the MAR painter and its drafter on a CPU core."
     parser.set_defaults(steps=4000, drafter_steps=1000, rows=16, rate=1e-3, every=500)
     return parser
@@ -30,19 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line of the recipe."""
-    options = parser().parse_args(arguments)
-    begin(options, 1)
-    wanted = STAGES if "all" in options.stage else options.stage
-    if "tokens" in wanted:
-        write_tokens(options, included_autoencoder())
-    if "draw" in wanted:
-        in_workers(DrawStage, options)
-    if "draft" in wanted:
-        in_workers(DraftStage, options)
-    if "finish" in wanted:
-        from visspec.recipes.mar_card import finish
-
-        finish(options)
+    run_stages(parser().parse_args(arguments), STAGES)
 
 
 if __name__ == "__main__":

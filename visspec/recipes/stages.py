@@ -153,6 +153,14 @@ def _worker(
         dist.destroy_process_group()
 
 
+def run_stages(options: argparse.Namespace, stages: dict[str, Callable[[argparse.Namespace], object]]) -> None:
+    """Run those of the stages that `options.stage` names, in their order; "all" is all of them."""
+    begin(options, 1)
+    for name, run in stages.items():
+        if name in options.stage or "all" in options.stage:
+            run(options)
+
+
 def in_workers(make: Callable[[argparse.Namespace, int], Stage], options: argparse.Namespace) -> None:
     """Run a stage in `options.workers` processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
