@@ -252,3 +252,11 @@ def test_a_store_of_unknown_end_grows_by_half():
         cache.commit([list(range(50))])
         sizes.add(cache.keys[0].shape[2])
     assert len(sizes) <= 8
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 3), (4, 8)])
+def test_heads_that_do_not_divide_are_refused_before_work(heads, key_heads):
+    """transformers can't run such a model either."""
+    model = llama(num_attention_heads=heads, num_key_value_heads=key_heads)
+    with pytest.raises(ValueError, match=r"^model: LlamaForCausalLM can't run a draft \(RuntimeError: The size of ten"):
+        visspec.accelerate(model, "ngram")

@@ -127,11 +127,10 @@ def test_a_drafter_of_another_kind_is_refused_before_work_starts(pipe, sizes, me
 
 
 def test_presets_have_the_drafter_of_the_painter(pipe):
-    kind = zoo.kind_of(pipe.model)
-    drafters = {name: zoo.preset(name, True, kind).drafter for name in zoo.VECTOR_PRESETS}
+    drafters = {name: zoo.preset(name, True, pipe.model).drafter for name in zoo.VECTOR_PRESETS}
     assert set(drafters.values()) == {"none", "painter-mar-drafter"}
     assert zoo.preset("coupled", True).drafter == "painter-continuous-drafter"
-    assert bench_image.chosen("coupled", True, kind)[1].startswith("painter-mar-drafter/")
+    assert bench_image.chosen("coupled", True, pipe.model)[1].startswith("painter-mar-drafter/")
 
 
 # --- several tokens in a pass -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ conditions under guidance, the unconditional ones last.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ class HeadLaws:
         self.head, self.schedule, self.steps = head, schedule, schedule.steps
         self._prepared: tuple[torch.device, Tensor, Tensor, Tensor] | None = None
         self._warm: dict[tuple[float, torch.device], Steps] = {}
+        parts = schedule.steps.keep, schedule.steps.move, *schedule.estimate()
+        keep_S, move_S, point_S, output_S = (part.double().cpu() for part in parts)
+        # of a point and of the head's output in the mean of the next point
+        self.moves = list(zip((keep_S + move_S * point_S).tolist(), (move_S * output_S).tolist()))
 
     def __call__(
         self, condition: Tensor, shape: tuple[int, int], guidance: Tensor | float | None = None,
@@ -42,7 +47,8 @@ class HeadLaws:
         """
         chains = _Chains(self, condition, shape[0] * shape[1], guidance, skip)
         steps = self._steps(temperature, condition.device)
-        return Denoising(chains, steps, shape, self.head.size, calls, name, skip)
+        ends = chains.ends if steps.fixed and steps.noisy and chains.each and not skip else None
+        return Denoising(chains, steps, shape, self.head.size, calls, name, skip, ends)
 
     def prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Embedded times (S, width), and coefficients (S, 1) of a point and of the head's output in its estimate."""
@@ -62,47 +68,71 @@ class HeadLaws:
 
 
 class _Chains:
-    """`laws.Predict` of M chains. G = 1, or 2 with guidance, the unconditional ones last; U numbers of modulations."""
+    """`laws.Predict` of M chains. G = 1, or 2 with guidance, the unconditional ones last; U = M W points; V numbers of
+    modulations.
+    """
 
     def __init__(self, laws: HeadLaws, condition: Tensor, count: int, guidance: Tensor | float | None, skip: float):
         self.laws, self.guidance = laws, guidance
-        halves = 1 if guidance is None else 2
-        if len(condition) != halves * count:
-            raise ValueError(f"condition: got {len(condition)} rows, expected {halves} x {count}")
+        self.halves = 1 if guidance is None else 2
+        if len(condition) != self.halves * count:
+            raise ValueError(f"condition: got {len(condition)} rows, expected {self.halves} x {count}")
         head = laws.head
         own = head.cond_embed(condition.to(head.cond_embed.weight.dtype))
-        self.condition_GM1C = own.view(halves, count, 1, -1)
+        self.condition_GM1C = own.view(self.halves, count, 1, -1)
         self.time_SC, self.of_point, self.of_output = laws.prepared(condition.device)
-        self.ahead_GMSU: Tensor | None = None
+        self.ahead_GMSV: Tensor | None = None
+        self.each: tuple[Tensor, ...] = ()  # (G M, V) of the same, by step
         here = asked(len(self.time_SC), skip)
         self.place = {step: place for place, step in enumerate(here)}  # of a step among those that are made ahead
         if len(condition) * len(here) <= MOST_ROWS:
             times_SC = self.time_SC if len(here) == len(self.time_SC) else self.time_SC[here]
-            self.ahead_GMSU = head.modulations(times_SC + self.condition_GM1C)
+            self.ahead_GMSV = head.modulations(times_SC + self.condition_GM1C)
+            self.each = self.ahead_GMSV.flatten(0, 1).unbind(1)
 
     def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        head = self.laws.head
-        modulations = self._modulations(step, chains_M)
-        own, *other = head.modulated(x_MWd.to(modulations.dtype), modulations).float().unbind(0)  # (M, W, d or 2 d)
+        head, x_Ud = self.laws.head, x_MWd.flatten(0, 1)  # matrices are the fastest
+        own, *other = self._said(x_Ud, self._modulations(step, chains_M))
         share = None
         if head.learned:  # log sigma lies between the bounds at a share of (1 + what is said) / 2
             own, said = own.split(head.size, dim=-1)
-            share, other = (said + 1) / 2, [part[..., : head.size] for part in other]
-        mixed = torch.lerp(other[0], own, self._scale(chains_M)) if other else own
-        return self.of_point[step] * x_MWd + self.of_output[step] * mixed, share
+            share = ((said + 1) / 2).view_as(x_MWd)
+            other = [part[..., : head.size] for part in other]
+        mixed = torch.lerp(other[0], own, self._scale(chains_M, x_MWd.shape[1])) if other else own
+        at = step if isinstance(step, int) else step.flatten()
+        return (self.of_point[at] * x_Ud + self.of_output[at] * mixed).view_as(x_MWd), share
 
-    def _scale(self, chains_M: Tensor | None) -> Any:
+    def ends(self, x_Md: Tensor, normal_MSd: Tensor, steps: Steps) -> Tensor:
+        """Where chains with fixed deviations end: `Denoising.value` in fewer operations, for these are on small tensors
+        and many.
+        """
+        scale = self._scale(None, 1)
+        noise_MSd = normal_MSd * steps.low.exp()[:, None]
+        for noise_Md, own, (of_point, of_output) in zip(noise_MSd.unbind(1), self.each, self.laws.moves):
+            said, *other = self._said(x_Md, own)
+            mixed = torch.lerp(other[0], said, scale) if other else said
+            x_Md = torch.add(noise_Md, x_Md, alpha=of_point).add_(mixed, alpha=of_output)
+        return x_Md
+
+    def _said(self, x_Ud: Tensor, modulations: Tensor) -> Sequence[Tensor]:
+        """What the head says at points, and under guidance without their prompts: (U, d or 2 d) each."""
+        inputs = x_Ud.to(modulations.dtype)
+        if self.halves == 1:
+            return (self.laws.head.modulated(inputs, modulations).float(),)
+        return self.laws.head.modulated(torch.cat((inputs, inputs)), modulations).float().chunk(2)
+
+    def _scale(self, chains_M: Tensor | None, points: int) -> Any:
         if not isinstance(self.guidance, Tensor):
             return self.guidance
-        return (self.guidance if chains_M is None else self.guidance[chains_M])[:, None, None]
+        guidance_M = self.guidance if chains_M is None else self.guidance[chains_M]
+        return guidance_M.repeat_interleave(points)[:, None]
 
     def _modulations(self, step: Tensor | int, chains_M: Tensor | None) -> Tensor:
-        """(G, M, W, U) of the head at these steps."""
-        if self.ahead_GMSU is None:
+        """(G U, ...) of the head at the U = M W points, which are at these steps."""
+        if self.ahead_GMSV is None:
             own = self.condition_GM1C if chains_M is None else self.condition_GM1C[:, chains_M]
-            return self.laws.head.modulations(self.time_SC[step] + own)
+            return self.laws.head.modulations(self.time_SC[step] + own).flatten(0, 2)
         if isinstance(step, int):
-            ahead = self.ahead_GMSU if chains_M is None else self.ahead_GMSU[:, chains_M]
-            return ahead[:, :, self.place[step], None]
+            return self.each[self.place[step]]
         rows = torch.arange(len(step), device=step.device) if chains_M is None else chains_M
-        return self.ahead_GMSU[:, rows[:, None], step]
+        return self.ahead_GMSV[:, rows[:, None], step].flatten(0, 2)

@@ -330,7 +330,7 @@ def revealing(
             known, number_BP[:, :1], number_BP, range(count, count + 1), sampling, calls, step=after - count
         )
         numbers = noise.numbers(after - count)
-        drawn = law.sample(numbers.start, numbers.steps).points[:, -1]
+        drawn = law.value(numbers.start, numbers.steps)
         known.put(number_BP, drawn.view(rows, after - count, -1))
         noise.advance([after - count] * rows)
         yield range(count, after)

@@ -59,7 +59,7 @@ class Coupled(Acceptance):
         law, nodes = denoising(scores.law), draft.tree.size
         numbers = noise.numbers(nodes)
         if draft.q is None and self.window == 1:
-            ends = law.sample(numbers.start, numbers.steps).points[:, -1]
+            ends = law.value(numbers.start, numbers.steps)
             return followed(draft, ends, torch.zeros_like(ends[:, 0], dtype=torch.bool))
         return followed(draft, *denoise.run(law, numbers, denoise.below(draft), nodes, self.window, self.merge))
 

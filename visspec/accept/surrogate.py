@@ -68,7 +68,7 @@ class Surrogate(Acceptance):
         law, nodes = denoising(scores.law), draft.tree.size
         numbers, drafted = noise.numbers(nodes), denoise.below(draft)
         if drafted is None:
-            own = law.sample(numbers.start, numbers.steps).points[:, -1]
+            own = law.value(numbers.start, numbers.steps)
             return followed(draft, own, torch.zeros_like(own[:, 0], dtype=torch.bool))
         there, y = drafted.there, drafted.points[:, -1]
         shared = (drafted.points[:, 1:] - drafted.mean) * (-drafted.log_sigma).exp()

@@ -236,14 +236,26 @@ def acceptance(text: str, what: str = "acceptance") -> Any:
     return make(what, name, load(reference), options)
 
 
-def preset(name: str, vectors: bool = False, kind: str = "") -> Preset:
-    """A preset of image generation, of codes or of vectors, with the included drafter for a model of the type `kind`.
+def preset(name: str, vectors: bool = False, model: Any = None) -> Preset:
+    """A preset of image generation, of codes or of vectors; its drafter is that of `model`, where one is included.
     Raises ValueError for an unknown name.
     """
     found = _pick(VECTOR_PRESETS if vectors else PRESETS, "preset", name)
-    if kind in KINDS and found.drafter in SHIPPED:
-        found = found._replace(drafter=next(own for own, row in SHIPPED.items() if row[0] == KINDS[kind]))
-    return found
+    return found if model is None else found._replace(drafter=_drafter_of(found.drafter, model))
+
+
+def _drafter_of(spec: str, model: Any) -> str:
+    """`spec`, or the included drafter of the same kind that is made for `model`."""
+    from transformers import PreTrainedModel
+
+    name, colon, options = spec.partition(":")
+    if name not in SHIPPED or not isinstance(model, PreTrainedModel):
+        return spec
+    of_type = KINDS.get(kind_of(model))  # painters of vectors: their drafters are models of the same type
+    for own, (kind, _, target, _) in SHIPPED.items():
+        if kind == of_type or (kind == SHIPPED[name][0] and _differs(CHECKPOINTS / target, model) is None):
+            return own + colon + options
+    return spec
 
 
 def kind_of(model: Any) -> str:
@@ -284,7 +296,9 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in SHIPPED:
         _, folder, target, _ = SHIPPED[name]
-        _check_same_model(name, CHECKPOINTS / target, model)
+        if apart := _differs(CHECKPOINTS / target, model):
+            where, value, found = apart
+            raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
         return _from_folder(CHECKPOINTS / folder, model, options), name
     if name in KINDS.values():
         expected = f"expected the folder of its weights or one of {', '.join(SHIPPED)}"
@@ -309,8 +323,8 @@ def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any
     return make("drafter", folder.name, kind, options, partial(kind.from_pretrained, folder, model))
 
 
-def _check_same_model(name: str, folder: Path, model: nn.Module) -> None:
-    """Raises ValueError if the model's configuration differs from that of an included checkpoint."""
+def _differs(folder: Path, model: nn.Module) -> tuple[str, Any, Any] | None:
+    """Where the model's configuration differs from that of an included checkpoint: what, there and here."""
     config: Any = model.config
     for part in ("", "text_config", "vision_config"):
         wanted, found = read_json(folder, "config.json"), config.to_dict()
@@ -319,5 +333,5 @@ def _check_same_model(name: str, folder: Path, model: nn.Module) -> None:
         for key, value in wanted.items():
             architecture = isinstance(value, (int, str)) and key not in NOT_ARCHITECTURE
             if architecture and found.get(key) != value:
-                where = f"{part}.{key}" if part else key
-                raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found.get(key)!r}")
+                return f"{part}.{key}" if part else key, value, found.get(key)
+    return None

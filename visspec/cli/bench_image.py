@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     vectors = pipe.family.vectors
     named = arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS)
-    methods = dict(chosen(m, vectors, zoo.kind_of(pipe.model)) for m in named)
+    methods = dict(chosen(m, vectors, pipe.model) for m in named)
     others = fewer_steps(pipe, arguments.denoising_steps or ()) | fewer_passes(pipe, arguments.iterations or ())
     if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
         asked = (
@@ -137,11 +137,11 @@ def spread(count: int, tasks: Sequence[str] | None = None, place: World | None =
     return rows[:: max(1, len(rows) // count)][:count]
 
 
-def chosen(method: str, vectors: bool = False, kind: str = "") -> tuple[str, str]:
+def chosen(method: str, vectors: bool = False, model: Any = None) -> tuple[str, str]:
     """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:
-        return name, str(zoo.preset(name, vectors, kind))
+        return name, str(zoo.preset(name, vectors, model))
     if "/" not in pair:
         raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
     return name, pair

@@ -1,53 +1,102 @@
-"""`visspec demo`: the embedded captioner on rendered scenes, stock and accelerated, the same words in less time."""
+"""`visspec demo`: the embedded models at work. Captions of two worlds, stock and accelerated, the same words in less
+time, and pictures with the map of what was drafted.
+"""
 
 from __future__ import annotations
 
 import argparse
 import html
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from visspec.cli.arguments import positive
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
+PAINTER = "painter-emoji"
+METHOD = "painter-emoji-eagle"  # its drafter, under the rule `exact`
+PROMPTS = ("a photo of an owl", "a photo of a tiger face", "a photo of a penguin", "a photo of a butterfly")
+FIRST = 500  # of the held-out scenes
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>visspec demo</title>
-<style>body{{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
+<style>:root{{color-scheme:light dark}}body{{font:16px/1.5 sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}}
+.worlds{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:0 2rem}}
 figure{{display:flex;gap:1rem;flex-wrap:wrap;margin:1.5rem 0}}img{{width:192px;image-rendering:pixelated}}
-figcaption{{flex:1;min-width:16rem}}</style>
-<h1>Same words, fewer passes</h1><p>{summary}</p><p>{legend}</p>{figures}</html>
+.drawn img{{width:100%;max-width:{width}px}}figcaption{{flex:1;min-width:14rem}}</style>
+<h1>Same words, fewer passes</h1><p>{legend}</p><div class="worlds">{captions}</div>
+<h1>Same pictures, fewer passes</h1>{drawn}</html>
 """
 
 
+@dataclass
+class Section:
+    """What one world's captions came to."""
+
+    figures: list[str] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    equal: int = 0
+
+
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=positive, default=4, help="how many scenes")
+    parser.add_argument("--images", type=positive, default=4, help="how many scenes of each world")
+    parser.add_argument("--world", choices=WORLDS, help="captions of this world alone; default: both, and pictures")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where the pictures and the page go")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Caption held-out scenes both ways, print and write out/index.html. Returns 0 when all words are equal."""
+    """Caption held-out scenes both ways, draw, print and write out/index.html. Returns 0 when all words are equal."""
     import torch
     from rich.console import Console
+
+    from visspec.eval.speed.paired import geometric_mean, in_words
+    from visspec.loop.stats import COLOURS, MEANING
+
+    console, count, out = Console(), arguments.images, arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    threads, same, parts = torch.get_num_threads(), True, []
+    for name in [arguments.world] if arguments.world else WORLDS:
+        section = captioned(name, count, console)
+        summary = (
+            f"{count} captions of {name} against transformers' generate on {threads} threads: "
+            f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {count} word for word the same."
+        )
+        console.print(summary, "\n")
+        parts.append(f"<section><p>{html.escape(summary)}</p>{''.join(section.figures)}</section>")
+        same = same and section.equal == count
+    console.print(" ".join(f"[{COLOURS[o]}]■[/] {MEANING[o]}" for o in COLOURS))
+    legend = " · ".join(f'<b style="color:{COLOURS[o]}">{html.escape(MEANING[o])}</b>' for o in COLOURS)
+    picture, width = ("", 0) if arguments.world else drawn(out, console)
+    page = PAGE.format(legend=legend, captions="".join(parts), drawn=picture, width=width)
+    (out / "index.html").write_text(page)
+    console.print(f"page: {out / 'index.html'}")
+    return 0 if same else 1
+
+
+def captioned(name: str, count: int, console: Console) -> Section:
+    """Captions of a world's held-out scenes by transformers' generate and by ours, printed one by one."""
+    import torch
     from rich.table import Table
     from rich.text import Text
 
     from visspec.api import loading
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
-    from visspec.eval.speed.paired import geometric_mean, in_words
-    from visspec.eval.world.render import to_image
-    from visspec.eval.world.scene import held_out_scenes
-    from visspec.loop.stats import COLOURS, MEANING
+    from visspec.eval.world.worlds import world
+    from visspec.loop.stats import COLOURS
 
-    console, count, out = Console(), arguments.images, arguments.out
-    model, processor = loading.load()
-    fast = accelerate(model, "vispec", tokenizer=processor.tokenizer)
+    captioner, drafter = WORLDS[name]
+    model, processor = loading.load(captioner)
+    fast = accelerate(model, drafter, tokenizer=processor.tokenizer)
     options = {"max_new_tokens": 128, "do_sample": False}
-    images = [to_image(scene) for scene in held_out_scenes(count, first=500)]
+    images = [world(name).to_image(scene) for scene in world(name).scenes(count, first=FIRST)]
     inputs = [prepare(processor, [image], PROMPT, model) for image in images]
     for generate in (model.generate, fast.generate, fast.generate):
         generate(**inputs[0], **options)
-    view = Table("scene", "transformers", "visspec", "faster", "tau", "same words")
-    ratios, figures, equal = [], [], 0
+    view, section = Table(name, "transformers", "visspec", "faster", "tau", "same words"), Section()
     for i, (image, prompt) in enumerate(zip(images, inputs)):
         start = time.perf_counter()
         stock = model.generate(**prompt, **options)
@@ -55,37 +104,45 @@ def run(arguments: argparse.Namespace) -> int:
         ours = fast.run(**prompt, **options)
         end = time.perf_counter()
         same = torch.equal(stock, ours.output)
-        equal += same
-        ratios.append((middle - start) / (end - middle))
+        section.equal += same
+        section.ratios.append((middle - start) / (end - middle))
         stats, pieces = ours.stats, ours.stats.pieces[0]
-        console.print(
-            f"[bold]scene {i + 1}[/bold] ", Text.assemble(*((piece, COLOURS[o]) for piece, o in pieces)), "\n"
-        )
+        console.print(f"[bold]{name} {i + 1}[/bold] ", Text.assemble(*((p, COLOURS[o]) for p, o in pieces)), "\n")
         view.add_row(
             str(i + 1), f"{1e3 * (middle - start):.0f} ms", f"{1e3 * (end - middle):.0f} ms",
-            f"{ratios[-1]:.2f}", f"{stats.tau:.2f}", "yes" if same else "NO",
+            f"{section.ratios[-1]:.2f}", f"{stats.tau:.2f}", "yes" if same else "NO",
         )  # fmt: skip
-        figures.append(figure(image, pieces))
-    summary = (
-        f"{count} captions against transformers' generate on {torch.get_num_threads()} threads: "
-        f"{in_words(geometric_mean(ratios))}; {equal} of {count} word for word the same."
-    )
+        section.figures.append(figure(image, pieces, name))
     console.print(view)
-    console.print(" ".join(f"[{COLOURS[o]}]■[/] {MEANING[o]}" for o in COLOURS))
-    console.print(summary)
-    out.mkdir(parents=True, exist_ok=True)
-    legend = " · ".join(f'<b style="color:{COLOURS[o]}">{html.escape(MEANING[o])}</b>' for o in COLOURS)
-    (out / "index.html").write_text(PAGE.format(summary=html.escape(summary), legend=legend, figures="".join(figures)))
-    console.print(f"page: {out / 'index.html'}")
-    return 0 if equal == count else 1
+    return section
 
 
-def figure(image, pieces: list[tuple[str, str]]) -> str:
+def figure(image, pieces: list[tuple[str, str]], name: str) -> str:
     """HTML of a scene and its caption, coloured by the origin of its pieces."""
     from visspec.eval.report.images import small_png
     from visspec.loop.stats import coloured
 
     return (
-        f'<figure><img alt="a rendered scene of coloured shapes" src="data:image/png;base64,{small_png(image)}">'
+        f'<figure><img alt="a rendered scene of {name}" src="data:image/png;base64,{small_png(image)}">'
         f"<figcaption>{coloured(pieces)}</figcaption></figure>"
     )
+
+
+def drawn(out: Path, console: Console) -> tuple[str, int]:
+    """Pictures of PROMPTS, each beside the map of its tokens' origins, in `out`/drawn.png: HTML, and its width."""
+    from visspec.api.grid import grid
+    from visspec.api.images import ImagePipeline
+    from visspec.cli.generate import beside, save
+    from visspec.eval.report.images import data_uri
+
+    pipe = ImagePipeline.from_pretrained(PAINTER, drafter=METHOD)
+    made = pipe(list(PROMPTS), seed=0)
+    stats = made.stats[0]
+    pictures = [beside(image, made, i) for i, image in enumerate(made.images)]
+    page = grid(pictures, PROMPTS, columns=2)
+    save(page, out / "drawn.png")
+    summary = f"{len(PROMPTS)} pictures, {stats.tau:.2f} tokens a pass; exact: the pictures of plain decoding."
+    console.print(summary, f"pictures: {out / 'drawn.png'}")
+    alt = "pictures of animals, each beside a map of which of its tokens were drafted"
+    picture = f'<p class="drawn"><img alt="{alt}" src="{data_uri(page, True)}"></p>'
+    return f"<p>{html.escape(summary)}</p>{picture}", page.width

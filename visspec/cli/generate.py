@@ -151,7 +151,7 @@ def method(arguments: argparse.Namespace, pipe: ImagePipeline) -> dict[str, Any]
     from visspec.api import zoo
 
     if arguments.preset is not None:
-        return zoo.method(str(zoo.preset(arguments.preset, pipe.family.vectors, zoo.kind_of(pipe.model))))
+        return zoo.method(str(zoo.preset(arguments.preset, pipe.family.vectors, pipe.model)))
     return {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from visspec.laws.base import Law, check_tensor
 
 Predict = Callable[[Tensor, Tensor | int, Tensor | None], tuple[Tensor, Tensor | None]]
+Ends = Callable[[Tensor, Tensor, "Steps"], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,11 @@ class Steps:
         """Whether deviations depend on the step only."""
         return self.low is self.high
 
+    @cached_property
+    def each(self) -> list[tuple[float, Tensor, float]]:
+        """(keep, move (), the lower sigma) of every step, what small tensors are added with fastest."""
+        return list(zip(self.keep.tolist(), self.move.unbind(), self.low.exp().tolist()))
+
     def to(self, device: torch.device | str) -> Steps:
         if self.keep.device == torch.device(device):
             return self
@@ -78,18 +85,20 @@ class Steps:
 class Denoising(Law):
     """Laws (B, N) of vectors of `size` numbers, one chain each.
 
-    predict: (points (M, W, d), their steps (M, W) int64 or one for all, indices (M,) of the chains among the B N, row
-    by row, or None for all) -> (estimates of the value (M, W, d), shares (M, W, d) of log sigma between its bounds, or
-    None if deviations are fixed). calls: counts calls of `predict` under `name`. skip: see `asked`; the
-    estimate is kept in between, which makes another, cheaper law of sampled chains.
+    predict: (points (M, W, d), their steps (M, W) int64, or one for a point of each of all chains, indices (M,) of the
+    chains among the B N, row by row, or None for all) -> (estimates of the value (M, W, d), shares (M, W, d) of log
+    sigma between its bounds, or None if deviations are fixed). calls: counts calls of `predict` under `name`. skip: see
+    `asked`; the estimate is kept in between, which makes another, cheaper law of sampled chains. ends: (start (M, d),
+    normal numbers (M, S, d), steps) -> values (M, d), where one function knows them faster than step by step.
     """
 
     def __init__(
         self, predict: Predict, steps: Steps, shape: tuple[int, int], size: int, calls: Counter[str] | None = None,
-        name: str = "head", skip: float = 0.0,
+        name: str = "head", skip: float = 0.0, ends: Ends | None = None,
     ):  # fmt: skip
         self.predict, self.steps, self.shape, self.size = predict, steps, shape, size
         self.calls, self.name, self.skip = Counter() if calls is None else calls, name, skip
+        self.ends = ends
 
     @property
     def width(self) -> int:
@@ -108,7 +117,7 @@ class Denoising(Law):
         self.calls[self.name] += 1
         return self.predict(x_MWd, step_MW, chains_M)
 
-    def gaussian(self, x: Tensor, step: Tensor | int, value: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor]:
+    def gaussian(self, x: Tensor, step: Tensor, value: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor]:
         """(mean, log sigma) of the points after x (..., d), by estimates of the value and shares at steps (...)."""
         steps = self.steps
         mean = steps.keep[step][..., None] * x + steps.move[step][..., None] * value
@@ -119,18 +128,36 @@ class Denoising(Law):
 
     def sample(self, start_Md: Tensor, normal_MSd: Tensor) -> Trajectory:
         """One value of each of the M = B N laws, from normal numbers, step by step."""
-        points, means, deviations = [start_Md], [], []
-        last, here = len(self.steps) - 1, set(asked(len(self.steps), self.skip))
-        for i, normal_Md in enumerate(normal_MSd.unbind(1)):
-            x_Md = points[-1]
+        points, means, deviations = zip(*self._walk(start_Md, normal_MSd))
+        fixed = deviations[0] is None
+        log_sigma = self.steps.low[:, None].expand(len(start_Md), -1, 1) if fixed else torch.stack(deviations, 1)
+        return Trajectory(torch.stack((start_Md, *points), 1), torch.stack(means, 1), log_sigma)
+
+    def value(self, start_Md: Tensor, normal_MSd: Tensor) -> Tensor:
+        """The values of `sample`, (M, d)."""
+        if self.ends is not None:
+            self.calls[self.name] += len(self.steps)
+            return self.ends(start_Md, normal_MSd, self.steps)
+        for point, *_ in self._walk(start_Md, normal_MSd):
+            end = point
+        return end
+
+    def _walk(self, x_Md: Tensor, normal_MSd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Next point, its mean and log sigma (None: fixed), step by step."""
+        steps = self.steps
+        last, here = len(steps) - 1, set(asked(len(steps), self.skip))
+        for i, (normal_Md, (keep, move, sigma)) in enumerate(zip(normal_MSd.unbind(1), steps.each)):
             if i in here:
                 value, share = (None if part is None else part[:, 0] for part in self.estimate(x_Md[:, None], i))
-            mean, log_sigma = self.gaussian(x_Md, i, cast(Tensor, value), share)
-            quiet = i == last and not self.steps.noisy
-            points.append(mean if quiet else torch.addcmul(mean, log_sigma.exp(), normal_Md))
-            means.append(mean)
-            deviations.append(log_sigma.expand(len(mean), -1))
-        return Trajectory(torch.stack(points, 1), torch.stack(means, 1), torch.stack(deviations, 1))
+            mean = torch.add(cast(Tensor, value) * move, x_Md, alpha=keep)
+            log_sigma = None if share is None else steps.low[i] + share * (steps.high[i] - steps.low[i])
+            if i == last and not steps.noisy:
+                x_Md = mean
+            elif log_sigma is None:
+                x_Md = torch.add(mean, normal_Md, alpha=sigma)
+            else:
+                x_Md = torch.addcmul(mean, log_sigma.exp(), normal_Md)
+            yield x_Md, mean, log_sigma
 
     @classmethod
     def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
