@@ -1,13 +1,13 @@
 """Drafters of the published one-layer forms: exact in ragged batches, and what they draft is what their papers say.
 
-The expected features are computed here, without a cache and without the drafter, from the published descriptions.
+The expected laws are those of `tests/published.py`.
 """
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import visspec
+from tests.published import Watched, eagle_logits, known
 from tests.tiny import model_of, prompt, shapes, single_row
 from visspec.loop.decode import open_request
 from visspec.models.drafters.eagle_heads import EagleDrafter
@@ -76,125 +76,6 @@ def test_ragged_batches_greedy_and_seeded(name, form, width):
     assert fast.last_stats.faults == 0
 
 
-# --- the published descriptions ---------------------------------------------------------------------------------------
-
-
-def norm(x, weight, eps):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def expected(drafter, ids, embedded, features, positions, chain, raw=None):
-    """(T, d) features predicted at the elements of one sequence, without padding, and `chain` further ids drafted.
-
-    ids (L), embedded (L, d) the target's input embeddings, features (L, F), positions (3, L); the last id is pending
-    and has no feature. Returns the logits after each drafted element, (1 + len(chain), V).
-    """
-    config, weights = drafter.config, drafter.head.state_dict()
-    at = lambda name: weights[name]  # noqa: E731
-    linear = lambda x, name: F.linear(x, at(f"{name}.weight"), weights.get(f"{name}.bias"))  # noqa: E731
-    table = weights.get("embed_tokens.weight", drafter.embed.weight)
-    length, d, images = len(ids) - 1, config.hidden, config.images
-    picture = [n < len(embedded) and int(i) in config.image_ids for n, i in enumerate(ids)]
-
-    reduced = features
-    if config.fusion == "split":
-        if config.norm_before_fc:
-            reduced = norm(reduced, at("input_norm.weight"), config.eps)
-        if config.fc_norm:
-            parts = reduced.chunk(config.parts, dim=-1)
-            reduced = torch.cat([norm(p, at(f"fc_norm.{i}.weight"), config.eps) for i, p in enumerate(parts)], dim=-1)
-        reduced = linear(reduced, "fc")
-    if images == "blind":
-        reduced = torch.zeros(length, d)
-
-    def joined(embedding, feature, image):
-        if config.fusion == "split":
-            return torch.cat([embedding, feature])
-        if images == "latents":
-            feature = linear(torch.cat([feature, image]), "img_fc")
-        return linear(torch.cat([embedding, feature]), "fc")
-
-    def compressed(run):
-        def heads(name):
-            return linear(embedded[run], f"imadpt.{name}").unflatten(-1, (config.heads, -1))
-
-        score = torch.einsum("qhe,she->hqs", at("imadpt.q"), heads("k_proj")) * config.head_size**-0.5
-        mixed = torch.einsum("hqs,she->qhe", score.softmax(-1), heads("v_proj"))
-        return linear(mixed.flatten(1), "imadpt.o_proj")
-
-    sequence, places, image, t = [], [], torch.zeros(d), 0
-    while t < length:
-        if not picture[t + 1] or images in ("slots", "placeholders"):
-            after = embedded[t + 1] if images == "slots" and t + 1 < len(embedded) else table[ids[t + 1]]
-            sequence.append(joined(after, reduced[t], image))
-            places.append(t)
-        elif images == "embeddings":
-            sequence.append(embedded[t + 1])
-            places.append(t)
-        elif images == "latents":
-            end = next(s for s in range(t + 1, len(ids)) if s + 1 == len(ids) or not picture[s + 1])
-            outputs = compressed(slice(t + 1, end + 1))
-            sequence += list(outputs[:-1])
-            places += [max(end - len(outputs[:-1]) + i, t) for i in range(len(outputs) - 1)]
-            image, t = outputs[-1], end - 1
-        t += 1
-    where = torch.arange(length)[None].expand(3, -1) if config.positions == "index" else positions
-    turns = [where[:, t] for t in places]
-
-    logits = []
-    for step in range(1 + len(chain)):
-        feature = layer(drafter, torch.stack(sequence), torch.stack(turns))[-1]
-        read = norm(feature, at("norm.weight"), config.eps) if config.fusion == "split" else feature
-        if config.norm_output:
-            feature = read
-        if config.draft_vocab:
-            own, few = torch.full((config.vocab,), float("-inf")), linear(read, "lm_head")
-            own[drafter.head.ids if drafter.head.ids is not None else slice(None)] = few
-            logits.append(own)
-        else:
-            logits.append(drafter.lm_head(read))
-        if step < len(chain):
-            sequence.append(joined(table[chain[step]], feature, image))
-            turns.append(turns[-1].max() + 1 - torch.zeros(3, dtype=torch.long))
-    return torch.stack(logits)
-
-
-def layer(drafter, x, turns):
-    """The Llama layer over a whole sequence (T, ...): (T, d). turns: (T, 3) positions."""
-    config, weights = drafter.config, drafter.head.state_dict()
-    linear = lambda x, name: F.linear(  # noqa: E731
-        x, weights[f"layers.0.{name}.weight"], weights.get(f"layers.0.{name}.bias")
-    )
-    scaled = lambda x, name: norm(x, weights[f"layers.0.{name}.weight"], config.eps)  # noqa: E731
-    read, rest = x, x
-    if config.fusion == "split":
-        embedding, rest = x.chunk(2, dim=-1)
-        hidden = scaled(rest, "hidden_norm")
-        read = torch.cat([scaled(embedding, "input_layernorm"), hidden], dim=-1)
-        rest = hidden if config.norm_before_residual else rest
-    parts = [linear(read, f"self_attn.{p}_proj").unflatten(-1, (-1, config.head_size)) for p in "qkv"]
-    query, key, value = parts
-    if config.qk_norm:
-        query, key = scaled(query, "self_attn.q_norm"), scaled(key, "self_attn.k_norm")
-    half = config.head_size // 2
-    section = config.mrope_section or (half, 0, 0)
-    row = [r for r, n in enumerate(section) for _ in range(n)]
-    angle = turns[:, row].float() * config.rope_theta ** -(torch.arange(half) / half)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-
-    def rotated(x):
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-    group = config.heads // config.kv_heads
-    key, value = (p.repeat_interleave(group, dim=1) for p in (rotated(key), value))
-    score = torch.einsum("the,she->hts", rotated(query), key) * config.head_size**-0.5
-    score = score.masked_fill(~torch.ones(len(x), len(x), dtype=torch.bool).tril(), float("-inf"))
-    rest = rest + linear(torch.einsum("hts,she->the", score.softmax(-1), value).flatten(1), "self_attn.o_proj")
-    inner = scaled(rest, "post_attention_layernorm")
-    return rest + linear(F.silu(linear(inner, "mlp.gate_proj")) * linear(inner, "mlp.up_proj"), "mlp.down_proj")
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("name", "form"),
@@ -217,47 +98,12 @@ def test_drafts_are_those_of_the_published_description(name, form):
             alone, done = single_row(name, rows, inputs, b), len(state.tokens[b])
             assert state.tokens[b] == answer[b, :done].tolist()
             whole = known(target, model, alone, answer[b, :done])
-            want = expected(drafter, *whole, draft.value[b, 1:3].tolist())
+            table = drafter.head.embed_tokens.weight if drafter.config.own_embedding else drafter.embed.weight
+            chain, weights = draft.value[b, 1:3].tolist(), drafter.head.state_dict()
+            want = eagle_logits(drafter.config, weights, table, drafter.lm_head, whole, chain)
             got = torch.stack([level[b] for level in seen[-3:]])
             torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
         one_round(target, drafter, state, answer)
-
-
-class Watched:
-    """Keeps the logits of every level of a drafter."""
-
-    def __init__(self, drafter, seen):
-        self.drafter, self.seen = drafter, seen
-
-    def propose(self, state, depth):
-        logits = self.drafter._logits
-
-        def watched(feature):
-            self.seen.append(logits(feature))
-            return self.seen[-1]
-
-        self.drafter._logits = watched
-        try:
-            return self.drafter.propose(state, depth)
-        finally:
-            del self.drafter._logits
-
-
-def known(target, model, inputs, answer):
-    """(ids, input embeddings, features, positions) of one prompt and its answer so far, from one pass of the target."""
-    length = inputs["input_ids"].shape[1]
-    request = request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0)
-    state, scores = open_request(target, visspec.Exact(), request)
-    chain = visspec.tree.chain_draft(state.pending, answer[None, 1:])
-    after = target.verify(state, chain)
-    features = torch.cat([scores.features[0], after.features[0]])[: length + len(answer) - 1]
-    positions = scores.aux["positions"]
-    positions = positions[-3:, :1] if positions.dim() == 3 else positions[None, :1].expand(3, -1, -1)
-    more = positions[..., -1:] + torch.arange(1, len(answer))
-    ids = torch.cat([inputs["input_ids"][0], answer])
-    embedded = scores.aux["embeddings"]  # a text decoder takes ids
-    embedded = model.get_input_embeddings()(inputs["input_ids"]) if embedded is None else embedded
-    return ids, embedded[0], features, torch.cat([positions, more], dim=-1)[:, 0]
 
 
 def one_round(target, drafter, state, answer):

@@ -21,7 +21,6 @@ from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.eagle import FeatureDrafter, scaled_section
 from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.eagle_head import EagleConfig, EagleHead, turns, turns_at
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
 from visspec.types import State

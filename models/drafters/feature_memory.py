@@ -16,8 +16,10 @@ from visspec.cache import first_room, more_room, moved, to_device, widened
 
 
 class Memory:
-    """State of one request. `heads`: of keys, and as many of values. `first` is the position, by row, of the first element after the prompt's read. `answer`:
-    elements that will follow, for which there is room from the start as in `cache.SlotCache`.
+    """State of one request.
+
+    heads: of keys, and as many of values. first: the position, by row, of the first element after the prompt's read.
+    answer: elements that will follow, for which there is room from the start as in `cache.SlotCache`.
     """
 
     def __init__(self, heads: int, first: list[int], answer: int = 0):
