@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from visspec.checkpoint import shown
 from visspec.models.drafters import dflash
@@ -40,9 +41,17 @@ def loaded(folder: Path, data: dict, model: Any, **options: Any) -> Drafter:
         found = shown(named[0]) if named else "no architectures"
         raise ValueError(f"drafter: {folder} names {found}, expected a model class of transformers")
     spec: Any
-    spec, info = kind.from_pretrained(
-        str(folder), dtype=model.dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-    )
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
+    try:
+        spec, info = kind.from_pretrained(
+            str(folder), dtype=model.dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (RuntimeError, OSError, KeyError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"drafter: {folder} could not be loaded, {said[0]}") from None
+    finally:
+        logging.set_verbosity(verbosity)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             name = sorted(map(str, info[what]))[0]

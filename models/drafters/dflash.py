@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,14 @@ class BlockModel(Drafter):
         self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
         self.head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
         self.embed: Any = bare(model.get_input_embeddings())  # type: ignore[operator]
+
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines: "dflash" (z-lab, SpecForge), "speculators" (vLLM), for which `verifier`
+        names the target, or "transformers". Raises ValueError where a form has no place for what the drafter is.
+        """
+        from visspec.models.drafters import dflash_layouts
+
+        dflash_layouts.write(self, folder, form, verifier)
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None

@@ -2,7 +2,7 @@
 (`MuseGlimmerAssistantModel`); what differs is where the configuration says what, the names of two tensors, and `Block`.
 
 Forms: "dflash" (z-lab and SpecForge: a Qwen3 configuration with `dflash_config`; layer i means hidden_states[i + 1]),
-"speculators" (a nested configuration; id i means hidden_states[i]; possibly a vocabulary of its own) and "transformers".
+"speculators" (a nested configuration; id i means hidden_states[i]; possibly a vocabulary of its own), "transformers".
 """
 
 from __future__ import annotations
@@ -112,15 +112,16 @@ def config_of(folder: Path, form: str, data: dict, model: PreTrainedModel) -> tu
     eps = layer.get("rms_norm_eps", 1e-6)
     check_positive("rms_norm_eps", eps)
     kinds = _kinds(folder, layer, sizes["num_hidden_layers"])
-    window = layer.get("sliding_window")
-    if "sliding_attention" in kinds:
-        check_whole("sliding_window", window)
+    window = layer.get("sliding_window") if "sliding_attention" in kinds else 1
+    longest = layer.get("max_position_embeddings") or 1
+    for name, value in (("sliding_window", window), ("max_position_embeddings", longest)):
+        check_whole(name, value)
     config = MuseGlimmerAssistantConfig(
         **sizes,
-        rms_norm_eps=eps,
+        rms_norm_eps=float(eps),
         rope_parameters={"rope_type": "default", "rope_theta": theta, **(scaling or {})},
-        max_position_embeddings=layer.get("max_position_embeddings") or 1,
-        sliding_window=window or 1,
+        max_position_embeddings=longest,
+        sliding_window=window,
         layer_types=kinds,
         block_size=said["block_size"],
         mask_token_id=said["mask_token_id"],
@@ -129,7 +130,7 @@ def config_of(folder: Path, form: str, data: dict, model: PreTrainedModel) -> tu
         bos_token_id=None,
         eos_token_id=None,
     )
-    return config, _block(folder, form, said, kinds, int(window or 0))
+    return config, _block(folder, form, said, kinds, window)
 
 
 def _kinds(folder: Path, layer: dict, count: int) -> list[str]:

@@ -129,7 +129,7 @@ class FeatureDrafter(FeatureDrafting):
         return features_BLF[..., : self.config.hidden]
 
     def _followed(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
-        """Embeddings of the token after each; ids: of all tokens but the first, of which the embeddings may be fewer."""
+        """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's."""
         return self._embedded(ids)
 
     def _shift(self, global_Bd: Tensor) -> Tensor:

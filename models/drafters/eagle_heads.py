@@ -67,6 +67,15 @@ class EagleDrafter(FeatureDrafter):
         """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
         return cls(checkpoint.read(folder, EagleHead, lambda config: check_target(config, model)), model, **options)
 
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines: "eagle" (EAGLE-1 and 2, MSD, ViSpec), "eagle3" (SpecForge, SGLang, vLLM)
+        or "speculators" (vLLM), for which `verifier` names the target. Raises ValueError where a form has no place for
+        what the drafter is.
+        """
+        from visspec.models.drafters import eagle_layouts
+
+        eagle_layouts.write(self, folder, form, verifier)
+
     @torch.no_grad()
     def keep(self, ids: Tensor) -> None:
         """Predict these target ids (D,), in ascending order, with the target's own rows if sizes allow."""

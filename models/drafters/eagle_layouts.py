@@ -148,7 +148,8 @@ def _check_layer(folder: Path, layer: dict) -> None:
     """Raises ValueError for a decoder layer that we don't have."""
     sliding = "sliding_attention" in list_of(layer.get("layer_types")) or layer.get("use_sliding_window")
     for name, found, wanted in (
-        ("num_hidden_layers", layer.get("num_hidden_layers"), 1), ("hidden_act", layer.get("hidden_act", "silu"), "silu"),
+        ("num_hidden_layers", layer.get("num_hidden_layers"), 1),
+        ("hidden_act", layer.get("hidden_act", "silu"), "silu"),
         ("attention_bias", bool(layer.get("attention_bias")), False), ("mlp_bias", bool(layer.get("mlp_bias")), False),
         ("use_sliding_window", bool(sliding), False), ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
         ("partial_rotary_factor", layer.get("partial_rotary_factor") or 1.0, 1.0),
@@ -161,12 +162,13 @@ def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
     """Raises ValueError if a checkpoint names a target of another class or with another number of layers."""
     named = list_of(object_of(object_of(data.get("speculators_config")).get("verifier")).get("architectures"))
     text: Any = model.config.get_text_config()
+    kind, depth = data.get("target_model_type"), data.get("num_target_layers")
     for name, wanted, found in (
-        ("class", named or None, type(model).__name__),
-        ("model_type", data.get("target_model_type") and [data["target_model_type"]], model.config.model_type),
-        ("number of layers", data.get("num_target_layers") and [data["num_target_layers"]], text.num_hidden_layers),
+        ("class", named, type(model).__name__),
+        ("model_type", [kind] if kind else [], model.config.model_type),
+        ("number of layers", [depth] if depth else [], text.num_hidden_layers),
     ):
-        if wanted is not None and found not in wanted:
+        if wanted and found not in wanted:
             raise ValueError(f"drafter: {folder} is made for a target of the {name} {shown(wanted[0])}, got {found!r}")
 
 
@@ -191,7 +193,7 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
 
 
 def _states(folder: Path, form: str, data: dict, depth: int) -> tuple[int, ...]:
-    """The hidden states that an EAGLE-3 head reads: those before layers 2, n / 2 and n - 3 where nothing else is said."""
+    """The hidden states that an EAGLE-3 head reads: those before layers 2, n / 2 and n - 3 if nothing is said."""
     name, extra = "eagle_aux_hidden_state_layer_ids", 0
     ids = data.get(name) if form == "speculators" else None
     if form == "eagle3":

@@ -18,7 +18,12 @@ from visspec.checkpoint import check_folder, check_shapes, load_strictly, read_j
 from visspec.models.nets.feature_head import FeatureHead, HeadConfig
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
-NAMES = {"hidden": "hidden size", "vocab": "vocabulary", "target_layers": "number of layers"}
+NAMES = {
+    "hidden": "hidden size",
+    "target_hidden": "hidden size",
+    "vocab": "vocabulary",
+    "target_layers": "number of layers",
+}
 
 
 def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:

@@ -40,7 +40,8 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
         return "transformers", ""
     if first in EAGLE3 or (first in ("", *PLAIN) and any(name.startswith("midlayer.") for name in names)):
         return "eagle", "eagle3"
-    if first in ("", *PLAIN) and "fc.weight" in names and "dflash_config" not in data:
+    bare = any(name.startswith(("fc.", "layers.")) for name in names)  # models of transformers have them in `model.`
+    if first in ("", *PLAIN) and bare and "dflash_config" not in data:
         return "eagle", "eagle"
     strange = "dflash_config" in data or any(word in first.lower() for word in WORDS)
     if first and not strange and not {"fc.weight", "midlayer.hidden_norm.weight"} & names:

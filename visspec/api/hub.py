@@ -1,4 +1,4 @@
-"""Checkpoints by their hub id: only configurations and safetensors are fetched, through huggingface_hub and its cache."""
+"""Checkpoints by their hub id: configurations and safetensors alone, through huggingface_hub and its cache."""
 
 from __future__ import annotations
 
