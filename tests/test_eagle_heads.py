@@ -48,7 +48,8 @@ def make(name, form, seed=1, width=1, **more):
     if drafter.head.ids is not None:
         drafter.head.keep(torch.randperm(90, generator=generator)[: len(drafter.head.ids)].sort().values)
     drafter.refresh()
-    drafter.width, drafter.nodes = width, 9
+    if width > 1:
+        drafter.width, drafter.nodes = width, 9
     return drafter
 
 

@@ -313,7 +313,7 @@ def test_maps_of_a_vocabulary_have_to_agree(tmp_path):
     for change in ({"d2t": tensors["d2t"] + 90}, {"d2t": tensors["d2t"] * 0 - torch.arange(FEW)},
                    {"t2d": ~tensors["t2d"]}):  # fmt: skip
         folder = saved(tmp_path / f"{len(list(tmp_path.iterdir()))}", data, tensors | change)
-        with pytest.raises(ValueError, match="drafter: [dt]2[dt] of"):
+        with pytest.raises(ValueError, match=r"drafter: [dt]2[dt] of"):
             zoo.drafter(str(folder), model_of("llava"))
 
 
@@ -392,7 +392,7 @@ def test_hub_ids_that_cannot_be_read(cache, monkeypatch):
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    with pytest.raises(ValueError, match="drafter: no/where is not in the cache, and the hub could not be reached"):
+    with pytest.raises(ValueError, match="checkpoint: no/where is not in the cache, and the hub could not be reached"):
         zoo.drafter("no/where", model_of("llava"))
     for error, said in (
         (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "is not on the hub, or is private"),

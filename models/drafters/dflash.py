@@ -10,6 +10,7 @@ Shapes: B rows, C context elements of a pass, K block, S slots, F features, V vo
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visspec import hub
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.laws import Categorical
+from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.models.drafters.feature_memory import packed
 from visspec.models.targets.hf_decoder import describe
 from visspec.models.targets.slot_layers import SlotLayers
@@ -95,6 +98,16 @@ class BlockModel(Drafter):
         from visspec.models.drafters import dflash_layouts
 
         dflash_layouts.write(self, folder, form, verifier)
+
+    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any]) -> None:
+        """Write the published form that holds this drafter, with provenance.json beside it."""
+        own = self.form.head is not None or self.form.anchor or self.form.from_anchor
+        self.export(folder, "speculators" if own else "dflash" if self.form.index else "transformers")
+        (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
+
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
+        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visspec import hub
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.laws import Categorical
@@ -57,6 +58,10 @@ class FeatureDrafting(Drafter):
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
         checkpoint.write(folder, self.head, provenance, dtype)
+
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
+        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from visspec.api import hub
+from visspec import hub
 from visspec.checkpoint import read_json
 from visspec.types import Order
 

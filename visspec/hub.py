@@ -1,12 +1,15 @@
-"""Checkpoints by their hub id: configurations and safetensors alone, through huggingface_hub and its cache."""
+"""Repositories of the hub, through huggingface_hub and its cache: what is fetched, and what is pushed."""
 
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # of a repository: owner/name
-WANTED = ["*.json", "*.safetensors"]
+WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # no code, and nothing pickled
 
 
 def names(text: str) -> bool:
@@ -39,4 +42,26 @@ def fetched(name: str) -> Path:
         why = "is not in the cache, and the hub could not be reached"
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         why = f"could not be fetched ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
-    raise ValueError(f"drafter: {name} {why}, expected a folder, or a repository of safetensors that can be read")
+    raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read")
+
+
+def located(where: str | Path) -> Path:
+    """A folder, or that of a repository by its hub id."""
+    return fetched(str(where)) if names(str(where)) else Path(where)
+
+
+def push(name: str, save: Callable[[Path], Any], private: bool | None = None, message: str | None = None) -> str:
+    """Write a folder by `save` and upload it as repository `name`, which is made if it is not there. Returns its URL.
+
+    Raises ValueError for a name that is no hub id; errors of the hub are huggingface_hub's own.
+    """
+    from huggingface_hub import HfApi
+
+    if ID.fullmatch(name) is None:
+        raise ValueError(f"repo_id: got {name!r}, expected owner/name")
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder))
+        api = HfApi()
+        url = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message or "Upload by visspec")
+    return str(url)
