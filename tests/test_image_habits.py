@@ -28,7 +28,7 @@ from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
-from visspec.api import image_call, image_saving, zoo
+from visspec.api import image_call, saving, zoo
 from visspec.api.images import ImagePipeline
 from visspec.loop.orders import ZipAR
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
@@ -334,7 +334,7 @@ def test_parts_that_are_no_texts_are_asked_for_again(tmp_path):
     (tmp_path / "visspec.json").write_text(json.dumps(entries | {"parts": {"style": "lumina", "codec": None}}))
     text = refused(lambda: ImagePipeline.from_pretrained(str(tmp_path)))
     assert text.startswith("parts: got no codec, expected parts={'codec': ...}: ")
-    found = image_saving.read(str(tmp_path), {"parts": {"codec": 3}})
+    found = saving.read(str(tmp_path), {"parts": {"codec": 3}})
     assert found["parts"] == {"style": "lumina", "codec": 3}
 
 
@@ -403,7 +403,7 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     text = refused(lambda: ImagePipeline.from_pretrained(str(tmp_path / "p")))
     assert text.startswith("checkpoint: ") and "expected a file inside the folder" in text
     (tmp_path / "p" / "visspec.json").write_text(" " * (16 << 20) + "{}")
-    text = refused(lambda: image_saving.read(str(tmp_path / "p"), {}))
+    text = refused(lambda: saving.read(str(tmp_path / "p"), {}))
     assert text.startswith("checkpoint: visspec.json has 16777218 bytes, expected at most")
 
 
@@ -425,32 +425,32 @@ ORDERS = st.builds(ZipAR, st.integers(1, 9), st.booleans())
                  ORDERS.map(lambda x: ("order", zoo.ORDERS, x))))  # fmt: skip
 def test_objects_are_written_as_the_names_that_build_them(case):
     what, table, thing = case
-    spec = image_saving.spec_of(thing, what, table)
+    spec = saving.spec_of(thing, what, table)
     make = {"acceptance": zoo.acceptance, "order": zoo.order, "drafter": lambda text: zoo.drafter(text, None)[0]}
     made = make[what](spec)
-    assert type(made) is type(thing) and image_saving.state_of(made, table) == image_saving.state_of(thing, table)
+    assert type(made) is type(thing) and saving.state_of(made, table) == saving.state_of(thing, table)
 
 
 def test_every_rule_of_the_table_can_be_written():
     for name in zoo.ACCEPTANCE:
-        assert image_saving.spec_of(zoo.acceptance(name), "acceptance", zoo.ACCEPTANCE) == name
+        assert saving.spec_of(zoo.acceptance(name), "acceptance", zoo.ACCEPTANCE) == name
 
 
 def test_presets_can_be_saved():
     for preset in zoo.PRESETS.values():
-        assert image_saving.named("drafter", zoo.DRAFTERS | zoo.SHIPPED, preset.drafter) == preset.drafter
-        assert image_saving.named("acceptance", zoo.ACCEPTANCE, preset.acceptance) == preset.acceptance
-        assert preset.order is None or image_saving.named("order", zoo.ORDERS, preset.order) == preset.order
+        assert saving.named("drafter", zoo.DRAFTERS | zoo.SHIPPED, preset.drafter) == preset.drafter
+        assert saving.named("acceptance", zoo.ACCEPTANCE, preset.acceptance) == preset.acceptance
+        assert preset.order is None or saving.named("order", zoo.ORDERS, preset.order) == preset.order
 
 
 @pytest.mark.parametrize("order", [None, "zipar:window=2", ZipAR(3, audit=False)])
 def test_the_order_is_kept(pipe, tmp_path, order):
     other = ImagePipeline(**pipe.components | {"order": order, "parts": None})
     other.save_pretrained(tmp_path)
-    again = image_saving.read(str(tmp_path), {})["order"]
+    again = saving.read(str(tmp_path), {})["order"]
     assert again == (None if order is None else order if isinstance(order, str) else "zipar:window=3,audit=false")
     with pytest.raises(ValueError, match=r"^order: got 'spiral', expected one of raster, "):
-        image_saving._order(tmp_path, "spiral")
+        saving._order(tmp_path, "spiral")
 
 
 def test_a_pipeline_from_another_ones_components(pipe):
@@ -490,7 +490,7 @@ def test_loading_and_saving_are_told_to_the_logger(pipe, folder, tmp_path, logge
     pipe.save_pretrained(tmp_path)
     ImagePipeline.from_pretrained(str(tmp_path))
     told = [(r.name, r.getMessage()) for r in caplog.records if r.name.startswith("visspec")]
-    assert [name for name, _ in told] == ["visspec.api.image_saving"] * 2 + ["visspec.api.loading"]
+    assert [name for name, _ in told] == ["visspec.api.saving"] * 2 + ["visspec.api.loading"]
     assert "'drafter': 'jacobi'" in told[0][1] and "JanusForConditionalGeneration" in told[2][1]
     caplog.clear()
     visspec.logging.set_verbosity_warning()

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "accelerate": "visspec.api.accelerate",
     "speculative": "visspec.api.accelerate",
+    "Accelerated": "visspec.api.accelerate",
     "Exact": "visspec.accept.exact",
     "Rejection": "visspec.accept.rejection",
     "Typical": "visspec.accept.typical",

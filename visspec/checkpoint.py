@@ -52,10 +52,13 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of file `name` in a folder. Raises ValueError if it is outside the folder or links outside."""
+    """The path of file `name` in a folder. Raises ValueError if it is outside the folder or links outside; a snapshot
+    in the hub's cache links to its repository's own `blobs`.
+    """
     root = folder.resolve()
-    path = (root / name).resolve()
-    if not path.is_relative_to(root):
+    path, cached = (root / name).resolve(), root.parent.parent
+    snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
+    if not path.is_relative_to(root) and not (snapshot and path.parent == cached / "blobs"):
         raise ValueError(f"checkpoint: {folder} names the file {name!r}, expected a file inside the folder")
     return path
 

@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
+from visspec.checkpoint import shown
 from visspec.models.drafters import dflash
+from visspec.models.drafters.eagle_layouts import list_of
 from visspec.models.drafters.shared_cache import SharedCache, shares_cache
 from visspec.models.drafters.small_model import SmallModel
 from visspec.types import Drafter
 
 
-def assistant(spec: nn.Module, model: nn.Module) -> Drafter:
-    """The drafter that runs a loaded model for `model`. Raises ValueError where it does not fit."""
+def assistant(spec: nn.Module, model: nn.Module, **options: Any) -> Drafter:
+    """The drafter that runs a loaded model for `model`; options: those of its class. Raises ValueError where it does
+    not fit.
+    """
     config: Any = getattr(spec, "config", None)
     if all(hasattr(config, name) for name in dflash.NEEDED):
-        return dflash.BlockModel(spec, model)
+        return dflash.BlockModel(spec, model, **options)
     if shares_cache(spec):
-        return SharedCache(spec, model)
-    return SmallModel(spec, model)
+        return SharedCache(spec, model, **options)
+    return SmallModel(spec, model, **options)
+
+
+def loaded(folder: Path, data: dict, model: Any, **options: Any) -> Drafter:
+    """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device.
+
+    Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
+    """
+    named = list_of(data.get("architectures"))
+    kind = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        found = shown(named[0]) if named else "no architectures"
+        raise ValueError(f"drafter: {folder} names {found}, expected a model class of transformers")
+    spec: Any
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
+    try:
+        spec, info = kind.from_pretrained(
+            str(folder), dtype=model.dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (RuntimeError, OSError, KeyError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"drafter: {folder} could not be loaded, {said[0]}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            name = sorted(map(str, info[what]))[0]
+            raise ValueError(f"drafter: {folder} has {what.replace('_', ' ')} ({name}), expected exactly its tensors")
+    return assistant(spec.to(model.device).eval(), model, **options)

@@ -10,29 +10,61 @@ Shapes: B rows, C context elements of a pass, K block, S slots, F features, V vo
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from visspec import hub
 from visspec import tree as trees
 from visspec.cache import additive, to_device
 from visspec.laws import Categorical
+from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.models.drafters.feature_memory import accepted, packed, prompt_first
 from visspec.models.targets.hf_decoder import describe
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import propose, warp
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
+
+@dataclass(frozen=True)
+class Block:
+    """What the published forms of DFlash do differently. The defaults are transformers' own.
+
+    anchor: the pending token's place predicts too (`sample_from_anchor`). causal: windows hide later places of the
+    block. reach: how far behind a place sees through a window, default the window; from_anchor: counted from the
+    pending token, in the context alone. index: positions are numbers of slots, also for targets with M-RoPE. head, ids:
+    of the drafter's own vocabulary. scale: of embeddings; multiplier, softcap: of logits; raw: embeddings as stored.
+    """
+
+    anchor: bool = False
+    causal: bool = False
+    reach: int | None = None
+    from_anchor: bool = False
+    index: bool = False
+    raw: bool = False
+    scale: float = 1.0
+    multiplier: float = 1.0
+    softcap: float = 0.0
+    head: nn.Module | None = None
+    ids: Tensor | None = None
+
+
 NEEDED = ("block_size", "mask_token_id", "target_layer_ids")  # of the configuration
 
 
 class BlockModel(Drafter):
     """Drafts from `assistant`, a loaded block drafter made for `model`. width > 1: trees of at most `nodes` nodes over
-    the block's laws instead of chains. Raises ValueError where it does not fit the target.
+    the block's laws instead of chains. form: of a published checkpoint. Raises ValueError where it does not fit the
+    target.
     """
 
-    def __init__(self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24):
+    def __init__(
+        self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24, form: Block | None = None
+    ):
         config: Any = assistant.config
         theirs, text = describe(model), model.config.get_text_config()  # type: ignore[union-attr, operator]
         if config.hidden_size != text.hidden_size:
@@ -45,19 +77,48 @@ class BlockModel(Drafter):
         if not 0 <= config.mask_token_id < text.vocab_size:
             raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
+        self.model, self.form = model, form or Block()
+        if self.form.ids is not None and width > len(self.form.ids):
+            raise ValueError(
+                f"width: got {width}, expected at most the {len(self.form.ids)} ids that the head predicts"
+            )
         self.block, self.mask = config.block_size, config.mask_token_id
         self.kinds, self.window = frozenset(config.layer_types), int(config.sliding_window or 0)
+        self.reach = self.window if self.form.reach is None else self.form.reach
+        self.first = 0 if self.form.anchor else 1  # place of the block that predicts the first token
         layers = tuple(layer + 1 for layer in config.target_layer_ids)
-        self.traits = DrafterTraits(levels=self.block - 1, feature_layers=layers, trees=width > 1, joins=True)
-        self.head = model.get_output_embeddings()  # type: ignore[operator]
-        self.embed = bare(model.get_input_embeddings())  # type: ignore[operator]
+        self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
+        self.head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
+        self.embed: Any = bare(model.get_input_embeddings())  # type: ignore[operator]
+
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines: "dflash" (z-lab, SpecForge), "speculators" (vLLM), for which `verifier`
+        names the target, or "transformers". Raises ValueError where a form has no place for what the drafter is.
+        """
+        from visspec.models.drafters import dflash_layouts
+
+        dflash_layouts.write(self, folder, form, verifier)
+
+    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any]) -> None:
+        """Write the published form that holds this drafter, with provenance.json beside it."""
+        own = self.form.head is not None or self.form.anchor or self.form.from_anchor
+        self.export(folder, "speculators" if own else "dflash" if self.form.index else "transformers")
+        (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
+
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
+        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
         positions, rows = scores.aux["positions"], len(scores.features)
         position_BL = (positions if positions.dim() == 2 else positions[-3]).expand(rows, -1)
+        position_BL, features, counts = prompt_first(position_BL, scores.features, scores.aux["attention"])
         state.memory = _Context(rows, state.request.max_new_tokens)
-        state.memory.waiting.append(prompt_first(position_BL, scores.features, scores.aux["attention"]))
+        if self.form.index:
+            position_BL = torch.arange(position_BL.shape[1], device=position_BL.device).expand(rows, -1)
+            state.memory.offset = state.position - to_device(counts, state.position.device)
+        state.memory.waiting.append((position_BL, features, counts))
 
     def propose(self, state: State, depth: int) -> Draft:
         logits_BKV = self._denoised(state)[:, :depth]
@@ -85,10 +146,21 @@ class BlockModel(Drafter):
         return growing.finish(self.nodes)
 
     def _denoised(self, state: State) -> Tensor:
-        """(B, K - 1, V) logits of the block behind the pending tokens, from one pass."""
-        hidden_BKd = self._pass(state.memory, state.pending, state.position)
+        """(B, K - 1, V) logits of the block behind the pending tokens, from one pass; (B, K, V) if their place predicts
+        too.
+        """
+        form, memory = self.form, state.memory
+        hidden_BKd = self._pass(memory, state.pending, memory.placed(state.position))
         state.calls["draft_pass"] += 1
-        return self.head(hidden_BKd[:, 1:].to(self.head.weight.dtype))[..., : self.vocab]
+        logits = self.head(hidden_BKd[:, self.first :].to(self.head.weight.dtype))[..., : self.vocab]
+        if form.multiplier != 1.0:
+            logits = logits * form.multiplier
+        if form.softcap:
+            logits = torch.tanh(logits / form.softcap) * form.softcap
+        if form.ids is None:
+            return logits
+        everything = logits.new_full((*logits.shape[:-1], self.vocab), float("-inf"))
+        return everything.index_copy_(-1, form.ids, logits)
 
     def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor) -> Tensor:
         """Reads what the target has accepted since the last pass, and returns the block's hidden states (B, K, d)."""
@@ -102,7 +174,7 @@ class BlockModel(Drafter):
         ids_BK[:, 0] = pending
         ahead_BK = position_B[:, None] + torch.arange(self.block, device=pending.device)
         output = self.assistant(
-            noise_embeds=self.embed(ids_BK).to(like),
+            noise_embeds=self._embedded(ids_BK).to(like),
             context_hidden_states=context_BCF.to(like),
             attention_mask=self._masks(slots.lengths, counts, width, extent, like),
             position_ids=torch.cat([position_BC, ahead_BK], dim=1),
@@ -110,6 +182,11 @@ class BlockModel(Drafter):
         )
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
         return output.last_hidden_state
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        if not self.form.raw:
+            return self.embed(ids)
+        return nn.functional.embedding(ids, self.embed.weight) * self.form.scale
 
     def _nothing(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """No context that is not read yet."""
@@ -122,7 +199,7 @@ class BlockModel(Drafter):
     ) -> dict[str, Tensor | None]:
         """By kind of layer, (B, 1, K, S): the context of each row, and the block. None where nothing is hidden."""
         even = min(counts) == width and min(lengths) == max(lengths)
-        if even and ("sliding_attention" not in self.kinds or extent <= self.window):
+        if even and ("sliding_attention" not in self.kinds or (extent <= self.reach and not self.form.causal)):
             return dict.fromkeys(("full_attention", "sliding_attention"))
         length_B1, count_B1 = (to_device(n, like.device)[:, None] for n in (lengths, counts))
         slot = torch.arange(extent, device=like.device)
@@ -130,15 +207,24 @@ class BlockModel(Drafter):
         seen_BS = (slot < length_B1 + count_B1) | own
         index_BS = torch.where(slot < length_B1 + count_B1, slot, slot - width + count_B1)
         query_BK = length_B1 + count_B1 + torch.arange(self.block, device=like.device)
-        near_BKS = (query_BK[..., None] - index_BS[:, None]).abs() <= self.window
+        near_BKS = self._near(query_BK, index_BS)
         full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, self.block, -1)
         sliding = full.masked_fill(~near_BKS[:, None], torch.finfo(like.dtype).min)
         return {"full_attention": full, "sliding_attention": sliding}
 
+    def _near(self, query_BK: Tensor, index_BS: Tensor) -> Tensor:
+        """(B, K, S) which slots a place sees through a window."""
+        behind_BKS = query_BK[..., None] - index_BS[:, None]
+        near_BKS = behind_BKS <= self.reach
+        if self.form.from_anchor:  # all of the block is near
+            near_BKS = (query_BK[:, :1] - index_BS <= self.reach)[:, None].expand_as(behind_BKS)
+        ahead = 0 if self.form.causal else self.block if self.form.from_anchor else self.reach
+        return near_BKS & (behind_BKS >= -ahead)
+
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's features of the accepted nodes for the next pass."""
         path_BD, features, counts = accepted(scores, verdict, outcome)
-        first_B = state.position - verdict.length
+        first_B = state.memory.placed(state.position) - verdict.length
         position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)
         state.memory.waiting.append((position_BD, features, counts))
 
@@ -146,6 +232,7 @@ class BlockModel(Drafter):
         memory: _Context = state.memory
         memory.cache.select(keep)
         memory.waiting = [(p[keep], f[keep], [c[b] for b in keep]) for p, f, c in memory.waiting]
+        memory.offset = None if memory.offset is None else memory.offset[keep]
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         mine: _Context = state.memory
@@ -155,6 +242,8 @@ class BlockModel(Drafter):
                 some = state.pending.new_zeros(len(memory.cache.slots.lengths))
                 self._pass(memory, some, some)
         mine.cache.join(theirs.cache, take)
+        if mine.offset is not None and theirs.offset is not None:
+            mine.offset = torch.cat([mine.offset, theirs.offset[take]])
 
 
 class _Context:
@@ -163,6 +252,11 @@ class _Context:
     def __init__(self, rows: int, answer: int):
         self.cache = SlotLayers(rows, answer)
         self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.offset: Tensor | None = None  # (B,) the target's positions less the drafter's
+
+    def placed(self, position_B: Tensor) -> Tensor:
+        """The drafter's positions of the target's."""
+        return position_B if self.offset is None else position_B - self.offset
 
 
 def bare(embed: nn.Module) -> nn.Module:

@@ -65,23 +65,23 @@ class FeatureDrafter(FeatureDrafting):
         prompt = state.request.prompt[rows]
         features_BLF = scores.features[rows]
         attention = scores.aux.get("attention")
-        layout = self._plan(prompt, None if attention is None else attention[rows])
-        embeddings = scores.aux["embeddings"][rows] if self.images else features_BLF[..., : self.config.hidden]
+        attention = None if attention is None else attention[rows]
+        layout = self._plan(prompt, attention)
+        embeddings = scores.aux["embeddings"][rows] if self.traits.embeddings else self._unseen(features_BLF)
         positions = scores.aux["positions"]
         if positions.shape[-2] > len(rows):
             positions = positions[..., rows, :]
-        following = self._embedded(prompt[:, 1:])
+        positions = self._places(positions, attention)
+        following = self._followed(prompt[:, 1:], embeddings)
         context = self._context(layout, embeddings.to(self.head.fc.weight.dtype))
         given = following, features_BLF, embeddings, positions, context
         # block by block, so that what is computed on the way stays in the processor's cache
         size = BLOCK if features_BLF.device.type == "cpu" else max(layout.token.shape[1], 1)
         starts = range(0, max(layout.token.shape[1], 1), size)
         parts = (self.elements(layout.part(start, size), *given)[:2] for start in starts)
-        memory = Memory(self.config.heads, [p - 1 for p in state.position.tolist()], state.request.max_new_tokens)
+        memory = Memory(self.config.kv_heads, self._first(state, attention), state.request.max_new_tokens)
         if self.images and layout.runs:
-            assert self.fold.image_in is not None
-            latest = context[1][layout.last_image.to(context[1].device)]
-            memory.shift = latest.to(self.fold.qkv.dtype) @ self.fold.image_in
+            memory.shift = self._shift(context[1][layout.last_image.to(context[1].device)])
         self._read_prompt(state, memory, layout.lengths, parts, features_BLF[:, -1:])
 
     def compile(self) -> None:
@@ -116,6 +116,27 @@ class FeatureDrafter(FeatureDrafting):
         latents = self.config.image_latents if self.images else 0
         return layouts.plan(ids_BL.tolist(), real, frozenset(self.config.image_ids), latents)
 
+    def _first(self, state: State, attention_BL: Tensor | None) -> list[int]:
+        """Position of each row's element after its prompt."""
+        return [p - 1 for p in state.position.tolist()]
+
+    def _places(self, positions: Tensor, attention_BL: Tensor | None) -> Tensor:
+        """The drafter's positions of the target's, (1|B, L) or (3|4, 1|B, L)."""
+        return positions
+
+    def _unseen(self, features_BLF: Tensor) -> Tensor:
+        """In place of input embeddings, for a drafter that reads none."""
+        return features_BLF[..., : self.config.hidden]
+
+    def _followed(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
+        """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's."""
+        return self._embedded(ids)
+
+    def _shift(self, global_Bd: Tensor) -> Tensor:
+        """What the last global vectors add to the layer inputs of drafts."""
+        assert self.fold.image_in is not None
+        return global_Bd.to(self.dtype) @ self.fold.image_in
+
     def _embedded(self, ids: Tensor) -> Tensor:
         """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
         return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
@@ -125,7 +146,7 @@ class FeatureDrafter(FeatureDrafting):
         return layouts.extend(self._plan(lesson.ids[:, :prompt], lesson.attention), prompt, lesson.lengths)
 
     def _following(self, lesson: Any) -> Tensor:
-        return self._embedded(lesson.ids[:, 1:])
+        return self._followed(lesson.ids[:, 1:], lesson.embeddings)
 
 
 def check_target(config: HeadConfig, model: PreTrainedModel) -> None:
@@ -141,12 +162,7 @@ def config_for(model: PreTrainedModel, **options: Any) -> HeadConfig:
     text = model.config.get_text_config()
     heads = options.pop("heads", text.num_attention_heads)
     rope = getattr(text, "rope_parameters", None) or {}
-    section = tuple(rope.get("mrope_section") or ())
-    half = text.hidden_size // heads // 2
-    if section and sum(section) != half:  # if the head size differs, scale the sections
-        total = sum(section)
-        shares = [half * n // total for n in section]
-        section = (half - sum(shares[1:]), *shares[1:])
+    section = scaled_section(rope, text.hidden_size // heads // 2)
     ids = content_ids(model.config)
     return HeadConfig(
         **{
@@ -163,3 +179,12 @@ def config_for(model: PreTrainedModel, **options: Any) -> HeadConfig:
             **({} if ids else {"image_latents": 0}),  # a text decoder
         }
     )
+
+
+def scaled_section(rope: dict[str, Any], half: int) -> tuple[int, ...]:
+    """The target's rotary channels per position row, for a head of `half` rotary channels; () without M-RoPE."""
+    section = tuple(rope.get("mrope_section") or ())
+    if not section or sum(section) == half:
+        return section
+    shares = [half * n // sum(section) for n in section]
+    return (half - sum(shares[1:]), *shares[1:])

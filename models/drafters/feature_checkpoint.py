@@ -14,11 +14,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from visspec import hub
 from visspec.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors, shown
 from visspec.models.nets.feature_head import FeatureHead, HeadConfig
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
-NAMES = {"hidden": "hidden size", "vocab": "vocabulary", "target_layers": "number of layers"}
+NAMES = {
+    "hidden": "hidden size",
+    "target_hidden": "hidden size",
+    "vocab": "vocabulary",
+    "target_layers": "number of layers",
+}
 
 
 def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
@@ -41,9 +47,10 @@ def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
 
 
 def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
-    """The network of a checkpoint, of this kind. Weights are read only after `check` and after their headers were
-    compared with the configuration.
+    """The network of a checkpoint, of this kind, in a folder or by hub id. Weights are read only after `check` and after
+    their headers were compared with the configuration.
     """
+    folder = hub.located(folder)
     config = read_config(folder, kind)
     check(config)
     with torch.device("meta"):

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visspec import hub
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.laws import Categorical
@@ -51,12 +52,16 @@ class FeatureDrafting(Drafter):
         self.head, self.config, self.embed, self.lm_head = head.to(like.device), config, embed, lm_head
         self.width, self.nodes, self.dtype = width, nodes, like.dtype
         self.traits = DrafterTraits(config.levels, config.feature_layers, trees=width > 1)
-        self._turns = rotations(256, config.head_size, config.rope_theta, like.device)
+        self._turns = self._rotations(256, like.device)
         self.refresh()
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
         checkpoint.write(folder, self.head, provenance, dtype)
+
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
+        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -82,14 +87,21 @@ class FeatureDrafting(Drafter):
     def _embed_again(self, target: Any) -> None:
         """Rebuild the embedding of drafted ids from the target's weights, if it is not one of its modules."""
 
+    def _rotations(self, length: int, device: torch.device) -> Tensor:
+        """exp(i * angle) of the rotary channels at positions [0, length), complex64 (length, C)."""
+        return rotations(length, self.config.head_size, self.config.rope_theta, device)
+
+    def _rotations_at(self, table_PC: Tensor, position: Tensor) -> Tensor:
+        """Rotations (B, T, C) of elements at positions (B, T), or (3, B, T)."""
+        return rotations_at(table_PC, position, self.config.mrope_section)
+
     def _turns_to(self, length: int) -> Tensor:
         """Rotations of at least `length` positions. The cached table is shared by threads: use the returned one."""
         table = self._turns
         if table.shape[0] >= length:
             return table
-        size, theta = self.config.head_size, self.config.rope_theta
         with torch.inference_mode(False):  # so that the table can be used in training
-            table = rotations(2 * length, size, theta, table.device)
+            table = self._rotations(2 * length, table.device)
         with GROWING:
             if self._turns.shape[0] < table.shape[0]:
                 self._turns = table
@@ -116,7 +128,7 @@ class FeatureDrafting(Drafter):
         section = self.config.mrope_section
         position = layouts.positions_at(positions, layout, following_BLd.shape[0], section)
         table = self._turns_to(int(position.max()) + 1 if position.numel() else 1)
-        return x_BTd, rotations_at(table, position, section), context
+        return x_BTd, self._rotations_at(table, position), context
 
     def _next_embeddings(self, layout: layouts.Layout, following_BLd: Tensor) -> Tensor:
         index = layout.token.clamp(max=following_BLd.shape[1] - 1)
@@ -132,7 +144,7 @@ class FeatureDrafting(Drafter):
         start = 0
         for x_BTd, turn_BTC in parts:
             kv = self.head.keys_values(x_BTd, turn_BTC)
-            memory.write_prompt(kv.to(self.fold.qkv.dtype), lengths, start)
+            memory.write_prompt(kv.to(self.dtype), lengths, start)
             start += kv.shape[1]
         memory.add(state.pending[:, None], last, [1] * len(lengths))
         state.memory = memory
@@ -204,7 +216,7 @@ class FeatureDrafting(Drafter):
         memory.table = self._turns_to(max(memory.positions) + width + depth)
         if self.config.reduced:
             feature_BTF = self.head.reduced(feature_BTF.to(self.head.fc.weight.dtype))
-        x_Nd = self._join(token_BT, feature_BTF.to(self.fold.qkv.dtype), memory.added(width))
+        x_Nd = self._join(token_BT, feature_BTF.to(self.dtype), memory.added(width))
         qkv = self._project(x_Nd, rows, width, memory.turns(memory.table, width))
         heads = self.config.heads
         memory.write(qkv[:, :, heads:])
@@ -274,17 +286,30 @@ class FeatureDrafting(Drafter):
         """Embeddings of a lesson's tokens, the first aside, (B, L + M - 1, d)."""
         raise NotImplementedError
 
+    def _lesson_positions(self, lesson: Any) -> Tensor:
+        """Positions of a lesson's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
+        return lesson.positions
+
+    def _taught(self, feature: Tensor) -> Tensor:
+        """Logits of the trained weights."""
+        return self._logits(feature)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """Target ids of the trained logits, in ascending order; None: the target's vocabulary."""
+        return None
+
     def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Self-fed steps over whole answers, for training (`visspec.train.capture.Lesson`).
 
         Step k sees true features up to k tokens back, and its own predictions from there on. Per step: logits
-        (B, T, V), predicted features (B, T, d), and which elements count (B, T) bool. Element t of a row's answer
-        predicts the law after answer token t.
+        (B, T, V) of the `ids`, predicted features (B, T, d), and which elements count (B, T) bool. Element t of a row's
+        answer predicts the law after answer token t.
         """
         ids, features = lesson.ids, lesson.features
         layout, following = self._lesson_layout(lesson), self._following(lesson)
         embeddings = lesson.embeddings if lesson.embeddings is not None else features[..., : self.config.hidden]
-        x, turn, context = self.elements(layout, following, features, embeddings, lesson.positions)
+        x, turn, context = self.elements(layout, following, features, embeddings, self._lesson_positions(lesson))
         first = torch.tensor(layout.lengths, device=ids.device) - torch.tensor(lesson.lengths, device=ids.device) + 1
         answer = first[:, None] + torch.arange(max(lesson.lengths) - 1, device=ids.device)
         count = torch.tensor(lesson.lengths, device=ids.device)[:, None] - 1
@@ -301,7 +326,7 @@ class FeatureDrafting(Drafter):
             values.append(value)
             feature = self.head.finish(x, staggered(query, keys, values))
             predicted = layouts.pick(feature, answer)
-            out.append((self._logits(predicted), predicted, (index >= step) & (index < count)))
+            out.append((self._taught(predicted), predicted, (index >= step) & (index < count)))
             if step + 1 < steps:
                 shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)
                 x = self.head.join(embed, shifted, image)

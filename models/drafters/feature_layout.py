@@ -61,12 +61,46 @@ def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozens
                 entries.append((t, t, 0, image))
         rows.append(entries)
         newest.append(image)
+    return packed_rows(rows, newest, runs)
+
+
+def shifted(
+    ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], images: str, latents: int
+) -> Layout:
+    """The same for published drafters, which count the element of tokens t and t + 1 to an image if t + 1 is a slot.
+
+    images: as in `nets.eagle_head.IMAGES`. "embeddings": `latent` is 1 + the index of slot t + 1 in the batch.
+    """
+    runs: list[tuple[int, int, int]] = []
+    rows, newest = [], []
+    for b, row in enumerate(ids):
+        entries, start, image = [], None, 0
+        for t, after in enumerate(row[1:], start=1):  # the element of t - 1 and t
+            if real is not None and not real[b][t - 1]:
+                continue
+            if after not in image_ids or images in ("slots", "placeholders"):
+                entries.append((t - 1, t - 1, 0, image))
+            elif images == "embeddings":
+                entries.append((t - 1, t - 1, 1 + b * len(row) + t, 0))
+            elif latents:
+                start = t if start is None else start
+                if t + 1 == len(row) or row[t + 1] not in image_ids:
+                    first, count = start - 1, len(runs)
+                    runs.append((b, start, t + 1))
+                    image, start = count + 1, None
+                    spots = range(t - latents, t)
+                    entries += [(0, max(s, first), 1 + count * latents + q, image) for q, s in enumerate(spots)]
+        rows.append(entries)
+        newest.append(image)
+    return packed_rows(rows, newest, runs)
+
+
+def packed_rows(rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list) -> Layout:
+    """A layout of rows of (token, slot, latent, image)."""
     width = max(map(len, rows), default=0)
     padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
     index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4)
-    token_BT, slot_BT, latent_BT, image_BT = index.unbind(-1)
-    lengths = [len(r) for r in rows]
-    return Layout(lengths, token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs)
+    return Layout([len(r) for r in rows], *index.unbind(-1), torch.tensor(newest), runs)
 
 
 def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:

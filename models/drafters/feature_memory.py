@@ -17,8 +17,10 @@ from visspec.types import Outcome, Scores, Verdict
 
 
 class Memory:
-    """State of one request. `first` is the position, by row, of the first element after the prompt's read. `answer`:
-    elements that will follow, for which there is room from the start as in `cache.SlotCache`.
+    """State of one request.
+
+    heads: of keys, and as many of values. first: the position, by row, of the first element after the prompt's read.
+    answer: elements that will follow, for which there is room from the start as in `cache.SlotCache`.
     """
 
     def __init__(self, heads: int, first: list[int], answer: int = 0):
@@ -120,7 +122,8 @@ class Memory:
             slot = torch.arange(extent, device=query_BHE.device)
             mask = (slot < (self._length_B + drafted)[:, None])[:, None, None]
         keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
-        mixed = F.scaled_dot_product_attention(query_BHE[:, :, None], keys, values, attn_mask=mask)
+        grouped = query_BHE.shape[1] > self.heads
+        mixed = F.scaled_dot_product_attention(query_BHE[:, :, None], keys, values, attn_mask=mask, enable_gqa=grouped)
         return mixed.reshape(query_BHE.shape[0], -1)
 
     def attend_tree(self, query_BWHE: Tensor, seen_BWM: Tensor) -> Tensor:
@@ -135,7 +138,10 @@ class Memory:
             index = behind.clamp(0, nodes - 1)[:, None].expand(rows, width, extent)
             mask = (behind < 0)[:, None] | (seen_BWM.gather(2, index) & inside[:, None])
         keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
-        mixed = F.scaled_dot_product_attention(query_BWHE.transpose(1, 2), keys, values, attn_mask=mask[:, None])
+        grouped = query_BWHE.shape[2] > self.heads
+        mixed = F.scaled_dot_product_attention(
+            query_BWHE.transpose(1, 2), keys, values, attn_mask=mask[:, None], enable_gqa=grouped
+        )
         return mixed.transpose(1, 2).flatten(2)
 
     def select(self, keep: list[int]) -> None:

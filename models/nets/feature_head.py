@@ -75,6 +75,10 @@ class HeadConfig:
         return self.hidden // self.heads
 
     @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
     def reduced(self) -> bool:
         """Whether features pass through a learned reduction."""
         return self.feature_layers != (-1,)

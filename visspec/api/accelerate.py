@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visspec.api import queueing, requests, zoo
+from visspec import hub
+from visspec.api import queueing, requests, saving, zoo
 from visspec.api.copies import Copied
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
@@ -94,6 +95,38 @@ class Accelerated(Copied):
         self._made = (self._fits(), self._pair())
         self.last_stats: Any = None  # a Stats after the first call
         self.last_state: Any = None  # its finished State
+
+    @classmethod
+    def from_pretrained(cls, where: str | Path, *, device: str = "cpu", dtype: Any = "auto", **options) -> Accelerated:
+        """Load what `save_pretrained` wrote, from a folder or by hub id; of another folder, its model alone.
+
+        options: `trust_remote_code` (off), and as in `accelerate`; drafter, acceptance and levels given here win. The
+        processor, or the tokenizer, is `tokenizer`. Safetensors only; raises ValueError as `accelerate` does.
+        """
+        from visspec.api.loading import load_saved
+
+        remote = options.pop("trust_remote_code", False)
+        folder = str(hub.located(zoo.located(str(where))))
+        settings = saving.read(folder, options)
+        strange = [name for name in ("parts", "order") if settings.pop(name, None)]
+        if strange:
+            raise ValueError(f"checkpoint: {where} is a pipeline with {strange[0]}, expected an accelerated model")
+        model, words = load_saved(folder, device=device, dtype=dtype, trust_remote_code=remote)
+        return cls(model, **{"tokenizer": words, **settings})
+
+    def save_pretrained(self, folder: str | Path, **options) -> None:
+        """Write the model, the tokenizer if there is one, and drafter, acceptance and levels, for `from_pretrained`.
+        options: of the model's own. transformers reads the folder as the model alone. Raises ValueError, before
+        anything is written, for what can't be written so.
+        """
+        drafter, acceptance, levels, *_ = self._asked
+        words = {} if self.tokenizer is None else {"processor": self.tokenizer}
+        parts = {"drafter": drafter, "acceptance": acceptance, "order": None, "levels": levels, "parts": {}}
+        saving.save(folder, {"model": self.model, **words, **parts}, **options)
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
+        """Upload what `save_pretrained` writes. Returns the URL."""
+        return hub.push(repo_id, self.save_pretrained, private, message)
 
     @property
     def pairing(self) -> Pairing:

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from visspec.api import image_call, image_saving, zoo
+from visspec.api import image_call, saving, zoo
 from visspec.api.accelerate import own_rule
 from visspec.api.copies import Copied
 from visspec.api.image_call import ORIGINS as ORIGINS
@@ -87,7 +87,7 @@ class ImagePipeline(Copied):
         from visspec.api.loading import load_image_model
 
         remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
-        options = image_saving.read(str(where), options)
+        options = saving.read(str(where), options)
         model, processor = load_image_model(where, device=device, dtype=dtype, trust_remote_code=remote)
         return cls(model, processor, **options)
 
@@ -122,7 +122,7 @@ class ImagePipeline(Copied):
         """Write model, processor, drafter, acceptance, levels and parts that are texts, for `from_pretrained`.
         `options` go to the model's own. Raises ValueError, before anything is written, for what can't be written so.
         """
-        image_saving.save(folder, self.components, **options)
+        saving.save(folder, self.components, **options)
 
     def to(self, *args, **kwargs) -> ImagePipeline:
         """Move or cast the model and its parts; drafters and rules are rebuilt at the next call."""

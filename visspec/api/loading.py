@@ -55,6 +55,17 @@ def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str
     return _load(where, kind, device, dtype, trust_remote_code)
 
 
+def load_saved(where: str, *, device: str = "cpu", dtype: Any = "auto", trust_remote_code: bool = False):
+    """(model, processor or tokenizer, or None if the folder has neither) of a folder with any model that generates."""
+    import transformers
+
+    named = checkpoint.read_json(checkpoint.check_folder(where), "config.json").get("architectures")
+    first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    kind = getattr(transformers, first, None) or transformers.AutoModelForImageTextToText
+    worded = any((Path(where) / name).is_file() for name in ("tokenizer_config.json", "processor_config.json"))
+    return _load(where, kind, device, dtype, trust_remote_code, worded)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """transformers reports errors only."""
@@ -83,7 +94,7 @@ def _load_own(folder: Path, reference: str, device: str, dtype: str):
     return model.to(device).eval(), processor
 
 
-def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: bool):
+def _load(where: str, kind: Any, device: str, dtype: Any, trust_remote_code: bool, worded: bool = True):
     from safetensors import SafetensorError
     from transformers import AutoProcessor
     from transformers.utils import logging as transformers_logging
@@ -115,7 +126,8 @@ def _load(where: str, kind: Any, device: str, dtype: str, trust_remote_code: boo
                 f"model: {where} has {what.replace('_', ' ')} ({name}), expected exactly the model's tensors"
             )
     logger.info("%s: loaded %s, %s, to %s", where, type(model).__name__, model.dtype, device)
-    return (model if spread else model.to(device)).eval(), AutoProcessor.from_pretrained(where, **options)
+    processor = AutoProcessor.from_pretrained(where, **options) if worded else None
+    return (model if spread else model.to(device)).eval(), processor
 
 
 def _check_device(device: str) -> None:

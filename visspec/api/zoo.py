@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from visspec import hub
 from visspec.checkpoint import read_json
 from visspec.types import Order
 
@@ -69,6 +70,10 @@ DRAFTERS = {
     "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
     "lowres": ("visspec.models.drafters.lowres:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
     "eagle": ("visspec.models.drafters.eagle:FeatureDrafter", "on the target's hidden states (EAGLE, ViSpec); trained"),
+    "eagle-head": (
+        "visspec.models.drafters.eagle_heads:EagleDrafter",
+        "the same in the published forms (EAGLE-1 to 3, MSD, ViSpec, HiViS); trained, or a checkpoint of others",
+    ),
     "image-eagle": (
         "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
         "images: on the target's hidden states; trained; tree=chain, dynamic or static",
@@ -149,6 +154,7 @@ SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, tha
 }
 KINDS = {
     "feature_drafter": "eagle",
+    "eagle_head": "eagle-head",
     "image_drafter": "image-eagle",
     "continuous_painter": "continuous",
     "mar_painter": "mar",
@@ -292,6 +298,8 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
     name, options = parse(str(spec))
     if name not in DRAFTERS | SHIPPED and Path(name).is_dir():
         return _from_folder(Path(name), model, options), Path(name).name
+    if name not in ORDERS and hub.names(name):
+        return _from_folder(hub.fetched(name), model, options), name.rpartition("/")[2]
     if name in ORDERS:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in SHIPPED:
@@ -306,7 +314,7 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
     if name in DRAFTERS:
         return make("drafter", name, _drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
-    raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known} or a checkpoint folder")
+    raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known}, a checkpoint folder or a hub id")
 
 
 def _drafter_class(name: str) -> Any:
@@ -317,8 +325,11 @@ def _drafter_class(name: str) -> Any:
 
 
 def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
-    """A drafter from a checkpoint folder; its options are those of its class."""
+    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
     config = read_json(folder, "config.json")
+    if str(config.get("kind", config.get("model_type"))) not in KINDS and "kind" not in config:
+        read = load("visspec.models.drafters.published:load")
+        return make("drafter", folder.name, read, options, partial(read, folder, model))
     kind = _drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
     return make("drafter", folder.name, kind, options, partial(kind.from_pretrained, folder, model))
 

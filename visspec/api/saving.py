@@ -1,4 +1,5 @@
-"""What `ImagePipeline.save_pretrained` writes beside model and processor: drafter, rule, order, levels, parts, as JSON.
+"""What `save_pretrained` of a pipeline or an accelerated model writes beside model and processor: drafter, rule, order,
+levels, parts, as JSON.
 
 Drafters and rules are written as the names that build them; weights of a drafter go into a folder inside. A folder that
 is read may come from anyone: it names nothing outside itself but what `zoo` knows.
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from visspec import checkpoint
+from visspec import checkpoint, hub
 from visspec.api import zoo
 from visspec.files import unwritable, write_json
 from visspec.provenance import provenance
@@ -31,12 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> None:
-    """Write the components of a pipeline; `options` are those of the model's `save_pretrained`.
+    """Write the components of a pipeline, or of an accelerated model, which may have no processor; `options` are those
+    of the model's `save_pretrained`.
 
     Raises ValueError for what can't be written so that `read` finds it, before anything is written.
     """
     root = Path(folder)
-    needed = ("model",) if getattr(components["model"], "wordless", False) else ("model", "processor")
+    wordless = getattr(components["model"], "wordless", False) or "processor" not in components
+    needed = ("model",) if wordless else ("model", "processor")
     for name in needed:
         if not hasattr(components[name], "save_pretrained"):
             found = type(components[name]).__name__
@@ -56,13 +59,14 @@ def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> N
         if "processor" in needed:
             components["processor"].save_pretrained(folder)
         if isinstance(settings["drafter"], dict):
-            shutil.copytree(Path(staged) / DRAFTER, root / DRAFTER, dirs_exist_ok=True)
+            shutil.rmtree(root / DRAFTER, ignore_errors=True)  # of another drafter, which may have had other files
+            shutil.copytree(Path(staged) / DRAFTER, root / DRAFTER)
     write_json(root / FILE, settings)
     logger.info("%s: saved with %s", root, settings)
 
 
 def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a pipeline's constructor: those that are given, and what the folder says of the others.
+    """Arguments of a constructor: those that are given, and what the folder says of the others.
 
     A folder without the file, or a hub id, says nothing. Raises ValueError as the other readers of checkpoints.
     """
@@ -86,8 +90,14 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drafter(folder: Path, entry: Any) -> str | None:
-    if isinstance(entry, dict) and entry == {"folder": DRAFTER}:
-        return str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
+    if isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
+        options = entry.get("options", "")
+        if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
+            raise ValueError(
+                f"checkpoint: options of {folder / FILE} is {checkpoint.shown(options)}, expected key=value,..."
+            )
+        root = str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
+        return f"{root}:{options}" if options else root
     if entry is not None and not isinstance(entry, str):
         expected = f"a name, null or {{'folder': {DRAFTER!r}}}"
         raise ValueError(f"checkpoint: drafter of {folder / FILE} is {checkpoint.shown(entry)}, expected {expected}")
@@ -135,20 +145,31 @@ def _parts(folder: Path, entry: Any, given: Mapping[str, Any]) -> dict[str, Any]
 
 def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
     """The entry of a drafter; its weights, where it has some that are not shipped, go into `staged`."""
+    from transformers import PreTrainedModel
+
+    from visspec.models.drafters.dflash import BlockModel
     from visspec.models.drafters.feature_checkpoint import PROVENANCE
     from visspec.models.drafters.feature_drafting import FeatureDrafting
 
     if drafter is None:
         return None
     if isinstance(drafter, (str, Path)):
-        text = str(drafter)
-        if text.partition(":")[0] in zoo.DRAFTERS | zoo.SHIPPED or not Path(text).is_dir():
+        text, whole = str(drafter), Path(str(drafter)).is_dir()
+        name, options = (text, {}) if whole else zoo.parse(text)
+        if name in zoo.DRAFTERS | zoo.SHIPPED or not (Path(name).is_dir() or hub.names(name)):
             return named("drafter", zoo.DRAFTERS | zoo.SHIPPED, text)
-        known = (Path(text) / PROVENANCE).is_file()
-        record = checkpoint.read_json(Path(text), PROVENANCE) if known else provenance(model)
-        zoo.drafter(text, model)[0].save_pretrained(staged, record)
+        source = hub.located(name)
+        known = (source / PROVENANCE).is_file()
+        record = checkpoint.read_json(source, PROVENANCE) if known else provenance(model)
+        zoo.drafter(drafter, model)[0].save_pretrained(staged, record)
+        # what a published head sees of pictures is in its configuration now
+        kept = ",".join(f"{key}={str(value).lower()}" for key, value in options.items() if not isinstance(value, str))
+        return {"folder": DRAFTER, "options": kept} if kept else {"folder": DRAFTER}
+    if isinstance(drafter, PreTrainedModel):
+        drafter.save_pretrained(staged)
         return {"folder": DRAFTER}
-    if isinstance(drafter, FeatureDrafting) and reference(drafter) in {row[0] for row in zoo.DRAFTERS.values()}:
+    listed = reference(drafter) in {row[0] for row in zoo.DRAFTERS.values()}
+    if isinstance(drafter, BlockModel) or (isinstance(drafter, FeatureDrafting) and listed):
         drafter.save_pretrained(staged, provenance(model))
         again, own = (_options(x) for x in (zoo.drafter(staged, model)[0], drafter))
         if other := [name for name in own if own[name] != again.get(name)]:

@@ -1,0 +1,212 @@
+"""Forward passes of published drafters over one whole sequence, written from their descriptions: no cache, no drafter.
+
+A drafter's configuration (`EagleConfig`) says which description; weights are a checkpoint's, by their published names
+(those of `midlayer.` as `layers.0.`). Shapes: L tokens of which the last has no feature, T elements, d hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import visspec
+from visspec.loop.decode import open_request
+from visspec.recipes.train_drafter import request_of
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+class Weights(dict):
+    """A state dict that applies its layers by name."""
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self[f"{name}.weight"], self.get(f"{name}.bias"))
+
+    def norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        return norm(x, self[f"{name}.weight"], eps)
+
+
+def rotated(x_THE: Tensor, angle_TC: Tensor) -> Tensor:
+    a, b = x_THE.chunk(2, dim=-1)
+    cos, sin = angle_TC.cos()[:, None], angle_TC.sin()[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """Grouped attention of (T, H, E) to (S, K, E), seen (T, S): (T, H * E)."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    score = torch.einsum("the,she->hts", query, key) * query.shape[-1] ** -0.5
+    return torch.einsum("hts,she->the", score.masked_fill(~seen, float("-inf")).softmax(-1), value).flatten(1)
+
+
+def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
+    """One Llama layer: (T, d). places: (T, 3) positions."""
+    named = "layers.0."
+    read, rest = x, x
+    if config.fusion == "split":
+        embedding, rest = x.chunk(2, dim=-1)
+        hidden = weights.norm(rest, named + "hidden_norm", config.eps)
+        read = torch.cat([weights.norm(embedding, named + "input_layernorm", config.eps), hidden], dim=-1)
+        rest = hidden if config.norm_before_residual else rest
+    query, key, value = (
+        weights.linear(read, f"{named}self_attn.{p}_proj").unflatten(-1, (-1, config.head_size)) for p in "qkv"
+    )
+    if config.qk_norm:
+        query, key = (weights.norm(x, f"{named}self_attn.{p}_norm", config.eps) for x, p in ((query, "q"), (key, "k")))
+    half = config.head_size // 2
+    row = [r for r, n in enumerate(config.mrope_section or (half, 0, 0)) for _ in range(n)]
+    angle = places[:, row].float() * config.rope_theta ** -(torch.arange(half) / half)
+    before = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    mixed = attended(rotated(query, angle), rotated(key, angle), value, before)
+    rest = rest + weights.linear(mixed, f"{named}self_attn.o_proj")
+    return rest + mlp(weights, named, weights.norm(rest, f"{named}post_attention_layernorm", config.eps))
+
+
+def mlp(weights: Weights, named: str, x: Tensor) -> Tensor:
+    gate, up = (weights.linear(x, f"{named}mlp.{p}_proj") for p in ("gate", "up"))
+    return weights.linear(F.silu(gate) * up, f"{named}mlp.down_proj")
+
+
+def joined(config, weights: Weights, embedding: Tensor, feature: Tensor, image: Tensor) -> Tensor:
+    """The layer's input of an element of text."""
+    if config.fusion == "split":
+        return torch.cat([embedding, feature])
+    if config.images == "latents":
+        feature = weights.linear(torch.cat([feature, image]), "img_fc")
+    return weights.linear(torch.cat([embedding, feature]), "fc")
+
+
+def compressed(config, weights: Weights, run: Tensor) -> Tensor:
+    """ViSpec's outputs for an image's embeddings (S, d): latents, then the global vector."""
+
+    def heads(name):
+        return weights.linear(run, f"imadpt.{name}").unflatten(-1, (config.heads, -1))
+
+    score = torch.einsum("qhe,she->hqs", weights["imadpt.q"], heads("k_proj")) * config.head_size**-0.5
+    return weights.linear(torch.einsum("hqs,she->qhe", score.softmax(-1), heads("v_proj")).flatten(1), "imadpt.o_proj")
+
+
+def reduced(config, weights: Weights, features: Tensor) -> Tensor:
+    """(L, F) -> (L, d)."""
+    if config.images == "blind":
+        return torch.zeros(len(features), config.hidden)
+    if config.fusion == "sum":
+        return features
+    if config.norm_before_fc:
+        features = weights.norm(features, "input_norm", config.eps)
+    if config.fc_norm:
+        parts = features.chunk(len(config.feature_layers), dim=-1)
+        features = torch.cat([weights.norm(p, f"fc_norm.{i}", config.eps) for i, p in enumerate(parts)], dim=-1)
+    return weights.linear(features, "fc")
+
+
+def elements(config, weights, table, ids, embedded, features):
+    """(layer inputs, the tokens whose places they have, the last global vector) of a sequence."""
+    picture = [n < len(embedded) and int(i) in config.image_ids for n, i in enumerate(ids)]
+    feature, image = reduced(config, weights, features), torch.zeros(config.hidden)
+    sequence, places, t = [], [], 0
+    while t + 1 < len(ids):
+        if not picture[t + 1] or config.images in ("slots", "placeholders"):
+            stock = config.images == "slots" and t + 1 < len(embedded)
+            after = embedded[t + 1] if stock else table[ids[t + 1]]
+            sequence.append(joined(config, weights, after, feature[t], image))
+            places.append(t)
+        elif config.images == "embeddings":
+            sequence.append(embedded[t + 1])
+            places.append(t)
+        elif config.images == "latents":
+            end = next(s for s in range(t + 1, len(ids)) if s + 1 == len(ids) or not picture[s + 1])
+            outputs = compressed(config, weights, embedded[t + 1 : end + 1])
+            sequence += list(outputs[:-1])
+            places += [max(end - len(outputs) + 1 + i, t) for i in range(len(outputs) - 1)]
+            image, t = outputs[-1], end - 1
+        t += 1
+    return sequence, places, image
+
+
+def eagle_logits(config, weights, table, decode, known, chain) -> Tensor:
+    """Logits after each drafted element, (1 + len(chain), V). known: ids (L), the target's input embeddings of the
+    prompt, features (L - 1, F), positions (3, L - 1). table: token embeddings. decode: the target's head.
+    """
+    ids, embedded, features, positions = known
+    weights = Weights(weights)
+    sequence, places, image = elements(config, weights, table, ids, embedded, features)
+    where = torch.arange(len(ids))[None].expand(3, -1) if config.positions == "index" else positions
+    turns, logits = [where[:, t] for t in places], []
+    for step in range(1 + len(chain)):
+        feature = layer(config, weights, torch.stack(sequence), torch.stack(turns))[-1]
+        read = weights.norm(feature, "norm", config.eps) if config.fusion == "split" else feature
+        feature = read if config.norm_output else feature
+        if config.draft_vocab:
+            few = weights.linear(read, "lm_head")
+            own = torch.arange(len(few)) + weights.get("d2t", 0)
+            logits.append(torch.full((config.vocab,), float("-inf")).scatter(0, own, few))
+        else:
+            logits.append(decode(read))
+        if step < len(chain):
+            sequence.append(joined(config, weights, table[chain[step]], feature, image))
+            turns.append(turns[-1].max() + 1 - torch.zeros(3, dtype=torch.long))
+    return torch.stack(logits)
+
+
+def dflash_hidden(weights, sizes, context: Tensor, block: Tensor, hidden: dict) -> Tensor:
+    """The hidden states (K, d) of a block whose input embeddings are (K, d), behind a context (L, F) of the target's.
+
+    sizes: head_size, eps, theta. hidden: by layer, (K, L + K) bool, what a place does not see.
+    """
+    weights = Weights(weights)
+    head_size, eps, theta = sizes
+    known, x = weights.norm(weights.linear(context, "fc"), "hidden_norm", eps), block
+    angle = torch.arange(len(known) + len(x))[:, None].float() * theta ** -(
+        torch.arange(head_size // 2) * 2 / head_size
+    )
+    for n, mask in hidden.items():
+        named = f"layers.{n}."
+        own = weights.norm(x, f"{named}input_layernorm", eps)
+        both = torch.cat([known, own])
+        query = weights.linear(own, f"{named}self_attn.q_proj").unflatten(-1, (-1, head_size))
+        key, value = (weights.linear(both, f"{named}self_attn.{p}_proj").unflatten(-1, (-1, head_size)) for p in "kv")
+        query = rotated(weights.norm(query, f"{named}self_attn.q_norm", eps), angle[len(known) :])
+        key = rotated(weights.norm(key, f"{named}self_attn.k_norm", eps), angle)
+        x = x + weights.linear(attended(query, key, value, ~mask), f"{named}self_attn.o_proj")
+        x = x + mlp(weights, named, weights.norm(x, f"{named}post_attention_layernorm", eps))
+    return weights.norm(x, "norm", eps)
+
+
+class Watched:
+    """Keeps the logits of every level of a drafter."""
+
+    def __init__(self, drafter, seen):
+        self.drafter, self.seen = drafter, seen
+
+    def propose(self, state, depth):
+        logits = self.drafter._logits
+
+        def watched(feature):
+            self.seen.append(logits(feature))
+            return self.seen[-1]
+
+        self.drafter._logits = watched
+        try:
+            return self.drafter.propose(state, depth)
+        finally:
+            del self.drafter._logits
+
+
+def known(target, model, inputs, answer):
+    """(ids, input embeddings, features, positions) of one prompt and its answer so far, from one pass of the target."""
+    length = inputs["input_ids"].shape[1]
+    request = request_of(model, inputs, temperature=0, max_new_tokens=32, seed=0)
+    state, scores = open_request(target, visspec.Exact(), request)
+    chain = visspec.tree.chain_draft(state.pending, answer[None, 1:])
+    after = target.verify(state, chain)
+    features = torch.cat([scores.features[0], after.features[0]])[: length + len(answer) - 1]
+    positions = scores.aux["positions"]
+    positions = positions[-3:, :1] if positions.dim() == 3 else positions[None, :1].expand(3, -1, -1)
+    more = positions[..., -1:] + torch.arange(1, len(answer))
+    ids = torch.cat([inputs["input_ids"][0], answer])
+    embedded = scores.aux["embeddings"]  # a text decoder takes ids
+    embedded = model.get_input_embeddings()(inputs["input_ids"]) if embedded is None else embedded
+    return ids, embedded[0], features, torch.cat([positions, more], dim=-1)[:, 0]

@@ -1,0 +1,181 @@
+"""Drafters of the published one-layer forms: exact in ragged batches, and what they draft is what their papers say.
+
+The expected laws are those of `tests/published.py`.
+"""
+
+import pytest
+import torch
+
+import visspec
+from tests.published import Watched, eagle_logits, known
+from tests.tiny import model_of, prompt, shapes, single_row
+from visspec.loop.decode import open_request
+from visspec.models.drafters.eagle_heads import EagleDrafter
+from visspec.models.nets.eagle_head import EagleConfig, frequencies
+from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.recipes.train_drafter import request_of
+
+NEW = 14
+SUM = {"fusion": "sum", "positions": "index"}
+SPLIT = {"fusion": "split", "feature_layers": (1, 0, -1), "fc_bias": False, "kv_heads": 2}
+FORMS = {
+    "eagle": SUM | {"images": "slots"},
+    "eagle-gqa": SUM | {"images": "slots", "kv_heads": 2, "qkv_bias": True, "fc_bias": False},
+    "msd": SUM | {"images": "embeddings"},
+    "vispec": SUM | {"images": "latents", "image_latents": 1},
+    "vispec-3": SUM | {"images": "latents", "image_latents": 3, "qkv_bias": True},
+    "hivis": SUM | {"images": "none"},
+    "blind": SUM | {"images": "blind"},
+    "eagle3": SPLIT | {"images": "placeholders", "draft_vocab": 40},
+    "eagle3-whole": SPLIT | {"images": "slots", "draft_vocab": 96, "own_embedding": True},
+    "eagle3-normed": SPLIT | {
+        "images": "none", "draft_vocab": 50, "norm_before_residual": True, "fc_norm": True, "norm_output": True,
+        "qk_norm": True,
+    },
+    "eagle3-input-norm": SPLIT | {"images": "placeholders", "norm_before_fc": True, "draft_vocab": 33, "head_size": 12},
+    "eagle3-blind": SPLIT | {"images": "blind", "draft_vocab": 40},
+}  # fmt: skip
+
+
+def make(name, form, seed=1, width=1, **more):
+    """A random drafter of a form, with every weight drawn, also those that start as nothing."""
+    drafter = EagleDrafter.for_model(model_of(name), seed=seed, **FORMS[form] | more)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in drafter.head.parameters():
+            scale = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.2
+            weight.add_(scale * torch.randn(weight.shape, generator=generator))
+    if drafter.head.ids is not None:
+        drafter.head.keep(torch.randperm(90, generator=generator)[: len(drafter.head.ids)].sort().values)
+    drafter.refresh()
+    if width > 1:
+        drafter.width, drafter.nodes = width, 9
+    return drafter
+
+
+EXACT = [("llava", form) for form in FORMS] + [("qwen2_5_vl", "eagle3"), ("qwen2_5_vl", "vispec"), ("llama", "eagle")]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("name", "form"), EXACT)
+def test_ragged_batches_greedy_and_seeded(name, form, width):
+    model, inputs = model_of(name), prompt(name, shapes(name)["ragged"])
+    fast = visspec.accelerate(model, make(name, form, width=width), adaptive=False, levels=4)
+    plain = visspec.accelerate(model, None)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
+    assert fast.last_stats.faults == 0
+    sampled = {
+        "max_new_tokens": NEW,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "seed": [3, 4, 5],
+    }
+    assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
+    assert fast.last_stats.faults == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in ("llava", "qwen2_5_vl") for form in FORMS] + [("llama", "eagle"), ("llama", "eagle3")],
+)
+def test_drafts_are_those_of_the_published_description(name, form):
+    """First drafts, and those after a round in which rows accepted different numbers."""
+    drafter, model = make(name, form), model_of(name)
+    rows = shapes(name)["ragged"]
+    inputs = prompt(name, rows)
+    request = request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    state, scores = open_request(target, visspec.Exact(), request)
+    drafter.start(state, scores)
+    answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    seen = []
+    for _ in range(2):
+        draft = Watched(drafter, seen).propose(state, 3)
+        for b in range(len(rows)):
+            alone, done = single_row(name, rows, inputs, b), len(state.tokens[b])
+            assert state.tokens[b] == answer[b, :done].tolist()
+            whole = known(target, model, alone, answer[b, :done])
+            table = drafter.head.embed_tokens.weight if drafter.config.own_embedding else drafter.embed.weight
+            chain, weights = draft.value[b, 1:3].tolist(), drafter.head.state_dict()
+            want = eagle_logits(drafter.config, weights, table, drafter.lm_head, whole, chain)
+            got = torch.stack([level[b] for level in seen[-3:]])
+            torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
+        one_round(target, drafter, state, answer)
+
+
+def one_round(target, drafter, state, answer):
+    """Verify a chain of which row b has its next b + 1 tokens right."""
+    from visspec.loop.decode import retire, settle
+
+    tokens = torch.stack([answer[b, len(t) - 1 :][:4] for b, t in enumerate(state.tokens)])
+    for b in range(len(tokens)):
+        tokens[b, 1 + b % 3] = (tokens[b, 1 + b % 3] + 1) % 88
+    draft = visspec.tree.chain_draft(state.pending, tokens[:, 1:])
+    scores = target.verify(state, draft)
+    verdict = visspec.Exact()(draft, scores, None)
+    outcome = settle(state, draft, scores, verdict)
+    target.commit(state, draft, outcome)
+    drafter.observe(state, draft, scores, verdict, outcome)
+    retire(state, target, drafter)
+
+
+def test_wave_lengths_of_llama3():
+    """Those of transformers' own initialiser, which was written from the same description."""
+    import transformers as tf
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    drafter = make("llama", "eagle3", rope_scaling=scaling, rope_theta=500.0)
+    theirs = tf.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=scaling | {"rope_theta": 500.0}
+    )
+    want, factor = ROPE_INIT_FUNCTIONS["llama3"](theirs)
+    torch.testing.assert_close(frequencies(drafter.config, "cpu"), want)
+    assert factor == 1.0
+
+
+@torch.inference_mode()
+def test_interleaved_rotary_sections_are_those_of_the_target():
+    from visspec.models.nets.eagle_head import turns, turns_at
+
+    config = make("qwen3_vl", "eagle3").config
+    assert config.mrope_interleaved and config.mrope_section
+    position = torch.randint(0, 50, (3, 2, 7))
+    found = turns_at(turns(config, 60, "cpu"), position, config.mrope_section, True)
+    rotary = model_of("qwen3_vl").model.language_model.rotary_emb
+    cos, sin = rotary(torch.zeros(1), position)
+    half = config.head_size // 2
+    torch.testing.assert_close(found.real, cos[..., :half])
+    torch.testing.assert_close(found.imag, sin[..., :half])
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"fusion": "both"}, "fusion: got 'both', expected one of sum, split"),
+    ({"images": "all"}, "images: got 'all', expected one of slots"),
+    ({"kv_heads": 3}, "kv_heads: got 3, expected a divisor of the 4 heads"),
+    ({"image_latents": 2}, "image_latents: got 2 with images 'slots'"),
+    ({"fusion": "split", "images": "embeddings"}, "expected fusion 'sum'"),
+    ({"norm_output": True}, "norm_output: got true with fusion 'sum'"),
+    ({"hidden": 48}, "fusion: got 'sum' with hidden size 48"),
+    ({"hidden": 48, "fusion": "split"}, "expected an embedding and a head of the drafter's own"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling: got {'rope_type': 'yarn'"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: got"),
+    ({"draft_vocab": 97}, "draft_vocab: got 97, expected a whole number from 0 to 96"),
+    ({"eps": 0}, "eps: got 0, expected a finite number above 0"),
+    ({"fc_bias": 1}, "fc_bias: got 1, expected true or false"),
+    ({"feature_layers": (0, 1)}, "expected the target's 32 and its last layer"),
+])  # fmt: skip
+def test_forms_that_do_not_go_together(changes, sentence):
+    sizes = {"family": "llava", "vocab": 96, "hidden": 32, "target_hidden": 32, "target_layers": 2, "heads": 4,
+             "kv_heads": 4, "head_size": 8, "intermediate": 48}  # fmt: skip
+    EagleConfig(**sizes)
+    with pytest.raises(ValueError) as caught:
+        EagleConfig(**sizes | changes)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,668 @@
+"""Checkpoints of others: random tensors by their published names are read, drafted with as their descriptions say
+(`tests/published.py`), and written again; what is of another kind or another target is refused before weights are read.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import visspec
+from tests.published import Watched, dflash_hidden, eagle_logits, known
+from tests.test_assistants import block_assistant, muse_glimmer
+from tests.test_drafter_checkpoints import Largest
+from tests.test_eagle_heads import make, one_round
+from tests.tiny import llama, model_of, prompt, shapes, single_row
+from visspec.api import zoo
+from visspec.loop.decode import open_request
+from visspec.models.drafters.dflash import Block, BlockModel
+from visspec.models.drafters.published import form_of
+from visspec.models.nets.eagle_head import EagleConfig
+from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.recipes.train_drafter import request_of
+
+NEW = 14
+D, V, MIDDLE, HEADS, SIZE = 32, 96, 40, 4, 8
+FEW = 36
+IDS = torch.randperm(90, generator=torch.Generator().manual_seed(3))[:FEW].sort().values
+
+
+def drawn(shapes, seed=0):
+    """Random tensors of these shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in shapes.items():
+        scale = 1.3 * shape[-1] ** -0.5 if len(shape) > 1 else 0.2
+        base = 1.0 if "norm" in name else 0.0
+        found[name] = base + scale * torch.randn(shape, generator=generator)
+    return found
+
+
+def mlp(prefix):
+    return {f"{prefix}mlp.gate_proj.weight": (MIDDLE, D), f"{prefix}mlp.up_proj.weight": (MIDDLE, D),
+            f"{prefix}mlp.down_proj.weight": (D, MIDDLE)}  # fmt: skip
+
+
+def attention(prefix, read, kv, size=SIZE):
+    named = f"{prefix}self_attn."
+    return {f"{named}q_proj.weight": (HEADS * size, read), f"{named}k_proj.weight": (kv * size, read),
+            f"{named}v_proj.weight": (kv * size, read), f"{named}o_proj.weight": (D, HEADS * size)}  # fmt: skip
+
+
+def llama_config(**more):
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": D, "intermediate_size": MIDDLE,
+        "num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "vocab_size": V,
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "rope_scaling": None, **more,
+    }  # fmt: skip
+
+
+def eagle_2(**more):
+    """EAGLE-1 and 2, and MSD."""
+    tensors = {"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D), "fc.bias": (D,),
+               "layers.0.post_attention_layernorm.weight": (D,)}  # fmt: skip
+    return llama_config(**more), drawn(tensors | attention("layers.0.", D, HEADS) | mlp("layers.0."))
+
+
+def vispec(queries=2):
+    config, tensors = eagle_2(qkv_bias=True)
+    more = {"imadpt.q": (queries, HEADS, SIZE), "imadpt.o_proj.weight": (D, D), "img_fc.weight": (D, 2 * D),
+            "img_fc.bias": (D,)}  # fmt: skip
+    for name in ("k", "v"):
+        more |= {f"imadpt.{name}_proj.weight": (D, D), f"imadpt.{name}_proj.bias": (D,)}
+    more |= {f"layers.0.self_attn.{name}_proj.bias": (D,) for name in "qkv"}
+    return config, tensors | drawn(more, 1)
+
+
+def vocabulary():
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[IDS] = True
+    return {"d2t": IDS - torch.arange(FEW), "t2d": t2d}
+
+
+def eagle_3(**more):
+    """EAGLE-3 as its authors and SpecForge write it, without an embedding of its own."""
+    tensors = {"fc.weight": (D, 3 * D), "norm.weight": (D,), "lm_head.weight": (FEW, D)}
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    tensors |= {f"midlayer.{name}.weight": (D,) for name in norms}
+    tensors |= attention("midlayer.", 2 * D, 2) | mlp("midlayer.")
+    data = llama_config(architectures=["LlamaForCausalLMEagle3"], num_key_value_heads=2, draft_vocab_size=FEW)
+    data |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 0], "use_aux_hidden_state": True}, **more}
+    return data, drawn(tensors) | vocabulary()
+
+
+def speculators_eagle_3(**more):
+    tensors = {"fc.weight": (D, 2 * D), "norm.weight": (D,), "lm_head.weight": (FEW, D), "embed_tokens.weight": (V, D),
+               "fc_norm.0.weight": (D,), "fc_norm.1.weight": (D,)}  # fmt: skip
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    tensors |= {f"layers.0.{name}.weight": (D,) for name in norms}
+    tensors |= {f"layers.0.self_attn.{name}_norm.weight": (12,) for name in "qk"}
+    tensors |= attention("layers.0.", 2 * D, 2, 12) | mlp("layers.0.")
+    layer = llama_config(model_type="qwen3", num_key_value_heads=2, head_dim=12)
+    del layer["architectures"], layer["rope_theta"], layer["rope_scaling"]
+    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
+    data = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
+        "draft_vocab_size": FEW, "norm_before_residual": True, "fc_norm": True, "norm_output": True,
+        "norm_before_fc": False, "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": [1, 0],
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
+            "verifier": {"name_or_path": None, "architectures": ["LlavaForConditionalGeneration"]},
+        }, **more,
+    }  # fmt: skip
+    return data, drawn(tensors, 2) | vocabulary()
+
+
+def facts(**more):
+    """What the checkpoints above say, read by hand."""
+    return EagleConfig(**{
+        "family": "llava", "vocab": V, "hidden": D, "target_hidden": D, "target_layers": 2, "heads": HEADS,
+        "kv_heads": HEADS, "head_size": SIZE, "intermediate": MIDDLE, "eps": 1e-5, "rope_theta": 5000.0,
+        "image_ids": (90,), "own_embedding": True, "positions": "index", "levels": 5, **more,
+    })  # fmt: skip
+
+
+SPLIT = {"fusion": "split", "positions": "target", "draft_vocab": FEW, "fc_bias": False, "kv_heads": 2,
+         "images": "placeholders"}  # fmt: skip
+LAYOUTS = {  # what is written, its options, what that says, and the form it is written in again
+    "eagle": (eagle_2, {"images": "slots"}, facts(images="slots"), "eagle"),
+    "msd": (eagle_2, {"images": "embeddings"}, facts(images="embeddings"), "eagle"),
+    "vispec": (vispec, {}, facts(images="latents", image_latents=1, qkv_bias=True), "eagle"),
+    "eagle3": (
+        eagle_3, {}, facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7), "eagle3",
+    ),
+    "speculators": (
+        speculators_eagle_3, {},
+        facts(**SPLIT, feature_layers=(1, 0), head_size=12, qk_norm=True, norm_before_residual=True, fc_norm=True,
+              norm_output=True, levels=3),
+        "speculators",
+    ),
+}  # fmt: skip
+
+
+def saved(folder, data, tensors):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(data))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def named(folder, options):
+    return ":".join([str(folder), ",".join(f"{k}={v}" for k, v in options.items())]).rstrip(":")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_published_layout_drafts_as_its_description_says(tmp_path, name):
+    layout, options, config, _ = LAYOUTS[name]
+    data, tensors = layout()
+    model = model_of("llava")
+    drafter, _ = zoo.drafter(named(saved(tmp_path / "head", data, tensors), options), model)
+    assert drafter.config == config
+    rows = shapes("llava")["ragged"]
+    inputs = prompt("llava", rows)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    request = request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0)
+    state, scores = open_request(target, visspec.Exact(), request)
+    drafter.start(state, scores)
+    answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    weights = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
+    table = weights.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    for _ in range(2):
+        seen = []
+        draft = Watched(drafter, seen).propose(state, 3)
+        for b in range(len(rows)):
+            whole = known(target, model, single_row("llava", rows, inputs, b), answer[b, : len(state.tokens[b])])
+            want = eagle_logits(config, weights, table, model.lm_head, whole, draft.value[b, 1:3].tolist())
+            got = torch.stack([level[b] for level in seen])
+            torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
+        one_round(target, drafter, state, answer)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_exact_in_ragged_batches_and_comes_back_from_its_own_form(tmp_path, name):
+    layout, options, config, form = LAYOUTS[name]
+    data, tensors = layout()
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    spec = named(saved(tmp_path / "head", data, tensors), options)
+    fast = visspec.accelerate(model, spec, adaptive=False)
+    assert fast.drafter.traits.levels == config.levels
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": [1, 2, 3], "temperature": 0.8}
+    plain = visspec.accelerate(model, None)
+    assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
+    assert fast.last_stats.faults == 0
+    drafter, _ = zoo.drafter(spec, model)
+    drafter.export(tmp_path / "again", form)
+    stored = load_file(tmp_path / "again" / "model.safetensors")
+    assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
+    again, _ = zoo.drafter(named(tmp_path / "again", options), model)
+    assert again.config == replace(config, levels=again.config.levels)
+    drafter.save_pretrained(tmp_path / "ours", {})
+    assert zoo.drafter(tmp_path / "ours", model)[0].config == config
+
+
+@pytest.mark.parametrize("form", ["eagle3", "speculators"])
+def test_a_drafter_of_ours_is_written_with_its_rotary_sections(tmp_path, form):
+    for name, interleaved in (("qwen2_5_vl", False), ("qwen3_vl", True)):
+        drafter = make(name, "eagle3", feature_layers=(1, 1, 1))
+        assert drafter.config.mrope_section
+        drafter.export(tmp_path / name, form, verifier="somewhere/target")
+        data = json.loads((tmp_path / name / "config.json").read_text())
+        layer = data.get("transformer_layer_config", data)
+        assert layer["rope_scaling"]["mrope_section"] == list(drafter.config.mrope_section)
+        assert layer["rope_scaling"].get("mrope_interleaved", False) is interleaved
+        if form == "speculators":
+            assert data["speculators_config"]["verifier"]["name_or_path"] == "somewhere/target"
+        again, _ = zoo.drafter(str(tmp_path / name), model_of(name))
+        assert again.config == replace(drafter.config, levels=again.config.levels)
+        for a, b in zip(drafter.head.state_dict().items(), again.head.state_dict().items()):
+            assert a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+def test_states_that_are_read_if_nothing_is_said(tmp_path):
+    data, tensors = eagle_3(eagle_config=None)
+    model = llama(num_hidden_layers=8)
+    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    assert drafter.config.feature_layers == (2, 4, 5) and drafter.config.images == "none"
+    with pytest.raises(ValueError, match="names no eagle_aux_hidden_state_layer_ids for a target of 2 layers"):
+        zoo.drafter(str(tmp_path / "head"), llama())
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(tmp_path, data, tensors, model=None, options=None):
+    """The sentence that refuses a folder; no weights were read for it."""
+    folder = saved(tmp_path / f"case-{len(list(tmp_path.iterdir()))}", data, tensors)
+    model = model or model_of("llava")
+    with pytest.raises(ValueError) as caught, Largest() as largest:
+        zoo.drafter(named(folder, options or {}), model)
+    said = str(caught.value)
+    assert "\n" not in said and said.count(". ") == 0 and len(said) < 700, said
+    assert largest.found < 200, "no weights were read"
+    return said
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"hidden_size": 64}, "made for a target of hidden size 64, got a model of 32"),
+    ({"vocab_size": 97}, "made for a target of vocabulary 97, got a model of 96"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers of"),
+    ({"hidden_act": "gelu"}, "hidden_act of"),
+    ({"num_attention_heads": None}, "num_attention_heads of"),
+    ({"num_key_value_heads": 3}, "kv_heads: got 3, expected a divisor of the 4 heads"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "is 'yarn', expected default, linear, llama3, mrope"),
+    ({"rms_norm_eps": "x"}, "eps: got 'x', expected a finite number above 0"),
+    ({"architectures": ["DFlash2DraftModel"]}, "is a checkpoint of 'DFlash2DraftModel', expected EAGLE-1, 2 or 3"),
+    ({"architectures": ["MedusaModel"]}, "is a checkpoint of 'MedusaModel'"),
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle_aux_hidden_state_layer_ids"),
+    ({"architectures": ["DFlashDraftModel"]}, "does not take {'images': 'slots'}"),
+    ({"speculators_model_type": "eagle3"}, "transformer_layer_config of"),
+    ({"speculators_model_type": "dspark"}, "is 'dspark', expected one of eagle3, dflash"),
+])  # fmt: skip
+def test_an_eagle_head_that_says_something_else(tmp_path, changes, sentence):
+    data, tensors = eagle_2()
+    assert sentence in refused(tmp_path, data | changes, tensors, options={"images": "slots"})
+
+
+def test_what_a_head_sees_has_to_be_known(tmp_path):
+    data, tensors = eagle_2()
+    assert "does not tell what it sees of a picture" in refused(tmp_path, data, tensors)
+    assert "does not tell" in refused(tmp_path, data, tensors, options={"images": "latents"})
+    zoo.drafter(str(saved(tmp_path / "text", data, tensors)), llama())  # a target without pictures
+    data, tensors = vispec()
+    assert "is a ViSpec head" in refused(tmp_path, data, tensors, llama())
+    assert "is a ViSpec head" in refused(tmp_path, data, tensors, options={"images": "slots"})
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"draft_vocab_size": 40}, "has shape (36,"),
+    ({"draft_vocab_size": 400}, "draft_vocab: got 400, expected a whole number from 0 to 96"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, "expected a whole number from 0 to 2"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, "names a state after layer 2"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0]}}, "has shape (32, 96), expected (32, 64)"),
+    ({"target_model_type": "qwen3_vl"}, "is made for a target of the model_type 'qwen3_vl', got 'llava'"),
+    ({"target_hidden_size": 48}, "hidden: got 32 and a target of 48"),
+    ({"architectures": ["Eagle3DeepseekForCausalLM"]}, "is a checkpoint of 'Eagle3DeepseekForCausalLM'"),
+    ({"norm_before_fc": True}, "lacks tensor 'input_norm.weight'"),
+    ({"use_sliding_window": True}, "use_sliding_window of"),
+])  # fmt: skip
+def test_an_eagle_3_head_that_says_something_else(tmp_path, changes, sentence):
+    data, tensors = eagle_3()
+    assert sentence in refused(tmp_path, data | changes, tensors)
+
+
+def test_tensors_are_exactly_those_of_the_form(tmp_path):
+    for layout, options in ((eagle_2, {"images": "slots"}), (eagle_3, {}), (speculators_eagle_3, {}), (vispec, {})):
+        data, tensors = layout()
+        for name in tensors:
+            if name in ("embed_tokens.weight", "fc.bias") or "proj.bias" in name:
+                continue  # with and without: both are published
+            rest = {key: value for key, value in tensors.items() if key != name}
+            assert refused(tmp_path, data, rest, options=options), name
+        assert "more" in refused(tmp_path, data, tensors | {"layers.1.more": torch.ones(2)}, options=options)
+
+
+def test_maps_of_a_vocabulary_have_to_agree(tmp_path):
+    data, tensors = eagle_3()
+    for change in ({"d2t": tensors["d2t"] + 90}, {"d2t": tensors["d2t"] * 0 - torch.arange(FEW)},
+                   {"t2d": ~tensors["t2d"]}):  # fmt: skip
+        folder = saved(tmp_path / f"{len(list(tmp_path.iterdir()))}", data, tensors | change)
+        with pytest.raises(ValueError, match=r"drafter: [dt]2[dt] of"):
+            zoo.drafter(str(folder), model_of("llava"))
+
+
+def test_speculators_names_its_target_and_its_algorithm(tmp_path):
+    data, tensors = speculators_eagle_3()
+    said = refused(tmp_path, data, tensors, model_of("qwen2_5_vl"))
+    assert "made for a target of the class 'LlavaForConditionalGeneration'" in said
+    data["speculators_config"]["algorithm"] = "dflash"
+    assert "algorithm of" in refused(tmp_path, data, tensors)
+    data["speculators_config"]["algorithm"] = data["speculators_model_type"] = "peagle"
+    assert "is 'peagle', expected one of eagle3, dflash" in refused(tmp_path, data, tensors)
+    data["speculators_model_type"] = ["eagle3"]
+    assert "is ['eagle3'], expected one of" in refused(tmp_path, data, tensors)
+
+
+def test_pickled_weights(tmp_path):
+    data, _ = eagle_2()
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(data))
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has pickled weights \(pytorch_model.bin\), expected .safetensors"):
+        zoo.drafter(str(folder), model_of("llava"))
+
+
+@pytest.mark.parametrize("form,kind,sentence", [
+    ("eagle3", "vispec", "got a drafter with fusion sum for 'eagle3', expected split"),
+    ("eagle", "eagle3", "got a drafter with fusion split for 'eagle', expected sum"),
+    ("eagle3", "eagle3-normed", "got a drafter with qk_norm True"),
+    ("speculators", "eagle3-blind", "got a drafter with images blind"),
+    ("onnx", "eagle3", "form: got 'onnx', expected one of eagle, eagle3, speculators"),
+    ("speculators", "eagle3", "expected states before one of the layers 0..1"),
+])  # fmt: skip
+def test_forms_that_cannot_hold_a_drafter(tmp_path, form, kind, sentence):
+    with pytest.raises(ValueError) as caught:
+        make("llava", kind).export(tmp_path / "x", form)
+    assert sentence in str(caught.value) and not (tmp_path / "x").exists()
+
+
+# --- hub ids ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of the hub, which is not asked."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def cached(hub, name, data, tensors):
+    """A repository as huggingface_hub stores it: links into `blobs`."""
+    root = hub / f"models--{name.replace('/', '--')}"
+    blobs = saved(root / "blobs", data, tensors)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("abc")
+    snapshot = root / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for file in list(blobs.iterdir()):
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot
+
+
+def test_a_hub_id_is_read_from_the_cache_of_huggingface_hub(cache):
+    data, tensors = eagle_3()
+    cached(cache, "someone/llava-eagle3", data, tensors)
+    fast = visspec.accelerate(model_of("llava"), "someone/llava-eagle3")
+    assert fast.name == "llava-eagle3" and fast.drafter.traits.levels == 7
+    slots, name = zoo.drafter("someone/llava-eagle3:images=slots,width=3", model_of("llava"))
+    assert name == "llava-eagle3" and slots.config.images == "slots" and slots.width == 3
+
+
+def test_hub_ids_that_cannot_be_read(cache, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    with pytest.raises(ValueError, match="checkpoint: no/where is not in the cache, and the hub could not be reached"):
+        zoo.drafter("no/where", model_of("llava"))
+    for error, said in (
+        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "is not on the hub, or is private"),
+        (GatedRepoError.__new__(GatedRepoError), "asks for a login with access to it"),
+        (OSError("disk\nfull"), r"could not be fetched \(disk\)"),
+    ):
+
+        def raised(*_, **__):
+            raise error  # noqa: B023
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", raised)
+        with pytest.raises(ValueError, match=said) as caught:
+            zoo.drafter("no/where", model_of("llava"))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_snapshot_that_links_elsewhere_is_refused(cache, tmp_path):
+    snapshot = cached(cache, "someone/bad", *eagle_3())
+    (tmp_path / "secret.json").write_text("{}")
+    (snapshot / "other.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(ValueError, match="expected a file inside the folder"):
+        zoo.drafter("someone/bad", model_of("llava"))
+
+
+# --- block drafters ---------------------------------------------------------------------------------------------------
+
+
+def dflash_tensors(layers=2, states=2):
+    tensors = {"fc.weight": (D, states * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+    for n in range(layers):
+        named = f"layers.{n}."
+        tensors |= attention(named, D, 2) | mlp(named)
+        tensors |= {f"{named}{name}.weight": (D,) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors |= {f"{named}self_attn.{name}_norm.weight": (SIZE,) for name in "qk"}
+    return drawn(tensors, 4)
+
+
+def dflash_layer(**more):
+    return llama_config(
+        architectures=["DFlashDraftModel"], model_type="qwen3", num_hidden_layers=2, num_key_value_heads=2,
+        head_dim=SIZE, layer_types=["full_attention", "full_attention"], **more,
+    )  # fmt: skip
+
+
+def z_lab(**more):
+    own = {"target_layer_ids": [1, 0], "mask_token_id": 4}
+    return dflash_layer(block_size=4, num_target_layers=2, dflash_config=own) | more, dflash_tensors()
+
+
+def speculators_dflash(anchor=False, few=True, **more):
+    layer = dflash_layer()
+    del layer["architectures"]
+    data = {
+        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "speculators_version": "0.9.0",
+        "draft_vocab_size": FEW if few else V, "block_size": 4, "mask_token_id": 4, "sample_from_anchor": anchor,
+        "aux_hidden_state_layer_ids": [1], "transformer_layer_config": layer | more,
+        "speculators_config": {
+            "algorithm": "dflash", "default_proposal_method": "greedy", "proposal_methods": [],
+            "verifier": {"name_or_path": None, "architectures": ["LlavaForConditionalGeneration"]},
+        },
+    }  # fmt: skip
+    own = {"lm_head.weight": torch.randn(FEW, D), **vocabulary()} if few else {}
+    return data, dflash_tensors(states=1) | own
+
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
+BLOCKS = {
+    "z-lab": (z_lab, "dflash"),
+    "z-lab-windows": (lambda: z_lab(**WINDOWS), "dflash"),
+    "z-lab-both-ways": (
+        lambda: z_lab(**WINDOWS, is_causal=False, dflash_config={
+            "target_layer_ids": [1, 0], "mask_token_id": 4, "input_embedding_scale": 1.5, "output_multiplier": 0.5,
+            "final_logit_softcapping": 3.0,
+        }), "dflash",
+    ),
+    "speculators": (speculators_dflash, "speculators"),
+    "speculators-anchor": (lambda: speculators_dflash(anchor=True, few=False), "speculators"),
+    "speculators-windows": (lambda: speculators_dflash(**WINDOWS), "speculators"),
+}  # fmt: skip
+
+
+def block_logits(data, tensors, model, whole):
+    """The laws of a block as z-lab and speculators describe them, (K - 1, V) or (K, V)."""
+    ids, _, features, _ = whole
+    own = "speculators_model_type" in data
+    layer = data["transformer_layer_config"] if own else data
+    more = {} if own else data["dflash_config"]
+    count, block = len(features), torch.tensor([int(ids[-1]), 4, 4, 4])
+    embedded = model.get_input_embeddings().weight[block] * more.get("input_embedding_scale", 1.0)
+    query, key = torch.arange(4)[:, None] + count, torch.arange(count + 4)[None]
+    hidden = {}
+    for n, kind in enumerate(layer["layer_types"]):
+        far, later = query - key, torch.zeros(4, count + 4, dtype=torch.bool)
+        if kind == "sliding_attention" and own:
+            later = (key < count - 6) | ((key >= count) & (key > query))
+        elif kind == "sliding_attention":
+            later = (far >= 6) | ((far <= -6) if data.get("is_causal") is False else (far < 0))
+        hidden[n] = later.expand(4, -1)
+    x = dflash_hidden(tensors, (SIZE, 1e-5, 5000.0), features, embedded, hidden)
+    x = x if data.get("sample_from_anchor") else x[1:]
+    if "lm_head.weight" in tensors:
+        few = x @ tensors["lm_head.weight"].T
+        return torch.full((len(x), V), float("-inf")).index_copy(1, IDS, few)
+    logits = model.lm_head(x) * more.get("output_multiplier", 1.0)
+    cap = more.get("final_logit_softcapping")
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_published_block_drafter_drafts_as_its_description_says(tmp_path, name):
+    layout, form = BLOCKS[name]
+    data, tensors = layout()
+    model, rows = model_of("llava"), shapes("llava")["ragged"]
+    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    assert drafter.traits.feature_layers == ((1,) if form == "speculators" else (2, 1))
+    assert drafter.traits.levels == (4 if data.get("sample_from_anchor") else 3)
+    inputs = prompt("llava", rows)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    request = request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0)
+    state, scores = open_request(target, visspec.Exact(), request)
+    drafter.start(state, scores)
+    answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    for _ in range(3):
+        got = drafter._denoised(state)
+        for b in range(len(rows)):
+            whole = known(target, model, single_row("llava", rows, inputs, b), answer[b, : len(state.tokens[b])])
+            want = block_logits(data, tensors, model, whole)
+            torch.testing.assert_close(got[b].log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
+        one_round(target, drafter, state, answer)
+
+
+@pytest.mark.parametrize(("name", "width"), [*((name, 1) for name in BLOCKS), ("z-lab", 2), ("speculators", 2)])
+def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
+    layout, form = BLOCKS[name]
+    data, tensors = layout()
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    spec = f"{saved(tmp_path / 'head', data, tensors)}:width={width}"
+    fast, plain = visspec.accelerate(model, spec, adaptive=False), visspec.accelerate(model, None)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": [1, 2, 3]}
+    assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
+    assert fast.last_stats.faults == 0
+    if width == 1:
+        drafter, _ = zoo.drafter(spec, model)
+        drafter.export(tmp_path / "again", form)
+        stored = load_file(tmp_path / "again" / "model.safetensors")
+        assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
+        again, _ = zoo.drafter(str(tmp_path / "again"), model)
+        assert again.assistant.config.to_dict() == drafter.assistant.config.to_dict()
+        assert {k: v for k, v in vars(again.form).items() if k not in ("head", "ids")} == {
+            k: v for k, v in vars(drafter.form).items() if k not in ("head", "ids")
+        }
+
+
+def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
+    data, tensors = z_lab()
+    model, inputs = model_of("qwen2_5_vl"), prompt("qwen2_5_vl", shapes("qwen2_5_vl")["ragged"])
+    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    seen = []
+    forward = drafter.assistant.forward
+    drafter.assistant.forward = lambda **given: seen.append(given["position_ids"]) or forward(**given)
+    fast = visspec.accelerate(model, drafter, adaptive=False)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
+    counts = inputs["attention_mask"].sum(1)
+    assert seen[0][:, -4].tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"architectures": ["DFlash2DraftModel"]}, "is a checkpoint of 'DFlash2DraftModel'"),
+    ({"num_target_layers": 36}, "is made for a target of the number of layers 36, got 2"),
+    ({"hidden_size": 48}, "has shape"),
+    ({"vocab_size": 95}, "made for a target of vocabulary 95, got a model of 96"),
+    ({"block_size": None}, "block_size: got None, expected a whole number from 2"),
+    ({"block_size": 1}, "block_size: got 1, expected a whole number from 2"),
+    ({"dflash_config": {"mask_token_id": 4}}, "target_layer_ids: got None"),
+    ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 2]}}, "names layer 2, expected some of 0..1"),
+    ({"dflash_config": {"mask_token_id": 4, "target_layer_ids": []}}, "names none, expected some of 0..1"),
+    ({"dflash_config": {"mask_token_id": 400, "target_layer_ids": [0, 1]}}, "mask_token_id 400, expected an id below"),
+    ({"layer_types": ["full_attention"]}, "layer_types of"),
+    ({"layer_types": ["linear_attention"] * 2}, "layer_types of"),
+    ({"is_causal": True}, "is_causal of"),
+    ({"attention_bias": True}, "attention_bias of"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "is 'longrope', expected default"),
+    ({"head_dim": 10**9}, "head_dim: got 1000000000, expected a whole number"),
+])  # fmt: skip
+def test_a_block_drafter_that_says_something_else(tmp_path, changes, sentence):
+    data, tensors = z_lab()
+    assert "lacks tensor" in refused(tmp_path, data, eagle_2()[1])
+    said = refused_late if "400" in sentence else refused
+    assert sentence in said(tmp_path, data | changes, tensors)
+
+
+def refused_late(tmp_path, data, tensors):
+    with pytest.raises(ValueError) as caught:
+        zoo.drafter(str(saved(tmp_path / "late", data, tensors)), model_of("llava"))
+    return str(caught.value)
+
+
+def test_a_vocabulary_of_a_block_drafter_has_to_fit(tmp_path):
+    data, tensors = speculators_dflash()
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        rest = {key: value for key, value in tensors.items() if key != name}
+        assert f"lacks tensor '{name}', expected it for 36 of 96 ids" in refused(tmp_path, data, rest)
+    assert "has shape (36" in refused(tmp_path, data | {"draft_vocab_size": 40}, tensors)
+    assert "draft_vocab_size: got 97" in refused(tmp_path, data | {"draft_vocab_size": 97}, tensors)
+    assert "names layer 2, expected some of 1..1" in refused(
+        tmp_path, data | {"aux_hidden_state_layer_ids": [2]}, tensors
+    )
+
+
+def test_an_assistant_of_transformers_by_its_folder(tmp_path):
+    target, assistant = muse_glimmer(), block_assistant()
+    assistant.save_pretrained(tmp_path / "assistant")
+    drafter, _ = zoo.drafter(str(tmp_path / "assistant"), target)
+    assert type(drafter) is BlockModel and drafter.form == Block()
+    for a, b in zip(drafter.assistant.state_dict().values(), assistant.state_dict().values()):
+        assert torch.equal(a, b)
+    drafter.export(tmp_path / "again", "transformers")
+    assert (tmp_path / "again" / "model.safetensors").is_file()
+    with pytest.raises(ValueError, match="got windows that are not those of 'speculators'"):
+        drafter.export(tmp_path / "x", "speculators")
+    drafter.export(tmp_path / "flat", "dflash")  # its window sees one place further than z-lab counts
+    flat, _ = zoo.drafter(str(tmp_path / "flat"), target)
+    assert flat.reach == drafter.reach and not flat.form.causal
+    small = llama(1)
+    small.save_pretrained(tmp_path / "small")
+    assert type(zoo.drafter(str(tmp_path / "small"), llama())[0]).__name__ == "SmallModel"
+
+
+JUNK = [None, "x", -1, 2.5, 10**18, [], {"x": 1}]
+
+
+@pytest.mark.parametrize("layout", [eagle_2, eagle_3, speculators_eagle_3, z_lab, speculators_dflash])
+def test_any_entry_may_be_anything(tmp_path, layout):
+    """A configuration is read, or refused in a sentence."""
+    data, tensors = layout()
+    spec = named(saved(tmp_path / "head", data, tensors), {"images": "slots"} if layout is eagle_2 else {})
+    parts = [data, data.get("transformer_layer_config", {}), data.get("speculators_config", {})]
+    parts += [data.get("eagle_config", {}), data.get("dflash_config", {})]
+    for part in parts:
+        for name, before in list(part.items()):
+            for value in JUNK:
+                part[name] = value
+                (tmp_path / "head" / "config.json").write_text(json.dumps(data))
+                try:
+                    zoo.drafter(spec, model_of("llava"))
+                except ValueError as error:
+                    assert "\n" not in str(error) and len(str(error)) < 700, error
+            part[name] = before
+
+
+def test_recognition_is_by_data(tmp_path):
+    """No form is chosen where another name stands."""
+    eagle, split = {"fc.weight", "layers.0.self_attn.q_proj.weight"}, {"fc.weight", "midlayer.hidden_norm.weight"}
+    for data, names, form in (
+        ({}, eagle, ("eagle", "eagle")),
+        ({"architectures": ["LlamaForCausalLM"]}, eagle, ("eagle", "eagle")),
+        ({"architectures": ["LlamaForCausalLM"]}, split, ("eagle", "eagle3")),
+        ({"architectures": ["LlamaForCausalLM"]}, {"model.embed_tokens.weight"}, ("transformers", "")),
+        ({"speculators_model_type": "dflash"}, eagle, ("dflash", "speculators")),
+        ({"model_type": "gemma4_assistant"}, {"x"}, ("transformers", "")),
+    ):
+        assert form_of(tmp_path, data, names) == form
+    for data, names in (
+        ({}, {"x"}), ({"architectures": ["DFlash2DraftModel"]}, eagle), ({"architectures": [3]}, {"x"}),
+        ({"dflash_config": {}}, eagle), ({"architectures": ["Qwen3ForCausalLM"]}, split),
+        ({"architectures": "DFlashDraftModel"}, {"x"}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="is a checkpoint of"):
+            form_of(tmp_path, data, names)

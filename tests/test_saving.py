@@ -1,0 +1,155 @@
+"""Accelerated models and drafters that are saved, pushed and read back; the hub is a folder here."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import visspec
+from tests.doubles import Oracle
+from tests.test_assistants import block_assistant, muse_glimmer
+from tests.test_assistants import prompt as text_prompt
+from tests.test_eagle_heads import make
+from tests.test_published import cache, cached, eagle_3, saved, speculators_dflash, z_lab  # noqa: F401
+from tests.tiny import model_of, prompt, shapes
+from visspec.api import zoo
+from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.drafters.eagle_heads import EagleDrafter
+
+GREEDY = {"max_new_tokens": 10, "do_sample": False}
+
+
+def drafts(fast, inputs):
+    """What was drafted in each round."""
+    state = fast.run(**inputs, **GREEDY).state
+    return [(r.levels, r.gained) for r in state.trace.rounds]
+
+
+def same(fast, again, inputs):
+    assert torch.equal(fast.generate(**inputs, **GREEDY), again.generate(**inputs, **GREEDY))
+    assert again.name in (fast.name, "drafter") and again.rule.traits == fast.rule.traits
+    assert drafts(fast, inputs) == drafts(again, inputs)
+
+
+@pytest.mark.parametrize("how", ["name", "options", "object", "folder", "published", "published-options", "block"])
+def test_an_accelerated_model_is_read_back(tmp_path, how):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    head = str(saved(tmp_path / "head", *eagle_3()))
+    make("llava", "vispec").save_pretrained(tmp_path / "ours", {"seed": 4})
+    drafter = {
+        "name": "ngram", "options": "suffix:shared=false", "object": make("llava", "eagle3"), "folder": str(tmp_path / "ours"),
+        "published": head, "published-options": f"{head}:width=3,images=slots",
+        "block": str(saved(tmp_path / "block", *speculators_dflash())),
+    }[how]  # fmt: skip
+    fast = visspec.accelerate(model, drafter, levels=3, adaptive=False)
+    fast.save_pretrained(tmp_path / "all")
+    again = visspec.Accelerated.from_pretrained(tmp_path / "all", adaptive=False)
+    assert again.tokenizer is None and again.pairing.drafter.traits.trees == fast.pairing.drafter.traits.trees
+    same(fast, again, inputs)
+    if how == "folder":
+        assert json.loads((tmp_path / "all" / "drafter" / "provenance.json").read_text()) == {"seed": 4}
+    assert type(model).from_pretrained(tmp_path / "all").config.model_type == "llava"  # as stock reads it
+
+
+def test_what_is_given_wins_and_what_is_saved_again_replaces(tmp_path):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
+    visspec.accelerate(model, make("llava", "eagle3"), levels=3).save_pretrained(tmp_path)
+    again = visspec.Accelerated.from_pretrained(tmp_path, drafter="ngram", acceptance="typical", levels=2)
+    assert again.name == "ngram" and type(again.rule).__name__ == "Typical"
+    again.save_pretrained(tmp_path)
+    last = visspec.Accelerated.from_pretrained(str(tmp_path))
+    assert last.name == "ngram" and type(last.rule).__name__ == "Typical"
+    assert last.generate(**inputs, **GREEDY).shape == model.generate(**inputs, **GREEDY).shape
+    model.save_pretrained(tmp_path / "bare")
+    assert visspec.Accelerated.from_pretrained(tmp_path / "bare", drafter=None).name == "none"
+
+
+def test_an_assistant_of_transformers_is_saved_with_its_target(tmp_path):
+    target, inputs = muse_glimmer(), text_prompt((9, 4))
+    fast = visspec.accelerate(target, block_assistant(), adaptive=False)
+    fast.save_pretrained(tmp_path)
+    same(fast, visspec.Accelerated.from_pretrained(tmp_path, adaptive=False), inputs)
+
+
+@pytest.mark.parametrize("change,sentence", [
+    ({"drafter": {"folder": "drafter", "options": "width=../x"}}, "options of"),
+    ({"drafter": {"folder": "elsewhere"}}, "drafter of"),
+    ({"drafter": {"folder": "drafter", "more": 1}}, "drafter of"),
+    ({"order": "zipar:window=4"}, "is a pipeline with order"),
+    ({"acceptance": 3}, "acceptance of"),
+    ({"strange": 3}, "has the unknown entry 'strange'"),
+])  # fmt: skip
+def test_settings_of_others_are_not_believed(tmp_path, change, sentence):
+    visspec.accelerate(model_of("llava"), make("llava", "eagle3"), levels=3).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "visspec.json").read_text())
+    (tmp_path / "visspec.json").write_text(json.dumps(settings | change))
+    with pytest.raises(ValueError) as caught:
+        visspec.Accelerated.from_pretrained(tmp_path)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_no_name_builds_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="drafter: got a Oracle that no name with options builds"):
+        visspec.accelerate(model_of("llava"), Oracle([[1]])).save_pretrained(tmp_path / "x")
+    assert not (tmp_path / "x" / "config.json").exists()
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(cache, monkeypatch):  # noqa: F811
+    """A hub whose repositories are put into the cache."""
+    import huggingface_hub
+
+    made = []
+
+    class Api:
+        def create_repo(self, name, private=None, exist_ok=False):
+            made.append((name, private))
+            return f"https://hub/{name}"
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            snapshot = cache / f"models--{repo_id.replace('/', '--')}" / "snapshots" / "abc"
+            shutil.copytree(folder_path, snapshot)
+            (snapshot.parents[1] / "refs").mkdir()
+            (snapshot.parents[1] / "refs" / "main").write_text("abc")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    return made
+
+
+def test_drafters_are_pushed_and_read_by_their_hub_id(hub, tmp_path):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
+    drafter = make("llava", "eagle3")
+    assert drafter.push_to_hub("me/head", {"seed": 1}, private=True) == "https://hub/me/head"
+    assert hub == [("me/head", True)]
+    again = EagleDrafter.from_pretrained("me/head", model)
+    assert again.config == drafter.config
+    same(visspec.accelerate(model, drafter, adaptive=False), visspec.accelerate(model, again, adaptive=False), inputs)
+    assert visspec.accelerate(model, "me/head:width=2").drafter.traits.trees
+    FeatureDrafter.for_model(model).push_to_hub("me/ours")
+    assert visspec.accelerate(model, "me/ours").name == "ours"
+    block, _ = zoo.drafter(str(saved(tmp_path / "block", *z_lab())), model)
+    block.push_to_hub("me/block")
+    assert visspec.accelerate(model, "me/block").drafter.traits.levels == 3
+    with pytest.raises(ValueError, match="repo_id: got 'head', expected owner/name"):
+        drafter.push_to_hub("head")
+
+
+def test_an_accelerated_model_is_pushed_and_read_by_its_hub_id(hub):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
+    fast = visspec.accelerate(model, make("llava", "eagle3"), levels=3, adaptive=False)
+    assert fast.push_to_hub("me/fast-llava") == "https://hub/me/fast-llava"
+    same(fast, visspec.Accelerated.from_pretrained("me/fast-llava", adaptive=False), inputs)
+
+
+def test_a_drafter_by_hub_id_is_saved_with_its_weights(hub, cache, tmp_path):  # noqa: F811
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
+    cached(cache, "someone/head", *eagle_3())
+    fast = visspec.accelerate(model, "someone/head", adaptive=False)
+    fast.save_pretrained(tmp_path / "all")
+    shutil.rmtree(cache)
+    again = visspec.Accelerated.from_pretrained(tmp_path / "all", adaptive=False)
+    assert torch.equal(fast.generate(**inputs, **GREEDY), again.generate(**inputs, **GREEDY))

@@ -1,0 +1,67 @@
+"""Repositories of the hub, through huggingface_hub and its cache: what is fetched, and what is pushed."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # of a repository: owner/name
+WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # no code, and nothing pickled
+
+
+def names(text: str) -> bool:
+    """Whether a text has the form of a hub id and is no path that is there."""
+    return ID.fullmatch(text) is not None and not Path(text).exists()
+
+
+def fetched(name: str) -> Path:
+    """The folder of a repository in the local cache, which is filled if the hub can be asked.
+
+    Raises ValueError if there is no such repository, if it wants a login, or if it is not cached and there is no
+    connection.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=WANTED))
+    except GatedRepoError:
+        why = "asks for a login with access to it (hf auth login)"
+    except RepositoryNotFoundError:
+        why = "is not on the hub, or is private and asks for a login (hf auth login)"
+    except LocalEntryNotFoundError:
+        why = "is not in the cache, and the hub could not be reached"
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        why = f"could not be fetched ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+    raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read")
+
+
+def located(where: str | Path) -> Path:
+    """A folder, or that of a repository by its hub id."""
+    return fetched(str(where)) if names(str(where)) else Path(where)
+
+
+def push(name: str, save: Callable[[Path], Any], private: bool | None = None, message: str | None = None) -> str:
+    """Write a folder by `save` and upload it as repository `name`, which is made if it is not there. Returns its URL.
+
+    Raises ValueError for a name that is no hub id; errors of the hub are huggingface_hub's own.
+    """
+    from huggingface_hub import HfApi
+
+    if ID.fullmatch(name) is None:
+        raise ValueError(f"repo_id: got {name!r}, expected owner/name")
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder))
+        api = HfApi()
+        url = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message or "Upload by visspec")
+    return str(url)
