@@ -18,6 +18,7 @@ FAMILIES = {
     "mar_painter": "visspec.models.targets.mar_painter:PaintedMAR",
     # not of transformers: known by their classes
     "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",
+    "RandAR": "visspec.models.targets.randar:RandARImages",
     "MAR": "visspec.models.targets.mar:MARImages",
     "VAR": "visspec.models.targets.var:VARImages",
     "NextStep": "visspec.models.targets.nextstep:NextStepImages",
