@@ -6,6 +6,7 @@ what is under the mask, and come before all drawn ones in the order; black pixel
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +65,8 @@ def picture_of(
     if image is None:
         return None
     height, width = family.size()
-    each = [_pixels(item, (height, width), layout, family) for item in _items(image, _single)]
-    masks = [_white(item, (height, width)) for item in _items(mask, lambda shape: len(shape) == 2 or shape[0] == 1)]
+    each = [_pixels(item, (height, width), layout, family) for item in _items(image, _one_image)]
+    masks = [_white(item, (height, width)) for item in _items(mask, _one_mask)]
     for name, found in (("image", len(each)), ("mask_image", len(masks))):
         if found not in (1, prompts):
             raise ValueError(f"{name}: got {found}, expected one or {prompts}, one for each prompt")
@@ -87,18 +88,20 @@ def picture_of(
     return Picture(torch.where(again, FREE, codes_BT), pixels, white)
 
 
-def _items(given: Any, single: Any) -> list[Any]:
+def _items(given: Any, one: Callable[[Any], bool]) -> list[Any]:
     """Images of an argument: a list of them, one, or an array or tensor of several."""
-    if isinstance(given, (list, tuple)):
-        return list(given)
-    if isinstance(given, (np.ndarray, Tensor)) and not single(tuple(given.shape)):
+    if isinstance(given, (list, tuple)) or (isinstance(given, (np.ndarray, Tensor)) and not one(given)):
         return list(given)
     return [given]
 
 
-def _single(shape: tuple[int, ...]) -> bool:
-    """Whether a shape is that of one picture's pixels or codes."""
-    return len(shape) <= 2 or (len(shape) == 3 and 3 in (shape[0], shape[-1]))
+def _one_image(given: Any) -> bool:
+    """Whether an array or tensor is one picture, or the codes of one."""
+    return given.ndim <= 2 or (given.ndim == 3 and given.dtype != torch.long)
+
+
+def _one_mask(given: Any) -> bool:
+    return given.ndim <= 2 or (given.ndim == 3 and 1 in (given.shape[0], given.shape[-1]))
 
 
 def _pixels(item: Any, size: tuple[int, int], layout: Layout, family: Family) -> Tensor:
@@ -114,7 +117,7 @@ def _pixels(item: Any, size: tuple[int, int], layout: Layout, family: Family) ->
             raise ValueError(f"image: got codes {low}..{high}, expected 0..{family.codes - 1}")
         return codes.flatten()
     if isinstance(item, np.ndarray):
-        found = torch.from_numpy(np.ascontiguousarray(item))
+        found = torch.from_numpy(np.array(item))
         found = found.permute(2, 0, 1) if found.dim() == 3 else found
         found = found / 255 if found.dtype == torch.uint8 else found
     elif isinstance(item, Tensor):
@@ -138,7 +141,7 @@ def _white(item: Any, size: tuple[int, int]) -> Tensor:
         item = np.asarray(item.convert("L"))
     if not isinstance(item, (np.ndarray, Tensor)):
         raise ValueError(f"mask_image: got a {type(item).__name__}, expected a PIL image, an array or a tensor")
-    found = torch.from_numpy(np.ascontiguousarray(item)) if isinstance(item, np.ndarray) else item.detach().cpu()
+    found = torch.from_numpy(np.array(item)) if isinstance(item, np.ndarray) else item.detach().cpu()
     found = found / 255 if found.dtype == torch.uint8 else found.float()
     if found.dim() == 3 and 1 in (found.shape[0], found.shape[-1]):
         found = found.squeeze(0 if found.shape[0] == 1 else -1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 import torch
@@ -52,12 +53,16 @@ class Halton(Visits):
 class Given(Visits):
     """An order as it is given. Raises ValueError, also before any pass, for what is no permutation of the places."""
 
-    def __init__(self, order: Iterable[int]):
-        found = order.tolist() if isinstance(order, torch.Tensor) else list(order)
-        self.order = tuple(found)
+    def __init__(self, order: Iterable[Any]):
+        try:
+            self.order = tuple(index(place) for place in order)
+        except TypeError:
+            raise ValueError("order: got places that are no whole numbers, expected each of 0..n - 1 once") from None
         count = len(self.order)
-        if any(type(place) is not int for place in self.order) or sorted(self.order) != list(range(count)):
-            raise ValueError(f"order: got {count} places from {found[:4]!r}, expected each of 0..{count - 1} once")
+        if sorted(self.order) != list(range(count)):
+            raise ValueError(
+                f"order: got {count} places of which some are twice or none, expected each of 0..{count - 1} once"
+            )
 
     def places(self, rows: int, columns: int) -> Sequence[int]:
         if len(self.order) != rows * columns:
