@@ -135,8 +135,10 @@ class Family:
         raise NotImplementedError
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Of an any-order family: pixels (B, 3, height, width) float32 in [0, 1] -> codes (B, rows * columns)."""
-        raise NotImplementedError
+        """Pixels (B, 3, height, width) float32 in [0, 1] -> codes (B, rows * columns). Raises ValueError for a family
+        that reads no pictures.
+        """
+        raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder")
 
     @cached_property
     def passes(self) -> Passes | None:
