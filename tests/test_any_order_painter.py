@@ -1,6 +1,7 @@
 """The any-order painter: its folder, the pipeline's habits, inpainting, published weights, and its recipe."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from visspec.loop.visits import halton
 from visspec.models.nets import layouts_llamagen
 from visspec.models.nets.any_order_painter import AnyOrderPainter, AnyOrderPainterConfig, load
 from visspec.models.nets.randar import RandAR
+from visspec.recipes import any_order_card, any_order_data, any_order_draw, any_order_painter, painter_tokens
 from visspec.recipes.painter_build import build_processor
 
 SIDE, PIXELS, CODES = 6, 48, 24
@@ -311,3 +313,75 @@ def test_the_folder_s_loader_is_the_command_line_s(written):
     model, processor = loading.load_image_model(str(written))
     assert isinstance(model, AnyOrderPainter) and processor.tokenizer is not None and not model.training
     assert zoo.kind_of(model) == "any_order_painter"
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def test_training_rows_are_what_the_stage_says():
+    """Codes stand in the order of their row, and the loss of whole pictures is that of their later half."""
+    drawn = any_order_draw.orders(np.random.default_rng(0), 40, SIDE)
+    assert all(sorted(row) == list(range(SIDE * SIDE)) for row in drawn.tolist())
+    named = [row for row in drawn.tolist() if tuple(row) in {halton(SIDE, SIDE), tuple(range(SIDE * SIDE))}]
+    assert 4 < len(named) < 30
+    stage = object.__new__(any_order_draw.DrawStage)
+    with torch.inference_mode(False):
+        stage.model = fresh().train()
+        stage.model.requires_grad_(True)
+    stage.processor, stage.step, stage.rank, stage.workers, stage.notes = build_processor(True), 0, 0, 1, {}
+    stage.options = SimpleNamespace(rows=6)
+    ids = painter_tokens.prompt_ids(stage.processor.tokenizer, TEXTS * 3)
+    codes = torch.arange(6 * SIDE * SIDE).view(6, -1) % CODES
+    stage.data = {"ids": ids.short(), "codes": codes.short(), "whole": (CODES - 1 - codes).short()}
+    _, placed, order, whole, _ = stage.rows()
+    for b in range(6):
+        back = placed[b][order[b].argsort()]
+        assert any(torch.equal(back, row) for row in (stage.data["whole"] if whole[b] else stage.data["codes"]).long())
+    loss = stage.loss()
+    loss.backward()
+    assert loss.item() > 0 and all(p.grad is not None for p in stage.model.net.parameters())
+    assert stage.model.vqmodel.training or all(p.grad is None for p in stage.model.vqmodel.parameters())
+
+
+@torch.no_grad()
+def test_training_laws_are_those_that_are_drawn_from(pipe):
+    """Teacher-forced laws of a drawn picture, words padded, equal those of the loop."""
+    order = list(halton(SIDE, SIDE))
+    out = pipe(TEXTS[0], seed=1, guidance_scale=1.0, temperature=0.0)
+    batch = pipe.processor(text=TEXTS[:1], generation_mode="image", return_tensors="pt", padding=True)
+    words, real = pipe.model.features(batch["input_ids"], batch["attention_mask"].bool())
+    codes = out.tokens[0][order][None]
+    logits = pipe.model.net.laws(pipe.model.net.prefix(words), codes, torch.tensor([order]), real)
+    assert torch.equal(logits.argmax(-1), codes)
+
+
+def test_recipe_writes_a_folder(tmp_path, monkeypatch):
+    """Two steps, from codes to the card."""
+    small = {"layers": 1, "heads": 2, "hidden_size": 32, "intermediate": 32}
+    monkeypatch.setitem(any_order_draw.__dict__, "NETWORK", small)
+    monkeypatch.setattr(any_order_card, "GUIDANCES", (1.0, 2.0))
+    monkeypatch.setattr(any_order_card, "ORDERS", ("spread",))
+    monkeypatch.setattr(any_order_card, "DRAFTERS", ("none", "ahead:levels=8"))
+    monkeypatch.setattr(any_order_data, "SHARD", 4)
+    options = any_order_painter.parser().parse_args(
+        ["--out", str(tmp_path), "--pairs", "6", "--rows", "2", "--steps", "2", "--workers", "1", "--every", "9",
+         "--every-prompt", "184"]
+    )  # fmt: skip
+    for file, numbers in any_order_data.shards(tmp_path, 6).items():
+        torch.save(any_order_data.coded(any_order_data.included_vq(), numbers), file)
+    data = any_order_data.read_tokens(tmp_path, 6)
+    assert data["codes"].shape == data["whole"].shape == (6, 144) and not torch.equal(data["codes"], data["whole"])
+    stage = any_order_draw.DrawStage(options, 0)
+    stage.run()
+    again = any_order_draw.DrawStage(options, 0)
+    again.restore()
+    assert again.step == 2 and torch.equal(again.model.words.weight, stage.model.words.weight)
+    any_order_card.finish(options)
+    folder = tmp_path / any_order_card.NAME
+    record, text = json.loads((folder / "provenance.json").read_text()), (folder / "README.md").read_text()
+    assert record["recipe"] == "visspec.recipes.any_order_painter" and record["draw"]["steps"] == 2
+    assert "| spread | " in text and "| `ahead:levels=8` |" in text and "{" not in text
+    made = ImagePipeline.from_pretrained(str(folder))
+    assert made.family.default_guidance in (1.0, 2.0) and made.model.net.config.grid == 12
+    passes = record["measured"]["passes"]["spread"]
+    assert passes["none"] == 1 and 0 < passes["ahead:levels=8"] < 1
