@@ -618,3 +618,20 @@ def test_a_processor_without_the_ends_of_an_image_is_refused():
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2)
     with pytest.raises(ValueError, match="processor: got"):
         family_of(tiny.emu3(), SimpleNamespace(tokenizer=tokenizer))
+
+
+# --- encoders -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["janus", "anole", "emu3", "llamagen-class"])
+def test_pictures_are_encoded_by_the_model_s_own_encoder(name):
+    """Janus and Chameleon; the others refuse in a sentence."""
+    family, pixels = made(name).family, torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    if name in ("emu3", "llamagen-class"):
+        with pytest.raises(ValueError, match=f"image: got pixels, expected none: {family.name} has no VQ encoder"):
+            family.encode(pixels)
+        return
+    codes = family.encode(pixels)
+    expected = family.model.model.vqmodel.encode(2 * pixels - 1).image_tokens
+    assert codes.dim() == 2 and codes.dtype == torch.long and torch.equal(codes.flatten(), expected.flatten())

@@ -40,8 +40,9 @@ DRAFTERS = {  # of the tiny image model, from options
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
     ),
 }
-# tests of their own have the drafters of vectors and the rules that judge them, and a checkpoint's heads
-ELSEWHERE = {"continuous", "mar", "mtp"}
+# tests of their own have the drafters of vectors and the rules that judge them, a checkpoint's heads, and any order
+ELSEWHERE = {"continuous", "mar", "mtp", "ahead", "neighbours"}
+ANY_ORDER = {"spread", "halton"}  # orders of `test_any_order`
 CODE_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Categorical]
 RULES = {  # options that a codebook of 24 codes has room for
     "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",
@@ -97,8 +98,9 @@ def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
     assert {kind for kind, *_ in zoo.SHIPPED.values()} <= set(zoo.KINDS.values()) <= set(zoo.DRAFTERS)
     families = {type(made(name).family) for name in CASES}
     listed = {zoo.load(reference) for reference in FAMILIES.values()}
-    # those of vectors: `test_continuous_painting` and `test_continuous_families` have them; of scales: `test_scales`
-    codes = {family for family in listed if not (family.vectors or family.maps)}
+    # tests of their own have those of vectors (`test_continuous_painting`, `test_continuous_families`), of scales
+    # (`test_scales`) and of any order (`test_any_order`)
+    codes = {family for family in listed if not (family.vectors or family.maps or family.any_order)}
     assert codes == families, "an image family without a tiny model"
 
 
@@ -172,7 +174,13 @@ def test_a_rule_takes_the_drafts_that_its_traits_say(name):
 # --- orders and presets -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", zoo.ORDERS)
+@pytest.mark.parametrize("name", ANY_ORDER)
+def test_an_order_of_places_is_for_any_order_models(name):
+    with pytest.raises(ValueError, match=r"order: got .*only any-order models draw in another"):
+        janus_pair(None, zoo.acceptance("exact"), zoo.order(name))
+
+
+@pytest.mark.parametrize("name", sorted(zoo.ORDERS.keys() - ANY_ORDER))
 def test_an_order_decides_every_place_and_knows_no_batch(name):
     text = {"zipar": "zipar:window=2"}.get(name, name)
     drafts, rule = {"islands": ("lowres", RULES["local"])}.get(name, ("none", "exact"))

@@ -98,7 +98,8 @@ class Scores:
 
     law: Law  # after each node (B, N), warped (temperature, cuts, processors)
     features: Tensor | None = None  # (B, N, F) hidden states of the declared layers, concatenated
-    aux: Mapping[str, Any] = field(default_factory=dict)  # with keep_raw: "raw", (B, N, V) unwarped logits
+    # with keep_raw: "raw", (B, N, V) unwarped logits; with `DrafterTraits.ahead` A: "ahead", (B, N, A, V) warped logits
+    aux: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,20 @@ class Request:
     copies: int = 1  # sequences per prompt (num_return_sequences)
     fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the fixed token of each position, or FREE
     grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
+    order: tuple[int, ...] | None = None  # any-order targets: the place of each code, as they are drawn; None: raster
+    known: Tensor | None = None  # the same: (B, rows * columns) codes that are given, FREE elsewhere, on the CPU
     each: list[Request] = field(default_factory=list)  # a request of one row per row, if rows were put together
 
     def of(self, row: int) -> tuple[Request, int]:
         """The request that a row's limit, ends, processors and prompt come from, and the row's index in it."""
         return (self.each[row], 0) if self.each else (self, row)
+
+    def visits(self, row: int) -> list[int]:
+        """Places of a row's codes in the order in which an any-order target reads and draws them, given ones first."""
+        assert self.grid is not None
+        order = range(self.grid[0] * self.grid[1]) if self.order is None else self.order
+        given = [False] * len(order) if self.known is None else (self.known[row] != FREE).tolist()
+        return [place for place in order if given[place]] + [place for place in order if not given[place]]
 
     @cached_property
     def stride(self) -> int:
@@ -252,6 +262,7 @@ class Capabilities:
     size: int = 0  # of these vectors
     layers: int = 0  # of which some can be run alone (`Target.partial`)
     scales: tuple[int, ...] = ()  # codes of each node of an image, where nodes are maps
+    any_order: bool = False  # images in any order of their places (`Request.order`)
     guarantee: str = "exact"  # the strongest that a pairing may promise
     declared: str = ""  # with a guarantee for the declared target: its law, in words
 
@@ -333,6 +344,8 @@ class DrafterTraits:
     joins: bool = False  # rows can enter a running batch (`join`)
     partial: bool = False  # it runs some of the target's own layers (`View.partial`)
     stored: bool = False  # it reads the target's keys and values (`View.stored`)
+    any_order: bool = False  # it drafts for any-order targets alone
+    ahead: int = 0  # laws of so many later codes after each node that it reads, of any-order targets: `aux["ahead"]`
 
 
 class Drafter:
@@ -415,6 +428,7 @@ class Order:
 
     raster = False  # sequential, with drafts verified by the loop
     drafts = True  # whether a drafter is used
+    visits = False  # whether it says in which order an any-order target draws; the loop decodes in any case
     law: type[Law] = Categorical  # of the nodes of targets that it takes; every target's where it is raster
 
     def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:

@@ -122,7 +122,7 @@ class LowRes(Drafter):
         pixels = self.family.pixels(small_BS, self.layout)
         size = pixels.shape[2] // rows * grid[0], pixels.shape[3] // columns * grid[1]
         assert self.target is not None
-        return encoded(self.target, F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp(0, 1))
+        return self.target.encode(F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp(0, 1))
 
     def _prompt(self, state: State, guided: bool) -> Prompt:
         """The live rows' prompts for the low-resolution model: from the request's texts if any, else ids."""
@@ -156,17 +156,6 @@ def learned(name: str | Path, family: Family) -> Upsampler:
     head = feature_checkpoint.read(folder, Upsampler, check)
     assert family.codebook is not None
     return head.to(family.codebook.device).eval()
-
-
-def encoded(family: Family, pixels: Tensor) -> Tensor:
-    """(B, 3, height, width) in [0, 1] -> (B, rows * columns) codes, by the family's VQ encoder."""
-    if hasattr(family, "encode"):
-        return family.encode(pixels)
-    vq = getattr(getattr(getattr(family, "model", None), "model", None), "vqmodel", None)
-    if vq is None:
-        raise ValueError(f"upsample: got 'bicubic', expected 'latent': {family.name} has no VQ encoder")
-    tokens = vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens
-    return tokens.view(len(pixels), -1)
 
 
 def check_siblings(family: Family, target: Family) -> None:

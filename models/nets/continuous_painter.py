@@ -19,7 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedConfig
 
 from visspec.checkpoint import check_whole
 from visspec.models.nets.diffusion_head import DiffusionHead, Schedule, schedule
-from visspec.models.nets.painters import VectorPainter, load_painter
+from visspec.models.nets.painters import OwnPainter, load_painter
 
 
 class ContinuousPainterConfig(PreTrainedConfig):
@@ -55,7 +55,7 @@ class ContinuousPainterConfig(PreTrainedConfig):
         super().__init__(**options)
 
 
-class ContinuousPainter(VectorPainter):
+class ContinuousPainter(OwnPainter):
     """Hidden states of words and tokens, and the law of the next token as a chain of the head's steps.
 
     The head predicts the velocity of the forward process x = signal value + noise eps (Salimans and Ho,

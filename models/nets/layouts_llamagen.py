@@ -1,4 +1,6 @@
-"""LlamaGen's transformers: the original checkpoints, and ours (the same tensor names, with config.json)."""
+"""LlamaGen's transformers, and RandAR's, which are the same with queries: the original checkpoints, and ours (the same
+tensor names, with config.json).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from torch import Tensor
 from visspec.checkpoint import read_json
 from visspec.models.nets.layouts import count, need, place, read_published, rename
 from visspec.models.nets.llamagen import SIZES, LlamaGen, LlamaGenConfig
+from visspec.models.nets.randar import RandAR
 
 CONFIG, WEIGHTS, KIND = "config.json", "model.safetensors", "llamagen"
 IMAGENET = 1000  # classes of the published models
+QUERIES = "pos_instruct_embeddings"
 NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
@@ -23,7 +27,8 @@ def load_llamagen(
     path: str | Path, grid: int | None = None, heads: int | None = None, dtype: torch.dtype | None = None,
     classes: int | None = None,
 ) -> LlamaGen:  # fmt: skip
-    """A LlamaGen transformer from a .safetensors file or folder, in evaluation mode.
+    """A LlamaGen transformer from a .safetensors file or folder, in evaluation mode; a `RandAR` where the weights have
+    its queries.
 
     grid: rows of codes, required because the published weights do not contain it (16 for 256 pixels with VQ-16, 24 for
     384, 32 for 512). heads: only for sizes that were not published. dtype: default, that of the file. classes: default,
@@ -43,7 +48,8 @@ def load_llamagen(
         found = f"{grid or config.grid} and {heads or config.heads}"
         raise ValueError(f"grid, heads: got {found}, expected {config.grid} and {config.heads} as {path} says")
     named = rename(tensors, (), NOT_WEIGHTS)
-    model = LlamaGen(config).to(dtype or need(tensors, "tok_embeddings.weight", 2, path).dtype).eval()
+    kind = RandAR if QUERIES in tensors else LlamaGen
+    model = kind(config).to(dtype or need(tensors, "tok_embeddings.weight", 2, path).dtype).eval()
     place(model, named, path)
     return model
 

@@ -47,6 +47,7 @@ class LlamaGenConfig:
     condition: 'class' (one embedding each, and one more for "no class") or 'caption' (text features through an MLP).
     null_class: whether that extra class exists, which guidance needs; models trained without class dropout have none.
     grid: number of rows and of columns of codes. The weights don't contain it; a wrong value gives wrong images.
+    prefix_apart: whether all positions of the prefix are attended to alike, as in the published models.
     """
 
     layers: int
@@ -63,6 +64,7 @@ class LlamaGenConfig:
     intermediate: int = 0  # 0: feed_forward_width
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    prefix_apart: bool = True
     _attn_implementation: str = field(default="sdpa", init=False, repr=False)
 
     def __post_init__(self):
@@ -103,11 +105,14 @@ class LlamaGenConfig:
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
 
-def turns(prefix: int, grid: int, head_size: int, theta: float, device: torch.device | str = "cpu") -> Tensor:
+def turns(
+    prefix: int, grid: int, head_size: int, theta: float, device: torch.device | str = "cpu", apart: bool = True
+) -> Tensor:
     """The rotary table, complex64 (P + 2 T, C): exp(i * row * frequency), then exp(i * column * frequency).
 
     As in the published models, queries and keys of the prefix are multiplied by zero, not left unrotated, so a code
-    attends to all prefix positions equally. The table is longer than the image, for drafts that extend beyond its end.
+    attends to all prefix positions equally; not so with `apart` false. The table is longer than the image, for drafts
+    that extend beyond its end.
     """
     half = head_size // 2
     frequency = theta ** -(torch.arange(0, half, 2, device=device, dtype=torch.float32) / half)
@@ -115,7 +120,7 @@ def turns(prefix: int, grid: int, head_size: int, theta: float, device: torch.de
     row, column = place // grid, place % grid
     angle = torch.cat([row[:, None] * frequency, column[:, None] * frequency], dim=-1)
     turned = torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.new_zeros(prefix, half), turned])
+    return torch.cat([turned.new_full((prefix, half), 0.0 if apart else 1.0), turned])
 
 
 class RMSNorm(nn.Module):
@@ -312,7 +317,9 @@ class LlamaGen(nn.Module):
         if self._turns is None or self._turns.device != device:
             config = self.config
             with torch.inference_mode(False):  # so that the cached table can be used in training
-                self._turns = turns(config.prefix, config.grid, config.head_size, config.rope_theta, device)
+                self._turns = turns(
+                    config.prefix, config.grid, config.head_size, config.rope_theta, device, config.prefix_apart
+                )
         return self._turns
 
 

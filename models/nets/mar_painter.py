@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from visspec.checkpoint import check_whole
 from visspec.models.nets.diffusion_head import Schedule, schedule
 from visspec.models.nets.mar import MAR, MARConfig
-from visspec.models.nets.painters import VectorPainter, load_painter
+from visspec.models.nets.painters import OwnPainter, load_painter
 
 
 class MARPainterConfig(PreTrainedConfig):
@@ -44,7 +44,7 @@ class MARPainterConfig(PreTrainedConfig):
         super().__init__(**options)
 
 
-class MARPainter(VectorPainter):
+class MARPainter(OwnPainter):
     """`mar`, and `autoencoder` where the configuration has one."""
 
     config_class = MARPainterConfig

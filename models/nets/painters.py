@@ -1,4 +1,4 @@
-"""What our own painters of vectors share: folders as transformers writes them, read strictly."""
+"""What our own painters share: folders as transformers writes them, read strictly."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from visspec.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors
 
 
-class VectorPainter(PreTrainedModel):
-    """Base class: a network of vectors, with `autoencoder` to draw pictures of them where its configuration has one."""
+class OwnPainter(PreTrainedModel):
+    """Base class of networks that transformers does not have."""
 
     generation_config: Any = None  # guidance and temperature of a folder, for those who sample
     wordless = False  # whether prompts are names, which no processor reads
@@ -25,7 +25,7 @@ class VectorPainter(PreTrainedModel):
             self.generation_config.save_pretrained(save_directory)
 
 
-def load_painter(kind: type[VectorPainter], folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+def load_painter(kind: type[OwnPainter], folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
     """The painter or drafter of a folder, in eval mode. Raises ValueError in one sentence for another folder, before
     any weight is read where the headers tell it.
     """

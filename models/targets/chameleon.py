@@ -131,6 +131,10 @@ class Chameleon(Family):
     def head(self, hidden: Tensor) -> Tensor:
         return self.vocabulary.logits(self.model.lm_head, hidden)
 
+    def encode(self, pixels: Tensor) -> Tensor:
+        vq = self.model.model.vqmodel
+        return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
+
     def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
         if self.codec is None:
             return super().pixels(tokens, layout)

@@ -16,8 +16,10 @@ FAMILIES = {
     "chameleon": "visspec.models.targets.chameleon:Chameleon",
     "continuous_painter": "visspec.models.targets.continuous:ContinuousImages",
     "mar_painter": "visspec.models.targets.mar_painter:PaintedMAR",
+    "any_order_painter": "visspec.models.targets.any_order_painter:PaintedAnyOrder",
     # not of transformers: known by their classes
     "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",
+    "RandAR": "visspec.models.targets.randar:RandARImages",
     "MAR": "visspec.models.targets.mar:MARImages",
     "VAR": "visspec.models.targets.var:VARImages",
     "NextStep": "visspec.models.targets.nextstep:NextStepImages",

@@ -29,7 +29,19 @@ from visspec.models.targets.compiled import Passes, compiled
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process, warp
-from visspec.types import FREE, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target, Tree
+from visspec.types import (
+    FREE,
+    Capabilities,
+    Draft,
+    DrafterTraits,
+    Outcome,
+    Request,
+    Sampling,
+    Scores,
+    State,
+    Target,
+    Tree,
+)
 
 TAKES_MASKS = {"sdpa", "eager"}
 
@@ -108,9 +120,25 @@ class Family:
     vectors: bool = False  # whether its tokens are vectors, not codes
     parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
     maps: bool = False  # whether its nodes are maps of codes
+    any_order: bool = False  # whether its codes come in any order of their places, and from a part of them (inpainting)
     default_drafter: str = "jacobi"
     default_rule: str = "exact"
+    default_order: str | None = None
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
+
+    def made(self, traits: DrafterTraits, compile: bool) -> Target:
+        """Its target, for a drafter with these traits."""
+        return self.target(self, bool(traits.feature_layers), compile)
+
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels of an any-order family's images."""
+        raise NotImplementedError
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels (B, 3, height, width) float32 in [0, 1] -> codes (B, rows * columns). Raises ValueError for a family
+        that reads no pictures.
+        """
+        raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder")
 
     @cached_property
     def passes(self) -> Passes | None:

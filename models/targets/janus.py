@@ -107,6 +107,10 @@ class Janus(Worded):
     def head(self, hidden: Tensor) -> Tensor:
         return self.model.model.generation_head(hidden)
 
+    def encode(self, pixels: Tensor) -> Tensor:
+        vq = self.model.model.vqmodel
+        return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
+
     def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
         decoded = self.model.decode_image_tokens(tokens).permute(0, 3, 1, 2).float()
         return (decoded / 2 + 0.5).clamp(0, 1)

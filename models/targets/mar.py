@@ -153,7 +153,7 @@ class Scattered(Stack):
         """(n, d) vectors that a row gained in the latest round."""
         return torch.cat(self.held[row][-2:])
 
-    def placed(self, row: int, items: list[Any]) -> list[Any]:
+    def placed(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
         by_place = dict(zip(self.order[row].tolist(), items))
         return [by_place[place] for place in sorted(by_place)]
 

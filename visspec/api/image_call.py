@@ -15,13 +15,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from visspec.api import requests
+from visspec.api.inpainting import Picture
 from visspec.loop.pairing import Pairing
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.targets.families import prompt_of
 from visspec.models.targets.image_ar import Family, Layout
 from visspec.types import Sampling, State, Trace
 
-ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
+ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given
 TENSORS = ("latents", "tokens")  # what a callback may ask for
 ONE_BY_ONE = "an image is one token after another, as many as its grid has; `drafter` sets how many a pass drafts"
 NO_LATENTS = "tokens are drawn from no start; `seed` or `generator` makes them come again"
@@ -33,7 +34,8 @@ MEANINGLESS = {  # arguments of diffusers' pipelines (and transformers' generate
     **dict.fromkeys(("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds"), FROM_TEXT),
     **dict.fromkeys(("negative_pooled_prompt_embeds", "prompt_attention_mask"), FROM_TEXT),
     **dict.fromkeys(("prompt_2", "prompt_3", "negative_prompt_2", "negative_prompt_3"), "a model has one text encoder"),
-    **dict.fromkeys(("image", "mask_image", "strength", "ip_adapter_image", "control_image"), TEXT_ALONE),
+    **dict.fromkeys(("ip_adapter_image", "control_image"), TEXT_ALONE),
+    "strength": "what a mask shows white is drawn anew (`image`, `mask_image`)",
     **dict.fromkeys(("guidance_rescale", "true_cfg_scale"), "guidance mixes logits; `guidance_scale` is its scale"),
     **dict.fromkeys(("cross_attention_kwargs", "joint_attention_kwargs"), "attention is the model's own"),
     "eta": "no noise is added on the way; `temperature` says how much is left to chance",
@@ -51,8 +53,8 @@ class ImageOutput:
     is one array (B, H, W, 3) and "pt" one tensor (B, 3, H, W), as in diffusers; `stream` yields lists.
 
     maps: (rows, columns) uint8 arrays, indices into ORIGINS; passes: (rows, columns) int32, the target pass that gave
-    each token (0 is the prefill). Of images drawn scale by scale, both are (1, scales) and the latents are the codes of
-    all scales, (T,).
+    each token (0 is the prefill and given codes). Of images drawn scale by scale, both are (1, scales) and the latents
+    are the codes of all scales, (T,).
     """
 
     images: list[Any] = field(default_factory=list)
@@ -87,8 +89,14 @@ class Job:
     output_type: str
     callback: Callable | None
     handed: tuple[str, ...] = TENSORS[:1]  # names of tensors, for the callback
+    picture: Picture | None = None  # that images start from
     interrupt: bool = False
     thread: int = field(default_factory=threading.get_ident)  # that runs it, or ran its latest batch
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that all images together have to get."""
+        return len(self.texts) * self.layout.positions if self.picture is None else sum(self.picture.drawn)
 
 
 @dataclass

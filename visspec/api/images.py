@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from visspec.api.copies import Copied
 from visspec.api.image_call import ORIGINS as ORIGINS
 from visspec.api.image_call import Calls, ImageOutput, Interrupted, Job, Watch, origin_map, pass_numbers
 from visspec.api.image_call import image_seeds as image_seeds
+from visspec.api.inpainting import Picture, picture_of
 from visspec.loop.pairing import Pairing, pair
 from visspec.loop.stats import Stats
+from visspec.loop.visits import Visits
 from visspec.models.targets.families import family_of, prompt_of
-from visspec.models.targets.image_ar import Family, ImageAR
-from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State
+from visspec.models.targets.image_ar import Family
+from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State, Target
 
 PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile")  # of the constructor
 KEPT = (*PARTS, "_progress", "_home")  # copied
@@ -40,8 +43,8 @@ class ImagePipeline(Copied):
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; they can
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
-    default; "zipar:window=4" does not use a drafter. compile: as in `visspec.accelerate`. Raises ValueError if
-    the parts are incompatible.
+    default; "zipar:window=4" does not use a drafter; of any-order models "halton" by default, "spread", "raster" or a
+    list of places. compile: as in `visspec.accelerate`. Raises ValueError if the parts are incompatible.
     """
 
     model: Any
@@ -176,6 +179,8 @@ class ImagePipeline(Copied):
     def __call__(
         self,
         prompt: str | Sequence[str],
+        image: Any = None,
+        mask_image: Any = None,
         *,
         negative_prompt: str | Sequence[str] | None = None,
         num_images_per_prompt: int = 1,
@@ -206,6 +211,11 @@ class ImagePipeline(Copied):
         `last_output`, including those of the interrupted batch. output_type: pil; np (B, H, W, 3) and pt (B, 3, H, W)
         in [0, 1]; latent for codes only. return_dict=False gives a tuple, (images,).
 
+        image, mask_image: inpainting, of any-order models. Where the mask is white the image is drawn again, everything
+        else stays as it is, pixels and codes. One for all prompts or one for each: PIL images, arrays (H, W, 3) and
+        tensors (3, H, W) in [0, 1], of the model's size; an image may also be codes (rows, columns), a mask has one
+        channel or none.
+
         negative_prompt: what guidance leads away from, one text or one for each prompt; "" is the prompt without words,
         None the model's own. callback_on_step_end_tensor_inputs: "latents", codes (B, rows, columns), and "tokens",
         (B, rows * columns), -1 where none is yet, are handed beside the state; to change them is refused.
@@ -213,7 +223,8 @@ class ImagePipeline(Copied):
         """
         out = self.last_output = ImageOutput()
         for part in self.stream(
-            prompt, negative_prompt=negative_prompt, num_images_per_prompt=num_images_per_prompt,
+            prompt, image=image, mask_image=mask_image, negative_prompt=negative_prompt,
+            num_images_per_prompt=num_images_per_prompt,
             guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p, height=height,
             width=width, generator=generator, seed=seed, batch_size=batch_size, drafter=drafter,
             acceptance=acceptance, order=order, output_type=output_type, callback_on_step_end=callback_on_step_end,
@@ -232,7 +243,7 @@ class ImagePipeline(Copied):
             job = self._job(prompt, batch_size=batch_size, output_type=output_type, **options)
             self._calls.jobs.append(job)
             try:
-                with self.progress_bar(len(job.texts) * job.layout.positions) as bar:
+                with self.progress_bar(job.tokens) as bar:
                     for start in range(0, len(job.texts), batch_size):
                         job.thread = threading.get_ident()
                         part, stop = self._batch(job, slice(start, start + batch_size), bar)
@@ -248,7 +259,8 @@ class ImagePipeline(Copied):
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
 
     def _job(
-        self, prompt, *, negative_prompt=None, num_images_per_prompt=1, guidance_scale=None, temperature=None,
+        self, prompt, *, image=None, mask_image=None, negative_prompt=None, num_images_per_prompt=1,
+        guidance_scale=None, temperature=None,
         top_k=None, top_p=None, height=None, width=None, generator=None, seed=None, batch_size, drafter=...,
         acceptance=None, order=None, output_type, callback_on_step_end=None,
         callback_on_step_end_tensor_inputs=image_call.TENSORS[:1], **others,
@@ -269,7 +281,7 @@ class ImagePipeline(Copied):
         negatives = image_call.negatives_of(negative_prompt, texts, sampling.guidance, family)
         image_call.check_room(family, texts, negatives, layout, sampling.guidance)
         image_call.warn_of_words(self.processor, prompt=texts, negative_prompt=negatives or [])
-        texts = [t for t in texts for _ in range(num_images_per_prompt)]
+        prompts, texts = len(texts), [t for t in texts for _ in range(num_images_per_prompt)]
         if negatives is not None:
             negatives = [t for t in negatives for _ in range(num_images_per_prompt)]
         seeds = image_seeds(generator, seed, len(texts))
@@ -277,9 +289,13 @@ class ImagePipeline(Copied):
         pairing = self.pairing(
             drafter, acceptance if acceptance is not None else self.acceptance, self.order if order is None else order
         )
+        if isinstance(pairing.order, Visits):
+            pairing.order.places(*layout.grid)
+        picture = picture_of(image, mask_image, family, layout, prompts, num_images_per_prompt, self.device)
         return Job(
-            texts, negatives, seeds, sampling, layout, family, pairing, output_type, callback_on_step_end, handed
-        )
+            texts, negatives, seeds, sampling, layout, family, pairing, output_type, callback_on_step_end, handed,
+            picture,
+        )  # fmt: skip
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
         """The call's settings, with the model's defaults. Raises ValueError for invalid values."""
@@ -295,8 +311,10 @@ class ImagePipeline(Copied):
         """A drafter, a rule and an order, by name or as objects, with the target; cached, so that measured paces are
         reused.
         """
+        if not isinstance(order, str | Order | None):  # a list of places, by value
+            order = tuple(order.tolist() if isinstance(order, torch.Tensor) else order)
         asked = (drafter, acceptance, order)
-        key = tuple(x if isinstance(x, str | None) else id(x) for x in asked)
+        key = tuple(x if isinstance(x, str | tuple | None) else id(x) for x in asked)
         with self._lock:
             if key not in self._built:
                 with torch.inference_mode(False), torch.no_grad():  # what is built in a call may be trained later
@@ -305,15 +323,15 @@ class ImagePipeline(Copied):
             return self._built[key][0]
 
     def _pairing(self, drafter, acceptance, order) -> Pairing:
-        def make_target(traits: DrafterTraits) -> ImageAR:
-            return self.family.target(self.family, bool(traits.feature_layers), self.compile)
+        def make_target(traits: DrafterTraits) -> Target:
+            return self.family.made(traits, self.compile)
 
         rule, (found, name) = own_rule(acceptance), self._drafter(drafter)
         # with an adaptive pace the samples of rules with their own random numbers would depend on timing
         adaptive = isinstance(rule, Acceptance) and not rule.traits.judges_draws
         return pair(
-            found, name, rule, self.family, make_target, order=zoo.order(order), levels=self.levels, adaptive=adaptive,
-            compile=self.compile,
+            found, name, rule, self.family, make_target, levels=self.levels, adaptive=adaptive, compile=self.compile,
+            order=zoo.order(self.family.default_order if order is None else order),
         )  # fmt: skip
 
     def _drafter(self, spec) -> tuple[Any, str]:
@@ -344,6 +362,13 @@ class ImagePipeline(Copied):
             inputs=prompt, prompt=prompt.ids, max_new_tokens=job.layout.positions, sampling=job.sampling,
             media={"texts": texts, "negatives": negatives}, grid=job.layout.grid,
         )  # fmt: skip
+        picture = None if job.picture is None else job.picture.of(rows)
+        if picture is not None:
+            request.known, drawn = picture.codes, picture.drawn
+            request.max_new_tokens = max(drawn)
+            request.each = [
+                replace(request, prompt=prompt.ids[b : b + 1], max_new_tokens=n) for b, n in enumerate(drawn)
+            ]
         if bool((job.layout.fixed >= 0).any()):
             request.fixed = job.layout.fixed.to(self.device)
         if not job.sampling.greedy:
@@ -359,13 +384,16 @@ class ImagePipeline(Copied):
                 raise
             state, stop = pairing.finish(watch.state), ended
         self.last_state = state
-        return self._output(job, state, texts, seeds), stop
+        return self._output(job, state, texts, seeds, picture), stop
 
-    def _output(self, job: Job, state: State, texts: list[str], seeds: list[int]) -> ImageOutput:
+    def _output(
+        self, job: Job, state: State, texts: list[str], seeds: list[int], picture: Picture | None
+    ) -> ImageOutput:
         """The finished rows, also of an interrupted batch."""
-        whole = [job.layout.positions] * 2  # a KeyboardInterrupt may occur between appending tokens and origins
+        # a KeyboardInterrupt may occur between appending tokens and origins
+        whole = [[state.request.of(b)[0].max_new_tokens] * 2 for b in range(len(texts))]
         rows = zip(state.tokens, state.trace.origin)
-        done = [b for b, row in enumerate(rows) if [len(part) for part in row] == whole]
+        done = [b for b, row in enumerate(rows) if [len(part) for part in row] == whole[b]]
         out = ImageOutput(prompts=[texts[b] for b in done], seeds=[seeds[b] for b in done])
         out.stats, out.traces = [Stats.of(state, job.pairing)], [state.trace]
         if not done:
@@ -373,14 +401,16 @@ class ImagePipeline(Copied):
         codes = job.layout.codes(torch.stack([state.tape.values(b) for b in done]).cpu())
         out.tokens = list(codes)
         origins = list(enumerate(state.trace.origin))
-        out.maps = [origin_map(state.tape.placed(*origins[b]), job.layout) for b in done]
+        out.maps = [origin_map(state.tape.placed(*origins[b], "given"), job.layout) for b in done]
         raster = job.pairing.order.raster
-        passes = [state.tape.placed(b, pass_numbers(o)) for b, o in origins] if raster else state.memory
+        passes = [state.tape.placed(b, pass_numbers(o), 0) for b, o in origins] if raster else state.memory
         out.passes = [job.layout.placed(np.array(passes[b], np.int32)) for b in done]
         if job.output_type == "latent":
             out.images = list(job.layout.latents(codes))
             return out
         pixels = job.family.pixels(codes.to(self.model.device), job.layout).cpu()
+        if picture is not None:
+            pixels = picture.put(pixels, done)
         out.images = list(pixels) if job.output_type == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]
         if job.output_type == "pil":
             out.images = [Image.fromarray((255 * image).round().astype(np.uint8)) for image in out.images]

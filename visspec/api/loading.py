@@ -23,6 +23,7 @@ SPREAD = {  # over several devices, by transformers' own plans
 OWN = {  # networks that transformers does not have
     "continuous_painter": "visspec.models.nets.continuous_painter:load",
     "mar_painter": "visspec.models.nets.mar_painter:load",
+    "any_order_painter": "visspec.models.nets.any_order_painter:load",
 }
 logger = logging.getLogger(__name__)
 

@@ -83,6 +83,14 @@ DRAFTERS = {
         "vectors: a small model of the painter's form; its denoising chains are the drafts; trained",
     ),
     "mar": ("visspec.models.drafters.mar:SmallMAR", "vectors: a smaller MAR, in the order of the row; trained"),
+    "ahead": (
+        "visspec.models.drafters.ahead:Ahead",
+        "any-order images: the target's own laws of later codes, at no further pass (ASSD); no training",
+    ),
+    "neighbours": (
+        "visspec.models.drafters.neighbours:Neighbours",
+        "any-order images: what was seen beside the codes around, in the same image (a context n-gram)",
+    ),
 }
 ORDERS = {  # order of generation of an image's positions
     "raster": ("visspec.loop.orders:Raster", "row by row, through the loop; the default"),
@@ -91,6 +99,8 @@ ORDERS = {  # order of generation of an image's positions
         "visspec.loop.orders:Islands",
         "a drafted image is judged at once, what is rejected is drawn again; of lowres with local by itself",
     ),
+    "spread": ("visspec.loop.visits:Spread", "any-order images: every place as far as can be from those before"),
+    "halton": ("visspec.loop.visits:Halton", "any-order images: points of the Halton sequence"),
 }
 
 
@@ -277,9 +287,13 @@ def method(text: str) -> dict[str, str | None]:
 
 
 def order(spec: Any) -> Any:
-    """An order by name and options, "zipar:window=4", or an object. Raises ValueError as `acceptance` does."""
+    """An order by name and options, "zipar:window=4", or an object; of any-order models a list of places, too. Raises
+    ValueError as `acceptance` does.
+    """
     if spec is None or isinstance(spec, Order):
         return spec
+    if not isinstance(spec, str):
+        return load("visspec.loop.visits:Given")(spec)
     name, options = parse(str(spec))
     reference, _ = _pick(ORDERS, "order", name)
     return make("order", name, load(reference), options)

@@ -94,8 +94,18 @@ def pair(
         raise ValueError(
             f"order: got {type(order).__name__}, which is of {kinds[0]} laws, expected raster or one of {kinds[1]} laws"
         )
+    check_order(order, target)
     pace = Pace(levels or traits.levels, adaptive and traits.adaptive_depth)
     return Pairing(target, guarded, name, rule, pace, order.joined(rule, guarded))
+
+
+def check_order(order: Order, target: Target) -> None:
+    """Raises ValueError for an order of places that the target does not draw in."""
+    found, free = type(order).__name__, target.capabilities.any_order
+    if order.visits and not free:
+        raise ValueError(f"order: got {found}, expected raster or none: only any-order models draw in another")
+    if free and not order.raster:
+        raise ValueError(f"order: got {found}, expected raster, spread, halton or a list of places")
 
 
 def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
@@ -112,6 +122,10 @@ def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
         raise ValueError(f"drafter: {kind} drafts for {drafter.traits.law.__name__} laws, expected {law.__name__}")
     if drafter.traits.partial and not target.capabilities.layers:
         raise ValueError(f"drafter: {kind} runs layers of the target, expected one whose layers can be left out")
+    if drafter.traits.any_order and not target.capabilities.any_order:
+        raise ValueError(
+            f"drafter: {kind} drafts for any-order models, expected one for codes in raster order, or text"
+        )
     if rule.traits.chains_only and drafter.traits.trees:
         raise ValueError(f"drafter: {kind} drafts trees, expected chains for the rule {name}")
     if drafter.traits.trees and not target.capabilities.trees:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from visspec.loop.pairing import Pairing
 from visspec.types import Request, Round, State
 
-COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700"}
+COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700", "given": "#b9b9b9"}
 MEANING = {
     "plain": "no draft",
     "drafted": "drafted and accepted",
     "bonus": "bonus after a full path",
     "corrected": "corrected by the target",
+    "given": "given, not drawn",
 }
 
 

@@ -28,8 +28,8 @@ class Tape:
         self.raw: list[list[Tensor]] = [[] for _ in range(rows)]
         self.finished: set[int] = set()
 
-    def placed(self, row: int, items: list[Any]) -> list[Any]:
-        """Something about each node of an original row, in the order of `values`."""
+    def placed(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+        """Something about each node of an original row, in the order of `values`, and `given` where none was drawn."""
         return items
 
 

@@ -138,7 +138,7 @@ class RequestView:
         self._request = request
         self.peek = None if noise is None else Peek(noise)
         self.max_new_tokens, self.eos, self.keep_logits = request.max_new_tokens, request.eos, request.keep_logits
-        self.copies, self.grid = request.copies, request.grid
+        self.copies, self.grid, self.order = request.copies, request.grid, request.order
 
     @cached_property
     def prompt(self) -> Tensor:
@@ -155,6 +155,13 @@ class RequestView:
     @cached_property
     def fixed(self) -> Tensor | None:
         return copied(self._request.fixed)
+
+    @cached_property
+    def known(self) -> Tensor | None:
+        return copied(self._request.known)
+
+    def visits(self, row: int) -> list[int]:
+        return self._request.visits(row)
 
     @cached_property
     def sampling(self) -> Sampling:

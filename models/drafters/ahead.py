@@ -1,0 +1,50 @@
+"""An any-order model as drafter of itself: laws of later codes given what is known, without those in between.
+
+The pass that verifies a draft gives, after each of its nodes, the laws of the places after the next one
+(`targets.randar`); those after the last accepted node are the next draft's. So draft and verification come from one
+network (any-subset speculative decoding, ASSD: Guo and Ermon, ICLR 2026) and a round is one pass, not two; in exchange
+the pending code is not among what a draft's laws are given. B rows, A later places, V codes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from visspec import tree as trees
+from visspec.cache import to_device
+from visspec.laws import Categorical
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+
+
+class Ahead(Drafter):
+    """levels: codes of a draft, each an input more of every node of the pass after it."""
+
+    def __init__(self, levels: int = 8):
+        if not 1 <= levels <= 64:
+            raise ValueError(f"levels: got {levels}, expected 1..64")
+        self.traits = DrafterTraits(levels=levels, any_order=True, ahead=levels)
+
+    def start(self, state: State, scores: Scores) -> None:
+        ahead_BNAV = scores.aux["ahead"]  # also of rows that ended with their first code
+        state.memory = ahead_BNAV[to_device(state.rows, ahead_BNAV.device), 0]
+
+    def propose(self, state: State, depth: int) -> Draft:
+        depth = min(depth, state.memory.shape[1], state.budget - 1)
+        if depth < 1:
+            return trees.undrafted(state.pending)
+        law = Categorical(state.memory[:, :depth])
+        if state.noise is None:
+            return trees.chain_draft(state.pending, law.logits.argmax(dim=-1))
+        drawn = [state.noise.draft(Categorical(law.logits[:, level]), level) for level in range(depth)]
+        values, laws = zip(*drawn)
+        given = [q for q in laws if q is not None]
+        return trees.chain_draft(state.pending, torch.stack(values, dim=1), Categorical.chain(given) if given else None)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        last_B1 = verdict.path.gather(1, verdict.length[:, None] - 1)
+        ahead_BNAV = scores.aux["ahead"]
+        index = last_B1[..., None, None].expand(-1, 1, *ahead_BNAV.shape[2:])
+        state.memory = ahead_BNAV.gather(1, index)[:, 0]
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.memory = state.memory[keep]

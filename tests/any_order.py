@@ -1,0 +1,104 @@
+"""Draft and verification by tables, in any order: what `Ahead` makes of them, by enumeration in float64."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import torch
+
+from tests.laws import verdicts
+from visspec.laws import Categorical
+from visspec.models.drafters.ahead import Ahead
+from visspec.types import Outcome, Scores, Verdict
+
+
+class Toy:
+    """A joint law of codes, (V,) * L in raster order, as an any-order model that is consistent between orders."""
+
+    def __init__(self, joint: torch.Tensor, order):
+        self.length, self.vocab = joint.dim(), joint.shape[0]
+        self.joint = joint.permute(*order)
+
+    def law(self, context, rank):
+        """The law of the code at a rank given those at the first ranks."""
+        rest = self.joint[tuple(context)]
+        at = rank - len(context)
+        marginal = rest.sum([d for d in range(rest.dim()) if d != at]) if rest.dim() > 1 else rest
+        return marginal / marginal.sum()
+
+    def p(self, context):
+        return self.law(context, len(context))
+
+    def ahead(self, context, levels):
+        """(levels, V) logits of the codes after the next one; beyond the end, of the last one."""
+        if len(context) >= self.length:
+            return torch.zeros(levels, self.vocab, dtype=torch.float64)
+        ranks = [min(len(context) + 1 + level, self.length - 1) for level in range(levels)]
+        return torch.stack([self.law(context, rank).log() for rank in ranks])
+
+
+def potts(rows, columns, vocab, strength):
+    """Codes on a grid: equal neighbours are exp(strength) times as likely as different ones."""
+    place = list(itertools.product(range(rows), range(columns)))
+    energy = torch.zeros((vocab,) * len(place), dtype=torch.float64)
+    same = torch.eye(vocab, dtype=torch.float64) * strength
+    for (a, one), (b, two) in itertools.combinations(enumerate(place), 2):
+        if abs(one[0] - two[0]) + abs(one[1] - two[1]) == 1:
+            energy = energy + same.view([vocab if d in (a, b) else 1 for d in range(len(place))])
+    return energy.exp() / energy.exp().sum()
+
+
+class Said:
+    """Noise that gives these values, and reports the law that they are draws from."""
+
+    samples = True
+
+    def __init__(self, values):
+        self.values = values
+
+    def draft(self, law, level):
+        return torch.tensor([self.values[level]]), law
+
+
+def process(toy, levels, drafter=None, keep=verdicts):
+    """The joint law of all codes in the order, and the mean number of passes, the prefill among them."""
+    drafter = drafter or Ahead(levels)
+    law = torch.zeros((toy.vocab,) * toy.length, dtype=torch.float64)
+    passes, branches = 1.0, {}
+    state = SimpleNamespace(rows=[0], memory=None)
+    drafter.start(state, Scores(Categorical(torch.zeros(1)), aux={"ahead": toy.ahead((), levels)[None, None]}))
+    for y, weight in enumerate(toy.p(()).tolist()):
+        branches[(y,)] = (weight, state.memory)
+    while branches:
+        new: dict = {}
+        for committed, (weight, memory) in branches.items():
+            if len(committed) == toy.length:
+                law[committed] += weight
+                continue
+            passes += weight
+            for after, share, remembered in rounds(toy, drafter, committed, memory, levels, keep):
+                new[after] = (new.get(after, (0.0, None))[0] + weight * share, remembered)
+        branches = new
+    return law, passes
+
+
+def rounds(toy, drafter, committed, memory, levels, keep):
+    """(committed codes, probability, the drafter's memory) after a round."""
+    room = toy.length - len(committed) - 1
+    depth = min(levels, room)
+    for values in itertools.product(range(toy.vocab), repeat=depth):
+        state = SimpleNamespace(
+            noise=Said(values), memory=memory, budget=room + 1, pending=torch.tensor(committed[-1:])
+        )
+        draft = drafter.propose(state, levels)
+        nodes = draft.tree.size
+        chance = 1.0 if nodes == 1 else float(draft.q.p[0, range(1, nodes), list(values)].prod())
+        prefix = [(*committed, *values[:n]) for n in range(nodes)]
+        aux = {"ahead": torch.stack([toy.ahead(context, levels) for context in prefix])[None]}
+        for gained, share in keep(toy.p, committed, draft):
+            length = torch.tensor([len(gained)])
+            path = torch.tensor([[*range(len(gained)), *[-1] * (nodes - len(gained))]])
+            verdict = Verdict(path, length, torch.tensor([gained[-1]]))
+            drafter.observe(state, draft, Scores(None, aux=aux), verdict, Outcome([], [list(gained)]))
+            yield (*committed, *gained), chance * share, state.memory

@@ -1,0 +1,492 @@
+"""Any-order images: laws against one pass of the network, orders, drafts from the network itself, given codes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import visspec
+from tests import tiny_images
+from tests.any_order import Toy, potts, process
+from tests.laws import output_law, total_variation, verdicts
+from tests.test_image_nets import one_sentence
+from tests.test_law import chi_square
+from tests.tiny import model_of
+from visspec import ImagePipeline
+from visspec import tree as trees
+from visspec.api import zoo
+from visspec.laws import Categorical
+from visspec.loop.orders import Islands, ZipAR
+from visspec.loop.pace import Pace
+from visspec.loop.pairing import check_order, pair
+from visspec.loop.visits import Given, Halton, Spread, halton, spread
+from visspec.models.drafters.ahead import Ahead
+from visspec.models.drafters.jacobi import Jacobi
+from visspec.models.drafters.neighbours import Neighbours, Patchwork
+from visspec.models.nets.llamagen import LlamaGenConfig
+from visspec.models.nets.randar import RandAR
+from visspec.models.targets.families import family_of
+from visspec.models.targets.randar import RandARTarget
+from visspec.types import FREE, Draft, DrafterTraits, Request, Sampling
+
+SIDE, CODES = 4, 24
+PLACES = SIDE * SIDE
+ORDERS = {"raster": None, "halton": halton(SIDE, SIDE), "spread": spread(SIDE, SIDE)}
+DRAFTERS = {
+    "none": lambda: None,
+    "ahead": lambda: Ahead(5),
+    "jacobi": lambda: Jacobi(4),
+    "neighbours": lambda: Neighbours(4),
+}
+
+
+@functools.cache
+@torch.inference_mode(False)
+def network(condition="class", side=SIDE, codes=CODES, seed=0):
+    more = {"prefix": 5, "caption_width": 12, "prefix_apart": False} if condition == "caption" else {"classes": 10}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = RandAR(
+            LlamaGenConfig(2, 4, 32, side, condition=condition, codes=codes, kv_heads=2, intermediate=48, **more)
+        )
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.data.normal_(0, 1.0 if "embed" in name else 1.3 * weight.shape[-1] ** -0.5)
+    return model.eval().requires_grad_(False)
+
+
+def captions(texts):
+    """Features of words, padded on the right."""
+    words = [text.split() for text in texts]
+    made = torch.stack([torch.randn(40, 5, 12, generator=torch.Generator().manual_seed(2))[len(w)] for w in words])
+    return made, torch.tensor([[i < len(w) for i in range(5)] for w in words])
+
+
+TEXTS = {"class": ["3", "0", "7"], "caption": ["a red cube", "blue", "a blue cube on grass"]}
+
+
+@functools.cache
+def family(condition="class"):
+    return family_of(network(condition), captions if condition == "caption" else None)
+
+
+def asked(condition, rows, sampling, order=None, known=None, seed=0):
+    prompt = family(condition).prompt([TEXTS[condition][row] for row in rows], sampling.guidance != 1.0)
+    request = Request(prompt, prompt.ids, PLACES, sampling, grid=(SIDE, SIDE), order=order)
+    if not sampling.greedy:
+        request.generators = [torch.Generator().manual_seed(seed + row) for row in rows]
+    if known is not None:
+        request.known = known[rows]
+        request.each = [
+            Request(prompt, prompt.ids[b : b + 1], int((row == FREE).sum()), sampling)
+            for b, row in enumerate(request.known)
+        ]
+        request.max_new_tokens = max(one.max_new_tokens for one in request.each)
+    return request
+
+
+def paired_of(made, drafter=None, rule="exact"):
+    """A pairing that leaves the order to the request."""
+    return pair(
+        drafter, "", zoo.acceptance(rule), made, lambda traits: made.made(traits, False), order=zoo.order("raster"),
+        adaptive=False,
+    )  # fmt: skip
+
+
+def draw(condition, rows, drafter=None, rule="exact", temperature=0.0, guidance=3.0, **options):
+    """Codes of the images (B, T) in raster order, and the state."""
+    request = asked(condition, rows, Sampling(temperature, guidance=guidance), **options)
+    state = paired_of(family(condition), drafter, rule).decode(request)
+    assert state.trace.faults == 0
+    return torch.stack([state.tape.values(row) for row in range(len(rows))]), state
+
+
+@torch.no_grad()
+def logits_after(condition, text, codes, places, guidance=3.0):
+    """(n + 1, V) mixed logits of the last of the places after 0, 1, .. codes: one causal pass of the network alone."""
+    model = network(condition)
+    if condition == "class":
+        prefix, seen = model.prefix(torch.tensor([int(text)]), guidance=True), None
+    else:
+        features, real = captions([text])
+        count = int(real.sum())
+        moved = torch.zeros(1, 5, 12)
+        moved[0, 5 - count :] = features[0, :count]
+        prefix, seen = model.prefix(moved, guidance=True), (torch.arange(5) >= 5 - count).repeat(2, 1)
+    filled = torch.tensor([[*codes, 0]]).repeat(2, 1)
+    given, without = model.laws(prefix, filled, torch.tensor([places]).repeat(2, 1), seen)
+    return without + guidance * (given - without)
+
+
+@functools.cache
+def reference(condition, row, name, known=()):
+    """Greedy codes in raster order, every code by a pass of its own over all before it; known: (place, code) pairs."""
+    given = dict(known)
+    order = ORDERS[name] or tuple(range(PLACES))
+    order = [p for p in order if p in given] + [p for p in order if p not in given]
+    codes = [given[p] for p in order[: len(given)]]
+    while len(codes) < PLACES:
+        places = order[: len(codes) + 1]
+        codes.append(int(logits_after(condition, TEXTS[condition][row], codes, places)[-1].argmax()))
+    return [code for _, code in sorted(zip(order, codes))]
+
+
+# --- the network and the target ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("condition", TEXTS)
+@pytest.mark.parametrize("kind", ["none", "ahead"])
+def test_greedy_is_what_the_network_says_alone(name, condition, kind):
+    codes, state = draw(condition, [0, 1, 2], DRAFTERS[kind](), order=ORDERS[name])
+    assert codes.tolist() == [reference(condition, row, name) for row in range(3)]
+    assert len({tuple(row) for row in codes.tolist()}) == 3  # the prompts count
+    assert draw(condition, [1], DRAFTERS[kind](), order=ORDERS[name])[0].tolist() == codes[1:2].tolist()
+    if kind == "ahead":
+        assert any("drafted" in origin for origin in state.trace.origin)
+
+
+def test_orders_are_different_laws():
+    drawn = {name: tuple(reference("class", 0, name)) for name in ORDERS}
+    assert len(set(drawn.values())) == 3
+
+
+def opened(condition, rows, order, ahead=0):
+    target = RandARTarget(family(condition), ahead=ahead)
+    request = asked(condition, rows, Sampling(guidance=3.0), order=order)
+    state, scores = target.prefill(request)
+    state.position = state.position + 1
+    return target, state, scores
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("condition", TEXTS)
+def test_a_tree_is_each_of_its_paths_and_later_laws_skip_what_is_between(condition):
+    """Every law of a pass, the later ones too, is that of a pass of the network over the path alone."""
+    order, tree = ORDERS["halton"], trees.static((-1, 0, 0, 1, 1, 2, 3))
+    tokens = torch.tensor([[3, 1, 2, 4, 7, 6, 9], [5, 8, 0, 2, 3, 4, 1]])
+    target, state, first = opened(condition, [0, 1], order, ahead=3)
+    for b in range(2):
+        text = TEXTS[condition][b]
+        for level in range(4):
+            alone = logits_after(condition, text, [], [order[level]])[-1]
+            found = first.law.logits[b, 0] if level == 0 else first.aux["ahead"][b, 0, level - 1]
+            torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    for round_ in range(2):  # the second behind a committed path that is no chain
+        scores = target.verify(state, Draft(tokens, tree))
+        before = [[], []] if round_ == 0 else [[3, 2, 6], [5, 0, 4]]
+        for b, (node, path) in itertools.product(range(2), enumerate(trees.paths(tree)[0].tolist())):
+            codes = before[b] + [int(tokens[b, n]) for n in path if n >= 0]
+            for level in range(4):
+                places = [*order[: len(codes)], order[len(codes) + level]]
+                alone = logits_after(condition, TEXTS[condition][b], codes, places)[-1]
+                found = scores.law.logits[b, node] if level == 0 else scores.aux["ahead"][b, node, level - 1]
+                torch.testing.assert_close(found, alone, rtol=1e-4, atol=2e-4)
+        target.commit(state, Draft(tokens, tree), SimpleNamespace(path=[[0, 2, 5]] * 2))
+        state.position = state.position + 3
+
+
+@pytest.mark.parametrize("rule", ["exact", "rejection"])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_drawn_images_know_no_batch_and_exact_ones_no_drafter(kind, rule):
+    options = {"temperature": 1.0, "order": ORDERS["halton"]}
+    codes, state = draw("caption", [0, 1, 2], DRAFTERS[kind](), rule, **options)
+    for row in range(3):
+        assert draw("caption", [row], DRAFTERS[kind](), rule, **options)[0].tolist() == codes[row : row + 1].tolist()
+    if rule == "exact":
+        assert torch.equal(codes, draw("caption", [0, 1, 2], **options)[0])
+    assert kind == "none" or len(state.trace.rounds) < PLACES
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("levels", [1, 3, 64])
+def test_passes_are_never_more_than_codes(seed, levels):
+    """The prefill is a pass that gives a code; a round is one pass and gives at least one."""
+    for rule in ("exact", "rejection"):
+        _, state = draw("class", [0], Ahead(levels), rule, temperature=1.0, order=ORDERS["spread"], seed=seed)
+        assert 1 + len(state.trace.rounds) <= PLACES and not state.trace.calls
+        assert sum(r.gained[0] for r in state.trace.rounds) == PLACES - 1
+
+
+def test_codes_that_do_not_depend_on_each_other_are_drafted_without_fault():
+    """16 codes are a prefill and rounds of 5 and 1."""
+    model = copy.deepcopy(network())
+    for layer in model.layers:
+        layer.attention.wo.weight.zero_()
+    made = family_of(model, None)
+    prompt = made.prompt(["3"], False)
+    request = Request(prompt, prompt.ids, PLACES, Sampling(1.0), grid=(SIDE, SIDE), order=ORDERS["halton"])
+    request.generators = [torch.Generator().manual_seed(0)]
+    state = paired_of(made, Ahead(5), "rejection").decode(request)
+    assert [r.gained for r in state.trace.rounds] == [[6], [6], [3]]
+
+
+# --- the law, by enumeration ------------------------------------------------------------------------------------------
+
+
+class Net(Toy):
+    """The laws that a target's own pass gives after every prefix of an order, V = 4, L = 4."""
+
+    def __init__(self, order, levels):
+        self.length, self.vocab = 4, 4
+        made = family_of(network(side=2, codes=4), None)
+        target = RandARTarget(made, ahead=levels)
+        prompt = made.prompt(["3"] * 64, False)
+        with torch.inference_mode():
+            request = Request(prompt, prompt.ids, 4, Sampling(1.0), grid=(2, 2), order=order)
+            state, first = target.prefill(request)
+            state.position = state.position + 1
+            every = torch.tensor(list(itertools.product(range(4), repeat=3)))
+            scores = target.verify(state, Draft(every, trees.chain(2)))
+        self.laws = {(): first.law.logits[0, 0].double().softmax(-1)}
+        self.later = {(): first.aux["ahead"][0, 0].double()}
+        for row, codes in enumerate(every.tolist()):
+            for n in range(3):
+                self.laws[tuple(codes[: n + 1])] = scores.law.logits[row, n].double().softmax(-1)
+                self.later[tuple(codes[: n + 1])] = scores.aux["ahead"][row, n].double()
+
+    def p(self, context):
+        return self.laws[tuple(context)]
+
+    def ahead(self, context, levels):
+        return self.later.get(tuple(context), torch.zeros(levels, 4, dtype=torch.float64))
+
+    def plain(self):
+        return output_law(self.p, [(1.0, ())], 4, 4)
+
+
+@pytest.mark.parametrize("order", [None, (3, 0, 2, 1)])
+@pytest.mark.parametrize("levels", [1, 3])
+def test_the_law_of_whole_images_is_that_of_plain_decoding(order, levels):
+    net = Net(order, levels)
+    law, passes = process(net, levels)
+    assert abs(float(law.sum()) - 1) < 1e-12 and passes <= 4
+    assert total_variation(law, net.plain()) < 1e-12
+
+
+class Stale(Ahead):
+    """Keeps the laws of the last draft's root, whatever was accepted."""
+
+    def observe(self, state, draft, scores, verdict, outcome):
+        state.memory = scores.aux["ahead"][:, 0]
+
+
+def test_other_laws_are_seen():
+    """A draft from older laws is a worse draft and keeps the law. Drafts whose law is misreported do not, nor does a
+    draw from the whole law after a rejection, nor codes that are kept behind one that was rejected.
+    """
+    net = Net(None, 3)
+    assert total_variation(process(net, 3, Stale(3))[0], net.plain()) < 1e-12
+    for wrong in (misreported, whole_law_again, keeps_on):
+        law = process(net, 3, keep=wrong)[0]
+        assert abs(float(law.sum()) - 1) < 1e-12 and total_variation(law, net.plain()) > 1e-3, wrong.__name__
+
+
+def misreported(p, committed, draft):
+    """Drafts that are judged by flatter laws than those they were drawn from."""
+    if draft.q is not None:
+        flat = draft.q.p.sqrt()
+        flat = Categorical(p=flat / flat.sum(-1, keepdim=True).clamp(min=1e-9))
+        draft = Draft(draft.value, draft.tree, flat)
+    return verdicts(p, committed, draft)
+
+
+def whole_law_again(p, committed, draft):
+    """No residual: after a rejection, a draw from the whole law."""
+    found = {}
+    for gained, share in verdicts(p, committed, draft):
+        key = gained[:-1]
+        found[key] = found.get(key, 0.0) + share
+    return [((*key, y), share * float(p((*committed, *key))[y])) for key, share in found.items() for y in range(4)]
+
+
+def keeps_on(p, committed, draft):
+    """A code that is rejected is replaced, and what was drafted behind it is kept."""
+    tokens = draft.value[0, 1:].tolist()
+    for gained, share in verdicts(p, committed, draft):
+        more = tokens[len(gained) :] if len(gained) <= len(tokens) else []
+        yield (*gained, *more), share
+
+
+@pytest.mark.parametrize("rule", ["exact", "rejection"])
+def test_drawn_images_have_the_enumerated_law(rule):
+    """The real loop, noise and all, on thousands of rows."""
+    made, rows = family_of(network(side=2, codes=4), None), 2500
+    prompt = made.prompt(["3"] * rows, False)
+    request = Request(prompt, prompt.ids, 4, Sampling(1.0), grid=(2, 2), order=(3, 0, 2, 1))
+    request.generators = [torch.Generator().manual_seed(row) for row in range(rows)]
+    tokens = torch.tensor(paired_of(made, Ahead(3), rule).decode(request).tokens)
+    counts = torch.bincount(tokens @ torch.tensor([64, 16, 4, 1]), minlength=256)
+    law = Net((3, 0, 2, 1), 1).plain()
+    assert chi_square(counts, law) > 1e-3
+    assert chi_square(counts, law.transpose(1, 2).contiguous()) < 1e-6
+
+
+def test_passes_a_code_on_the_toy():
+    """Four codes of four colours on a grid, neighbours alike 1.65 times as likely: at equal law, 0.55 of a pass a code
+    in raster order and 0.54 spread; two passes, 0.5, are the least for four codes.
+    """
+    joint = potts(2, 2, 4, 0.5)
+    found = {}
+    for name, order in (("raster", (0, 1, 2, 3)), ("spread", spread(2, 2))):
+        law, passes = process(Toy(joint, order), 3)
+        assert total_variation(law, joint.permute(*order)) < 1e-12
+        found[name] = passes / 4
+    assert 0.5 < found["spread"] < found["raster"] < 0.56
+    independent = process(Toy(potts(2, 2, 4, 0.0), spread(2, 2)), 3)[1] / 4
+    assert abs(independent - 0.5) < 1e-9
+
+
+# --- orders -----------------------------------------------------------------------------------------------------------
+
+
+def distances(order, columns):
+    """Of each place after the first from the nearest before it."""
+    at = torch.tensor([divmod(place, columns) for place in order]).float()
+    return [float((at[n] - at[:n]).norm(dim=1).min()) for n in range(1, len(at))]
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 1), (4, 4), (3, 7), (12, 12)])
+def test_orders_are_permutations_that_spread(rows, columns):
+    for order in (Spread(), Halton()):
+        assert sorted(order.places(rows, columns)) == list(range(rows * columns))
+    far = distances(spread(rows, columns), columns)
+    assert far == sorted(far, reverse=True)
+    if rows > 4:
+        early = slice(0, rows * columns // 8)
+        assert (
+            min(far[early]) >= 2 and sum(distances(halton(rows, columns), columns)[early]) > 1.5 * rows * columns // 8
+        )
+
+
+def test_the_halton_sequence_is_that_of_its_definition():
+    """Bases 2 and 3: 1/2 1/3, 1/4 2/3, 3/4 1/9, 1/8 4/9."""
+    assert halton(8, 9)[:4] == (4 * 9 + 3, 2 * 9 + 6, 6 * 9 + 1, 1 * 9 + 4)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 2], [0, 1, 2, 4], [1.0, 0.0], [[0, 1]], torch.tensor([1, 1]), [3, 4]])
+def test_an_order_that_is_no_permutation_is_refused(order):
+    with pytest.raises(ValueError, match=r"^order: got .*expected each of 0\.\.") as error:
+        zoo.order(order)
+    one_sentence(error)
+
+
+def test_an_order_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="order: got 4 places, expected the 4 \\* 4 of the image"):
+        Given([3, 1, 0, 2]).places(4, 4)
+    with pytest.raises(ValueError, match=r"^order: got 4 places, expected each of 0\.\.15 once"):
+        draw("class", [0], order=(3, 1, 0, 2))
+
+
+# --- given codes ------------------------------------------------------------------------------------------------------
+
+
+def known_of(*rows):
+    """Known codes (B, T) of rows that are dictionaries."""
+    found = torch.full((len(rows), PLACES), FREE)
+    for b, row in enumerate(rows):
+        for place, code in row.items():
+            found[b, place] = code
+    return found
+
+
+KNOWN = ({0: 5, 3: 7, 9: 1}, {}, {place: place for place in range(PLACES) if place != 6})
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_given_codes_come_first_and_stay(name, kind):
+    known = known_of(*KNOWN)
+    codes, state = draw("class", [0, 1, 2], DRAFTERS[kind](), order=ORDERS[name], known=known)
+    assert codes.tolist() == [reference("class", b, name, tuple(row.items())) for b, row in enumerate(KNOWN)]
+    assert [len(row) for row in state.tokens] == [13, 16, 1]
+    assert torch.equal(torch.where(known == FREE, FREE, codes), known)
+    assert state.tape.placed(2, ["x"], "given").count("given") == 15
+    alone, _ = draw("class", [0], DRAFTERS[kind](), order=ORDERS[name], known=known)
+    assert torch.equal(alone, codes[:1])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda r: setattr(r, "known", r.known[:, :5]), "known: got shape (1, 5), expected (1, 16)"),
+        (lambda r: r.known.fill_(CODES), "known: got 24..24, expected codes 0..23, or -1 for none"),
+        (lambda r: r.known.fill_(3), "max_new_tokens: got 13, expected 1..0, the places without a code"),
+        (lambda r: setattr(r, "grid", (2, 8)), "grid: got (2, 8), expected (4, 4), the model's"),
+        (lambda r: setattr(r, "sampling", Sampling()), "guidance: got 1.0 and 2 rows of inputs, expected 1"),
+    ],
+)
+def test_what_is_no_image_of_the_model_is_refused(change, said):
+    request = asked("class", [0], Sampling(guidance=3.0), known=known_of(*KNOWN))
+    change(request)
+    with pytest.raises(ValueError) as error:
+        RandARTarget(family()).prefill(request)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("order", [ZipAR(), Islands()])
+def test_orders_that_are_planned_are_refused(order):
+    said = f"order: got {type(order).__name__}, expected raster, spread, halton or a list of places"
+    with pytest.raises(ValueError, match=said) as error:
+        check_order(order, family().made(DrafterTraits(), False))
+    one_sentence(error)
+
+
+@pytest.mark.parametrize("kind", ["ahead", "neighbours"])
+def test_drafters_of_any_order_are_refused_elsewhere(kind):
+    model = tiny_images.janus()
+    with pytest.raises(
+        ValueError, match="drafts for any-order models, expected one for codes in raster order, or text"
+    ):
+        ImagePipeline(model, None).pairing(kind, "exact")
+    with pytest.raises(ValueError, match="drafts for any-order models"):
+        visspec.accelerate(model_of("llava"), kind)
+
+
+@pytest.mark.parametrize("options", [{"features": True}, {"compile": True}])
+def test_what_the_target_can_not_do_is_refused(options):
+    with pytest.raises(ValueError, match=r"got .*expected") as error:
+        RandARTarget(family(), **options)
+    one_sentence(error)
+
+
+# --- neighbours -------------------------------------------------------------------------------------------------------
+
+
+def test_neighbours_draft_what_stood_beside_the_same_codes():
+    patches = Patchwork((2, 3), [0, 1, 3, 2, 4, 5])
+    patches.extend([7, 8])  # 8 right of 7
+    assert patches.following(1) == [7]  # below 7 nothing was seen: the neighbour itself
+    patches.extend([7, 8, 7])  # 7 below 7
+    assert patches.following(1) == [8]  # right of 8 there was none; 8 stands right of 7, at place 4 after 3
+    assert Patchwork((2, 2), [0, 3, 1, 2]).following(2) == []
+    far = Patchwork((1, 5), [0, 4, 1, 2, 3])
+    far.extend([5])
+    assert far.following(3) == [], "a chain ends at a place without known neighbours"
+
+
+def test_neighbours_learn_from_given_codes():
+    patches = Patchwork((2, 2), [0, 1, 2, 3])
+    patches.give([4, 6, 4, FREE])
+    assert patches.following(4) == [6] and len(patches.codes) == 3
+    patches.extend([9])
+    assert patches.codes[3] == 9 and patches.following(1) == []
+
+
+@pytest.mark.parametrize("levels", [0, 65])
+@pytest.mark.parametrize("kind", [Ahead, Neighbours])
+def test_levels_are_checked(kind, levels):
+    with pytest.raises(ValueError, match=f"levels: got {levels}, expected 1..64"):
+        kind(levels)
+
+
+def test_the_pace_may_ask_for_less():
+    request = asked("class", [0], Sampling(1.0, guidance=3.0), order=ORDERS["halton"])
+    pairing = paired_of(family(), Ahead(6))
+    state = pairing.order.decode(pairing.target, pairing.drafter, pairing.rule, request, Pace(2, adaptive=False))
+    assert max(r.levels for r in state.trace.rounds) == 2 and state.trace.faults == 0

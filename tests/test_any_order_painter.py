@@ -1,0 +1,387 @@
+"""The any-order painter: its folder, the pipeline's habits, inpainting, published weights, and its recipe."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, JanusVQVAEConfig
+
+from tests.test_any_order import network
+from tests.test_image_nets import one_sentence
+from visspec import ImagePipeline
+from visspec.api import loading, zoo
+from visspec.api.image_call import ORIGINS
+from visspec.loop.visits import halton
+from visspec.models.nets import layouts_llamagen
+from visspec.models.nets.any_order_painter import AnyOrderPainter, AnyOrderPainterConfig, load
+from visspec.models.nets.randar import RandAR
+from visspec.recipes import any_order_card, any_order_data, any_order_draw, any_order_painter, painter_tokens
+from visspec.recipes.painter_build import build_processor
+
+SIDE, PIXELS, CODES = 6, 48, 24
+TEXTS = ["a photo of a red ring", "a photo of a blue cross and a green star"]
+NETWORK = {"layers": 2, "heads": 2, "hidden_size": 32, "intermediate": 48}
+
+
+def fresh(seed=0):
+    vq = JanusVQVAEConfig(
+        embed_dim=4, num_embeddings=CODES, latent_channels=32, base_channels=32, channel_multiplier=[1, 1, 1, 1],
+        num_res_blocks=1, num_patches=SIDE,
+    )  # fmt: skip
+    vocab = len(build_processor(True).tokenizer)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AnyOrderPainter(AnyOrderPainterConfig(NETWORK, vocab, 12, 16, vq)).eval()
+        for weight in model.net.parameters():
+            if weight.dim() > 1:
+                weight.data.normal_(0, 1.4 * weight.shape[-1] ** -0.5)
+    model.generation_config = GenerationConfig(guidance_scale=2.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    with torch.inference_mode(False):
+        made = ImagePipeline(fresh(), build_processor(True))
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def written(pipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("any-order")
+    pipe.save_pretrained(folder)
+    return folder
+
+
+# --- habits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_the_pipeline_it_was_written_from(pipe, written):
+    again = ImagePipeline.from_pretrained(str(written))
+    again.set_progress_bar_config(disable=True)
+    assert isinstance(again.model, AnyOrderPainter) and again.drafter == "ahead" and again.acceptance == "exact"
+    assert not [file for file in written.iterdir() if file.suffix in (".bin", ".pt")]
+    assert torch.equal(again(TEXTS[0], seed=1).tokens[0], pipe(TEXTS[0], seed=1).tokens[0])
+    ordered = ImagePipeline(pipe.model, pipe.processor, order="spread")
+    ordered.save_pretrained(written.parent / "ordered")
+    assert ImagePipeline.from_pretrained(str(written.parent / "ordered")).order == "spread"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t, c: t.pop("net.pos_instruct_embeddings"), "lacks tensor 'net.pos_instruct_embeddings'"),
+        (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
+        (lambda t, c: t.update({"words.weight": torch.ones(3, 16)}), "tensor 'words.weight' of .* has shape"),
+        (lambda t, c: c["network"].update(heads=0), "heads: got 0, expected a whole number"),
+        (lambda t, c: c["network"].update(grid=4), "describes no model"),
+        (lambda t, c: c.update(words=0), "words: got 0, expected a whole number from 1"),
+        (lambda t, c: c.update(model_type="mar_painter"), "model_type: got 'mar_painter'"),
+    ],
+)
+def test_refuses_what_is_no_painter(written, tmp_path, change, said):
+    tensors, entries = load_file(written / "model.safetensors"), json.loads((written / "config.json").read_text())
+    change(tensors, entries)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=said) as error:
+        load(tmp_path)
+    one_sentence(error)
+
+
+def test_seeds_batches_and_drafters(pipe):
+    """An image is that of its seed, whatever stands beside it and whoever drafts."""
+    together = pipe(TEXTS, num_images_per_prompt=2, seed=7)
+    assert together.images[0].size == (PIXELS, PIXELS) and together.seeds == [7, 8, 9, 10]
+    assert len({tuple(tokens.tolist()) for tokens in together.tokens}) == 4
+    for drafter in ("none", "ahead:levels=3", "neighbours", "jacobi:window=4", "ngram"):
+        alone = pipe(TEXTS[1], seed=9, drafter=drafter, output_type="latent")
+        assert torch.equal(alone.tokens[0], together.tokens[2]), drafter
+        assert alone.stats[0].guarantee == "exact" and alone.stats[0].faults == 0
+    assert together.stats[0].order == "halton" and together.stats[0].rounds < SIDE * SIDE - 1
+    rejected = pipe(TEXTS[1], seed=9, acceptance="rejection")
+    assert torch.equal(rejected.tokens[0], pipe(TEXTS, seed=[1, 9], acceptance="rejection").tokens[1])
+
+
+def test_orders_of_a_call(pipe):
+    named = {name: pipe(TEXTS[0], seed=1, order=name).tokens[0] for name in ("raster", "spread", "halton")}
+    assert len({tuple(tokens.tolist()) for tokens in named.values()}) == 3
+    own = halton(SIDE, SIDE)
+    for given in (list(own), torch.tensor(own), np.array(own)):
+        assert torch.equal(pipe(TEXTS[0], seed=1, order=given).tokens[0], named["halton"])
+    assert torch.equal(pipe(TEXTS[0], seed=1, order=list(range(SIDE * SIDE))).tokens[0], named["raster"])
+    for order, said in (([0, 0, 1], "expected each of 0..2 once"), ([1, 0], "expected the 6 * 6 of the image")):
+        with pytest.raises(ValueError) as error:
+            pipe(TEXTS[0], order=order)
+        assert str(error.value).startswith("order: got") and said in str(error.value)
+        one_sentence(error)
+    with pytest.raises(ValueError, match="order: got ZipAR, expected raster, spread, halton"):
+        pipe(TEXTS[0], order="zipar:window=2")
+
+
+def test_guidance_temperature_and_negative_prompts_count(pipe):
+    def drawn(**options):
+        return tuple(pipe(TEXTS[0], seed=1, output_type="latent", **options).tokens[0].tolist())
+
+    assert pipe.family.default_guidance == 2.0 and drawn() == drawn(guidance_scale=2.0)
+    assert len({drawn(), drawn(guidance_scale=1.0), drawn(temperature=0.0), drawn(negative_prompt=TEXTS[1])}) == 4
+    assert drawn(negative_prompt="") == drawn() and drawn(temperature=0.0) == drawn(temperature=0.0, drafter="none")
+    assert drawn(top_k=1) == drawn(temperature=0.0)
+    for name in ("prompt", "negative_prompt"):
+        with pytest.raises(ValueError, match=f"^{name}: got 14 words, expected at most 12") as error:
+            pipe(**{"prompt": TEXTS[0], name: " ".join(["red"] * 12)})
+        one_sentence(error)
+
+
+def test_callbacks_see_codes_where_they_belong(pipe):
+    seen = []
+
+    def look(pipeline, number, count, given):
+        seen.append((count, given["tokens"].clone(), given["latents"].shape))
+
+    out = pipe(TEXTS[0], seed=1, callback_on_step_end=look, callback_on_step_end_tensor_inputs=["tokens", "latents"])
+    count, tokens, shape = seen[0]
+    order = list(halton(SIDE, SIDE))
+    assert int((tokens >= 0).sum()) == count < SIDE * SIDE and shape == (1, SIDE, SIDE)
+    assert sorted((tokens[0] >= 0).nonzero()[:, 0].tolist()) == sorted(order[:count])
+    assert torch.equal(seen[-1][1][0], out.tokens[0])
+    passes, origins = out.passes[0].flatten(), out.maps[0].flatten()
+    assert passes[order[0]] == 0 and [passes[place] for place in order] == sorted(passes)
+    assert passes.max() == out.stats[0].rounds and set(origins.tolist()) <= set(range(4))
+
+
+def test_a_callback_can_end_it(pipe):
+    def end(pipeline, number, count, given):
+        pipeline.interrupt = number >= 2
+
+    assert pipe(TEXTS, seed=1, callback_on_step_end=end).images == []
+    assert len(pipe(TEXTS[0], seed=1).images) == 1
+
+
+# --- inpainting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def picture():
+    rng = np.random.default_rng(0)
+    return Image.fromarray(rng.integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8))
+
+
+def masked(top=10, left=17, bottom=20, right=30):
+    mask = np.zeros((PIXELS, PIXELS), np.uint8)
+    mask[top:bottom, left:right] = 255
+    return mask
+
+
+def test_what_is_black_stays(pipe, picture):
+    """Pixels of the picture itself, and its codes where no pixel of a code is white."""
+    mask = masked()
+    out = pipe(TEXTS[0], picture, Image.fromarray(mask), seed=3)
+    made, before = np.asarray(out.images[0]), np.asarray(picture)
+    assert (made[mask == 0] == before[mask == 0]).all() and (made[mask > 0] != before[mask > 0]).any()
+    pixels = torch.from_numpy(before.copy()).permute(2, 0, 1)[None] / 255
+    own = pipe.family.encode(pixels)[0]
+    again = torch.zeros(SIDE, SIDE, dtype=torch.bool)
+    again[1:3, 2:4] = True  # rows 10..19 and columns 17..29 of pixels, eight to a code
+    again = again.flatten()
+    assert torch.equal(out.tokens[0][~again], own[~again])
+    assert (out.maps[0].flatten() == ORIGINS.index("given")).tolist() == (~again).tolist()
+    assert out.stats[0].tokens == 4 and not out.passes[0].flatten()[~again.numpy()].any()
+    assert torch.equal(out.tokens[0], pipe(TEXTS[0], picture, Image.fromarray(mask), seed=3, drafter="none").tokens[0])
+
+
+def test_pictures_and_masks_of_all_kinds(pipe, picture):
+    mask, array = masked(), np.asarray(picture)
+    first = pipe(TEXTS[0], seed=3, image=picture, mask_image=Image.fromarray(mask), output_type="pt")
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1) / 255
+    kinds = [
+        (array, mask), ((array / 255).astype(np.float32), mask / 255), (tensor, torch.from_numpy(mask / 255)),
+        (tensor[None], torch.from_numpy(mask)[None, None]), ([picture], [mask[None]]), (array[None], mask[..., None]),
+    ]  # fmt: skip
+    for image, white in kinds:
+        other = pipe(TEXTS[0], seed=3, image=image, mask_image=white, output_type="pt")
+        assert torch.equal(other.images, first.images) and torch.equal(other.tokens[0], first.tokens[0])
+
+
+def test_pictures_with_masks_of_their_own_in_one_batch(pipe, picture):
+    """Rows with other numbers of given codes are what they are alone."""
+    masks = [Image.fromarray(masked()), Image.fromarray(masked(0, 0, PIXELS, 40))]
+    other = picture.transpose(Image.Transpose.ROTATE_90)
+    together = pipe(TEXTS, [picture, other], masks, seed=[3, 4], num_images_per_prompt=1)
+    for i, (text, image, mask) in enumerate(zip(TEXTS, [picture, other], masks)):
+        alone = pipe(text, image, mask, seed=3 + i)
+        assert torch.equal(alone.tokens[0], together.tokens[i])
+        assert (np.asarray(alone.images[0]) == np.asarray(together.images[i])).all()
+    two = pipe(TEXTS[0], picture, masks[0], seed=3, num_images_per_prompt=2)
+    assert torch.equal(two.tokens[0], together.tokens[0]) and not torch.equal(two.tokens[0], two.tokens[1])
+    assert torch.equal(pipe(TEXTS, picture, masks[0], seed=[3, 4]).tokens[0], together.tokens[0])
+
+
+def test_codes_are_pictures_too(pipe):
+    """Of an earlier image, so that nothing but the hole is drawn again."""
+    first = pipe(TEXTS[0], seed=3, output_type="latent")
+    out = pipe(TEXTS[1], first.images[0], masked(), seed=4, output_type="latent")
+    same = out.images[0] == first.images[0]
+    assert int(same.sum()) >= 32 and bool(same[0].all()) and bool(same[3:].all())
+    shown = pipe(TEXTS[1], first.images[0], masked(), seed=4, output_type="pt").images[0]
+    whole = pipe.family.pixels(first.tokens[0][None], pipe.family.layout())[0]
+    assert torch.equal(shown[:, masked() == 0], whole[:, masked() == 0])
+
+
+def test_an_ended_call_leaves_nothing_behind(pipe, picture):
+    def end(pipeline, number, count, given):
+        pipeline.interrupt = True
+
+    before = pipe(TEXTS[0], seed=3).tokens[0]
+    whole = masked(0, 0, PIXELS, PIXELS)
+    assert pipe(TEXTS[0], picture, whole, seed=3, callback_on_step_end=end).images == []
+    assert torch.equal(pipe(TEXTS[0], seed=3).tokens[0], before)
+    assert torch.equal(pipe(TEXTS[0], picture, whole, seed=3).tokens[0], before)
+
+
+BAD = [
+    ({"mask_image": None}, "mask_image: got None beside image, expected both"),
+    ({"image": None}, "image: got None beside mask_image, expected both"),
+    ({"mask_image": masked()[:24]}, "mask_image: got a size of 24 x 48, expected 48 x 48, that of the image"),
+    ({"mask_image": masked(0, 0, 0, 0)}, "mask_image: got one that is black everywhere, expected white"),
+    ({"mask_image": "mask.png"}, "mask_image: got a str, expected a PIL image, an array or a tensor"),
+    ({"mask_image": [masked()] * 3}, "mask_image: got 3, expected one or 1, one for each prompt"),
+    ({"image": "cat.png"}, "image: got a str, expected a PIL image"),
+    ({"image": Image.new("RGB", (40, 48))}, "image: got a size of 48 x 40, expected 48 x 48, that of the model's"),
+    ({"image": torch.full((3, 48, 48), -0.5)}, "image: got numbers from -0.5 to -0.5, expected 0 to 1"),
+    ({"image": torch.full((3, 48, 48), torch.nan)}, "image: got numbers from nan to nan, expected 0 to 1"),
+    ({"image": torch.zeros(4, 48, 48)}, "image: got shape (4, 48, 48) of torch.float32, expected a PIL"),
+    ({"image": torch.zeros(4, 3, 48, 48)}, "image: got 4, expected one or 1, one for each prompt"),
+    ({"image": torch.full((6, 6), CODES)}, "image: got codes 24..24, expected 0..23"),
+    ({"image": torch.zeros(5, 5, dtype=torch.long)}, "image: got codes of shape (5, 5), expected (6, 6)"),
+    ({"strength": 0.5}, "strength: got 0.5, expected none"),
+]
+
+
+@pytest.mark.parametrize("change, said", BAD, ids=[said[:40] for _, said in BAD])
+def test_other_pictures_are_refused_in_a_sentence(pipe, picture, change, said):
+    with pytest.raises(ValueError) as error:
+        pipe(TEXTS[0], **{"image": picture, "mask_image": masked()} | change)
+    assert str(error.value).startswith(said), str(error.value)
+    one_sentence(error)
+
+
+def test_families_that_can_not_refuse_pictures(picture):
+    made = ImagePipeline.from_pretrained("painter")
+    for options in ({"image": picture}, {"mask_image": masked()}, {"image": picture, "mask_image": masked()}):
+        with pytest.raises(
+            ValueError, match=r"image: got one \(.*\), expected none: images of janus are drawn from"
+        ) as e:
+            made(TEXTS[0], **options)
+        one_sentence(e)
+
+
+def test_without_a_codec_only_codes_can_be_given(picture):
+    made = ImagePipeline(network(), None)
+    made.set_progress_bar_config(disable=True)
+    codes = torch.arange(16).view(4, 4)
+    mask = torch.zeros(64, 64)
+    mask[:20, :20] = 1
+    with pytest.raises(ValueError, match="no codec was given"):
+        made("3", codes, mask, output_type="latent")
+
+
+# --- published weights ------------------------------------------------------------------------------------------------
+
+
+def test_published_weights_are_loaded_by_their_names(tmp_path):
+    """LlamaGen's names, and the queries' (RandAR's repository); without them it is a LlamaGen."""
+    model = network()
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    assert sum("layers" not in name for name in tensors) == 5 and tensors["pos_instruct_embeddings"].shape == (1, 32)
+    save_file(tensors, tmp_path / "randar.safetensors")
+    loaded = layouts_llamagen.load_llamagen(tmp_path / "randar.safetensors", grid=4, heads=4)
+    assert type(loaded) is RandAR and loaded.config == model.config
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, tensors[name]), name
+    del tensors["pos_instruct_embeddings"]
+    save_file(tensors, tmp_path / "plain.safetensors")
+    assert type(layouts_llamagen.load_llamagen(tmp_path / "plain.safetensors", grid=4, heads=4)) is not RandAR
+
+
+def test_the_folder_s_loader_is_the_command_line_s(written):
+    model, processor = loading.load_image_model(str(written))
+    assert isinstance(model, AnyOrderPainter) and processor.tokenizer is not None and not model.training
+    assert zoo.kind_of(model) == "any_order_painter"
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def test_training_rows_are_what_the_stage_says():
+    """Codes stand in the order of their row, and the loss of whole pictures is that of their later half."""
+    drawn = any_order_draw.orders(np.random.default_rng(0), 40, SIDE)
+    assert all(sorted(row) == list(range(SIDE * SIDE)) for row in drawn.tolist())
+    named = [row for row in drawn.tolist() if tuple(row) in {halton(SIDE, SIDE), tuple(range(SIDE * SIDE))}]
+    assert 4 < len(named) < 30
+    stage = object.__new__(any_order_draw.DrawStage)
+    with torch.inference_mode(False):
+        stage.model = fresh().train()
+        stage.model.requires_grad_(True)
+    stage.processor, stage.step, stage.rank, stage.workers, stage.notes = build_processor(True), 0, 0, 1, {}
+    stage.options = SimpleNamespace(rows=6)
+    ids = painter_tokens.prompt_ids(stage.processor.tokenizer, TEXTS * 3)
+    codes = torch.arange(6 * SIDE * SIDE).view(6, -1) % CODES
+    stage.data = {"ids": ids.short(), "codes": codes.short(), "whole": (CODES - 1 - codes).short()}
+    _, placed, order, whole, _ = stage.rows()
+    for b in range(6):
+        back = placed[b][order[b].argsort()]
+        assert any(torch.equal(back, row) for row in (stage.data["whole"] if whole[b] else stage.data["codes"]).long())
+    loss = stage.loss()
+    loss.backward()
+    assert loss.item() > 0 and all(p.grad is not None for p in stage.model.net.parameters())
+    assert stage.model.vqmodel.training or all(p.grad is None for p in stage.model.vqmodel.parameters())
+
+
+@torch.no_grad()
+def test_training_laws_are_those_that_are_drawn_from(pipe):
+    """Teacher-forced laws of a drawn picture, words padded, equal those of the loop."""
+    order = list(halton(SIDE, SIDE))
+    out = pipe(TEXTS[0], seed=1, guidance_scale=1.0, temperature=0.0)
+    batch = pipe.processor(text=TEXTS[:1], generation_mode="image", return_tensors="pt", padding=True)
+    words, real = pipe.model.features(batch["input_ids"], batch["attention_mask"].bool())
+    codes = out.tokens[0][order][None]
+    logits = pipe.model.net.laws(pipe.model.net.prefix(words), codes, torch.tensor([order]), real)
+    assert torch.equal(logits.argmax(-1), codes)
+
+
+def test_recipe_writes_a_folder(tmp_path, monkeypatch):
+    """Two steps, from codes to the card."""
+    small = {"layers": 1, "heads": 2, "hidden_size": 32, "intermediate": 32}
+    monkeypatch.setitem(any_order_draw.__dict__, "NETWORK", small)
+    monkeypatch.setattr(any_order_card, "GUIDANCES", (1.0, 2.0))
+    monkeypatch.setattr(any_order_card, "ORDERS", ("spread",))
+    monkeypatch.setattr(any_order_card, "DRAFTERS", ("none", "ahead:levels=8"))
+    monkeypatch.setattr(any_order_data, "SHARD", 4)
+    options = any_order_painter.parser().parse_args(
+        ["--out", str(tmp_path), "--pairs", "6", "--rows", "2", "--steps", "2", "--workers", "1", "--every", "9",
+         "--every-prompt", "184"]
+    )  # fmt: skip
+    for file, numbers in any_order_data.shards(tmp_path, 6).items():
+        torch.save(any_order_data.coded(any_order_data.included_vq(), numbers), file)
+    data = any_order_data.read_tokens(tmp_path, 6)
+    assert data["codes"].shape == data["whole"].shape == (6, 144) and not torch.equal(data["codes"], data["whole"])
+    stage = any_order_draw.DrawStage(options, 0)
+    stage.run()
+    again = any_order_draw.DrawStage(options, 0)
+    again.restore()
+    assert again.step == 2 and torch.equal(again.model.words.weight, stage.model.words.weight)
+    any_order_card.finish(options)
+    folder = tmp_path / any_order_card.NAME
+    record, text = json.loads((folder / "provenance.json").read_text()), (folder / "README.md").read_text()
+    assert record["recipe"] == "visspec.recipes.any_order_painter" and record["draw"]["steps"] == 2
+    assert "| spread | " in text and "| `ahead:levels=8` |" in text and "{" not in text
+    made = ImagePipeline.from_pretrained(str(folder))
+    assert made.family.default_guidance in (1.0, 2.0) and made.model.net.config.grid == 12
+    passes = record["measured"]["passes"]["spread"]
+    assert passes["none"] == 1 and 0 < passes["ahead:levels=8"] < 1
