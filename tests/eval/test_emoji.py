@@ -1,9 +1,11 @@
 """The emoji world: its atlas, scenes, captions, prompts and detector; both worlds behind one interface."""
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +27,9 @@ from visspec.eval.world.emoji.scene import (
     scene_from_seed,
 )
 from visspec.eval.world.worlds import WORLDS, world
+from visspec.recipes.captioner import Naming
+from visspec.recipes.captioner_build import build_tokenizer
+from visspec.recipes.captioner_vision import patch_labels
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -254,3 +259,20 @@ def test_the_wrong_prompt_does_not_pass(detector):
 def test_clean_renders_pass_and_no_wrong_prompt_does(detector):
     right, wrong = wrong_passes(150, detector)
     assert right >= 148 and wrong == 0
+
+
+# --- the captioner's recipe ---
+
+
+def test_naming_reads_the_words_of_what_lies_at_a_patch():
+    place = world("emoji")
+    table, scenes = build_tokenizer(place).get_vocab(), place.scenes(3)
+    naming, labels = Naming(place, table), patch_labels(scenes, place)
+    same = SimpleNamespace(norm=lambda x: x)
+    model = SimpleNamespace(lm_head=lambda x: x, model=SimpleNamespace(language_model=same))
+    words = 20.0 * (sum(law[labels[name]] for name, law in naming.laws.items()) > 0)  # (B, patches, V)
+    right = float(naming(model, scenes, words))
+    assert right < np.log(5)  # up to four words of a name and one of size share the mass
+    assert float(naming(model, scenes, words.roll(1, dims=0))) > right + 5
+    elsewhere = torch.where((labels["name"] == 0)[..., None], 7.0, words)
+    assert float(naming(model, scenes, elsewhere)) == pytest.approx(right, abs=1e-5)

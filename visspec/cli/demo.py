@@ -67,8 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(summary, "\n")
         parts.append(f"<section><p>{html.escape(summary)}</p>{''.join(section.figures)}</section>")
         same = same and section.equal == count
-    console.print(" ".join(f"[{COLOURS[o]}]■[/] {MEANING[o]}" for o in COLOURS))
-    legend = " · ".join(f'<b style="color:{COLOURS[o]}">{html.escape(MEANING[o])}</b>' for o in COLOURS)
+    origins = {name: MEANING[name] for name in COLOURS if name != "given"}
+    console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in origins.items()))
+    legend = " · ".join(
+        f'<b style="color:{COLOURS[name]}">{html.escape(meaning)}</b>' for name, meaning in origins.items()
+    )
     picture, width = ("", 0) if arguments.world else drawn(out, console)
     page = PAGE.format(legend=legend, captions="".join(parts), drawn=picture, width=width)
     (out / "index.html").write_text(page)

@@ -27,22 +27,49 @@ import torch
 import torch.nn.functional as F
 from transformers import LlavaForConditionalGeneration
 
-from visspec.eval.world.worlds import WORLDS, world
+from visspec.eval.world.worlds import WORLDS, World, world
 from visspec.recipes.captioner_build import build_model, build_processor, save
 from visspec.recipes.captioner_card import finish
 from visspec.recipes.captioner_data import Batch, Encoder
 from visspec.recipes.captioner_score import score_captions
-from visspec.recipes.captioner_vision import patch_features, pixels, teach_vision
+from visspec.recipes.captioner_vision import patch_features, patch_labels, pixels, teach_vision
 from visspec.recipes.stages import Stage, begin, in_workers
 
 VISION_STEPS = 2400
 PEAK_RATE = {False: 1.5e-3, True: 2e-3}
+# Weight of `Naming` by world. Captions alone teach a few words to be read from the picture, but not hundreds: after
+# 1,200 steps of 16 captions, 57 % of the facts were right and every picture of the emoji had the same name.
+NAMING = {"shapes": 0.0, "emoji": 1.0}
+
+
+class Naming:
+    """A loss on projected patches: what lies in a patch's cell is to be read off it by the text model's last layer."""
+
+    def __init__(self, world: World, table: dict[str, int]):
+        self.world, self.laws = world, {}
+        for name, things in world.facts.items():
+            law = torch.zeros(len(things) + 1, len(table))
+            for number, thing in enumerate(things, start=1):  # 0 is an empty cell
+                words = thing.split()
+                law[number, [table[word] for word in words]] = 1 / len(words)
+            self.laws[name] = law
+
+    def __call__(self, model: LlavaForConditionalGeneration, scenes: list, seen: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of the words of every fact, for `seen` (B, patches, hidden)."""
+        log_p = model.lm_head(model.model.language_model.norm(seen)).float().log_softmax(-1)
+        labels = patch_labels(scenes, self.world)
+        losses = [-(law[labels[name]] * log_p).sum(-1)[labels[name] > 0].mean() for name, law in self.laws.items()]
+        return torch.stack(losses).mean()
 
 
 def caption_loss(
-    model: LlavaForConditionalGeneration, batch: Batch, features: torch.Tensor, first: int, half: bool = True
-) -> torch.Tensor:
-    """Weighted mean cross-entropy of a batch; `features` (B, patches, vision hidden) fill ids first..first+patches."""
+    model: LlavaForConditionalGeneration, batch: Batch, features: torch.Tensor, first: int, half: bool = True,
+    naming: tuple[float, Naming] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Weighted mean cross-entropy of a batch; `features` (B, patches, vision hidden) fill ids first..first+patches.
+
+    naming: a weight, and the loss on projected patches that is added with it.
+    """
     inner, length = model.model, features.shape[1]
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         embeds = model.get_input_embeddings()(batch.ids)
@@ -50,9 +77,10 @@ def caption_loss(
         embeds = torch.cat([embeds[:, :first], seen, embeds[:, first + length :]], 1)
         hidden = inner.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[:, first + length - 1 : -1])
+        named = 0.0 if naming is None else naming[0] * naming[1](model, batch.scenes, seen)
     losses = F.cross_entropy(logits.float().flatten(0, 1), batch.ids[:, first + length :].flatten(), reduction="none")
     weight = batch.weight[:, first + length :].flatten()
-    return (losses * weight).sum() / weight.sum()
+    return (losses * weight).sum() / weight.sum() + named
 
 
 class CaptionStage(Stage):
@@ -66,6 +94,8 @@ class CaptionStage(Stage):
         self.world = world(options.world)
         self.processor = build_processor(self.world)
         self.encoder, self.waiting = Encoder(self.processor.tokenizer, self.world), list[Batch]()
+        share = NAMING[self.world.name]
+        self.naming = (share, Naming(self.world, self.encoder.table)) if share else None
         self.model = build_model(tower, self.world, options.small).train()
         self.model.set_attn_implementation("eager")
         self.model.model.vision_tower.requires_grad_(False)
@@ -79,7 +109,7 @@ class CaptionStage(Stage):
         batch, half = self.waiting.pop(0), not self.options.float32
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
             features = patch_features(self.model.model.vision_tower, pixels(batch.scenes, self.world)).float()
-        return caption_loss(self.model, batch, features, self.encoder.first_image, half)
+        return caption_loss(self.model, batch, features, self.encoder.first_image, half, self.naming)
 
     def report(self) -> dict:
         """Captions of held-out scenes, by the first worker; it refreshes the early folder."""
