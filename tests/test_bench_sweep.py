@@ -9,7 +9,7 @@ from tests import tiny_images
 from visspec.api.images import ImagePipeline
 from visspec.cli import bench_image, bench_sweep
 from visspec.cli.main import main
-from visspec.eval.world.worlds import world
+from visspec.eval.world.worlds import known_to, world
 from visspec.laws import Categorical
 from visspec.tree import undrafted
 from visspec.types import Capabilities, Scores
@@ -110,10 +110,9 @@ def test_the_world_is_the_one_whose_words_the_model_knows(model):
             self.tokenizer = self
             self.get_vocab = lambda: dict.fromkeys(words, 0)
 
-    class Pipe:
-        def __init__(self, words):
-            self.processor = Known(words)
+    def name(words):
+        return known_to(Known(words), lambda place: place.suite.vocabulary()).name
 
-    assert bench_image.known(Pipe(world("emoji").suite.vocabulary())) == "emoji"
-    assert bench_image.known(Pipe(world("shapes").suite.vocabulary())) == "shapes" == bench_image.known(Pipe(["x"]))
+    assert name(world("emoji").suite.vocabulary()) == "emoji"
+    assert name(world("shapes").suite.vocabulary()) == "shapes" == name(["x"])
     assert {row["tag"] for row in bench_image.spread(9, None, world("emoji"))} == {"single_object"}

@@ -174,17 +174,20 @@ shipped = pytest.mark.skipif(not (ZOO / "captioner" / "model.safetensors").exist
 
 
 @shipped
-@pytest.mark.parametrize("name, least", [("captioner", 0.95), ("captioner-small", 0.5)])
-def test_shipped_captioner_loads_offline_and_states_facts(name, least):
+@pytest.mark.parametrize(
+    "name, of, least, shortest",
+    [("captioner", "shapes", 0.95, 55), ("captioner-small", "shapes", 0.5, 55), ("captioner-emoji", "emoji", 0.85, 25)],
+)
+def test_shipped_captioner_loads_offline_and_states_facts(name, of, least, shortest):
     transformers = pytest.importorskip("transformers")
     from visspec.recipes.captioner_score import score_captions
 
     processor = transformers.AutoProcessor.from_pretrained(ZOO / name, local_files_only=True)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(ZOO / name, local_files_only=True).float().eval()
     assert not model.generation_config.do_sample and model.generation_config.eos_token_id is not None
-    record = score_captions(model, processor, world("shapes"), 16)
+    record = score_captions(model, processor, world(of), 16)
     assert record["accuracy"] >= least
-    assert record["tokens_range"][0] >= 55
+    assert record["tokens_range"][0] >= shortest
 
 
 @shipped

@@ -4,7 +4,7 @@
 either; the modules it names hold the same functions in both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -68,6 +68,13 @@ def world(name: str) -> World:
     if name not in WORLDS:
         raise ValueError(f"world: got {name!r}, expected one of {WORLDS}")
     return _shapes() if name == "shapes" else _emoji()
+
+
+def known_to(processor: Any, words: Callable[[World], Iterable[str]]) -> World:
+    """The world all of whose words a model's processor or tokenizer has; shapes for other models."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    there = set(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else set()
+    return next((world(name) for name in WORLDS if set(words(world(name))) <= there), world("shapes"))
 
 
 def _modules(package: str) -> dict[str, ModuleType]:

@@ -262,7 +262,7 @@ def _shards(readers, claims, make, shards: Shards, pool: Pool, size: int) -> Ite
         rows = numbers.map_batches(Reading(readers, claims, size, home).__call__, **whole, num_cpus=READING)
         made = rows.map_batches(
             Worker, fn_constructor_args=(make, shards, claims, pool, home), **whole,
-            compute=data.ActorPoolStrategy(size=pool.workers, max_tasks_in_flight_per_actor=1),
+            compute=data.ActorPoolStrategy(size=pool.workers, max_tasks_in_flight_per_actor=2),
             num_cpus=pool.threads, num_gpus=pool.gpus or None,
         )  # fmt: skip
         for row in made.iter_rows():

@@ -146,14 +146,16 @@ VECTOR_PRESETS = {  # of painters of vectors; a drafter stands for that of the p
     "plain": Preset("none", "coupled:window=1", "no drafting, one step of a chain in a pass of the head"),
     "denoise": Preset("none", "coupled:window=32", "accelerated diffusion by speculative sampling, on every vector"),
     "coupled": Preset(
-        "painter-continuous-drafter", "coupled:window=32", "drafted vectors, chains coupled step by step"
+        "painter-continuous-drafter", "coupled:window=16", "drafted vectors, chains coupled step by step"
     ),
     "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
     "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
 }
 SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, that of its target, what it is
     "vispec": ("eagle", "captioner-vispec", "captioner", "the embedded captioner's"),
+    "vispec-emoji": ("eagle", "captioner-emoji-vispec", "captioner-emoji", "that of the emoji's captioner"),
     "painter-eagle": ("image-eagle", "painter-eagle", "painter", "the embedded painter's"),
+    "painter-emoji-eagle": ("image-eagle", "painter-emoji-eagle", "painter-emoji", "that of the emoji's painter"),
     "painter-continuous-drafter": (
         "continuous",
         "painter-continuous-drafter",

@@ -28,8 +28,7 @@ from visspec.eval.report.images import small_png
 from visspec.eval.speed import equality
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.paired import Run
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
+from visspec.eval.world.worlds import WORLDS, known_to, world
 from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth, text_pieces
 from visspec.models.targets.compiled import stepwise
@@ -44,6 +43,7 @@ FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=positive, default=64, help="how many held-out scenes")
+    parser.add_argument("--world", choices=WORLDS, help="of the scenes; default: the one whose words the model knows")
     parser.add_argument("--threads", type=positive, help="torch threads")
     parser.add_argument("--compile", action="store_true", help="ours compiled, and transformers compiled beside it")
     add_captioning(parser)
@@ -55,8 +55,9 @@ def run(arguments: argparse.Namespace) -> None:
     model, processor, drafter = load(arguments)
     small = zoo.CHECKPOINTS / "captioner-small"
     assistant = loading.load(str(small))[0] if not arguments.model and small.is_dir() else None
+    place = world(arguments.world) if arguments.world else known_to(processor, lambda w: w.captions.vocabulary())
     record = bench_caption(
-        model, processor, [to_image(scene) for scene in held_out_scenes(arguments.images)], drafter=drafter,
+        model, processor, [place.to_image(scene) for scene in place.scenes(arguments.images)], drafter=drafter,
         assistant=assistant, acceptance=arguments.acceptance, batch_size=arguments.batch_size,
         max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed,
         request=arguments.prompt or PROMPT, compile=arguments.compile,

@@ -37,7 +37,7 @@ from visspec.eval.report.records import Picture
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.paired import Run
 from visspec.eval.world.suite import TASKS, suite
-from visspec.eval.world.worlds import WORLDS, World, world
+from visspec.eval.world.worlds import WORLDS, World, known_to, world
 from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.models.targets.image_ar import Family
@@ -99,7 +99,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{asked}: {pipe.family.no_pixels}")
     pipe.set_progress_bar_config(disable=True)
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
-    place, seed = world(arguments.world or known(pipe)), arguments.seed
+    seed = arguments.seed
+    place = world(arguments.world) if arguments.world else known_to(pipe.processor, lambda w: w.suite.vocabulary())
     texts = [p["prompt"] for p in spread(arguments.prompts, arguments.task, place)]
     home, judged = arguments.json.resolve().parent if arguments.json else None, arguments.quality
     if arguments.sweep is None:
@@ -113,13 +114,6 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console()
     console.print(*tables(record, console.width))
     write_json(arguments.json, record)
-
-
-def known(pipe: ImagePipeline) -> str:
-    """The name of the world all of whose prompts' words the model's tokenizer has; shapes for other models."""
-    tokenizer = getattr(pipe.processor, "tokenizer", pipe.processor)
-    words = set(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else set()
-    return next((name for name in WORLDS if set(world(name).suite.vocabulary()) <= words), "shapes")
 
 
 def prompts_of(place: World | None) -> list[dict]:

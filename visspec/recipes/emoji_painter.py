@@ -40,7 +40,7 @@ NAME, OF, SIDE = "painter-emoji", "emoji", 96
 PROMPT = 16  # ids of the longest prompt
 SHARD = 2000
 FIRST_SEED = {"vq": 0, "tokens": 1 << 28}  # both below HELD_OUT_SEED
-SIDES, OFFSET, MOST_TURN = (0.62, 0.7), 0.06, 6.0  # of the animals: what is drawn is at home in the middle
+SIDES, OFFSET, MOST_TURN = (0.64, 0.68), 0.02, 2.0  # of the animals: what is drawn is at home in the middle
 WINDOW = 48  # pixels a side of the cut-outs that the VQ model starts with
 SEED = 0  # of the measured pictures
 
