@@ -346,8 +346,8 @@ def test_passes_a_code_on_the_toy():
 
 @pytest.mark.slow
 def test_spread_orders_need_fewer_passes():
-    """Nine codes of two colours, drafts of three: 0.396 of a pass a code in raster order and 0.371 spread; the published
-    form 0.701 and 0.674.
+    """Nine codes of two colours, drafts of three: 0.396 of a pass a code in raster order and 0.371 spread; the
+    published form 0.701 and 0.674.
     """
     joint = potts(3, 3, 2, 0.5)
     toys = [Toy(joint, order) for order in (tuple(range(9)), spread(3, 3))]
