@@ -12,7 +12,7 @@ import torch
 
 import visspec
 from tests import tiny_images
-from tests.any_order import Toy, potts, process
+from tests.any_order import Toy, potts, process, published_passes
 from tests.laws import output_law, total_variation, verdicts
 from tests.test_image_nets import one_sentence
 from tests.test_law import chi_square
@@ -328,18 +328,32 @@ def test_drawn_images_have_the_enumerated_law(rule):
 
 
 def test_passes_a_code_on_the_toy():
-    """Four codes of four colours on a grid, neighbours alike 1.65 times as likely: at equal law, 0.55 of a pass a code
-    in raster order and 0.54 spread; two passes, 0.5, are the least for four codes.
+    """Four codes of four colours on a grid, neighbours alike 1.65 times as likely: at equal law, 0.551 of a pass a code
+    in raster order and 0.544 spread, where two passes, 0.5, are the least for four codes; the published form, which
+    takes a pass to draft and one to verify, needs more.
     """
     joint = potts(2, 2, 4, 0.5)
     found = {}
     for name, order in (("raster", (0, 1, 2, 3)), ("spread", spread(2, 2))):
-        law, passes = process(Toy(joint, order), 3)
+        toy = Toy(joint, order)
+        law, passes = process(toy, 3)
         assert total_variation(law, joint.permute(*order)) < 1e-12
         found[name] = passes / 4
-    assert 0.5 < found["spread"] < found["raster"] < 0.56
-    independent = process(Toy(potts(2, 2, 4, 0.0), spread(2, 2)), 3)[1] / 4
-    assert abs(independent - 0.5) < 1e-9
+        assert passes < published_passes(toy, 4)
+    assert found == pytest.approx({"raster": 0.5507, "spread": 0.5445}, abs=1e-4)
+    assert process(Toy(potts(2, 2, 4, 0.0), spread(2, 2)), 3)[1] / 4 == pytest.approx(0.5)
+
+
+@pytest.mark.slow
+def test_spread_orders_need_fewer_passes():
+    """Nine codes of two colours, drafts of three: 0.396 of a pass a code in raster order and 0.371 spread; the
+    published form 0.701 and 0.674.
+    """
+    joint = potts(3, 3, 2, 0.5)
+    toys = [Toy(joint, order) for order in (tuple(range(9)), spread(3, 3))]
+    found = [process(toy, 3)[1] / 9 for toy in toys]
+    assert found == pytest.approx([0.3956, 0.3712], abs=1e-4)
+    assert [published_passes(toy, 3) / 9 for toy in toys] == pytest.approx([0.7014, 0.6738], abs=1e-4)
 
 
 # --- orders -----------------------------------------------------------------------------------------------------------

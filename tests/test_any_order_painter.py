@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, JanusVQVAEConfig
 
 from tests.test_any_order import network
-from tests.test_image_nets import one_sentence
+from tests.test_image_nets import gpt_reference, one_sentence, turn_by_hand
 from visspec import ImagePipeline
 from visspec.api import loading, zoo
 from visspec.api.image_call import ORIGINS
@@ -307,6 +307,28 @@ def test_published_weights_are_loaded_by_their_names(tmp_path):
     del tensors["pos_instruct_embeddings"]
     save_file(tensors, tmp_path / "plain.safetensors")
     assert type(layouts_llamagen.load_llamagen(tmp_path / "plain.safetensors", grid=4, heads=4)) is not RandAR
+
+
+@torch.no_grad()
+def test_published_laws_are_those_of_the_formula(tmp_path):
+    """LlamaGen's decoder by hand over class, query, code, query, ..., each pair at its place; a query is the learned
+    vector, rotated head by head as a key at that place.
+    """
+    tensors = dict(network().state_dict())
+    save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "randar.safetensors")
+    model = layouts_llamagen.load_llamagen(tmp_path / "randar.safetensors", grid=4, heads=4)
+    order = torch.tensor([9, 3, 0, 14, 7])
+    codes, turn = torch.tensor([5, 1, 23, 5, 0]), turn_by_hand(1, 4, 8)
+    query = tensors["pos_instruct_embeddings"].view(4, 4, 2)  # heads, pairs of channels
+    cosine, sine = turn[1 + order][:, None].unbind(-1)
+    even, odd = query.unbind(-1)
+    asked = torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], dim=-1).flatten(1)
+    first = tensors["cls_embedding.embedding_table.weight"][[3]]
+    pairs = torch.stack([asked, tensors["tok_embeddings.weight"][codes]], dim=1).flatten(0, 1)
+    at = torch.cat([torch.zeros(1, dtype=torch.long), 1 + order.repeat_interleave(2)])
+    expected = gpt_reference(tensors, torch.cat([first, pairs])[None], turn[at], 4, 2)[:, 1::2]
+    found = model.laws(model.prefix(torch.tensor([3])), codes[None], order[None])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_folder_s_loader_is_the_command_line_s(written):

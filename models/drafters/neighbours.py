@@ -26,6 +26,7 @@ class Neighbours(Drafter):
 
     def start(self, state: State, scores: Scores) -> None:
         request = state.request
+        assert request.grid is not None  # any-order targets ask for one
         state.memory = {row: Patchwork(request.grid, request.visits(row)) for row in state.rows}
         if request.known is not None:
             for row in state.rows:

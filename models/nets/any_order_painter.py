@@ -6,7 +6,7 @@ Shapes: B prompts, P words of the longest prompt, F features of a word.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ class AnyOrderPainter(OwnPainter):
         for table in (self.words, self.columns):
             nn.init.normal_(table.weight)
         self.net.begin()
-        nn.init.normal_(self.net.cls_embedding.uncond_embedding, std=DEVIATION)
+        nn.init.normal_(self.net.get_parameter("cls_embedding.uncond_embedding"), std=DEVIATION)
 
     def features(self, ids_BL: Tensor, real_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Prompts padded on the left -> the condition (B, P, F), zero at padding, and which of it is real (B, P). Words
@@ -110,7 +110,7 @@ class JanusCodec:
     @torch.no_grad()
     def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Codes (B, T) in raster order -> pixels (B, height, width, 3), float32 in [-1, 1]."""
-        return self.model.decode(tokens).permute(0, 2, 3, 1).float().clamp(-1, 1)
+        return self.model.decode(cast(torch.LongTensor, tokens)).permute(0, 2, 3, 1).float().clamp(-1, 1)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:

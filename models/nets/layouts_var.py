@@ -1,5 +1,6 @@
 """VAR's transformers (d16 to d36; 512 pixels with shared modulation) and its multi-scale VQ autoencoder as published:
-safetensors, converted from `var_d*.pth` and `vae_ch160v4096z32.pth` (`visspec.recipes.convert_checkpoint`).
+safetensors, converted from `var_d*.pth` and `vae_ch160v4096z32.pth` (`visspec.recipes.convert_checkpoint`). And our own
+folders of autoencoders, with config.json (`visspec train vq`).
 """
 
 from __future__ import annotations
@@ -7,16 +8,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from visspec.checkpoint import check_folder, check_whole, check_wholes, load_strictly, read_json, read_tensors
+from visspec.files import write_json
 from visspec.models.nets.layouts import count, multipliers, need, place, read_published, rename
 from visspec.models.nets.layouts_vq import CODEBOOK, fitted, stock_rules
 from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Scales
 from visspec.models.nets.var import VAR, VARConfig
 
+CONFIG, WEIGHTS, KIND = "config.json", "model.safetensors", "multiscale_vae"
 NOT_WEIGHTS = r"lvl_1L$|attn_bias_for_masking$"  # follow from the scales
 NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
 SMOOTH = "quantize.quant_resi.qresi_ls."
@@ -67,7 +73,12 @@ def _scales(level_L: Tensor, given: Scales | None, where: str | Path) -> Scales:
 
 
 def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiScaleVAE:
-    """VAR's autoencoder (or another of its layout) from safetensors, in evaluation mode."""
+    """VAR's autoencoder, another of its layout, or a folder of `save_vae`, in evaluation mode."""
+    if (shape := saved_shape(path)) is not None:
+        tensors = read_tensors(check_folder(path))
+        model = MultiScaleVAE(shape).eval().to(dtype or need(tensors, CODEBOOK, 2, path).dtype)
+        load_strictly(model, tensors, Path(path))
+        return model
     named = rename(_split(read_published(path), path), (), NOT_VQ_WEIGHTS)
     tensors = {name: tensor for name, (_, tensor) in named.items()}
     shape = shape_of(tensors, path)
@@ -75,6 +86,46 @@ def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiSca
     rules = stock_rules(len(shape.multipliers))
     place(model, {name: (old, fitted(name, tensor)) for name, (old, tensor) in rename(tensors, rules).items()}, path)
     return model
+
+
+def save_vae(folder: str | Path, model: MultiScaleVAE, scales: Scales) -> None:
+    """Write config.json and model.safetensors, with the scales that it was trained for."""
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}, root / WEIGHTS)
+    entries = {"kind": KIND, "shape": asdict(model.shape), "scales": [list(grid) for grid in scales.grids]}
+    write_json(root / CONFIG, entries)
+
+
+def saved_shape(path: str | Path) -> MultiScaleShape | None:
+    """The shape of an autoencoder of ours, None for anything else."""
+    entries = _entries(path)
+    if entries is None:
+        return None
+    shape = dict(entries.get("shape") or {})
+    try:
+        found = MultiScaleShape(**shape | {"multipliers": tuple(shape.get("multipliers", ()))})
+    except TypeError as error:
+        raise ValueError(f"checkpoint: {CONFIG} of {path} has a wrong entry ({error})") from None
+    for name, value in asdict(found).items():
+        check_wholes(name, value, 1, 1 << 16) if name == "multipliers" else check_whole(name, value, 1, 1 << 16)
+    return found
+
+
+def saved_scales(path: str | Path) -> Scales:
+    """The scales that an autoencoder of ours was trained for. Raises ValueError for another folder."""
+    entries = _entries(path)
+    if entries is None:
+        raise ValueError(f"checkpoint: {path} says no scales, expected a folder that `visspec train vq` wrote")
+    return Scales(tuple(tuple(grid) for grid in entries.get("scales") or ()))
+
+
+def _entries(path: str | Path) -> dict | None:
+    root = Path(path)
+    if not (root / CONFIG).is_file():
+        return None
+    entries = read_json(root, CONFIG)
+    return entries if entries.get("kind") == KIND else None
 
 
 def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShape:

@@ -9,6 +9,7 @@ Shapes: B images, T codes of all maps, S codes of a map, c channels of codes, (H
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -109,14 +110,21 @@ class Quantizer(nn.Module):
         maps = enumerate(codes_BT.split(scales.sizes, dim=1))
         return torch.stack([self.part(k, scales, codes) for k, codes in maps]).sum(dim=0)
 
-    def encode(self, features: Tensor, scales: Scales) -> Tensor:
-        """Codes (B, T): of each map the nearest to what the maps before have left."""
-        left, found = features, []
+    def maps(self, features: Tensor, scales: Scales) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each map: what the maps before have left, on its grid (B, S, c); the nearest codes (B, S); what they add,
+        (B, c, H, W).
+        """
+        left = features
         for k in range(len(scales)):
             at_BSc = self.shrink(left, k, scales) if k < len(scales) - 1 else left.flatten(2).transpose(1, 2)
-            found.append(torch.cdist(at_BSc.float(), self.embedding.weight.float()[None]).argmin(-1))
-            left = left - self.part(k, scales, found[-1])
-        return torch.cat(found, dim=1)
+            codes_BS = torch.cdist(at_BSc.float(), self.embedding.weight.float()[None]).argmin(-1)
+            part = self.part(k, scales, codes_BS)
+            left = left - part.detach()
+            yield at_BSc, codes_BS, part
+
+    def encode(self, features: Tensor, scales: Scales) -> Tensor:
+        """Codes (B, T): of each map the nearest to what the maps before have left."""
+        return torch.cat([codes for _, codes, _ in self.maps(features, scales)], dim=1)
 
 
 @dataclass(frozen=True)

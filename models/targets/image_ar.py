@@ -130,7 +130,7 @@ class Family:
         """Its target, for a drafter with these traits."""
         return self.target(self, bool(traits.feature_layers), compile)
 
-    def size(self) -> tuple[int, int]:
+    def pixel_size(self) -> tuple[int, int]:
         """Height and width in pixels of an any-order family's images."""
         raise NotImplementedError
 

@@ -50,7 +50,7 @@ class RandARImages(LlamaGenImages):
         """Position ids before those of places."""
         return self.model.config.prefix
 
-    def size(self) -> tuple[int, int]:
+    def pixel_size(self) -> tuple[int, int]:
         side = self.model.config.grid * self.factor
         return side, side
 
@@ -101,7 +101,8 @@ class RandARTarget(ImageAR):
         self.ahead = ahead
         self.capabilities = replace(self.capabilities, any_order=True)
 
-    revise = Target.revise
+    def revise(self, state: State, tokens: Tensor, places: Tensor, seen: Tensor) -> Scores:
+        return Target.revise(self, state, tokens, places, seen)
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """Run the prompts (`request.inputs` is a `Prompt`) and the given codes. Scores: laws (B, 1) of the first codes

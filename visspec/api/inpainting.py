@@ -64,7 +64,7 @@ def picture_of(
             raise ValueError(f"{missing}: got None beside {name}, expected both: a picture, and white where to draw")
     if image is None:
         return None
-    height, width = family.size()
+    height, width = family.pixel_size()
     each = [_pixels(item, (height, width), layout, family) for item in _items(image, _one_image)]
     masks = [_white(item, (height, width)) for item in _items(mask, _one_mask)]
     for name, found in (("image", len(each)), ("mask_image", len(masks))):
@@ -129,9 +129,9 @@ def _pixels(item: Any, size: tuple[int, int], layout: Layout, family: Family) ->
     if tuple(found.shape[1:]) != size:
         wanted = f"{size[0]} x {size[1]}, that of the model's images"
         raise ValueError(f"image: got a size of {found.shape[1]} x {found.shape[2]}, expected {wanted}")
-    low, high = (float(end) for end in found.aminmax())
-    if not (low >= 0 and high <= 1):
-        raise ValueError(f"image: got numbers from {low:.3g} to {high:.3g}, expected 0 to 1")
+    darkest, brightest = (float(end) for end in found.aminmax())
+    if not (darkest >= 0 and brightest <= 1):
+        raise ValueError(f"image: got numbers from {darkest:.3g} to {brightest:.3g}, expected 0 to 1")
     return found.float()
 
 

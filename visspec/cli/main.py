@@ -31,6 +31,7 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "bench kernels": "time and bandwidth of each kernel",
     "train": "train",
     "train drafter": "distil a feature drafter for a target, in process",
+    "train vq": "a multi-scale VQ autoencoder (VAR's) of a folder of images",
     "tune": "choose drafter, tree, length and batch for a model and images, by measurement",
     "eval": "judge images and texts: FID, GenEval, CLIPScore, captions, ...",
     "report": "one HTML page from the JSON of benches",

@@ -64,7 +64,7 @@ def score(
     begun = time.time()
     out = draw(model, processor, [row["prompt"] for row in rows], guidance, seed, **options)
     passes = [(int(numbers.max()) + 1) / numbers.size for numbers in out.passes]
-    figures = summary(verdicts(to_uint8(out.images * 2 - 1), rows), rows)
+    figures = summary(verdicts(to_uint8(torch.stack(list(out.images)) * 2 - 1), rows), rows)
     record = {"guidance": guidance, "passes": round(sum(passes) / len(passes), 4), **figures}
     return record | {"seconds": round(time.time() - begun, 1)}
 
