@@ -38,7 +38,8 @@ def test_an_accelerated_model_is_read_back(tmp_path, how):
     head = str(saved(tmp_path / "head", *eagle_3()))
     make("llava", "vispec").save_pretrained(tmp_path / "ours", {"seed": 4})
     drafter = {
-        "name": "ngram", "options": "suffix:shared=false", "object": make("llava", "eagle3"), "folder": str(tmp_path / "ours"),
+        "name": "ngram", "options": "suffix:shared=false", "object": make("llava", "eagle3"),
+        "folder": str(tmp_path / "ours"),
         "published": head, "published-options": f"{head}:width=3,images=slots",
         "block": str(saved(tmp_path / "block", *speculators_dflash())),
     }[how]  # fmt: skip

@@ -21,7 +21,7 @@ from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.eagle import FeatureDrafter, scaled_section
 from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.nets.eagle_head import EagleConfig, EagleHead, turns, turns_at
+from visspec.models.nets.eagle_head import EagleConfig, EagleHead, LowRank, turns, turns_at
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
 from visspec.types import State
 
@@ -84,7 +84,8 @@ class EagleDrafter(FeatureDrafter):
             self.head.keep(ids)
         weight = self.lm_head.weight
         if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] == self.config.hidden:
-            self.head.lm_head.weight.copy_(weight[ids.to(weight.device)])
+            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.head.fc.weight.device)
+            own.approximate(rows_Dd) if isinstance(own, LowRank) else own.weight.copy_(rows_Dd)
         self.refresh()
 
     @torch.no_grad()

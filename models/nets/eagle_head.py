@@ -50,7 +50,8 @@ class EagleConfig:
     """Configuration of the network and of its target.
 
     feature_layers: indices into the target's hidden_states (-1: last, after the final norm). draft_vocab: ids that the
-    network's own head predicts; 0: the target's head decodes. rope_scaling: "default", "linear" or "llama3" with its
+    network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the product of two matrices
+    (SlimSpec); 0: one matrix. rope_scaling: "default", "linear" or "llama3" with its
     factors by name. mrope_section: rotary channels per position row if the drafter's positions are M-RoPE's, else ().
     positions: "target", or "index", the number of the slot in the prompt, as ViSpec and MSD count.
     """
@@ -67,6 +68,7 @@ class EagleConfig:
     fusion: str = "sum"
     feature_layers: tuple[int, ...] = (-1,)
     draft_vocab: int = 0
+    head_rank: int = 0
     images: str = "slots"
     image_latents: int = 0
     image_ids: tuple[int, ...] = ()
@@ -94,6 +96,7 @@ class EagleConfig:
         check_whole("head_size", self.head_size, 2, LARGEST)
         check_whole("target_layers", self.target_layers, 1, MOST_LAYERS)
         check_whole("draft_vocab", self.draft_vocab, 0, self.vocab)
+        check_whole("head_rank", self.head_rank, 0, self.hidden)
         check_whole("image_latents", self.image_latents, 0)
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         for name in ("eps", "rope_theta"):
@@ -146,6 +149,10 @@ class EagleConfig:
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
         if self.fusion == "sum" and (named := [name for name in flags if getattr(self, name)]):
             raise ValueError(f"{named[0]}: got true with fusion 'sum', expected fusion 'split'")
+        if self.head_rank and not self.draft_vocab:
+            raise ValueError(
+                f"head_rank: got {self.head_rank} with draft_vocab 0, expected a head of the drafter's own"
+            )
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc, fc_norm: got both, expected one of them")
         self._check_rope()
@@ -292,6 +299,25 @@ class ImageAdaptor(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
+class LowRank(nn.Module):
+    """A head over a vocabulary as the product of two matrices: (..., d) -> (..., D)."""
+
+    def __init__(self, hidden: int, rank: int, vocab: int):
+        super().__init__()
+        self.down, self.up = nn.Linear(hidden, rank, bias=False), nn.Linear(rank, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+    @torch.no_grad()
+    def approximate(self, weight_Dd: Tensor) -> None:
+        """Become the closest such head, by squares: projections on the leading eigenvectors of its Gram matrix."""
+        wide = weight_Dd.double()
+        basis_dr = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -self.down.out_features :]
+        self.down.weight.copy_(basis_dr.T)
+        self.up.weight.copy_(wide @ basis_dr)
+
+
 class EagleHead(nn.Module):
     """Weights of a published drafter. The ids of its own head are `d2t` + their index."""
 
@@ -314,7 +340,8 @@ class EagleHead(nn.Module):
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
         if config.draft_vocab:
-            self.lm_head = nn.Linear(d, config.draft_vocab, bias=False)
+            count, rank = config.draft_vocab, config.head_rank
+            self.lm_head = LowRank(d, rank, count) if rank else nn.Linear(d, count, bias=False)
             if config.draft_vocab < config.vocab:
                 self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
                 self.register_buffer("t2d", torch.arange(config.vocab) < config.draft_vocab)
