@@ -74,6 +74,7 @@ class EagleDrafter(FeatureDrafter):
         """
         from visspec.models.drafters import eagle_layouts
 
+        eagle_layouts.check_verifier_named(self.model, form, verifier)
         eagle_layouts.write(self, folder, form, verifier)
 
     @torch.no_grad()

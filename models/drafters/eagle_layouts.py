@@ -248,6 +248,12 @@ def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | 
     (root / CONFIG).write_text(json.dumps(data, indent=2) + "\n")
 
 
+def check_verifier_named(model: Any, form: str, verifier: str | None) -> None:
+    """Raises ValueError where other engines could not find the target, whose embeddings and head they load by name."""
+    if form == "speculators" and not (verifier or model.config.name_or_path):
+        raise ValueError("verifier: got None, expected the name or the path of the target, which is loaded by it")
+
+
 def check_form(config: EagleConfig, form: str) -> None:
     """Raises ValueError if a published form can't hold a configuration."""
     if form not in FORMS:
@@ -272,9 +278,11 @@ def check_form(config: EagleConfig, form: str) -> None:
             f"form: got feature_layers {list(config.feature_layers)}, expected outputs of layers"
             f" 0..{config.target_layers - 2}, as 'eagle3' counts them"
         )
-    if form == "speculators" and any(not 0 <= i < config.target_layers for i in config.feature_layers):
+    states = config.feature_layers
+    apart = len(set(states)) == len(states)
+    if form == "speculators" and not (apart and all(0 <= i < config.target_layers for i in states)):
         raise ValueError(
-            f"form: got feature_layers {list(config.feature_layers)}, expected states before one of the layers"
+            f"form: got feature_layers {list(states)}, expected different states before one of the layers"
             f" 0..{config.target_layers - 1}"
         )
 

@@ -144,8 +144,8 @@ VECTOR_PRESETS = {  # of painters of vectors; a drafter stands for that of the p
 
 
 class Trained(NamedTuple):
-    """A published feature drafter as values of one: of its network (`EagleConfig`), of its training (`train.loop.Plan`),
-    and of the trees it drafts.
+    """A published feature drafter as values of one: of its network (`EagleConfig`), of its training
+    (`train.loop.Plan`), and of the trees it drafts.
     """
 
     source: str

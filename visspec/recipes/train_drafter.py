@@ -138,7 +138,7 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
     if network["fusion"] == "split":
         depth = text.num_hidden_layers
         low = min(2, depth - 1)
-        network["feature_layers"] = (low, max(depth // 2, low), max(depth - 3, low))
+        network["feature_layers"] = tuple(sorted({low, max(depth // 2, low), max(depth - 3, low)}))
         network["kv_heads"] = text.num_key_value_heads
         network["head_size"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return network, found
