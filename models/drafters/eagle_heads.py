@@ -35,8 +35,6 @@ class EagleDrafter(FeatureDrafter):
     was made for another target.
     """
 
-    config: EagleConfig
-
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
         check_target(config, model)
@@ -47,7 +45,7 @@ class EagleDrafter(FeatureDrafter):
         self.model, self.images = model, config.images == "latents"
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.borrowed = (embed, lm_head)
-        FeatureDrafting.__init__(self, head, embed, lm_head, self._like(model), width, nodes)  # type: ignore[arg-type]
+        FeatureDrafting.__init__(self, head, embed, lm_head, self._like(model), width, nodes)
         self.traits = replace(self.traits, embeddings=config.images in SEEN, joins=True)
 
     @classmethod

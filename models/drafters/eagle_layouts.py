@@ -115,9 +115,9 @@ def config_of(
         )  # fmt: skip
     ids = _states(folder, form, data, text.num_hidden_layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    common |= {name: bool(data.get(name, False)) for name in flags}
     return EagleConfig(
         **common,
-        **{name: bool(data.get(name, False)) for name in flags},
         fusion="split",
         feature_layers=ids,
         draft_vocab=data.get("draft_vocab_size") or sizes["vocab"],

@@ -36,7 +36,7 @@ IMAGES = {  # slots of an image in the draft sequence
     "none": "no elements (HiViS, arXiv 2509.23928)",
     "blind": "no elements, and no features of the target in place of which zeros stand: a control",
 }
-SCALED = {"default": {}, "linear": {"factor"}, "llama3": {
+SCALED: dict[str, set[str]] = {"default": set(), "linear": {"factor"}, "llama3": {
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
 }}  # fmt: skip
 FLAGS = (
@@ -356,6 +356,10 @@ class EagleHead(nn.Module):
                     self.img_fc.bias.zero_()
 
     @property
+    def layer(self) -> Layer:
+        return self.layers[0]  # type: ignore[return-value]
+
+    @property
     def ids(self) -> Tensor | None:
         """Target ids (D,) of the head's own logits; None if they are the target's vocabulary."""
         if not 0 < self.config.draft_vocab < self.config.vocab:
@@ -406,11 +410,11 @@ class EagleHead(nn.Module):
         if self.config.fusion == "sum":
             return x
         embed, feature = x.chunk(2, dim=-1)
-        return torch.cat([self.layers[0].input_layernorm(embed), self.layers[0].hidden_norm(feature)], dim=-1)
+        return torch.cat([self.layer.input_layernorm(embed), self.layer.hidden_norm(feature)], dim=-1)
 
     def parted(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, T, H, E), rotated keys and values (B, T, K, E)."""
-        attention, size, read = self.layers[0].self_attn, self.config.head_size, self.normed(x_BTX)
+        attention, size, read = self.layer.self_attn, self.config.head_size, self.normed(x_BTX)
         query, key, value = (
             f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
@@ -430,7 +434,7 @@ class EagleHead(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer after attention: the next feature (..., d)."""
-        layer = self.layers[0]
+        layer = self.layer
         if self.config.fusion == "split":
             x = x.chunk(2, dim=-1)[1]
             x = layer.hidden_norm(x) if self.config.norm_before_residual else x
