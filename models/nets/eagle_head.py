@@ -146,6 +146,11 @@ class EagleConfig:
                 f"hidden: got {self.hidden} and a target of {self.target_hidden}, expected an embedding and a head of"
                 " the drafter's own"
             )
+        if self.hidden != self.target_hidden and self.images in ("slots", "embeddings", "latents"):
+            raise ValueError(
+                f"images: got {self.images!r} with hidden size {self.hidden}, expected the target's"
+                f" {self.target_hidden}, whose embeddings it reads"
+            )
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
         if self.fusion == "sum" and (named := [name for name in flags if getattr(self, name)]):
             raise ValueError(f"{named[0]}: got true with fusion 'sum', expected fusion 'split'")
