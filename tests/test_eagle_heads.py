@@ -33,6 +33,8 @@ FORMS = {
         "qk_norm": True,
     },
     "eagle3-input-norm": SPLIT | {"images": "placeholders", "norm_before_fc": True, "draft_vocab": 33, "head_size": 12},
+    "eagle3-narrow": SPLIT
+    | {"images": "placeholders", "draft_vocab": 40, "hidden": 20, "head_size": 6, "own_embedding": True},
     "eagle3-blind": SPLIT | {"images": "blind", "draft_vocab": 40},
 }  # fmt: skip
 
@@ -164,7 +166,8 @@ def test_interleaved_rotary_sections_are_those_of_the_target():
     ({"fusion": "split", "images": "embeddings"}, "expected fusion 'sum'"),
     ({"norm_output": True}, "norm_output: got true with fusion 'sum'"),
     ({"hidden": 48}, "fusion: got 'sum' with hidden size 48"),
-    ({"hidden": 48, "fusion": "split"}, "expected an embedding and a head of the drafter's own"),
+    ({"hidden": 48, "fusion": "split", "images": "none"}, "expected an embedding and a head of the drafter's own"),
+    ({"hidden": 48, "fusion": "split", "own_embedding": True, "draft_vocab": 9}, "images: got 'slots' with hidden"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling: got {'rope_type': 'yarn'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: got"),
     ({"draft_vocab": 97}, "draft_vocab: got 97, expected a whole number from 0 to 96"),

@@ -198,7 +198,7 @@ def test_it_is_exact_in_ragged_batches_and_comes_back_from_its_own_form(tmp_path
     assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
     assert fast.last_stats.faults == 0
     drafter, _ = zoo.drafter(spec, model)
-    drafter.export(tmp_path / "again", form)
+    drafter.export(tmp_path / "again", form, "somewhere/target")
     stored = load_file(tmp_path / "again" / "model.safetensors")
     assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
     again, _ = zoo.drafter(named(tmp_path / "again", options), model)
@@ -210,7 +210,7 @@ def test_it_is_exact_in_ragged_batches_and_comes_back_from_its_own_form(tmp_path
 @pytest.mark.parametrize("form", ["eagle3", "speculators"])
 def test_a_drafter_of_ours_is_written_with_its_rotary_sections(tmp_path, form):
     for name, interleaved in (("qwen2_5_vl", False), ("qwen3_vl", True)):
-        drafter = make(name, "eagle3", feature_layers=(1, 1, 1))
+        drafter = make(name, "eagle3", feature_layers=(1,) if form == "eagle3" else (1, 0))
         assert drafter.config.mrope_section
         drafter.export(tmp_path / name, form, verifier="somewhere/target")
         data = json.loads((tmp_path / name / "config.json").read_text())
@@ -223,6 +223,26 @@ def test_a_drafter_of_ours_is_written_with_its_rotary_sections(tmp_path, form):
         assert again.config == replace(drafter.config, levels=again.config.levels)
         for a, b in zip(drafter.head.state_dict().items(), again.head.state_dict().items()):
             assert a[0] == b[0] and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_speculators_itself_loads_what_is_written(tmp_path, name):
+    """The package reads every tensor, and the target by the name that stands there."""
+    speculators = pytest.importorskip("speculators")
+    model, form = model_of("qwen2_5_vl"), {"feature_layers": (1, 0)}
+    model.save_pretrained(tmp_path / "target")
+    if name == "eagle3":
+        drafter = make("qwen2_5_vl", "eagle3", **form)
+    else:
+        data, tensors = speculators_dflash()
+        data["speculators_config"]["verifier"]["architectures"] = [type(model).__name__]
+        drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    drafter.export(tmp_path / "out", "speculators", verifier=str(tmp_path / "target"))
+    found = speculators.SpeculatorModel.from_pretrained(tmp_path / "out")
+    theirs = found.state_dict()
+    for key, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(theirs[key].to(value.dtype), value), key
+    assert not any(value.isnan().any() for value in theirs.values() if value.is_floating_point())
 
 
 def test_states_that_are_read_if_nothing_is_said(tmp_path):
@@ -345,11 +365,11 @@ def test_pickled_weights(tmp_path):
     ("eagle3", "eagle3-normed", "got a drafter with qk_norm True"),
     ("speculators", "eagle3-blind", "got a drafter with images blind"),
     ("onnx", "eagle3", "form: got 'onnx', expected one of eagle, eagle3, speculators"),
-    ("speculators", "eagle3", "expected states before one of the layers 0..1"),
+    ("speculators", "eagle3", "expected different states before one of the layers 0..1"),
 ])  # fmt: skip
 def test_forms_that_cannot_hold_a_drafter(tmp_path, form, kind, sentence):
     with pytest.raises(ValueError) as caught:
-        make("llava", kind).export(tmp_path / "x", form)
+        make("llava", kind).export(tmp_path / "x", form, "somewhere/target")
     assert sentence in str(caught.value) and not (tmp_path / "x").exists()
 
 
@@ -539,7 +559,7 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
     assert fast.last_stats.faults == 0
     if width == 1:
         drafter, _ = zoo.drafter(spec, model)
-        drafter.export(tmp_path / "again", form)
+        drafter.export(tmp_path / "again", form, "somewhere/target")
         stored = load_file(tmp_path / "again" / "model.safetensors")
         assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
         again, _ = zoo.drafter(str(tmp_path / "again"), model)
@@ -616,6 +636,8 @@ def test_an_assistant_of_transformers_by_its_folder(tmp_path):
     drafter.export(tmp_path / "again", "transformers")
     assert (tmp_path / "again" / "model.safetensors").is_file()
     with pytest.raises(ValueError, match="got windows that are not those of 'speculators'"):
+        drafter.export(tmp_path / "x", "speculators", "somewhere/target")
+    with pytest.raises(ValueError, match="verifier: got None, expected the name or the path of the target"):
         drafter.export(tmp_path / "x", "speculators")
     drafter.export(tmp_path / "flat", "dflash")  # its window sees one place further than z-lab counts
     flat, _ = zoo.drafter(str(tmp_path / "flat"), target)

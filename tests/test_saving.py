@@ -12,7 +12,7 @@ from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_assistants import prompt as text_prompt
 from tests.test_eagle_heads import make
 from tests.test_published import cache, cached, eagle_3, saved, speculators_dflash, z_lab  # noqa: F401
-from tests.tiny import model_of, prompt, shapes
+from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import zoo
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
@@ -38,7 +38,8 @@ def test_an_accelerated_model_is_read_back(tmp_path, how):
     head = str(saved(tmp_path / "head", *eagle_3()))
     make("llava", "vispec").save_pretrained(tmp_path / "ours", {"seed": 4})
     drafter = {
-        "name": "ngram", "options": "suffix:shared=false", "object": make("llava", "eagle3"), "folder": str(tmp_path / "ours"),
+        "name": "ngram", "options": "suffix:shared=false", "object": make("llava", "eagle3"),
+        "folder": str(tmp_path / "ours"),
         "published": head, "published-options": f"{head}:width=3,images=slots",
         "block": str(saved(tmp_path / "block", *speculators_dflash())),
     }[how]  # fmt: skip
@@ -87,6 +88,15 @@ def test_settings_of_others_are_not_believed(tmp_path, change, sentence):
     with pytest.raises(ValueError) as caught:
         visspec.Accelerated.from_pretrained(tmp_path)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_small_model_by_its_folder_is_saved_with_its_target(tmp_path):
+    model, inputs = llama(), text_prompt((9, 4))
+    llama(1).save_pretrained(tmp_path / "small")
+    fast = visspec.accelerate(model, str(tmp_path / "small"), adaptive=False)
+    fast.save_pretrained(tmp_path / "all")
+    shutil.rmtree(tmp_path / "small")
+    same(fast, visspec.Accelerated.from_pretrained(tmp_path / "all", adaptive=False), inputs)
 
 
 def test_what_no_name_builds_is_refused_before_anything_is_written(tmp_path):

@@ -36,15 +36,14 @@ def loaded(folder: Path, data: dict, model: Any, **options: Any) -> Drafter:
     Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
     """
     named = list_of(data.get("architectures"))
-    kind = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
+    kind: Any = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         found = shown(named[0]) if named else "no architectures"
         raise ValueError(f"drafter: {folder} names {found}, expected a model class of transformers")
-    spec: Any
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
     try:
-        spec, info = kind.from_pretrained(
+        read: Any = kind.from_pretrained(
             str(folder), dtype=model.dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except (RuntimeError, OSError, KeyError) as error:
@@ -52,6 +51,7 @@ def loaded(folder: Path, data: dict, model: Any, **options: Any) -> Drafter:
         raise ValueError(f"drafter: {folder} could not be loaded, {said[0]}") from None
     finally:
         logging.set_verbosity(verbosity)
+    spec, info = read
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             name = sorted(map(str, info[what]))[0]

@@ -95,14 +95,17 @@ class BlockModel(Drafter):
         """Write the drafter for other engines: "dflash" (z-lab, SpecForge), "speculators" (vLLM), for which `verifier`
         names the target, or "transformers". Raises ValueError where a form has no place for what the drafter is.
         """
-        from visspec.models.drafters import dflash_layouts
+        from visspec.models.drafters import dflash_layouts, eagle_layouts
 
+        eagle_layouts.check_verifier_named(self.model, form, verifier)
         dflash_layouts.write(self, folder, form, verifier)
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any]) -> None:
         """Write the published form that holds this drafter, with provenance.json beside it."""
+        from visspec.models.drafters import dflash_layouts
+
         own = self.form.head is not None or self.form.anchor or self.form.from_anchor
-        self.export(folder, "speculators" if own else "dflash" if self.form.index else "transformers")
+        dflash_layouts.write(self, folder, "speculators" if own else "dflash" if self.form.index else "transformers")
         (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:

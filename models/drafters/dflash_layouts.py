@@ -77,7 +77,8 @@ def read(
             MuseGlimmerAssistantModel(config), {wanted: tuple(shapes[n]) for n, wanted in names.items()}, folder
         )
     _check_head(folder, own, shapes, config.hidden_size, few, vocab)
-    assistant = MuseGlimmerAssistantModel(config).to(model.dtype).eval()
+    assistant: Any = MuseGlimmerAssistantModel(config)
+    assistant = assistant.to(model.dtype).eval()
     tensors = read_tensors(folder)
     load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder)
     if "lm_head.weight" in own:
@@ -112,7 +113,7 @@ def config_of(folder: Path, form: str, data: dict, model: PreTrainedModel) -> tu
     eps = layer.get("rms_norm_eps", 1e-6)
     check_positive("rms_norm_eps", eps)
     kinds = _kinds(folder, layer, sizes["num_hidden_layers"])
-    window = layer.get("sliding_window") if "sliding_attention" in kinds else 1
+    window: Any = layer.get("sliding_window") if "sliding_attention" in kinds else 1
     longest = layer.get("max_position_embeddings") or 1
     for name, value in (("sliding_window", window), ("max_position_embeddings", longest)):
         check_whole(name, value)
@@ -161,8 +162,8 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int) -
             anchor=bool(said.get("sample_from_anchor", False)), causal=causal, reach=window, from_anchor=True,
             index=True, raw=True,
         )  # fmt: skip
-    causal = said.get("is_causal")
-    if causal and "full_attention" in kinds:
+    own = said.get("is_causal")
+    if own and "full_attention" in kinds:
         raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention")
     numbers = {name: said.get(name) for name in ("input_embedding_scale", "output_multiplier")}
     softcap = said.get("final_logit_softcapping") or 0.0
@@ -170,7 +171,7 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int) -
         check_positive(name, 1.0 if value is None else value)
     scale, multiplier = (1.0 if value is None else float(value) for value in numbers.values())
     return Block(
-        causal=causal is None or bool(causal), reach=window - 1, index=True, raw=True, scale=scale,
+        causal=own is None or bool(own), reach=window - 1, index=True, raw=True, scale=scale,
         multiplier=multiplier, softcap=float(softcap),
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.eagle import FeatureDrafter, scaled_section
 from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.nets.eagle_head import EagleConfig, EagleHead, turns, turns_at
+from visspec.models.nets.eagle_head import EagleConfig, EagleHead, LowRank, turns, turns_at
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
 from visspec.types import State
 
@@ -35,8 +35,6 @@ class EagleDrafter(FeatureDrafter):
     was made for another target.
     """
 
-    config: EagleConfig
-
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
         check_target(config, model)
@@ -47,7 +45,7 @@ class EagleDrafter(FeatureDrafter):
         self.model, self.images = model, config.images == "latents"
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.borrowed = (embed, lm_head)
-        FeatureDrafting.__init__(self, head, embed, lm_head, self._like(model), width, nodes)  # type: ignore[arg-type]
+        FeatureDrafting.__init__(self, head, embed, lm_head, self._like(model), width, nodes)
         self.traits = replace(self.traits, embeddings=config.images in SEEN, joins=True)
 
     @classmethod
@@ -74,6 +72,7 @@ class EagleDrafter(FeatureDrafter):
         """
         from visspec.models.drafters import eagle_layouts
 
+        eagle_layouts.check_verifier_named(self.model, form, verifier)
         eagle_layouts.write(self, folder, form, verifier)
 
     @torch.no_grad()
@@ -84,7 +83,8 @@ class EagleDrafter(FeatureDrafter):
             self.head.keep(ids)
         weight = self.lm_head.weight
         if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] == self.config.hidden:
-            self.head.lm_head.weight.copy_(weight[ids.to(weight.device)])
+            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.head.fc.weight.device)
+            own.approximate(rows_Dd) if isinstance(own, LowRank) else own.weight.copy_(rows_Dd)
         self.refresh()
 
     @torch.no_grad()

@@ -115,9 +115,9 @@ def config_of(
         )  # fmt: skip
     ids = _states(folder, form, data, text.num_hidden_layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    common |= {name: bool(data.get(name, False)) for name in flags}
     return EagleConfig(
         **common,
-        **{name: bool(data.get(name, False)) for name in flags},
         fusion="split",
         feature_layers=ids,
         draft_vocab=data.get("draft_vocab_size") or sizes["vocab"],
@@ -248,6 +248,12 @@ def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | 
     (root / CONFIG).write_text(json.dumps(data, indent=2) + "\n")
 
 
+def check_verifier_named(model: Any, form: str, verifier: str | None) -> None:
+    """Raises ValueError where other engines could not find the target, whose embeddings and head they load by name."""
+    if form == "speculators" and not (verifier or model.config.name_or_path):
+        raise ValueError("verifier: got None, expected the name or the path of the target, which is loaded by it")
+
+
 def check_form(config: EagleConfig, form: str) -> None:
     """Raises ValueError if a published form can't hold a configuration."""
     if form not in FORMS:
@@ -262,6 +268,7 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("qk_norm", config.qk_norm, (True, False) if form == "speculators" else (False,)),
         ("norm_before_residual", config.norm_before_residual, (True, False) if form == "speculators" else (False,)),
         ("draft_vocab", config.draft_vocab > 0, (form != "eagle",)),
+        ("head_rank", config.head_rank, (0,)),
     ):  # fmt: skip
         if found not in known:
             expected = ", ".join(map(str, known))
@@ -271,9 +278,11 @@ def check_form(config: EagleConfig, form: str) -> None:
             f"form: got feature_layers {list(config.feature_layers)}, expected outputs of layers"
             f" 0..{config.target_layers - 2}, as 'eagle3' counts them"
         )
-    if form == "speculators" and any(not 0 <= i < config.target_layers for i in config.feature_layers):
+    states = config.feature_layers
+    apart = len(set(states)) == len(states)
+    if form == "speculators" and not (apart and all(0 <= i < config.target_layers for i in states)):
         raise ValueError(
-            f"form: got feature_layers {list(config.feature_layers)}, expected states before one of the layers"
+            f"form: got feature_layers {list(states)}, expected different states before one of the layers"
             f" 0..{config.target_layers - 1}"
         )
 

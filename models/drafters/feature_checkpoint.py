@@ -47,8 +47,8 @@ def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
 
 
 def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
-    """The network of a checkpoint, of this kind, in a folder or by hub id. Weights are read only after `check` and after
-    their headers were compared with the configuration.
+    """The network of a checkpoint, of this kind, in a folder or by hub id. Weights are read only after `check`, and
+    after headers were compared with the configuration.
     """
     folder = hub.located(folder)
     config = read_config(folder, kind)

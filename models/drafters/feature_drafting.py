@@ -25,7 +25,7 @@ from visspec.laws import Categorical
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.feature_memory import Memory
-from visspec.models.nets.feature_head import FeatureHead, Folded, rotate, rotations, rotations_at, staggered, unit
+from visspec.models.nets.feature_head import Folded, rotate, rotations, rotations_at, staggered, unit
 from visspec.sampling import propose, warp
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -40,11 +40,13 @@ class FeatureDrafting(Drafter):
     Subclasses define `start` (with `_read_prompt`), `_lesson_layout` and `_following`, and may replace the other hooks.
     """
 
+    head: Any  # a `FeatureHead`, or an `EagleHead`, and its configuration
+    config: Any
     embed: nn.Embedding
     lm_head: nn.Linear  # or what quantisation has put in its place
     borrowed: tuple[nn.Module, ...] = ()  # modules of the target, frozen in training
 
-    def __init__(self, head: FeatureHead, embed: Any, lm_head: Any, like: Tensor, width: int, nodes: int):
+    def __init__(self, head: Any, embed: Any, lm_head: Any, like: Tensor, width: int, nodes: int):
         """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
         if width < 1 or nodes < 1:
             raise ValueError(f"width, nodes: got {width}, {nodes}, expected at least 1 each")

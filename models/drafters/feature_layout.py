@@ -100,7 +100,8 @@ def packed_rows(rows: list[list[tuple[int, int, int, int]]], newest: list[int], 
     width = max(map(len, rows), default=0)
     padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
     index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4)
-    return Layout([len(r) for r in rows], *index.unbind(-1), torch.tensor(newest), runs)
+    token_BT, slot_BT, latent_BT, image_BT = index.unbind(-1)
+    return Layout([len(r) for r in rows], token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs)
 
 
 def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:

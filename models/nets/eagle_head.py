@@ -36,7 +36,7 @@ IMAGES = {  # slots of an image in the draft sequence
     "none": "no elements (HiViS, arXiv 2509.23928)",
     "blind": "no elements, and no features of the target in place of which zeros stand: a control",
 }
-SCALED = {"default": {}, "linear": {"factor"}, "llama3": {
+SCALED: dict[str, set[str]] = {"default": set(), "linear": {"factor"}, "llama3": {
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
 }}  # fmt: skip
 FLAGS = (
@@ -50,7 +50,8 @@ class EagleConfig:
     """Configuration of the network and of its target.
 
     feature_layers: indices into the target's hidden_states (-1: last, after the final norm). draft_vocab: ids that the
-    network's own head predicts; 0: the target's head decodes. rope_scaling: "default", "linear" or "llama3" with its
+    network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the product of two matrices
+    (SlimSpec); 0: one matrix. rope_scaling: "default", "linear" or "llama3" with its
     factors by name. mrope_section: rotary channels per position row if the drafter's positions are M-RoPE's, else ().
     positions: "target", or "index", the number of the slot in the prompt, as ViSpec and MSD count.
     """
@@ -67,6 +68,7 @@ class EagleConfig:
     fusion: str = "sum"
     feature_layers: tuple[int, ...] = (-1,)
     draft_vocab: int = 0
+    head_rank: int = 0
     images: str = "slots"
     image_latents: int = 0
     image_ids: tuple[int, ...] = ()
@@ -94,6 +96,7 @@ class EagleConfig:
         check_whole("head_size", self.head_size, 2, LARGEST)
         check_whole("target_layers", self.target_layers, 1, MOST_LAYERS)
         check_whole("draft_vocab", self.draft_vocab, 0, self.vocab)
+        check_whole("head_rank", self.head_rank, 0, self.hidden)
         check_whole("image_latents", self.image_latents, 0)
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         for name in ("eps", "rope_theta"):
@@ -143,9 +146,18 @@ class EagleConfig:
                 f"hidden: got {self.hidden} and a target of {self.target_hidden}, expected an embedding and a head of"
                 " the drafter's own"
             )
+        if self.hidden != self.target_hidden and self.images in ("slots", "embeddings", "latents"):
+            raise ValueError(
+                f"images: got {self.images!r} with hidden size {self.hidden}, expected the target's"
+                f" {self.target_hidden}, whose embeddings it reads"
+            )
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
         if self.fusion == "sum" and (named := [name for name in flags if getattr(self, name)]):
             raise ValueError(f"{named[0]}: got true with fusion 'sum', expected fusion 'split'")
+        if self.head_rank and not self.draft_vocab:
+            raise ValueError(
+                f"head_rank: got {self.head_rank} with draft_vocab 0, expected a head of the drafter's own"
+            )
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc, fc_norm: got both, expected one of them")
         self._check_rope()
@@ -292,6 +304,25 @@ class ImageAdaptor(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
+class LowRank(nn.Module):
+    """A head over a vocabulary as the product of two matrices: (..., d) -> (..., D)."""
+
+    def __init__(self, hidden: int, rank: int, vocab: int):
+        super().__init__()
+        self.down, self.up = nn.Linear(hidden, rank, bias=False), nn.Linear(rank, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+    @torch.no_grad()
+    def approximate(self, weight_Dd: Tensor) -> None:
+        """Become the closest such head, by squares: projections on the leading eigenvectors of its Gram matrix."""
+        wide = weight_Dd.double()
+        basis_dr = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -self.down.out_features :]
+        self.down.weight.copy_(basis_dr.T)
+        self.up.weight.copy_(wide @ basis_dr)
+
+
 class EagleHead(nn.Module):
     """Weights of a published drafter. The ids of its own head are `d2t` + their index."""
 
@@ -314,7 +345,8 @@ class EagleHead(nn.Module):
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
         if config.draft_vocab:
-            self.lm_head = nn.Linear(d, config.draft_vocab, bias=False)
+            count, rank = config.draft_vocab, config.head_rank
+            self.lm_head = LowRank(d, rank, count) if rank else nn.Linear(d, count, bias=False)
             if config.draft_vocab < config.vocab:
                 self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
                 self.register_buffer("t2d", torch.arange(config.vocab) < config.draft_vocab)
@@ -327,6 +359,10 @@ class EagleHead(nn.Module):
                 self.img_fc.weight.copy_(torch.eye(d, 2 * d))
                 if config.fc_bias:
                     self.img_fc.bias.zero_()
+
+    @property
+    def layer(self) -> Layer:
+        return self.layers[0]  # type: ignore[return-value]
 
     @property
     def ids(self) -> Tensor | None:
@@ -379,11 +415,11 @@ class EagleHead(nn.Module):
         if self.config.fusion == "sum":
             return x
         embed, feature = x.chunk(2, dim=-1)
-        return torch.cat([self.layers[0].input_layernorm(embed), self.layers[0].hidden_norm(feature)], dim=-1)
+        return torch.cat([self.layer.input_layernorm(embed), self.layer.hidden_norm(feature)], dim=-1)
 
     def parted(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, T, H, E), rotated keys and values (B, T, K, E)."""
-        attention, size, read = self.layers[0].self_attn, self.config.head_size, self.normed(x_BTX)
+        attention, size, read = self.layer.self_attn, self.config.head_size, self.normed(x_BTX)
         query, key, value = (
             f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
@@ -403,7 +439,7 @@ class EagleHead(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer after attention: the next feature (..., d)."""
-        layer = self.layers[0]
+        layer = self.layer
         if self.config.fusion == "split":
             x = x.chunk(2, dim=-1)[1]
             x = layer.hidden_norm(x) if self.config.norm_before_residual else x

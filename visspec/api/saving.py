@@ -150,6 +150,8 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
     from visspec.models.drafters.dflash import BlockModel
     from visspec.models.drafters.feature_checkpoint import PROVENANCE
     from visspec.models.drafters.feature_drafting import FeatureDrafting
+    from visspec.models.drafters.shared_cache import SharedCache
+    from visspec.models.drafters.small_model import SmallModel
 
     if drafter is None:
         return None
@@ -161,7 +163,14 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
         source = hub.located(name)
         known = (source / PROVENANCE).is_file()
         record = checkpoint.read_json(source, PROVENANCE) if known else provenance(model)
-        zoo.drafter(drafter, model)[0].save_pretrained(staged, record)
+        made = zoo.drafter(drafter, model)[0]
+        if isinstance(made, (SmallModel, SharedCache)):  # around a model of transformers, whose files are the folder's
+            staged.mkdir(parents=True)
+            for file in source.iterdir():
+                if file.suffix in (".json", ".safetensors"):
+                    shutil.copyfile(file, staged / file.name)
+        else:
+            made.save_pretrained(staged, record)
         # what a published head sees of pictures is in its configuration now
         kept = ",".join(f"{key}={str(value).lower()}" for key, value in options.items() if not isinstance(value, str))
         return {"folder": DRAFTER, "options": kept} if kept else {"folder": DRAFTER}

@@ -151,6 +151,55 @@ VECTOR_PRESETS = {  # of painters of vectors; a drafter stands for that of the p
     "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
     "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
 }
+
+
+class Trained(NamedTuple):
+    """A published feature drafter as values of one: of its network (`EagleConfig`), of its training
+    (`train.loop.Plan`), and of the trees it drafts.
+    """
+
+    source: str
+    network: dict[str, Any]
+    plan: dict[str, Any]
+    draft: dict[str, int]
+    text_first: bool = False  # begin with text alone, then more and more pictures
+
+
+SUM = {"fusion": "sum", "positions": "index"}
+FEATURES = {"unroll": 1, "opening": 1.0, "feature_weight": 10.0}  # smooth L1 of features, and a tenth of cross-entropy
+TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each sees of the picture
+    "eagle": Trained("EAGLE (arXiv 2401.15077), chains", {**SUM, "images": "slots", "levels": 5}, FEATURES, {}),
+    "eagle2": Trained(
+        "EAGLE-2 (arXiv 2406.16858)", {**SUM, "images": "slots", "levels": 6}, FEATURES, {"width": 10, "nodes": 60}
+    ),
+    "eagle3": Trained(
+        "EAGLE-3 (arXiv 2503.01840)",
+        {"fusion": "split", "images": "placeholders", "fc_bias": False, "draft_vocab": 32000, "levels": 8},
+        {"unroll": 7, "opening": 1.0, "decay": 0.8},
+        {"width": 10, "nodes": 60},
+    ),
+    "vispec": Trained(
+        "ViSpec (arXiv 2509.15235)",
+        {**SUM, "images": "latents", "image_latents": 1, "levels": 4},
+        {"unroll": 2, "opening": 0.5},
+        {"width": 8, "nodes": 30},
+    ),
+    "msd": Trained(
+        "MSD (arXiv 2505.14260)",
+        {**SUM, "images": "embeddings", "levels": 6},
+        FEATURES,
+        {"width": 10, "nodes": 60},
+        text_first=True,
+    ),
+    "hivis": Trained(
+        "HiViS (arXiv 2509.23928): no image tokens", {**SUM, "images": "none", "levels": 6}, FEATURES,
+        {"width": 10, "nodes": 60},
+    ),
+    "blind": Trained(
+        "a control: neither image tokens nor features of the target", {**SUM, "images": "blind", "levels": 6},
+        {"unroll": 5, "opening": 0.5}, {"width": 10, "nodes": 60},
+    ),
+}  # fmt: skip
 SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, that of its target, what it is
     "vispec": ("eagle", "captioner-vispec", "captioner", "the embedded captioner's"),
     "vispec-emoji": ("eagle", "captioner-emoji-vispec", "captioner-emoji", "that of the emoji's captioner"),
@@ -274,6 +323,11 @@ def _drafter_of(spec: str, model: Any) -> str:
         if kind == of_type or (kind == SHIPPED[name][0] and _differs(CHECKPOINTS / target, model) is None):
             return own + colon + options
     return spec
+
+
+def trained(name: str) -> Trained:
+    """A preset of `visspec train drafter`. Raises ValueError for an unknown name."""
+    return _pick(TRAINED, "preset", name)
 
 
 def kind_of(model: Any) -> str:

@@ -13,19 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from visspec.accept.exact import Exact
 from visspec.api import loading as targets
-from visspec.api import requests, sources
-from visspec.api.captions import PROMPT, prepare
+from visspec.api import requests, sources, zoo
+from visspec.api.captions import PROMPT, chat_text, moved, prepare
+from visspec.api.zoo import Trained
 from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
 from visspec.eval.report import training
 from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.drafters.eagle_heads import EagleDrafter
 from visspec.models.drafters.feature_checkpoint import CONFIG
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.targets.hf_decoder import HFDecoder, vocabulary
 from visspec.provenance import provenance
 from visspec.recipes.workers import workers
+from visspec.train.capture import capture
 from visspec.train.loop import Alone, Plan, Trainer
 from visspec.train.validation import measure
 from visspec.types import Request
@@ -70,21 +74,74 @@ def opened(image: Any) -> Any:
 
 
 class Prompts:
-    """Batches of requests from items, a pure function of their number: epoch by epoch in a seeded order."""
+    """Batches of requests from items, a pure function of their number: epoch by epoch in a seeded order. total: the
+    number of batches of a run that begins with text alone (MSD): no pictures in the first half, then in more and more
+    of its batches, in all of the last fortieth.
+    """
 
-    def __init__(self, model, processor, items: list[tuple[Any, str]], rows: int, max_new_tokens: int, seed: int):
+    def __init__(
+        self, model, processor, items: list[tuple[Any, str]], rows: int, max_new_tokens: int, seed: int, total: int = 0
+    ):
         self.model, self.processor, self.items = model, processor, items
-        self.rows, self.max_new_tokens, self.seed = min(rows, len(items)), max_new_tokens, seed
+        self.rows, self.max_new_tokens, self.seed, self.total = min(rows, len(items)), max_new_tokens, seed, total
 
     def __call__(self, number: int, temperature: float = 1.0) -> Request:
         per_epoch = max(len(self.items) // self.rows, 1)
         epoch, place = divmod(number, per_epoch)
         shuffle = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(len(self.items), generator=shuffle)[place * self.rows :][: self.rows].tolist()
-        images = [opened(self.items[i][0]) for i in order]
-        inputs = prepare(self.processor, images, [self.items[i][1] for i in order], self.model)
+        texts = [self.items[i][1] for i in order]
+        if self.pictures(number):
+            inputs = prepare(self.processor, [opened(self.items[i][0]) for i in order], texts, self.model)
+        else:
+            inputs = worded(self.processor, texts, self.model)
         seed = (self.seed << 40) + number * self.rows
         return request_of(self.model, inputs, temperature=temperature, max_new_tokens=self.max_new_tokens, seed=seed)
+
+    def pictures(self, number: int) -> bool:
+        """Whether a batch has pictures."""
+        done = 1.0 if self.total == 0 else number / self.total
+        if done < 0.5 or done >= 0.975:
+            return done >= 0.975
+        share = 0.05 + 0.9 * (done - 0.5) / 0.475
+        coin = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        return bool(torch.rand((), generator=coin) < share)
+
+
+def worded(processor, texts: list[str], model) -> dict[str, Any]:
+    """A model's inputs for requests without a picture, left-padded."""
+    processor.tokenizer.padding_side = "left"
+    messages = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in texts]
+    chats = [chat_text(processor, message) for message in messages]
+    return moved(dict(processor(text=chats, return_tensors="pt", padding=True)), model)
+
+
+def frequent(target, prompts: Prompts, count: int, batches: int = GROUP) -> Tensor:
+    """The `count` ids that the target's answers to the first batches have most often, ascending; ties by id (FR-Spec,
+    VocabTrim).
+    """
+    counts = torch.zeros(target.capabilities.vocab, dtype=torch.long)
+    for number in range(batches):
+        lesson = capture(target, Exact(), prompts(number))
+        for ids, length in zip(lesson.ids[:, lesson.prompt_length :], lesson.lengths):
+            counts += torch.bincount(ids[:length].cpu(), minlength=len(counts))
+    return counts.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any], Trained]:
+    """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
+    found = zoo.trained(name)
+    text = model.config.get_text_config()
+    network = {**found.network, **options}
+    if network.get("draft_vocab"):
+        network["draft_vocab"] = min(network["draft_vocab"], vocabulary(model))
+    if network["fusion"] == "split":
+        depth = text.num_hidden_layers
+        low = min(2, depth - 1)
+        network["feature_layers"] = tuple(sorted({low, max(depth // 2, low), max(depth - 3, low)}))
+        network["kv_heads"] = text.num_key_value_heads
+        network["head_size"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return network, found
 
 
 def run(
@@ -98,7 +155,10 @@ def run(
     resume: bool = False,
     rows: int = 16,
     max_new_tokens: int = 256,
-    image_latents: int = 1,
+    image_latents: int | None = None,
+    preset: str | None = None,
+    draft_vocab: int | None = None,
+    head_rank: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -107,11 +167,17 @@ def run(
 ) -> list[dict]:
     """Train and save a drafter; `plan` are further fields of `visspec.train.loop.Plan`. Returns the validations.
 
+    preset: a published drafter (`zoo.TRAINED`), whose network, plan and trees are taken where nothing else is said;
+    without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
+
     Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own.
     """
     unknown = sorted(set(plan) - {f.name for f in fields(Plan)})
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
+    asked = {"image_latents": image_latents, "draft_vocab": draft_vocab, "head_rank": head_rank}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    check_preset(preset, asked)
     items = items_of(data)
     several = workers(parallel, device)
     if several.world > 1 and device != "cpu":
@@ -119,13 +185,25 @@ def run(
     model, processor = targets.load(str(target), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     held = max(int(HELD_OUT * len(items)), 1)
     training, validating = (items[held:], items[:held]) if len(items) > 1 else (items, items)
-    prompts = Prompts(model, processor, training, rows, max_new_tokens, seed)
+    network, found = of_preset(preset, model, asked) if preset else ({}, None)
+    if found is not None:
+        plan = {**found.plan, **plan}
+    first = found is not None and found.text_first
+    per_group = GROUP * -(-min(rows, len(training)) // STEP_ROWS) * plan.get("reuse", Plan.reuse)
+    total = -(-steps // per_group) * GROUP if first else 0
+    prompts = Prompts(model, processor, training, rows, max_new_tokens, seed, total)
     checks = Prompts(model, processor, validating[:rows], rows, max_new_tokens, seed + 1)
     sizes = {"batch": prompts.rows, "rows": min(prompts.rows, STEP_ROWS), "group": GROUP}
     sizes["validate_every"] = max(steps // 5, 1)
     options = Plan(**{"steps": steps, "loss": loss, "seed": seed, **sizes, **plan})
-    drafter = fresh_or_resumed(model, out, resume, seed, image_latents=image_latents)
-    record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter")
+    if found is None:
+        drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})
+    else:
+        drafter = fresh_or_resumed(model, out, resume, seed, EagleDrafter, found.draft, **network)
+        if drafter.ids is not None and not (resume and (Path(out) / CONFIG).is_file()):
+            target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+            drafter.keep(frequent(target_, prompts, drafter.config.draft_vocab))
+    record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
     validate = Validation(model, drafter, lambda temperature: [checks(0, temperature)])
     return train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
 
@@ -162,11 +240,27 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return Plan(**given, autocast=True, ahead=True)
 
 
-def fresh_or_resumed(model, out: str | Path, resume: bool, seed: int, kind: Any = FeatureDrafter, **options: Any):
-    """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`."""
+def check_preset(preset: str | None, asked: dict[str, Any]) -> None:
+    """Raises ValueError for an unknown preset, or for values that it has no place for."""
+    found = None if preset is None else zoo.trained(preset)
+    known = {"image_latents"} if found is None else {"image_latents", "draft_vocab", "head_rank"} & {
+        *found.network, *({"head_rank"} if "draft_vocab" in found.network else ())
+    }  # fmt: skip
+    if strange := sorted(set(asked) - known):
+        where = "without a preset" if found is None else f"with the preset {preset!r}"
+        raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")
+
+
+def fresh_or_resumed(
+    model, out: str | Path, resume: bool, seed: int, kind: Any = FeatureDrafter, draft: Any = None, **options: Any
+):
+    """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`. draft:
+    width and nodes of its trees.
+    """
     if resume and (Path(out) / CONFIG).is_file():
-        return kind.from_pretrained(out, model)
-    return kind.for_model(model, seed=seed, **options)
+        return kind.from_pretrained(out, model, **(draft or {}))
+    drafter = kind.for_model(model, seed=seed, **options)
+    return kind(drafter.head, model, **draft) if draft else drafter
 
 
 class Validation:

@@ -3,8 +3,8 @@
 Training proceeds in groups: the target generates answers to `group` batches of prompts, the drafter is trained on them
 `reuse` times in random order, `rows` answers per step, and the group is discarded. Everything is a function of (seed,
 step), so a resumed run ends with the same weights as an uninterrupted one. The trainer is independent of model classes
-and data: its arguments are a target, a drafter with `head` (a module), `borrowed` (modules of the target), `rollout`
-and `refresh`, and `prompts`, a function that returns request i.
+and data: its arguments are a target, a drafter with `head` (a module), `borrowed` (modules of the target), `rollout`,
+`ids` (those that its logits are of, or None) and `refresh`, and `prompts`, a function that returns request i.
 """
 
 from __future__ import annotations
@@ -101,12 +101,16 @@ class Step(nn.Module):
         (drafter,), plan = self._drafter, self.plan
         with torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=plan.autocast):
             rollout = drafter.rollout(lesson, plan.unroll)
-        feature = None
+        feature, logits_BTV = None, lesson.logits
+        if drafter.ids is not None:  # the laws over these ids, where the target's choice is one of them (EAGLE-3)
+            inside_BT = torch.isin(logits_BTV.argmax(dim=-1), drafter.ids)
+            rollout = [(q, predicted, mask & inside_BT) for q, predicted, mask in rollout]
+            logits_BTV = logits_BTV[..., drafter.ids]
         if plan.feature_weight:  # the target's features after each answer token, which the rollout predicts
             start, (_, predicted_BTd, _) = lesson.prompt_length, rollout[0]
             feature = lesson.features[:, start : start + predicted_BTd.shape[1], -predicted_BTd.shape[2] :]
         return losses.rollout_loss(
-            rollout, lesson.logits, kind, decay=plan.decay, feature_BTd=feature, feature_weight=plan.feature_weight
+            rollout, logits_BTV, kind, decay=plan.decay, feature_BTd=feature, feature_weight=plan.feature_weight
         )
 
 

@@ -1,0 +1,196 @@
+"""Presets of the feature drafter: each trains, is saved and loaded, and is exact in ragged batches."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+import visspec
+from tests.tiny import model_of, prompt, shapes
+from visspec.api import zoo
+from visspec.loop.decode import open_request
+from visspec.models.drafters.eagle_heads import EagleDrafter
+from visspec.models.nets.eagle_head import EagleConfig, LowRank
+from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.recipes import train_drafter
+from visspec.recipes.train_drafter import Prompts, frequent, of_preset, request_of
+from visspec.train.capture import capture
+from visspec.train.loop import Plan, Step
+
+NEW = 12
+TINY = {"steps": 3, "rows": 3, "max_new_tokens": 7, "reuse": 1, "validate_every": 3}
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Three pictures, and a target whose processor is a function of their number."""
+    for n in range(4):
+        Image.new("RGB", (8, 8), (40 * n, 0, 0)).save(tmp_path / f"{n}.png")
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"image": str(tmp_path / f"{n}.png"), "prompt": "x"}) + "\n" for n in range(4))
+    )
+    seen = []
+
+    def of(name, rows):
+        return lambda *given: seen.append(name) or prompt("llava", rows[: len(given[1])], seed=len(seen))
+
+    monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model_of("llava"), None))
+    monkeypatch.setattr(train_drafter, "prepare", of("pictures", ["4 i 5", "3 i 2 i 6", "5 i 2"]))
+    monkeypatch.setattr(train_drafter, "worded", of("words", ["9", "5", "14"]))
+    return tmp_path / "data.jsonl", seen
+
+
+@pytest.mark.parametrize("name", zoo.TRAINED)
+def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
+    more = {"draft_vocab": 40, "head_rank": 5} if name == "eagle3" else {}
+    found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
+    assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
+    model, preset = model_of("llava"), zoo.TRAINED[name]
+    fresh = EagleDrafter.for_model(model, **of_preset(name, model, more)[0])
+    options = ",".join(f"{key}={value}" for key, value in preset.draft.items())
+    drafter, _ = zoo.drafter(f"{tmp_path / 'out'}:{options}".rstrip(":"), model)
+    assert drafter.config == fresh.config and drafter.config.levels == preset.network["levels"]
+    assert {key: getattr(drafter, key) for key in preset.draft} == preset.draft
+    moved = [
+        k for k, v in drafter.head.named_parameters() if not torch.equal(v, dict(fresh.head.named_parameters())[k])
+    ]
+    still = {"img_fc.bias"} if name == "blind" else set()
+    assert set(dict(drafter.head.named_parameters())) - set(moved) <= still
+    assert json.loads((tmp_path / "out" / "provenance.json").read_text())["preset"] == name
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    fast, plain = visspec.accelerate(model, drafter, adaptive=False), visspec.accelerate(model, None)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "seed": [1, 2, 3]}
+    assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
+    assert fast.last_stats.faults == 0 and max(r.levels for r in fast.last_state.trace.rounds) > 1
+
+
+def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
+    options = {"preset": "eagle3", "draft_vocab": 40, **TINY, "steps": 8, "save_every": 2}
+    train_drafter.run("x", data[0], tmp_path / "whole", **options)
+
+    class Stopped(Exception):
+        pass
+
+    done = []
+
+    def update(trainer, lesson, before=train_drafter.Trainer.update):
+        if len(done) == 5:
+            raise Stopped
+        done.append(1)
+        return before(trainer, lesson)
+
+    data[1].clear()  # the prompts are functions of their number
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(train_drafter.Trainer, "update", update)
+        train_drafter.run("x", data[0], tmp_path / "part", **options)
+    model = model_of("llava")
+    kept = EagleDrafter.from_pretrained(tmp_path / "part", model).ids
+    train_drafter.run("x", data[0], tmp_path / "part", **options, resume=True)
+    assert torch.equal(EagleDrafter.from_pretrained(tmp_path / "part", model).ids, kept)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("preset", ["eagle", "eagle3", "msd", "vispec", "blind"])
+def test_a_rollout_is_what_drafting_says(name, preset):
+    """Step k of the rollout at answer token t is level k + 1 of a chain that starts at token t - k."""
+    model = model_of(name)
+    more = {"draft_vocab": 40} if preset == "eagle3" else {}
+    drafter = EagleDrafter.for_model(model, **of_preset(preset, model, more)[0])
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+
+    def request():
+        inputs = prompt(name, ["4 i 5", "6 i 3 i 2"], seed=2)
+        return request_of(model, inputs, temperature=1.0, max_new_tokens=10, seed=7)
+
+    lesson = capture(target, visspec.Exact(), request())
+    with torch.no_grad():
+        steps = drafter.rollout(lesson, 3)
+    with torch.inference_mode():
+        state, scores = open_request(target, visspec.Exact(), request())
+        drafter.start(state, scores)
+        feature = drafter._catch_up(state.memory, 3)
+        for level in range(3):
+            torch.testing.assert_close(drafter._taught(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+            token = lesson.ids[:, lesson.prompt_length + level + 1]
+            feature = drafter._level(state.memory, drafter._join(token, feature, state.memory.shift), level)
+
+
+def test_the_loss_of_a_small_vocabulary_is_of_its_ids_where_the_target_chooses_one():
+    model = model_of("llava")
+    drafter = EagleDrafter.for_model(model, **of_preset("eagle3", model, {"draft_vocab": 30})[0])
+    drafter.keep(torch.arange(10, 40))
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    inputs = prompt("llava", ["4 i 5", "9 i 3"])
+    lesson = capture(target, visspec.Exact(), request_of(model, inputs, temperature=1.0, max_new_tokens=30, seed=1))
+    loss, _ = Step(drafter, Plan(unroll=1, opening=1.0))(lesson, "soft_ce")
+    (logits, _, mask), *_ = drafter.rollout(lesson, 1)
+    chosen = lesson.logits.argmax(-1)
+    counted = mask & (chosen >= 10) & (chosen < 40)
+    assert 0 < counted.sum() < mask.sum()
+    p = lesson.logits[..., 10:40].softmax(-1)
+    want = -(p * logits.log_softmax(-1)).sum(-1)[counted].mean()
+    torch.testing.assert_close(loss, want)
+
+
+def test_ids_are_the_most_frequent_of_the_answers():
+    model = model_of("llava")
+    target = HFDecoder(model, (-1,), embeddings=True)
+
+    def prompts(number):
+        inputs = prompt("llava", ["4 i 5", "9"], seed=number)
+        return request_of(model, inputs, temperature=1.0, max_new_tokens=20, seed=number)
+
+    counts = {}
+    for number in range(3):
+        lesson = capture(target, visspec.Exact(), prompts(number))
+        for row, length in zip(lesson.ids[:, lesson.prompt_length :].tolist(), lesson.lengths):
+            for i in row[:length]:
+                counts[i] = counts.get(i, 0) + 1
+    best = sorted(range(96), key=lambda i: (-counts.get(i, 0), i))[:12]
+    assert frequent(target, prompts, 12, batches=3).tolist() == sorted(best)
+
+
+def test_a_low_rank_head_is_the_closest_one():
+    weight = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
+    head = LowRank(12, 5, 40)
+    head.approximate(weight)
+    made = head.up.weight @ head.down.weight
+    u, s, v = torch.linalg.svd(weight, full_matrices=False)
+    torch.testing.assert_close(made, (u[:, :5] * s[:5]) @ v[:5], rtol=1e-4, atol=1e-5)
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(head(x), x @ made.T)
+
+
+def test_text_comes_first_and_pictures_more_and_more(data):
+    prompts = Prompts(model_of("llava"), None, [("x", "y")] * 3, 3, 5, 0, total=1000)
+    shown = [prompts.pictures(n) for n in range(1100)]
+    assert not any(shown[:500]) and all(shown[975:])
+    assert sum(shown[500:650]) < sum(shown[650:800]) < sum(shown[800:950])
+    assert shown == [prompts.pictures(n) for n in range(1100)]
+    assert all(Prompts(None, None, [1], 1, 5, 0).pictures(n) for n in range(4))
+    Prompts(model_of("llava"), None, train_drafter.items_of(data[0]), 3, 5, 0, total=10)(1)
+    Prompts(model_of("llava"), None, train_drafter.items_of(data[0]), 3, 5, 0, total=10)(10)
+    assert data[1] == ["words", "pictures"]
+
+
+@pytest.mark.parametrize("options,sentence", [
+    ({"preset": "eagle4"}, "preset: got 'eagle4', expected one of eagle, eagle2, eagle3"),
+    ({"preset": "msd", "image_latents": 3}, "image_latents: got 3 with the preset 'msd', which has no such value"),
+    ({"preset": "eagle2", "draft_vocab": 30}, "draft_vocab: got 30 with the preset 'eagle2'"),
+    ({"draft_vocab": 30}, "draft_vocab: got 30 without a preset, which has no such value"),
+    ({"preset": "eagle3", "head_rank": 10**6}, "head_rank: got 1000000, expected a whole number from 0 to 32"),
+])  # fmt: skip
+def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence):
+    with pytest.raises(ValueError) as caught:
+        train_drafter.run("x", data[0], tmp_path / "out", **TINY, **options)
+    assert sentence in str(caught.value)
+
+
+def test_the_table_names_fields_that_exist():
+    fields = set(EagleConfig.__dataclass_fields__)
+    for preset in zoo.TRAINED.values():
+        assert set(preset.network) <= fields and set(preset.plan) <= set(Plan.__dataclass_fields__)
+        assert set(preset.draft) <= {"width", "nodes"} and preset.source
