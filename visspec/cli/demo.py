@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
-PAINTER = "painter-emoji"
-METHOD = "painter-emoji-eagle"  # its drafter, under the rule `exact`
-PROMPTS = ("a photo of an owl", "a photo of a tiger face", "a photo of a penguin", "a photo of a butterfly")
+PAINTER, METHOD = "painter", "painter-eagle"  # and its drafter, under the rule `exact`
+PROMPTS = ("a photo of three stars", "a photo of a cross left of a ring", "a photo of a red circle", "a photo of a ring")
 FIRST = 500  # of the held-out scenes
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>visspec demo</title>
@@ -146,6 +145,6 @@ def drawn(out: Path, console: Console) -> tuple[str, int]:
     save(page, out / "drawn.png")
     summary = f"{len(PROMPTS)} pictures, {stats.tau:.2f} tokens a pass; exact: the pictures of plain decoding."
     console.print(summary, f"pictures: {out / 'drawn.png'}")
-    alt = "pictures of animals, each beside a map of which of its tokens were drafted"
+    alt = "drawn shapes, each beside a map of which of its tokens were drafted"
     picture = f'<p class="drawn"><img alt="{alt}" src="{data_uri(page, True)}"></p>'
     return f"<p>{html.escape(summary)}</p>{picture}", page.width

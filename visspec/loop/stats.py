@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from visspec.loop.pairing import Pairing
 from visspec.types import Request, Round, State
 
-COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700", "given": "#b9b9b9"}
+COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700", "given": "#6f6f6f"}
 MEANING = {
     "plain": "no draft",
     "drafted": "drafted and accepted",
