@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
 PAINTER, METHOD = "painter", "painter-eagle"  # and its drafter, under the rule `exact`
-PROMPTS = ("a photo of three stars", "a photo of a cross left of a ring", "a photo of a red circle", "a photo of a ring")
+PROMPTS = ("a photo of three stars", "a photo of a cross left of a ring", "a photo of a red circle", "a photo of a bar")
 FIRST = 500  # of the held-out scenes
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>visspec demo</title>
 <style>:root{{color-scheme:light dark}}body{{font:16px/1.5 sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}}
 .worlds{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:0 2rem}}
-figure{{display:flex;gap:1rem;flex-wrap:wrap;margin:1.5rem 0}}img{{width:192px;image-rendering:pixelated}}
+figure{{display:flex;gap:1rem;flex-wrap:wrap;align-items:start;margin:1.5rem 0}}
+img{{width:192px;image-rendering:pixelated}}
 .drawn img{{width:100%;max-width:{width}px}}figcaption{{flex:1;min-width:14rem}}</style>
 <h1>Same words, fewer passes</h1><p>{legend}</p><div class="worlds">{captions}</div>
 <h1>Same pictures, fewer passes</h1>{drawn}</html>

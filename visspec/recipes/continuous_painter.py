@@ -20,9 +20,9 @@ from visspec.recipes.continuous_autoencoder import AutoencoderStage, DecoderStag
 from visspec.recipes.continuous_card import finish
 from visspec.recipes.continuous_data import write_tokens
 from visspec.recipes.continuous_draw import DraftStage, DrawStage
-from visspec.recipes.stages import in_workers, run_stages
+from visspec.recipes.stages import Stages, in_workers, run_stages
 
-STAGES = {
+STAGES: Stages = {
     "autoencoder": partial(in_workers, AutoencoderStage),
     "decoder": partial(in_workers, DecoderStage),
     "tokens": lambda options: write_tokens(options, load_autoencoder(options.out)),

@@ -21,6 +21,8 @@ from torch import nn
 
 from visspec.files import replacing
 
+Stages = dict[str, Callable[[argparse.Namespace], object]]  # by name, in their order
+
 
 def keep_memory() -> None:
     """Let glibc keep freed memory: large tensors are otherwise mapped and zeroed by the kernel at every step."""
@@ -153,7 +155,7 @@ def _worker(
         dist.destroy_process_group()
 
 
-def run_stages(options: argparse.Namespace, stages: dict[str, Callable[[argparse.Namespace], object]]) -> None:
+def run_stages(options: argparse.Namespace, stages: Stages) -> None:
     """Run those of the stages that `options.stage` names, in their order; "all" is all of them."""
     begin(options, 1)
     for name, run in stages.items():
