@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import visspec
@@ -34,6 +38,15 @@ def chain_of(pending: Tensor, tokens: Tensor) -> Draft:
 def compact(draft: Draft) -> Tensor:
     """Ids of a draft, -1 where there is no node."""
     return draft.value if draft.real is None else torch.where(draft.real, draft.value, -1)
+
+
+def altered(folder: Path, out: Path, change: Callable[[dict, dict], None]) -> Path:
+    """A checkpoint folder of one file written to `out` after `change(tensors, entries)`; `out`."""
+    tensors, entries = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(tensors, entries)
+    save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(entries))
+    return out
 
 
 class Double(Drafter):

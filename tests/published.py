@@ -10,6 +10,7 @@ from torch import Tensor
 
 import visspec
 from visspec.loop.decode import open_request
+from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes.train_drafter import request_of
 
 
@@ -193,6 +194,16 @@ class Watched:
             return self.drafter.propose(state, depth)
         finally:
             del self.drafter._logits
+
+
+def begun(drafter, model, inputs, new):
+    """(target, state, stock's answer (B, T)) of a greedy request of `new` tokens that the drafter has started."""
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    request = request_of(model, inputs, temperature=0, max_new_tokens=new, seed=0)
+    state, scores = open_request(target, visspec.Exact(), request)
+    drafter.start(state, scores)
+    answer = model.generate(**inputs, max_new_tokens=new, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    return target, state, answer
 
 
 def known(target, model, inputs, answer):

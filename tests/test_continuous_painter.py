@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from tests.doubles import altered
 from visspec.api.loading import load_image_model
 from visspec.laws import Steps
 from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler, guided, load, value_of
@@ -122,12 +122,8 @@ def test_loads_by_its_architecture(painter, written):
     ],
 )
 def test_refuses_what_is_no_painter(written, tmp_path, change, said):
-    tensors, entries = load_file(written / "model.safetensors"), json.loads((written / "config.json").read_text())
-    change(tensors, entries)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(entries))
     with pytest.raises(ValueError, match=said) as error:
-        load(tmp_path)
+        load(altered(written, tmp_path, change))
     assert "\n" not in str(error.value)
 
 

@@ -7,13 +7,10 @@ import pytest
 import torch
 
 import visspec
-from tests.published import Watched, eagle_logits, known
+from tests.published import Watched, begun, eagle_logits, known
 from tests.tiny import model_of, prompt, shapes, single_row
-from visspec.loop.decode import open_request
 from visspec.models.drafters.eagle_heads import EagleDrafter
 from visspec.models.nets.eagle_head import EagleConfig, frequencies
-from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.recipes.train_drafter import request_of
 
 NEW = 14
 SUM = {"fusion": "sum", "positions": "index"}
@@ -89,11 +86,7 @@ def test_drafts_are_those_of_the_published_description(name, form):
     drafter, model = make(name, form), model_of(name)
     rows = shapes(name)["ragged"]
     inputs = prompt(name, rows)
-    request = request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0)
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
-    state, scores = open_request(target, visspec.Exact(), request)
-    drafter.start(state, scores)
-    answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    target, state, answer = begun(drafter, model, inputs, NEW)
     seen = []
     for _ in range(2):
         draft = Watched(drafter, seen).propose(state, 3)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
 
+from tests.doubles import altered
 from tests.test_continuous_painter import SMALL
 from tests.test_image_nets import one_sentence
 from visspec import ImagePipeline
@@ -89,13 +89,8 @@ def test_a_folder_is_the_model_it_was_written_from(pipe, written):
     ],
 )
 def test_refuses_what_is_no_painter(written, tmp_path, change, said):
-    folder = written / "painter"
-    tensors, entries = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    change(tensors, entries)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(entries))
     with pytest.raises(ValueError, match=said) as error:
-        load(tmp_path)
+        load(altered(written / "painter", tmp_path, change))
     one_sentence(error)
 
 

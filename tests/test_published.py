@@ -10,18 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import visspec
-from tests.published import Watched, dflash_hidden, eagle_logits, known
+from tests.published import Watched, begun, dflash_hidden, eagle_logits, known
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
 from tests.tiny import llama, model_of, prompt, shapes, single_row
 from visspec.api import zoo
-from visspec.loop.decode import open_request
 from visspec.models.drafters.dflash import Block, BlockModel
 from visspec.models.drafters.published import form_of
 from visspec.models.nets.eagle_head import EagleConfig
-from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.recipes.train_drafter import request_of
 
 NEW = 14
 D, V, MIDDLE, HEADS, SIZE = 32, 96, 40, 4, 8
@@ -165,11 +162,7 @@ def test_a_published_layout_drafts_as_its_description_says(tmp_path, name):
     assert drafter.config == config
     rows = shapes("llava")["ragged"]
     inputs = prompt("llava", rows)
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
-    request = request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0)
-    state, scores = open_request(target, visspec.Exact(), request)
-    drafter.start(state, scores)
-    answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    target, state, answer = begun(drafter, model, inputs, NEW)
     weights = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
     table = weights.get("embed_tokens.weight", model.get_input_embeddings().weight)
     for _ in range(2):
@@ -531,11 +524,7 @@ def test_a_published_block_drafter_drafts_as_its_description_says(tmp_path, name
     assert drafter.traits.feature_layers == ((1,) if form == "speculators" else (2, 1))
     assert drafter.traits.levels == (4 if data.get("sample_from_anchor") else 3)
     inputs = prompt("llava", rows)
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
-    request = request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0)
-    state, scores = open_request(target, visspec.Exact(), request)
-    drafter.start(state, scores)
-    answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    target, state, answer = begun(drafter, model, inputs, NEW)
     for _ in range(3):
         got = drafter._denoised(state)
         for b in range(len(rows)):

@@ -47,7 +47,8 @@ class HeadLaws:
         """
         chains = _Chains(self, condition, shape[0] * shape[1], guidance, skip)
         steps = self._steps(temperature, condition.device)
-        ends = chains.ends if steps.fixed and steps.noisy and chains.each and not skip else None
+        whole = chains.ahead_GMSV is not None and not skip
+        ends = chains.ends if whole and steps.fixed and steps.noisy else None
         return Denoising(chains, steps, shape, self.head.size, calls, name, skip, ends)
 
     def prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,13 +83,11 @@ class _Chains:
         self.condition_GM1C = own.view(self.halves, count, 1, -1)
         self.time_SC, self.of_point, self.of_output = laws.prepared(condition.device)
         self.ahead_GMSV: Tensor | None = None
-        self.each: tuple[Tensor, ...] = ()  # (G M, V) of the same, by step
         here = asked(len(self.time_SC), skip)
         self.place = {step: place for place, step in enumerate(here)}  # of a step among those that are made ahead
         if len(condition) * len(here) <= MOST_ROWS:
             times_SC = self.time_SC if len(here) == len(self.time_SC) else self.time_SC[here]
             self.ahead_GMSV = head.modulations(times_SC + self.condition_GM1C)
-            self.each = self.ahead_GMSV.flatten(0, 1).unbind(1)
 
     def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
         head, x_Ud = self.laws.head, x_MWd.flatten(0, 1)  # matrices are the fastest
@@ -106,9 +105,10 @@ class _Chains:
         """Where chains with fixed deviations end: `Denoising.value` in fewer operations, for these are on small tensors
         and many.
         """
-        scale = self._scale(None, 1)
+        assert self.ahead_GMSV is not None
+        scale, modulations = self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
         noise_MSd = normal_MSd * steps.low.exp()[:, None]
-        for noise_Md, own, (of_point, of_output) in zip(noise_MSd.unbind(1), self.each, self.laws.moves):
+        for noise_Md, own, (of_point, of_output) in zip(noise_MSd.unbind(1), modulations, self.laws.moves):
             said, *other = self._said(x_Md, own)
             mixed = torch.lerp(other[0], said, scale) if other else said
             x_Md = torch.add(noise_Md, x_Md, alpha=of_point).add_(mixed, alpha=of_output)
@@ -133,6 +133,6 @@ class _Chains:
             own = self.condition_GM1C if chains_M is None else self.condition_GM1C[:, chains_M]
             return self.laws.head.modulations(self.time_SC[step] + own).flatten(0, 2)
         if isinstance(step, int):
-            return self.each[self.place[step]]
+            return self.ahead_GMSV[:, :, self.place[step]].flatten(0, 1)
         rows = torch.arange(len(step), device=step.device) if chains_M is None else chains_M
         return self.ahead_GMSV[:, rows[:, None], step].flatten(0, 2)

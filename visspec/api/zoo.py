@@ -406,10 +406,9 @@ def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any
 def _differs(folder: Path, model: nn.Module) -> tuple[str, Any, Any] | None:
     """Where the model's configuration differs from that of an included checkpoint: what, there and here."""
     config: Any = model.config
+    there, here = read_json(folder, "config.json"), config.to_dict()
     for part in ("", "text_config", "vision_config"):
-        wanted, found = read_json(folder, "config.json"), config.to_dict()
-        if part:
-            wanted, found = wanted.get(part) or {}, found.get(part) or {}
+        wanted, found = (there.get(part) or {}, here.get(part) or {}) if part else (there, here)
         for key, value in wanted.items():
             architecture = isinstance(value, (int, str)) and key not in NOT_ARCHITECTURE
             if architecture and found.get(key) != value:

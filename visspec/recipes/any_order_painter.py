@@ -10,13 +10,15 @@ hour, at 1.6 s a step and 55 ms a pair, and have not been run.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
+from visspec.recipes.any_order_card import finish
 from visspec.recipes.any_order_data import write_tokens
 from visspec.recipes.any_order_draw import DrawStage
-from visspec.recipes.stages import begin, in_workers
+from visspec.recipes.stages import Stages, in_workers, run_stages
 
-STAGES = ("tokens", "draw", "finish")
+STAGES: Stages = {"tokens": write_tokens, "draw": partial(in_workers, DrawStage), "finish": finish}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,17 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line of the recipe."""
-    options = parser().parse_args(arguments)
-    begin(options, 1)
-    wanted = STAGES if "all" in options.stage else options.stage
-    if "tokens" in wanted:
-        write_tokens(options)
-    if "draw" in wanted:
-        in_workers(DrawStage, options)
-    if "finish" in wanted:
-        from visspec.recipes.any_order_card import finish
-
-        finish(options)
+    run_stages(parser().parse_args(arguments), STAGES)
 
 
 if __name__ == "__main__":
