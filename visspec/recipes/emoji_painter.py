@@ -6,7 +6,7 @@ The stages and networks are those of the shapes' painter (`visspec.recipes.paint
 out: whole pictures are coded by the stock encoder, and the text model has no heads beside that of the codes. Codes of
 grain and of soft edges are ambiguous, which is what this world is for: `finish` measures how flat the laws are.
 
-Data: prompts of `visspec.eval.world.emoji.suite` with one animal, half of them with a ground; scenes with seeds from
+Data: prompts of `visspec.eval.world.emoji.suite` of one animal, half of them with a ground; scenes with seeds from
 2^30 on are never trained on. Seeds: 0 (vq), 1 (draw).
 """
 
@@ -17,9 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.eval.world.emoji.scene import Picture, Scene, sample_ground
+from visspec.eval.world.emoji.suite import ALONE, subjects
 from visspec.eval.world.scene import HELD_OUT_SEED
 from visspec.eval.world.suite import Metadata
 from visspec.eval.world.worlds import world
@@ -42,6 +45,7 @@ SHARD = 2000
 FIRST_SEED = {"vq": 0, "tokens": 1 << 28}  # both below HELD_OUT_SEED
 SIDES, OFFSET, MOST_TURN = (0.64, 0.68), 0.02, 2.0  # of the animals: what is drawn is at home in the middle
 WINDOW = 48  # pixels a side of the cut-outs that the VQ model starts with
+TOLD, TOLD_UNTIL = 0.3, 0.6  # weight of telling the animal at the first step; share of the steps when it is 0
 SEED = 0  # of the measured pictures
 
 
@@ -124,7 +128,7 @@ def shards(options: argparse.Namespace) -> dict[Path, range]:
 
 
 def write_tokens(options: argparse.Namespace) -> None:
-    """Code `options.pairs` pairs: `ids` (N, PROMPT) and `codes` (N, 144), int16."""
+    """Code `options.pairs` pairs: `ids` (N, PROMPT), `codes` (N, 144) and `animal` (N), int16."""
     vq, tokenizer = load_vq(options.out, False), build_tokenizer(OF)
     for file, numbers in shards(options).items():
         if options.resume and file.exists():
@@ -132,8 +136,10 @@ def write_tokens(options: argparse.Namespace) -> None:
         begun = time.time()
         rows, scenes = zip(*(pair(FIRST_SEED["tokens"] + i) for i in numbers))
         ids = prompt_ids(tokenizer, [row["prompt"] for row in rows], PROMPT)
+        animal = torch.tensor([subjects().index(row["include"][0]["class"]) for row in rows])
         with replacing(file) as draft:
-            torch.save({"ids": ids.short(), "codes": codes_of(vq, list(scenes)).short()}, draft)
+            codes = codes_of(vq, list(scenes))
+            torch.save({"ids": ids.short(), "codes": codes.short(), "animal": animal.short()}, draft)
         print(json.dumps({"file": file.name, "pairs": len(numbers), "s": round(time.time() - begun)}), flush=True)
 
 
@@ -168,7 +174,7 @@ def score(model, processor, rows: list[Metadata], guidance: float, seed: int = S
 
 
 class EmojiDrawStage(Stage):
-    """Training of everything but the VQ model and the unused understanding tower, on the codes' loss alone."""
+    """Training of everything but the VQ model and the unused understanding tower, with one throw-away head."""
 
     def __init__(self, options: argparse.Namespace, rank: int):
         torch.manual_seed(1)
@@ -176,21 +182,31 @@ class EmojiDrawStage(Stage):
         self.model.set_attn_implementation("eager")
         for part in (self.model.model.vqmodel, self.model.model.vision_model, self.model.model.aligner):
             part.requires_grad_(False).eval()
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        super().__init__(options, rank, "draw.pt", options.steps, options.rate, trained, 0.05, {"model": self.model})
+        self.telling = nn.Linear(self.model.config.text_config.hidden_size, len(subjects()))
+        parts = {"model": self.model, "telling": self.telling}
+        trained = [p for part in parts.values() for p in part.parameters() if p.requires_grad]
+        super().__init__(options, rank, "draw.pt", options.steps, options.rate, trained, 0.05, parts)
         self.tokenizer, self.processor = build_tokenizer(OF), build_processor(of=OF)
         parts = [torch.load(file, weights_only=True) for file in shards(options)]
-        self.data = {name: torch.cat([part[name] for part in parts]) for name in ("ids", "codes")}
+        self.data = {name: torch.cat([part[name] for part in parts]) for name in ("ids", "codes", "animal")}
 
     def loss(self) -> torch.Tensor:
-        """Mean cross-entropy of the next batch's codes; a tenth of the rows have no prompt."""
+        """Mean cross-entropy of the next batch's codes, a tenth of the rows without prompt, and of the animals told."""
         per_step, n = self.options.rows * self.workers, len(self.data["ids"])
         epoch, step = divmod(self.step, n // per_step)
         order = np.random.default_rng(epoch).permutation(n)[step * per_step :][:per_step][self.rank :: self.workers]
         full, codes = self.data["ids"][order].long(), self.data["codes"][order].long()
         dropped = torch.from_numpy(np.random.default_rng((2, self.step, self.rank)).random(len(order)) < DROPPED)
         ids = torch.where(dropped[:, None], without_words(self.tokenizer, full), full)
-        return drawn(self.model, ids, (full != self.tokenizer.pad_token_id).long(), codes).losses.mean()
+        out = drawn(self.model, ids, (full != self.tokenizer.pad_token_id).long(), codes)
+        loss, weight = out.losses.mean(), TOLD * max(0.0, 1 - self.step / (TOLD_UNTIL * self.steps))
+        if not weight:
+            return loss
+        animals = self.data["animal"][order].long().masked_fill(dropped, -100)
+        told = self.telling(out.layers[0].float()).transpose(1, 2)
+        told = F.cross_entropy(told, animals[:, None].expand(-1, told.shape[-1]), ignore_index=-100)
+        self.notes |= {"codes": round(loss.item(), 3), "told": round(told.item(), 3)}
+        return loss + weight * told
 
     def report(self) -> dict:
         """The law on held-out scenes, and verdicts on a few pictures; the first worker refreshes the early folder."""
@@ -206,7 +222,7 @@ class EmojiDrawStage(Stage):
 
 
 CARD = """
-A `JanusForConditionalGeneration` of {parameters:.1f} million parameters, trained from zero, that draws one of 104
+A `JanusForConditionalGeneration` of {parameters:.1f} million parameters, trained from zero, that draws one of {animals}
 animals of visspec's *emoji world* on a ground with texture and tint, {side} x {side} pixels, 144 image tokens.
 It is the image target whose laws are flat, as those of large painters are.
 
@@ -285,7 +301,8 @@ def card(model: JanusForConditionalGeneration, record: dict) -> str:
     measured, minutes = record["measured"], [round(record[part]["seconds"] / 60) for part in ("vq", "draw")]
     sweep = ", ".join(f"{r['guidance']} {r['images']:.3f}" for r in measured["sweep"])
     return cards.HEAD.format(task="text-to-image", name=NAME) + CARD.format(
-        name=NAME, side=SIDE, seed=SEED, prompts=measured["law"]["codes"] // 144, law=measured["law"],
+        name=NAME, side=SIDE, seed=SEED, animals=len(subjects()[::ALONE]),
+        prompts=measured["law"]["codes"] // 144, law=measured["law"],
         best=measured["pictures"], vq=measured["decoded"], sweep=sweep, minutes=sum(minutes), vq_minutes=minutes[0],
         draw_minutes=minutes[1], cores="one CPU core" if record["cores"] == 1 else "two CPU cores",
         parameters=sum(p.numel() for p in model.parameters()) / 1e6, text=cards.layers(TEXT[False]),

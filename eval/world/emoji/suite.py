@@ -1,7 +1,8 @@
 """Prompts about pictures of the emoji world in GenEval's format: a grammar with generator and parser, a fixed suite.
 
 A prompt is GenEval's metadata dictionary, as in `visspec.eval.world.suite`; tasks are those without colours. The
-subjects are the atlas's animals. `ground` (texture, tint) is a field of ours in some prompts of one object.
+subjects are the atlas's animals, of prompts of one object a third of them, which a small painter can learn. `ground`
+(texture, tint) is a field of ours in some prompts of one object.
 """
 
 import json
@@ -20,6 +21,7 @@ TASKS = ("single_object", "two_object", "counting", "position")
 SIZES = {"single_object": 160, "two_object": 60, "counting": 40, "position": 100}
 SUITE_SEED = 20260102
 RUNS = (("rat", "chipmunk"), ("crab", "seal"))  # of animals in the order of the code points
+ALONE = 3  # every third animal is the subject of prompts of one object
 NOT_ALIVE = {"pig nose", "paw prints", "spiral shell", "microbe"}
 SIDES = {1: (0.5, 0.66), 2: (0.32, 0.4), 3: (0.28, 0.34), 4: (0.28, 0.32)}  # of pictures, by their number
 GAP = 0.02
@@ -65,7 +67,7 @@ def every(tag: str) -> Iterator[Metadata]:
     """Every prompt of one task, in a fixed order."""
     if tag == "single_object":
         grounds = [None, *product(GROUNDS, TINTS)]
-        yield from (make(tag, [_item(a)], ground) for a in subjects() for ground in grounds)
+        yield from (make(tag, [_item(a)], ground) for a in subjects()[::ALONE] for ground in grounds)
     elif tag == "two_object":
         yield from (make(tag, [_item(a), _item(b)]) for a, b in permutations(subjects(), 2))
     elif tag == "counting":
@@ -83,10 +85,10 @@ def _suite() -> tuple[str, ...]:
     out = []
     for tag in TASKS:
         rows = list(every(tag))
-        if tag == "single_object":  # half without a ground
+        if tag == "single_object":  # up to half without a ground
             bare = [row for row in rows if "ground" not in row]
             rows = [row for row in rows if "ground" in row]
-            half = SIZES[tag] // 2
+            half = min(SIZES[tag] // 2, len(bare))
             out += [json.dumps(bare[i]) for i in sorted(rng.permutation(len(bare))[:half])]
             out += [json.dumps(rows[i]) for i in sorted(rng.permutation(len(rows))[: SIZES[tag] - half])]
         else:
