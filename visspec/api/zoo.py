@@ -204,6 +204,7 @@ SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, tha
     "vispec": ("eagle", "captioner-vispec", "captioner", "the embedded captioner's"),
     "vispec-emoji": ("eagle", "captioner-emoji-vispec", "captioner-emoji", "that of the emoji's captioner"),
     "painter-eagle": ("image-eagle", "painter-eagle", "painter", "the embedded painter's"),
+    "painter-emoji-eagle": ("image-eagle", "painter-emoji-eagle", "painter-emoji", "that of the emoji's painter"),
     "painter-continuous-drafter": (
         "continuous",
         "painter-continuous-drafter",

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
-PAINTER, METHOD = "painter", "painter-eagle"  # and its drafter, under the rule `exact`
-PROMPTS = ("a photo of three stars", "a photo of a cross left of a ring", "a photo of a red circle", "a photo of a bar")
+PAINTERS = {  # with their drafters, under the rule `exact`, and what they draw
+    ("painter", "painter-eagle"): ("a photo of three stars", "a photo of a cross left of a ring"),
+    ("painter-emoji", "painter-emoji-eagle"): (
+        "a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground",
+    ),
+}  # fmt: skip
 FIRST = 500  # of the held-out scenes
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>visspec demo</title>
@@ -132,20 +136,22 @@ def figure(image, pieces: list[tuple[str, str]], name: str) -> str:
 
 
 def drawn(out: Path, console: Console) -> tuple[str, int]:
-    """Pictures of PROMPTS, each beside the map of its tokens' origins, in `out`/drawn.png: HTML, and its width."""
+    """Pictures of PAINTERS, each beside the map of its tokens' origins, in `out`/drawn.png: HTML, and its width."""
     from visspec.api.grid import grid
     from visspec.api.images import ImagePipeline
     from visspec.cli.generate import beside, save
     from visspec.eval.report.images import data_uri
 
-    pipe = ImagePipeline.from_pretrained(PAINTER, drafter=METHOD)
-    made = pipe(list(PROMPTS), seed=0)
-    stats = made.stats[0]
-    pictures = [beside(image, made, i) for i, image in enumerate(made.images)]
-    page = grid(pictures, PROMPTS, columns=2)
+    pictures, texts, passes = [], [], []
+    for (painter, drafter), prompts in PAINTERS.items():
+        made = ImagePipeline.from_pretrained(painter, drafter=drafter)(list(prompts), seed=0)
+        pictures += [beside(image, made, i) for i, image in enumerate(made.images)]
+        texts += prompts
+        passes.append(f"{painter} {made.stats[0].tau:.2f}")
+    page = grid(pictures, texts, columns=2)
     save(page, out / "drawn.png")
-    summary = f"{len(PROMPTS)} pictures, {stats.tau:.2f} tokens a pass; exact: the pictures of plain decoding."
+    summary = f"{len(texts)} pictures; tokens a pass: {', '.join(passes)}; exact: the pictures of plain decoding."
     console.print(summary, f"pictures: {out / 'drawn.png'}")
-    alt = "drawn shapes, each beside a map of which of its tokens were drafted"
+    alt = "drawn shapes and animals, each beside a map of which of its tokens were drafted"
     picture = f'<p class="drawn"><img alt="{alt}" src="{data_uri(page, True)}"></p>'
     return f"<p>{html.escape(summary)}</p>{picture}", page.width

@@ -3,8 +3,9 @@
 python -m visspec.recipes.emoji_painter --out runs/painter-emoji [--stage vq|tokens|draw|finish|all] [--resume]
 
 The stages and networks are those of the shapes' painter (`visspec.recipes.painter`), with what is of shapes alone left
-out: whole pictures are coded by the stock encoder, and the text model has no heads beside that of the codes. Codes of
-grain and of soft edges are ambiguous, which is what this world is for: `finish` measures how flat the laws are.
+out: whole pictures are coded by the stock encoder, and of the throw-away heads there is one, which tells the prompt's
+animal at every code. Codes of grain and of soft edges are ambiguous, which is what this world is for: `finish` measures
+how flat the laws are.
 
 Data: prompts of `visspec.eval.world.emoji.suite` of one animal, half of them with a ground; scenes with seeds from
 2^30 on are never trained on. Seeds: 0 (vq), 1 (draw).
@@ -229,7 +230,7 @@ It is the image target whose laws are flat, as those of large painters are.
 ```python
 import visspec
 pipe = visspec.ImagePipeline.from_pretrained("{name}")
-pipe("a photo of an owl on a grainy blue ground", seed=0).images[0]
+pipe("a photo of a penguin on a grainy blue ground", seed=0).images[0]
 ```
 
 ## Measured

@@ -55,7 +55,7 @@ NAMES = {
     "emoji": {
         "painter": "painter-emoji",
         "name": "painter-emoji-eagle",
-        "prompt": "a photo of an owl",
+        "prompt": "a photo of a penguin",
         "flag": " --world emoji",
     },
 }
