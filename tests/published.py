@@ -51,6 +51,8 @@ def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
         hidden = weights.norm(rest, named + "hidden_norm", config.eps)
         read = torch.cat([weights.norm(embedding, named + "input_layernorm", config.eps), hidden], dim=-1)
         rest = hidden if config.norm_before_residual else rest
+    if config.norm_input:
+        read = weights.norm(x, named + "input_layernorm", config.eps)
     query, key, value = (
         weights.linear(read, f"{named}self_attn.{p}_proj").unflatten(-1, (-1, config.head_size)) for p in "qkv"
     )
@@ -89,6 +91,23 @@ def compressed(config, weights: Weights, run: Tensor) -> Tensor:
     return weights.linear(torch.einsum("hqs,she->qhe", score.softmax(-1), heads("v_proj")).flatten(1), "imadpt.o_proj")
 
 
+def condensed(config, weights: Weights, x: Tensor, features: Tensor, question: Tensor) -> Tensor:
+    """FLASH's and SpecVLM's vectors for the layer inputs (S, d) of an image, (Q, d)."""
+    if config.images == "queries":
+        return (weights["compressor.queries"] @ features.T).softmax(-1) @ x
+    count, branch = config.image_latents, int(weights.linear(question, "compressor.gate").argmax())
+    middle = [(2 * i + 1) * len(x) // (2 * count) for i in range(count)]
+    if branch == 0:
+        return x[middle]
+    if branch == 1:
+        return F.adaptive_avg_pool1d(x.T, count).T
+    if branch == 2:
+        kernel, bias = weights["compressor.convolution.weight"], weights["compressor.convolution.bias"]
+        return F.conv1d(x.T, kernel, bias, padding=1).T[middle]
+    named = {name.replace("compressor.resampler", "imadpt"): weight for name, weight in weights.items()}
+    return compressed(config, Weights(named), x)
+
+
 def reduced(config, weights: Weights, features: Tensor) -> Tensor:
     """(L, F) -> (L, d)."""
     if config.images == "blind":
@@ -123,6 +142,13 @@ def elements(config, weights, table, ids, embedded, features):
             sequence += list(outputs[:-1])
             places += [max(end - len(outputs) + 1 + i, t) for i in range(len(outputs) - 1)]
             image, t = outputs[-1], end - 1
+        elif config.images in ("queries", "gated"):
+            end = next(s for s in range(t + 1, len(ids)) if s + 1 == len(ids) or not picture[s + 1])
+            slots = [joined(config, weights, embedded[s], feature[s - 1], image) for s in range(t + 1, end + 1)]
+            outputs = condensed(config, weights, torch.stack(slots), feature[t:end], feature[len(embedded) - 1])
+            sequence += list(outputs)
+            places += [max(end - len(outputs) + i, t) for i in range(len(outputs))]
+            t = end - 1
         t += 1
     return sequence, places, image
 
@@ -136,8 +162,15 @@ def eagle_logits(config, weights, table, decode, known, chain) -> Tensor:
     sequence, places, image = elements(config, weights, table, ids, embedded, features)
     where = torch.arange(len(ids))[None].expand(3, -1) if config.positions == "index" else positions
     turns, logits = [where[:, t] for t in places], []
+    ahead: list[Tensor] = []  # FLASH: features of the tokens that are left of a pass
     for step in range(1 + len(chain)):
-        feature = layer(config, weights, torch.stack(sequence), torch.stack(turns))[-1]
+        if not ahead:
+            feature = layer(config, weights, torch.stack(sequence), torch.stack(turns))[-1]
+            ahead = [feature]
+            if config.block > 1:
+                more = weights.linear(F.silu(weights.linear(feature, "ahead.down")), "ahead.up")
+                ahead = list(feature + more.view(config.block, -1))
+        feature = ahead.pop(0)
         read = weights.norm(feature, "norm", config.eps) if config.fusion == "split" else feature
         feature = read if config.norm_output else feature
         if config.draft_vocab:

@@ -11,7 +11,8 @@ from tests.tiny import model_of, prompt, shapes
 from visspec.api import zoo
 from visspec.loop.decode import open_request
 from visspec.models.drafters.eagle_heads import EagleDrafter
-from visspec.models.nets.eagle_head import EagleConfig, LowRank
+from visspec.models.nets.eagle_config import EagleConfig
+from visspec.models.nets.eagle_head import LowRank
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes import train_drafter
 from visspec.recipes.train_drafter import Prompts, frequent, of_preset, request_of
@@ -93,7 +94,7 @@ def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-@pytest.mark.parametrize("preset", ["eagle", "eagle3", "msd", "vispec", "blind"])
+@pytest.mark.parametrize("preset", ["eagle", "eagle3", "msd", "vispec", "flash", "specvlm", "blind"])
 def test_a_rollout_is_what_drafting_says(name, preset):
     """Step k of the rollout at answer token t is level k + 1 of a chain that starts at token t - k."""
     model = model_of(name)
@@ -107,15 +108,43 @@ def test_a_rollout_is_what_drafting_says(name, preset):
 
     lesson = capture(target, visspec.Exact(), request())
     with torch.no_grad():
-        steps = drafter.rollout(lesson, 3)
+        steps = drafter.rollout(lesson, 1 if preset == "flash" else 3)
     with torch.inference_mode():
         state, scores = open_request(target, visspec.Exact(), request())
         drafter.start(state, scores)
         feature = drafter._catch_up(state.memory, 3)
+        if preset == "flash":
+            for level, ahead in enumerate(drafter.run.spread(feature).unbind(1)):
+                torch.testing.assert_close(drafter._taught(ahead), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+            return
         for level in range(3):
             torch.testing.assert_close(drafter._taught(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
             token = lesson.ids[:, lesson.prompt_length + level + 1]
             feature = drafter._level(state.memory, drafter._join(token, feature, state.memory.shift), level)
+
+
+def test_what_a_network_draws_in_training_is_a_function_of_seed_and_step(tmp_path):
+    """SpecVLM's gate: the same weights, whatever else drew from torch's generator."""
+    model, ends = model_of("llava"), []
+    for n in range(2):
+        drafter = EagleDrafter.for_model(model, **of_preset("specvlm", model, {"image_latents": 2})[0])
+        target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+
+        def prompts(number):
+            inputs = prompt("llava", ["4 i 5", "6 i 3"], seed=number)
+            return request_of(model, inputs, temperature=1.0, max_new_tokens=6, seed=number)
+
+        plan = Plan(steps=3, batch=2, rows=2, group=1, reuse=1, unroll=1)
+        trainer = train_drafter.Trainer(target, drafter, visspec.Exact(), prompts, plan, tmp_path / str(n), {})
+        torch.manual_seed(n)
+        trainer.run()
+        before = torch.get_rng_state()
+        torch.manual_seed(n)
+        assert torch.equal(before, torch.get_rng_state()) and not drafter.head.training
+        ends.append(drafter.head.state_dict())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert not torch.equal(ends[0]["compressor.gate.weight"], EagleDrafter.for_model(
+        model, **of_preset("specvlm", model, {"image_latents": 2})[0]).head.compressor.gate.weight)  # fmt: skip
 
 
 def test_the_loss_of_a_small_vocabulary_is_of_its_ids_where_the_target_chooses_one():

@@ -22,11 +22,12 @@ from visspec import hub
 from visspec import tree as trees
 from visspec.cache import additive, to_device
 from visspec.laws import Categorical
+from visspec.models.drafters import block_tree
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.models.drafters.feature_memory import accepted, packed, prompt_first
 from visspec.models.targets.hf_decoder import describe
 from visspec.models.targets.slot_layers import SlotLayers
-from visspec.sampling import propose, warp
+from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -126,7 +127,7 @@ class BlockModel(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         logits_BKV = self._denoised(state)[:, :depth]
         if self.width > 1:
-            return self._tree(state, logits_BKV)
+            return block_tree.over(state, logits_BKV, self.width, self.nodes)
         tokens, laws = [], []
         for level in range(logits_BKV.shape[1]):
             token, law = propose(logits_BKV[:, level], state, level)
@@ -134,19 +135,6 @@ class BlockModel(Drafter):
             if law is not None:
                 laws.append(law)
         return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), Categorical.chain(laws) if laws else None)
-
-    def _tree(self, state: State, logits_BKV: Tensor) -> Draft:
-        """Best-first over the block, whose laws are those of their depth whatever stands above (DDTree)."""
-        if state.noise is not None and state.noise.samples:
-            raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
-        growing, width = trees.Growing(state.pending, self.width), 1
-        for level in range(logits_BKV.shape[1]):
-            logits_BWV = warp(logits_BKV[:, level : level + 1], state.request.sampling)
-            if state.noise is not None:
-                logits_BWV = state.noise.perturbed(logits_BWV, level)
-            token, _ = growing.grow(logits_BWV.log_softmax(dim=-1).expand(-1, width, -1))
-            width = token.shape[1]
-        return growing.finish(self.nodes)
 
     def _denoised(self, state: State) -> Tensor:
         """(B, K - 1, V) logits of the block behind the pending tokens, from one pass; (B, K, V) if their place predicts

@@ -73,7 +73,8 @@ class FeatureDrafter(FeatureDrafting):
             positions = positions[..., rows, :]
         positions = self._places(positions, attention)
         following = self._followed(prompt[:, 1:], embeddings)
-        context = self._context(layout, embeddings.to(self.head.fc.weight.dtype))
+        dtype = self.head.fc.weight.dtype
+        context = self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
         given = following, features_BLF, embeddings, positions, context
         # block by block, so that what is computed on the way stays in the processor's cache
         size = BLOCK if features_BLF.device.type == "cpu" else max(layout.token.shape[1], 1)

@@ -109,7 +109,7 @@ class FeatureDrafting(Drafter):
                 self._turns = table
         return table
 
-    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor) -> tuple[Tensor, Tensor]:
+    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor, features_BLF: Tensor) -> tuple[Tensor, Tensor]:
         """Latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
         return layouts.compress(self.head, embeddings_BLd, layout)
 
@@ -125,7 +125,7 @@ class FeatureDrafting(Drafter):
         head, dtype = self.head, self.head.fc.weight.dtype
         embed = self._next_embeddings(layout, following_BLd)
         feature = head.reduced(layouts.pick(features_BLF, layout.token).to(dtype))
-        latents, context = known or self._context(layout, embeddings.to(dtype))
+        latents, context = known or self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
         x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
         section = self.config.mrope_section
         position = layouts.positions_at(positions, layout, following_BLd.shape[0], section)
@@ -292,6 +292,10 @@ class FeatureDrafting(Drafter):
         """Positions of a lesson's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
         return lesson.positions
 
+    def _spread(self, feature: Tensor) -> Tensor:
+        """Features (..., K, d) of the tokens that a pass of the trained weights predicts."""
+        return feature[..., None, :]
+
     def _taught(self, feature: Tensor) -> Tensor:
         """Logits of the trained weights."""
         return self._logits(feature)
@@ -304,9 +308,9 @@ class FeatureDrafting(Drafter):
     def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Self-fed steps over whole answers, for training (`visspec.train.capture.Lesson`).
 
-        Step k sees true features up to k tokens back, and its own predictions from there on. Per step: logits
-        (B, T, V) of the `ids`, predicted features (B, T, d), and which elements count (B, T) bool. Element t of a row's
-        answer predicts the law after answer token t.
+        Step k sees true features up to k tokens back, and its own predictions from there on. Per step, and per token
+        of a pass: logits (B, T, V) of the `ids`, predicted features (B, T, d), and which elements count (B, T) bool.
+        Element t of a row's answer predicts the law after answer token t.
         """
         ids, features = lesson.ids, lesson.features
         layout, following = self._lesson_layout(lesson), self._following(lesson)
@@ -327,8 +331,9 @@ class FeatureDrafting(Drafter):
             keys.append(key)
             values.append(value)
             feature = self.head.finish(x, staggered(query, keys, values))
-            predicted = layouts.pick(feature, answer)
-            out.append((self._taught(predicted), predicted, (index >= step) & (index < count)))
+            for more, ahead in enumerate(self._spread(feature).unbind(-2)):
+                predicted = layouts.pick(ahead, (answer - more).clamp(min=0))
+                out.append((self._taught(predicted), predicted, (index >= step + more) & (index < count)))
             if step + 1 < steps:
                 shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)
                 x = self.head.join(embed, shifted, image)

@@ -195,6 +195,18 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
         "HiViS (arXiv 2509.23928): no image tokens", {**SUM, "images": "none", "levels": 6}, FEATURES,
         {"width": 10, "nodes": 60},
     ),
+    "flash": Trained(
+        "FLASH (arXiv 2505.12728), chains of two passes",
+        {**SUM, "images": "queries", "image_latents": 64, "block": 5, "levels": 10},
+        {**FEATURES, "decay": 1.0},
+        {},
+    ),
+    "specvlm": Trained(
+        "SpecVLM (arXiv 2509.11815)",
+        {**SUM, "images": "gated", "image_latents": 32, "norm_input": True, "levels": 8},
+        FEATURES,
+        {"width": 10, "nodes": 60},
+    ),
     "blind": Trained(
         "a control: neither image tokens nor features of the target", {**SUM, "images": "blind", "levels": 6},
         {"unroll": 5, "opening": 0.5}, {"width": 10, "nodes": 60},

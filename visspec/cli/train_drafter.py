@@ -14,7 +14,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--steps", type=positive, default=2000)
     parser.add_argument("--loss", default="tv", choices=["tv", "soft_ce", "kl"])
-    parser.add_argument("--preset", help="a published drafter: eagle, eagle2, eagle3, vispec, msd, hivis, blind")
+    parser.add_argument("--preset", help="a published drafter: eagle, eagle3, flash, ... (docs/drafters.md)")
     parser.add_argument("--image-latents", type=positive, help="vectors that stand for an image (1)")
     parser.add_argument("--draft-vocab", type=positive, help="of eagle3: ids that its own head predicts (32000)")
     parser.add_argument("--head-rank", type=positive, help="of eagle3: rank of that head (whole)")
