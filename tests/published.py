@@ -46,6 +46,9 @@ def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
     """One Llama layer: (T, d). places: (T, 3) positions."""
     named = "layers.0."
     read, rest = x, x
+    if config.fusion == "cross":
+        rest, _ = x.chunk(2, dim=-1)
+        read = weights.norm(rest, named + "input_layernorm", config.eps)
     if config.fusion == "split":
         embedding, rest = x.chunk(2, dim=-1)
         hidden = weights.norm(rest, named + "hidden_norm", config.eps)
@@ -64,7 +67,25 @@ def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
     before = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     mixed = attended(rotated(query, angle), rotated(key, angle), value, before)
     rest = rest + weights.linear(mixed, f"{named}self_attn.o_proj")
-    return rest + mlp(weights, named, weights.norm(rest, f"{named}post_attention_layernorm", config.eps))
+    rest = rest + mlp(weights, named, weights.norm(rest, f"{named}post_attention_layernorm", config.eps))
+    return crossed(config, weights, rest, x.chunk(2, dim=-1)[1]) if config.fusion == "cross" else rest
+
+
+def crossed(config, weights: Weights, x: Tensor, features: Tensor) -> Tensor:
+    """DREAM's gated cross-attention of a stream (T, d) to features (T, d), each to those up to its own; and an MLP."""
+    read = weights.norm(x, "cross.norm", config.eps)
+    query, key, value = (
+        weights.linear(y, f"cross.{p}_proj").unflatten(-1, (-1, config.head_size))
+        for y, p in ((read, "q"), (features, "k"), (features, "v"))
+    )
+    query, key = (weights.norm(y, f"cross.{p}_norm", config.eps) for y, p in ((query, "q"), (key, "k")))
+    mixed = attended(query, key, value, torch.ones(len(x), len(x), dtype=torch.bool).tril())
+    x = x + weights["cross.gate"].tanh() * weights.linear(mixed, "cross.o_proj")
+    inside = mlp(weights, "cross.", weights.norm(x, "cross.mlp_norm", config.eps))
+    x = x + weights["cross.mlp_gate"].tanh() * inside
+    last = {name.replace("cross.last.", "last.mlp."): weight for name, weight in weights.items()}
+    x = x + mlp(Weights(last), "last.", weights.norm(x, "cross.last_norm", config.eps))
+    return weights.norm(x, "norm", config.eps)
 
 
 def mlp(weights: Weights, named: str, x: Tensor) -> Tensor:
@@ -74,7 +95,7 @@ def mlp(weights: Weights, named: str, x: Tensor) -> Tensor:
 
 def joined(config, weights: Weights, embedding: Tensor, feature: Tensor, image: Tensor) -> Tensor:
     """The layer's input of an element of text."""
-    if config.fusion == "split":
+    if config.fusion != "sum":
         return torch.cat([embedding, feature])
     if config.images == "latents":
         feature = weights.linear(torch.cat([feature, image]), "img_fc")
@@ -112,8 +133,8 @@ def reduced(config, weights: Weights, features: Tensor) -> Tensor:
     """(L, F) -> (L, d)."""
     if config.images == "blind":
         return torch.zeros(len(features), config.hidden)
-    if config.fusion == "sum":
-        return features
+    if config.fusion != "split":
+        return features[..., -config.hidden :]
     if config.norm_before_fc:
         features = weights.norm(features, "input_norm", config.eps)
     if config.fc_norm:

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 import visspec
-from tests.tiny import model_of, prompt, shapes
+from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import zoo
 from visspec.loop.decode import open_request
 from visspec.models.drafters.eagle_heads import EagleDrafter
@@ -15,7 +15,8 @@ from visspec.models.nets.eagle_config import EagleConfig
 from visspec.models.nets.eagle_head import LowRank
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes import train_drafter
-from visspec.recipes.train_drafter import Prompts, frequent, of_preset, request_of
+from visspec.recipes.drafter_presets import focused, frequent, of_preset
+from visspec.recipes.train_drafter import Prompts, request_of
 from visspec.train.capture import capture
 from visspec.train.loop import Plan, Step
 
@@ -94,7 +95,7 @@ def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-@pytest.mark.parametrize("preset", ["eagle", "eagle3", "msd", "vispec", "flash", "specvlm", "blind"])
+@pytest.mark.parametrize("preset", ["eagle", "eagle3", "msd", "vispec", "flash", "specvlm", "dream", "blind"])
 def test_a_rollout_is_what_drafting_says(name, preset):
     """Step k of the rollout at answer token t is level k + 1 of a chain that starts at token t - k."""
     model = model_of(name)
@@ -223,3 +224,29 @@ def test_the_table_names_fields_that_exist():
     for preset in zoo.TRAINED.values():
         assert set(preset.network) <= fields and set(preset.plan) <= set(Plan.__dataclass_fields__)
         assert set(preset.draft) <= {"width", "nodes"} and preset.source
+
+
+@pytest.mark.parametrize("sharp", [0, 1, 2])
+def test_the_layer_of_the_sharpest_attention_is_chosen(sharp):
+    """A layer with long queries attends to few tokens; the last layer is not asked, and padding does not count."""
+    model = llama(num_hidden_layers=4)
+    inputs = prompt("llama", ["9", "5", "14"])
+    with torch.no_grad():
+        for layer, factor in ((sharp, 8.0), (3, 30.0)):
+            model.model.layers[layer].self_attn.q_proj.weight.mul_(factor)
+    before = model.config._attn_implementation
+    assert focused(model, inputs) == sharp + 1
+    assert model.config._attn_implementation == before
+    model.model.forward = before_attentions(model.model.forward)
+    assert focused(model, inputs) == 2
+
+
+def before_attentions(forward):
+    """A model that returns no attention weights."""
+
+    def silent(*args, **options):
+        found = forward(*args, **options)
+        found.attentions = None
+        return found
+
+    return silent

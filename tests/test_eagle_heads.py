@@ -26,6 +26,8 @@ FORMS = {
     "flash": SUM | {"images": "queries", "image_latents": 3, "block": 2},
     "flash-wide": SUM | {"images": "queries", "image_latents": 6, "block": 5},
     "specvlm": SUM | {"images": "gated", "image_latents": 3, "norm_input": True},
+    "dream": {"fusion": "cross", "positions": "index", "images": "slots", "feature_layers": (1, -1), "kv_heads": 2},
+    "dream-last": {"fusion": "cross", "images": "none"},
     "hivis": SUM | {"images": "none"},
     "blind": SUM | {"images": "blind"},
     "eagle3": SPLIT | {"images": "placeholders", "draft_vocab": 40},
@@ -48,7 +50,7 @@ def make(name, form, seed=1, width=1, **more):
     with torch.no_grad():
         for weight in drafter.head.parameters():
             scale = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.2
-            weight.add_(scale * torch.randn(weight.shape, generator=generator))
+            weight.add_(scale * torch.randn(weight.shape, generator=generator) + (weight.shape == (1,)))
     if drafter.head.ids is not None:
         drafter.head.keep(torch.randperm(90, generator=generator)[: len(drafter.head.ids)].sort().values)
     drafter.refresh()
@@ -58,7 +60,7 @@ def make(name, form, seed=1, width=1, **more):
 
 
 EXACT = [("llava", form) for form in FORMS] + [("qwen2_5_vl", "eagle3"), ("qwen2_5_vl", "vispec"), ("llama", "eagle")]
-EXACT += [("qwen2_5_vl", "flash"), ("qwen2_5_vl", "specvlm"), ("llama", "flash")]
+EXACT += [("qwen2_5_vl", "flash"), ("qwen2_5_vl", "specvlm"), ("llama", "flash"), ("llama", "dream")]
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -86,7 +88,7 @@ def test_ragged_batches_greedy_and_seeded(name, form, width):
 @pytest.mark.parametrize(
     ("name", "form"),
     [(name, form) for name in ("llava", "qwen2_5_vl") for form in FORMS]
-    + [("llama", form) for form in ("eagle", "eagle3", "flash")],
+    + [("llama", form) for form in ("eagle", "eagle3", "flash", "dream")],
 )
 def test_drafts_are_those_of_the_published_description(name, form):
     """First drafts, and those after a round in which rows accepted different numbers."""
@@ -107,6 +109,36 @@ def test_drafts_are_those_of_the_published_description(name, form):
             got = torch.stack([level[b] for level in seen[-3:]])
             torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
         one_round(target, drafter, state, answer)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["llava", "llama"])
+@pytest.mark.parametrize("form", ["eagle", "eagle3", "vispec", "dream"])
+def test_a_tree_draws_every_node_from_its_own_path(name, form, monkeypatch):
+    """The laws of a frontier are those of chains: siblings do not see each other."""
+    if name == "llama" and form == "vispec":
+        pytest.skip("of pictures")
+    drafter, model, rows = make(name, form, width=3), model_of(name), shapes(name)["ragged"]
+    inputs, seen, grown = prompt(name, rows), [], []
+    target, state, answer = begun(drafter, model, inputs, NEW)
+
+    class Growing(visspec.tree.Growing):
+        def grow(self, logp):
+            grown.append(super().grow(logp))
+            return grown[-1]
+
+    monkeypatch.setattr(visspec.tree, "Growing", Growing)
+    Watched(drafter, seen).propose(state, 3)
+    for b in range(len(rows)):
+        whole = known(target, model, single_row(name, rows, inputs, b), answer[b, : len(state.tokens[b])])
+        table, weights, paths = drafter.embed.weight, drafter.head.state_dict(), [[]]
+        for level, (token, parent) in enumerate(grown[:2]):
+            pairs = zip(token[b].tolist(), parent[b].tolist())
+            paths = [paths[above] + [child] for child, above in pairs]
+            for node, path in enumerate(paths):
+                want = eagle_logits(drafter.config, weights, table, drafter.lm_head, whole, path)[-1]
+                got = seen[level + 1][b, node]
+                torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
 
 
 def one_round(target, drafter, state, answer):
@@ -167,6 +199,10 @@ def test_interleaved_rotary_sections_are_those_of_the_target():
     ({"images": "gated"}, "image_latents: got 0 with images 'gated'"),
     ({"images": "queries", "image_latents": 3, "fusion": "split"}, "images: got 'queries', expected fusion 'sum'"),
     ({"norm_input": True, "fusion": "split"}, "norm_input: got true with fusion 'split'"),
+    ({"fusion": "cross", "block": 2}, "fusion: got 'cross' with hidden size 32 and block 2"),
+    ({"fusion": "cross", "feature_layers": (-1, 1)}, "feature_layers: got [-1, 1] with fusion 'cross'"),
+    ({"fusion": "cross", "images": "embeddings"}, "images: got 'embeddings' with fusion 'cross'"),
+    ({"fusion": "cross", "norm_input": True}, "norm_input: got true with fusion 'cross'"),
     ({"block": 0}, "block: got 0, expected a whole number from 1"),
     ({"norm_output": True}, "norm_output: got true with fusion 'sum'"),
     ({"hidden": 48}, "fusion: got 'sum' with hidden size 48"),

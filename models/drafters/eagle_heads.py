@@ -8,7 +8,9 @@ and has the position of the token before it, as serving engines count. Shapes as
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +87,12 @@ class EagleDrafter(FeatureDrafter):
     @torch.no_grad()
     def keep(self, ids: Tensor) -> None:
         """Predict these target ids (D,), in ascending order, with the target's own rows if sizes allow."""
-        ids = ids.to(self.head.fc.weight.device)
+        ids = ids.to(self.trained.device)
         if self.head.ids is not None:
             self.head.keep(ids)
         weight = self.lm_head.weight
         if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] == self.config.hidden:
-            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.head.fc.weight.device)
+            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.trained.device)
             own.approximate(rows_Dd) if isinstance(own, LowRank) else own.weight.copy_(rows_Dd)
         self.refresh()
 
@@ -98,7 +100,7 @@ class EagleDrafter(FeatureDrafter):
     def refresh(self) -> None:
         """Take over the network's current weights for drafting; call it after they change."""
         self.head.eval()
-        same = self.head.fc.weight.dtype == self.dtype
+        same = self.trained.dtype == self.dtype
         self.run: Any = self.head if same else copy.deepcopy(self.head).to(self.dtype)
         self._ids = self.head.ids
 
@@ -192,7 +194,7 @@ class EagleDrafter(FeatureDrafter):
         qkv = self._project(x_Nd, rows, width, memory.turns(memory.table[done:], width))
         memory.write(qkv[:, :, heads:], done)
         x_Bd = x_Nd.view(rows, width, -1)[:, -1]
-        return self._finish(x_Bd, memory.attend(qkv[:, -1, :heads], done + width))
+        return self._attended(x_Bd, qkv[:, -1, :heads], partial(memory.attend, drafted=done + width))
 
     def _spread(self, feature: Tensor) -> Tensor:
         return self.head.spread(feature)
@@ -211,8 +213,8 @@ class EagleDrafter(FeatureDrafter):
     def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
         return torch.cat(self.run.parted(x_Nd.view(rows, width, -1), turn_BTC), dim=2)
 
-    def _finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
-        return self.run.finish(x_Bd, attended_Bd)
+    def _attended(self, x_Nd: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        return self.run.attended(x_Nd, query_NHE, attend)
 
     def _logits(self, feature: Tensor) -> Tensor:
         read = self.run.decodable(feature)

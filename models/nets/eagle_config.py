@@ -32,12 +32,13 @@ FLAGS = (
 class EagleConfig:
     """Configuration of the network and of its target.
 
-    feature_layers: indices into the target's hidden_states (-1: last, after the final norm). draft_vocab: ids that the
-    network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the product of two matrices
-    (SlimSpec); 0: one matrix. rope_scaling: "default", "linear" or "llama3" with its
-    factors by name. mrope_section: rotary channels per position row if the drafter's positions are M-RoPE's, else ().
-    positions: "target", or "index", the number of the slot in the prompt, as ViSpec and MSD count. block: tokens of a
-    pass (FLASH's semi-autoregressive head). norm_input: of the layer with fusion "sum" (SpecVLM).
+    fusion: how embedding and feature come together, see `eagle_head`. feature_layers: indices into the target's
+    hidden_states (-1: last, after the final norm; with fusion "cross" one before it is a target of training alone).
+    draft_vocab: ids that the network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the
+    product of two matrices (SlimSpec); 0: one matrix. rope_scaling: "default", "linear" or "llama3" with its factors by
+    name. mrope_section: rotary channels per position row if the drafter's positions are M-RoPE's, else (). positions:
+    "target", or "index", the number of the slot in the prompt, as ViSpec and MSD count. block: tokens of a pass, by
+    FLASH's semi-autoregressive head. norm_input: of the layer with fusion "sum" (SpecVLM).
     """
 
     family: str
@@ -92,7 +93,7 @@ class EagleConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: got {shown(getattr(self, name))}, expected true or false")
         for name, known in (
-            ("fusion", ("sum", "split")), ("images", tuple(IMAGES)), ("positions", ("target", "index"))
+            ("fusion", ("sum", "split", "cross")), ("images", tuple(IMAGES)), ("positions", ("target", "index"))
         ):  # fmt: skip
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {shown(getattr(self, name))}, expected one of {', '.join(known)}")
@@ -114,6 +115,15 @@ class EagleConfig:
         if self.mrope_section and sum(self.mrope_section) != self.head_size // 2:
             expected = f"numbers that sum to {self.head_size // 2}"
             raise ValueError(f"mrope_section: got {shown(self.mrope_section)}, expected {expected}")
+        if self.fusion == "cross" and (len(self.feature_layers) > 2 or self.feature_layers[-1] != -1):
+            raise ValueError(
+                f"feature_layers: got {list(self.feature_layers)} with fusion 'cross', expected [-1] or [layer, -1]"
+            )
+        if self.fusion == "cross" and (self.hidden != self.target_hidden or self.block > 1):
+            raise ValueError(
+                f"fusion: got 'cross' with hidden size {self.hidden} and block {self.block}, expected the target's"
+                f" {self.target_hidden} and block 1"
+            )
         if self.fusion == "sum" and (self.hidden != self.target_hidden or self.feature_layers != (-1,)):
             raise ValueError(
                 f"fusion: got 'sum' with hidden size {self.hidden} and layers {list(self.feature_layers)}, expected the"
@@ -138,8 +148,8 @@ class EagleConfig:
                 f"image_latents: got {self.image_latents} with images {self.images!r}, expected a count above 0 with"
                 f" {', '.join(COMPRESSED)} and 0 without"
             )
-        if self.images == "embeddings" and self.fusion == "split":
-            raise ValueError("images: got 'embeddings' with fusion 'split', expected fusion 'sum'")
+        if self.images == "embeddings" and self.fusion != "sum":
+            raise ValueError(f"images: got 'embeddings' with fusion {self.fusion!r}, expected fusion 'sum'")
         if self.images in COMPRESSED and (self.fusion != "sum" or self.heads * self.head_size != self.hidden):
             raise ValueError(f"images: got {self.images!r}, expected fusion 'sum' and heads that share the hidden size")
         if self.hidden != self.target_hidden and self.images in ("slots", "embeddings", "latents"):
@@ -150,10 +160,9 @@ class EagleConfig:
 
     def _check_norms(self) -> None:
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-        wrong = flags if self.fusion == "sum" else ("norm_input",)
-        if named := [name for name in wrong if getattr(self, name)]:
-            expected = "split" if self.fusion == "sum" else "sum"
-            raise ValueError(f"{named[0]}: got true with fusion {self.fusion!r}, expected fusion {expected!r}")
+        for names, fusion in ((flags, "split"), (("norm_input",), "sum")):
+            if self.fusion != fusion and (named := [name for name in names if getattr(self, name)]):
+                raise ValueError(f"{named[0]}: got true with fusion {self.fusion!r}, expected fusion {fusion!r}")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc, fc_norm: got both, expected one of them")
 
@@ -172,7 +181,12 @@ class EagleConfig:
     @property
     def reduced(self) -> bool:
         """Whether features are not read as they are."""
-        return self.fusion == "split" or self.images == "blind"
+        return self.fusion != "sum" or self.images == "blind"
+
+    @property
+    def key_heads(self) -> int:
+        """Keys, and values, that are stored of an element."""
+        return 2 * self.kv_heads if self.fusion == "cross" else self.kv_heads
 
     @property
     def parts(self) -> int:

@@ -8,6 +8,8 @@ layer predicts the feature after token t + 1. What differs is data (`EagleConfig
 * fusion "split" (EAGLE-3, arXiv 2503.01840): fc reduces features of several layers, queries, keys and values read
   [norm(embedding); norm(feature)], the residual is the feature alone, and a norm and a head of the network's own over
   a part of the vocabulary decode it.
+* fusion "cross" (DREAM, arXiv 2505.19201): a layer over embeddings alone, then gated cross-attention to the target's
+  features up to token t, in whose place predicted features stand behind it, and an MLP (`CrossAttention`).
 * images: what the slots of an image are in the draft sequence, see `eagle_config.IMAGES`.
 
 Names of weights are those of the published checkpoints (`layers.0.self_attn.q_proj`, ...). Channels are rotated in
@@ -17,6 +19,7 @@ size, d hidden size, F features, V vocabulary, D draft vocabulary, C = E / 2 rot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -122,9 +125,34 @@ class Layer(nn.Module):
         if config.fusion == "split":
             self.input_layernorm = RMSNorm(config.hidden, config.eps)  # of the embedding
             self.hidden_norm = RMSNorm(config.hidden, config.eps)  # of the feature
-        if config.norm_input:
+        if config.norm_input or config.fusion == "cross":
             self.input_layernorm = RMSNorm(config.hidden, config.eps)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
+
+
+class CrossAttention(nn.Module):
+    """DREAM's attention of the draft stream to features: RMS-normed queries and keys without rotation, and gates that
+    are zero at first. Its last block is an MLP here, without the attention that would read the stream of all elements.
+    """
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        d, size = config.hidden, config.head_size
+        self.norm, self.mlp_norm, self.last_norm = (RMSNorm(d, config.eps) for _ in range(3))
+        self.q_norm, self.k_norm = RMSNorm(size, config.eps), RMSNorm(size, config.eps)
+        self.q_proj = nn.Linear(d, config.heads * size, bias=False)
+        self.k_proj = nn.Linear(d, config.kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(d, config.kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(config.heads * size, d, bias=False)
+        self.mlp, self.last = MLP(config), MLP(config)
+        self.gate, self.mlp_gate = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """(the state after cross-attention and its MLP, that after the last one), both (..., d)."""
+        query = self.q_norm(self.q_proj(self.norm(x)).unflatten(-1, (-1, self.q_norm.weight.shape[0])))
+        x = x + torch.tanh(self.gate) * self.o_proj(attend(query))
+        middle = x + torch.tanh(self.mlp_gate) * self.mlp(self.mlp_norm(x))
+        return middle, middle + self.last(self.last_norm(middle))
 
 
 class Ahead(nn.Module):
@@ -177,6 +205,8 @@ class EagleHead(nn.Module):
                 self.input_norm = RMSNorm(config.parts * wide, config.eps)
             if config.fc_norm:
                 self.fc_norm = nn.ModuleList(RMSNorm(wide, config.eps) for _ in config.feature_layers)
+        elif config.fusion == "cross":
+            self.cross, self.norm = CrossAttention(config), RMSNorm(d, config.eps)
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
         if config.draft_vocab:
@@ -226,8 +256,8 @@ class EagleHead(nn.Module):
         """Target features (..., F) -> (..., d)."""
         if self.config.images == "blind":
             return feature.new_zeros(*feature.shape[:-1], self.config.hidden)
-        if self.config.fusion == "sum":
-            return feature
+        if self.config.fusion != "split":
+            return feature[..., -self.config.hidden :]
         if self.config.norm_before_fc:
             feature = self.input_norm(feature)
         if self.config.fc_norm:
@@ -237,8 +267,8 @@ class EagleHead(nn.Module):
 
     def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
         """Layer input: fc([embedding; img_fc([feature; global vector])]), or both side by side. All (..., d)."""
-        if self.config.fusion == "split":
-            return torch.cat([embed, feature], dim=-1)
+        if self.config.fusion != "sum":
+            return torch.cat([embed, feature[..., -self.config.hidden :]], dim=-1)
         if self.config.images == "latents":
             assert image is not None
             feature = self.img_fc(torch.cat([feature, image], dim=-1))
@@ -254,17 +284,25 @@ class EagleHead(nn.Module):
         if self.config.fusion == "sum":
             return self.layer.input_layernorm(x) if self.config.norm_input else x
         embed, feature = x.chunk(2, dim=-1)
+        if self.config.fusion == "cross":
+            return self.layer.input_layernorm(embed)
         return torch.cat([self.layer.input_layernorm(embed), self.layer.hidden_norm(feature)], dim=-1)
 
     def parted(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries (B, T, H, E), rotated keys and values (B, T, K, E)."""
+        """Rotated queries (B, T, H, E), rotated keys and values (B, T, K, E); behind them those of cross-attention."""
         attention, size, read = self.layer.self_attn, self.config.head_size, self.normed(x_BTX)
         query, key, value = (
             f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         if self.config.qk_norm:
             query, key = attention.q_norm(query), attention.k_norm(key)
-        return turned(query, turn_BTC), turned(key, turn_BTC), value
+        query, key = turned(query, turn_BTC), turned(key, turn_BTC)
+        if self.config.fusion == "cross":
+            cross, feature = self.cross, x_BTX[..., self.config.hidden :]
+            more = (f(feature).unflatten(-1, (-1, size)) for f in (cross.k_proj, cross.v_proj))
+            key, value = (torch.cat(pair, dim=2) for pair in zip((key, value), more))
+            key = torch.cat([key[:, :, : self.config.kv_heads], cross.k_norm(key[:, :, self.config.kv_heads :])], dim=2)
+        return query, key, value
 
     def project(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same with a key and a value for every head, each (B, T, H, E); for training."""
@@ -276,9 +314,22 @@ class EagleHead(nn.Module):
         """Rotated keys, and values, (B, T, 2K, E)."""
         return torch.cat(self.parted(x_BTX, turn_BTC)[1:], dim=2)
 
+    def attended(self, x: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The layer behind its queries: the next feature (..., d), or those of `feature_layers` (..., F).
+
+        attend: of queries to keys and values, of which it takes the half with a number, or all.
+        """
+        if self.config.fusion != "cross":
+            return self.finish(x, attend(query))
+        x = self.finish(x, attend(query, 0))
+        middle, last = self.cross(x, lambda crossing: attend(crossing, 1))
+        return torch.cat([middle, self.norm(last)], dim=-1) if self.config.parts == 2 else self.norm(last)
+
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer after attention: the next feature (..., d)."""
         layer = self.layer
+        if self.config.fusion == "cross":
+            x = x[..., : self.config.hidden]
         if self.config.fusion == "split":
             x = x.chunk(2, dim=-1)[1]
             x = layer.hidden_norm(x) if self.config.norm_before_residual else x
@@ -292,4 +343,6 @@ class EagleHead(nn.Module):
 
     def decodable(self, feature: Tensor) -> Tensor:
         """A feature as LM heads read it."""
+        if self.config.fusion == "cross":
+            return feature[..., -self.config.hidden :]
         return self.norm(feature) if self.config.fusion == "split" and not self.config.norm_output else feature

@@ -207,6 +207,12 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
         FEATURES,
         {"width": 10, "nodes": 60},
     ),
+    "dream": Trained(
+        "DREAM (arXiv 2505.19201)",
+        {"fusion": "cross", "positions": "index", "images": "slots", "levels": 6},
+        {"unroll": 1, "loss": "kl", "opening": 0.0, "feature_weight": 0.4},  # 0.2 of each of two layers
+        {"width": 4, "nodes": 32},
+    ),
     "blind": Trained(
         "a control: neither image tokens nor features of the target", {**SUM, "images": "blind", "levels": 6},
         {"unroll": 5, "opening": 0.5}, {"width": 10, "nodes": 60},
