@@ -89,7 +89,7 @@ class BlockModel(Drafter):
         self.first = 0 if self.form.anchor else 1  # place of the block that predicts the first token
         layers = tuple(layer + 1 for layer in config.target_layer_ids)
         self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
-        self.head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
+        self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
         self.embed: Any = bare(model.get_input_embeddings())  # type: ignore[operator]
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
@@ -127,14 +127,20 @@ class BlockModel(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         logits_BKV = self._denoised(state)[:, :depth]
         if self.width > 1:
-            return block_tree.over(state, logits_BKV, self.width, self.nodes)
-        tokens, laws = [], []
+            return block_tree.over(state, logits_BKV, self.width, self.nodes, self._following)
+        tokens, laws, token = [], [], state.pending
         for level in range(logits_BKV.shape[1]):
-            token, law = propose(logits_BKV[:, level], state, level)
+            more_BV = self._following(token)
+            logits_BV = logits_BKV[:, level] if more_BV is None else logits_BKV[:, level] + more_BV
+            token, law = propose(logits_BV, state, level)
             tokens.append(token)
             if law is not None:
                 laws.append(law)
         return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), Categorical.chain(laws) if laws else None)
+
+    def _following(self, token: Tensor) -> Tensor | None:
+        """What a token (...) adds to the logits of the next place, (..., V); None: nothing."""
+        return None
 
     def _denoised(self, state: State) -> Tensor:
         """(B, K - 1, V) logits of the block behind the pending tokens, from one pass; (B, K, V) if their place predicts
@@ -143,7 +149,7 @@ class BlockModel(Drafter):
         form, memory = self.form, state.memory
         hidden_BKd = self._pass(memory, state.pending, memory.placed(state.position))
         state.calls["draft_pass"] += 1
-        logits = self.head(hidden_BKd[:, self.first :].to(self.head.weight.dtype))[..., : self.vocab]
+        logits = self.lm_head(hidden_BKd[:, self.first :].to(self.lm_head.weight.dtype))[..., : self.vocab]
         if form.multiplier != 1.0:
             logits = logits * form.multiplier
         if form.softcap:

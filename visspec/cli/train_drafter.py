@@ -18,6 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image-latents", type=positive, help="vectors that stand for an image (1)")
     parser.add_argument("--draft-vocab", type=positive, help="of eagle3: ids that its own head predicts (32000)")
     parser.add_argument("--head-rank", type=positive, help="of eagle3: rank of that head (whole)")
+    parser.add_argument("--block", type=positive, help="of flash (5), dflash, ddtree, dspark (16): places of a pass")
     parser.add_argument("--max-new-tokens", type=positive, default=256, help="of the target's own answers (256)")
     parser.add_argument("--seed", type=int, default=0)
     add_hardware(parser)

@@ -57,11 +57,13 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
     found = zoo.trained(name)
     text = model.config.get_text_config()
     network, depth = {**found.network, **options}, text.num_hidden_layers
+    if network.get("markov"):
+        network["markov"] = min(network["markov"], text.hidden_size)
     if network.get("draft_vocab"):
         network["draft_vocab"] = min(network["draft_vocab"], vocabulary(model))
-    if network["fusion"] == "cross":
+    if network.get("fusion") == "cross":
         network["feature_layers"] = (max(depth // 2, 1), -1)
-    if network["fusion"] == "split":
+    if network.get("fusion") == "split":
         low = min(2, depth - 1)
         network["feature_layers"] = tuple(sorted({low, max(depth // 2, low), max(depth - 3, low)}))
         network["kv_heads"] = text.num_key_value_heads
@@ -72,7 +74,7 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
 def check_preset(preset: str | None, asked: dict[str, Any]) -> None:
     """Raises ValueError for an unknown preset, or for values that it has no place for."""
     found = None if preset is None else zoo.trained(preset)
-    known = {"image_latents"} if found is None else {"image_latents", "draft_vocab", "head_rank"} & {
+    known = {"image_latents"} if found is None else {"image_latents", "draft_vocab", "head_rank", "block"} & {
         *found.network, *({"head_rank"} if "draft_vocab" in found.network else ())
     }  # fmt: skip
     if strange := sorted(set(asked) - known):

@@ -17,12 +17,11 @@ from tqdm import tqdm
 
 from visspec.accept.exact import Exact
 from visspec.api import loading as targets
-from visspec.api import requests, sources
+from visspec.api import requests, sources, zoo
 from visspec.api.captions import PROMPT, chat_text, moved, prepare
 from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
 from visspec.eval.report import training
 from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.drafters.eagle_heads import EagleDrafter
 from visspec.models.drafters.feature_checkpoint import CONFIG
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.provenance import provenance
@@ -131,6 +130,7 @@ def run(
     preset: str | None = None,
     draft_vocab: int | None = None,
     head_rank: int | None = None,
+    block: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -141,13 +141,14 @@ def run(
 
     preset: a published drafter (`zoo.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
+    block: places of a pass, of a preset that predicts several.
 
     Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own.
     """
     unknown = sorted(set(plan) - {f.name for f in fields(Plan)})
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
-    asked = {"image_latents": image_latents, "draft_vocab": draft_vocab, "head_rank": head_rank}
+    asked = {"image_latents": image_latents, "draft_vocab": draft_vocab, "head_rank": head_rank, "block": block}
     asked = {name: value for name, value in asked.items() if value is not None}
     check_preset(preset, asked)
     items = items_of(data)
@@ -172,9 +173,11 @@ def run(
     if found is None:
         drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})
     else:
-        if network["fusion"] == "cross" and not resumed:
+        if network.get("fusion") == "cross" and not resumed:
             network["feature_layers"] = (focused(model, prompts.inputs(0)), -1)
-        drafter = fresh_or_resumed(model, out, resume, seed, EagleDrafter, found.draft, **network)
+        drafter = fresh_or_resumed(
+            model, out, resume, seed, zoo.load(zoo.DRAFTERS[found.kind][0]), found.draft, **network
+        )
         if drafter.ids is not None and not resumed:
             target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
             drafter.keep(frequent(target_, prompts, drafter.config.draft_vocab, GROUP))
