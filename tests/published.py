@@ -46,11 +46,16 @@ def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
     """One Llama layer: (T, d). places: (T, 3) positions."""
     named = "layers.0."
     read, rest = x, x
+    if config.fusion == "cross":
+        rest, _ = x.chunk(2, dim=-1)
+        read = weights.norm(rest, named + "input_layernorm", config.eps)
     if config.fusion == "split":
         embedding, rest = x.chunk(2, dim=-1)
         hidden = weights.norm(rest, named + "hidden_norm", config.eps)
         read = torch.cat([weights.norm(embedding, named + "input_layernorm", config.eps), hidden], dim=-1)
         rest = hidden if config.norm_before_residual else rest
+    if config.norm_input:
+        read = weights.norm(x, named + "input_layernorm", config.eps)
     query, key, value = (
         weights.linear(read, f"{named}self_attn.{p}_proj").unflatten(-1, (-1, config.head_size)) for p in "qkv"
     )
@@ -62,7 +67,25 @@ def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
     before = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     mixed = attended(rotated(query, angle), rotated(key, angle), value, before)
     rest = rest + weights.linear(mixed, f"{named}self_attn.o_proj")
-    return rest + mlp(weights, named, weights.norm(rest, f"{named}post_attention_layernorm", config.eps))
+    rest = rest + mlp(weights, named, weights.norm(rest, f"{named}post_attention_layernorm", config.eps))
+    return crossed(config, weights, rest, x.chunk(2, dim=-1)[1]) if config.fusion == "cross" else rest
+
+
+def crossed(config, weights: Weights, x: Tensor, features: Tensor) -> Tensor:
+    """DREAM's gated cross-attention of a stream (T, d) to features (T, d), each to those up to its own; and an MLP."""
+    read = weights.norm(x, "cross.norm", config.eps)
+    query, key, value = (
+        weights.linear(y, f"cross.{p}_proj").unflatten(-1, (-1, config.head_size))
+        for y, p in ((read, "q"), (features, "k"), (features, "v"))
+    )
+    query, key = (weights.norm(y, f"cross.{p}_norm", config.eps) for y, p in ((query, "q"), (key, "k")))
+    mixed = attended(query, key, value, torch.ones(len(x), len(x), dtype=torch.bool).tril())
+    x = x + weights["cross.gate"].tanh() * weights.linear(mixed, "cross.o_proj")
+    inside = mlp(weights, "cross.", weights.norm(x, "cross.mlp_norm", config.eps))
+    x = x + weights["cross.mlp_gate"].tanh() * inside
+    last = {name.replace("cross.last.", "last.mlp."): weight for name, weight in weights.items()}
+    x = x + mlp(Weights(last), "last.", weights.norm(x, "cross.last_norm", config.eps))
+    return weights.norm(x, "norm", config.eps)
 
 
 def mlp(weights: Weights, named: str, x: Tensor) -> Tensor:
@@ -72,7 +95,7 @@ def mlp(weights: Weights, named: str, x: Tensor) -> Tensor:
 
 def joined(config, weights: Weights, embedding: Tensor, feature: Tensor, image: Tensor) -> Tensor:
     """The layer's input of an element of text."""
-    if config.fusion == "split":
+    if config.fusion != "sum":
         return torch.cat([embedding, feature])
     if config.images == "latents":
         feature = weights.linear(torch.cat([feature, image]), "img_fc")
@@ -89,12 +112,29 @@ def compressed(config, weights: Weights, run: Tensor) -> Tensor:
     return weights.linear(torch.einsum("hqs,she->qhe", score.softmax(-1), heads("v_proj")).flatten(1), "imadpt.o_proj")
 
 
+def condensed(config, weights: Weights, x: Tensor, features: Tensor, question: Tensor) -> Tensor:
+    """FLASH's and SpecVLM's vectors for the layer inputs (S, d) of an image, (Q, d)."""
+    if config.images == "queries":
+        return (weights["compressor.queries"] @ features.T).softmax(-1) @ x
+    count, branch = config.image_latents, int(weights.linear(question, "compressor.gate").argmax())
+    middle = [(2 * i + 1) * len(x) // (2 * count) for i in range(count)]
+    if branch == 0:
+        return x[middle]
+    if branch == 1:
+        return F.adaptive_avg_pool1d(x.T, count).T
+    if branch == 2:
+        kernel, bias = weights["compressor.convolution.weight"], weights["compressor.convolution.bias"]
+        return F.conv1d(x.T, kernel, bias, padding=1).T[middle]
+    named = {name.replace("compressor.resampler", "imadpt"): weight for name, weight in weights.items()}
+    return compressed(config, Weights(named), x)
+
+
 def reduced(config, weights: Weights, features: Tensor) -> Tensor:
     """(L, F) -> (L, d)."""
     if config.images == "blind":
         return torch.zeros(len(features), config.hidden)
-    if config.fusion == "sum":
-        return features
+    if config.fusion != "split":
+        return features[..., -config.hidden :]
     if config.norm_before_fc:
         features = weights.norm(features, "input_norm", config.eps)
     if config.fc_norm:
@@ -123,6 +163,13 @@ def elements(config, weights, table, ids, embedded, features):
             sequence += list(outputs[:-1])
             places += [max(end - len(outputs) + 1 + i, t) for i in range(len(outputs) - 1)]
             image, t = outputs[-1], end - 1
+        elif config.images in ("queries", "gated"):
+            end = next(s for s in range(t + 1, len(ids)) if s + 1 == len(ids) or not picture[s + 1])
+            slots = [joined(config, weights, embedded[s], feature[s - 1], image) for s in range(t + 1, end + 1)]
+            outputs = condensed(config, weights, torch.stack(slots), feature[t:end], feature[len(embedded) - 1])
+            sequence += list(outputs)
+            places += [max(end - len(outputs) + i, t) for i in range(len(outputs))]
+            t = end - 1
         t += 1
     return sequence, places, image
 
@@ -136,8 +183,15 @@ def eagle_logits(config, weights, table, decode, known, chain) -> Tensor:
     sequence, places, image = elements(config, weights, table, ids, embedded, features)
     where = torch.arange(len(ids))[None].expand(3, -1) if config.positions == "index" else positions
     turns, logits = [where[:, t] for t in places], []
+    ahead: list[Tensor] = []  # FLASH: features of the tokens that are left of a pass
     for step in range(1 + len(chain)):
-        feature = layer(config, weights, torch.stack(sequence), torch.stack(turns))[-1]
+        if not ahead:
+            feature = layer(config, weights, torch.stack(sequence), torch.stack(turns))[-1]
+            ahead = [feature]
+            if config.block > 1:
+                more = weights.linear(F.silu(weights.linear(feature, "ahead.down")), "ahead.up")
+                ahead = list(feature + more.view(config.block, -1))
+        feature = ahead.pop(0)
         read = weights.norm(feature, "norm", config.eps) if config.fusion == "split" else feature
         feature = read if config.norm_output else feature
         if config.draft_vocab:

@@ -1,20 +1,26 @@
 """Presets of the feature drafter: each trains, is saved and loaded, and is exact in ragged batches."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from PIL import Image
 
 import visspec
-from tests.tiny import model_of, prompt, shapes
+from tests.published import begun
+from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import zoo
 from visspec.loop.decode import open_request
+from visspec.models.drafters.block_training import DECAY, BlockDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
-from visspec.models.nets.eagle_head import EagleConfig, LowRank
+from visspec.models.nets.block_head import BlockConfig
+from visspec.models.nets.eagle_config import EagleConfig
+from visspec.models.nets.eagle_head import LowRank
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes import train_drafter
-from visspec.recipes.train_drafter import Prompts, frequent, of_preset, request_of
+from visspec.recipes.drafter_presets import focused, frequent, of_preset
+from visspec.recipes.train_drafter import Prompts, request_of
 from visspec.train.capture import capture
 from visspec.train.loop import Plan, Step
 
@@ -41,16 +47,21 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "data.jsonl", seen
 
 
+def kind_of(preset):
+    return zoo.load(zoo.DRAFTERS[preset.kind][0])
+
+
 @pytest.mark.parametrize("name", zoo.TRAINED)
 def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     more = {"draft_vocab": 40, "head_rank": 5} if name == "eagle3" else {}
     found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
     assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
     model, preset = model_of("llava"), zoo.TRAINED[name]
-    fresh = EagleDrafter.for_model(model, **of_preset(name, model, more)[0])
+    fresh = kind_of(preset).for_model(model, **of_preset(name, model, more)[0])
     options = ",".join(f"{key}={value}" for key, value in preset.draft.items())
     drafter, _ = zoo.drafter(f"{tmp_path / 'out'}:{options}".rstrip(":"), model)
-    assert drafter.config == fresh.config and drafter.config.levels == preset.network["levels"]
+    assert drafter.config == fresh.config and type(drafter) is kind_of(preset)
+    assert drafter.config.levels == preset.network.get("levels", 15)
     assert {key: getattr(drafter, key) for key in preset.draft} == preset.draft
     moved = [
         k for k, v in drafter.head.named_parameters() if not torch.equal(v, dict(fresh.head.named_parameters())[k])
@@ -93,7 +104,7 @@ def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-@pytest.mark.parametrize("preset", ["eagle", "eagle3", "msd", "vispec", "blind"])
+@pytest.mark.parametrize("preset", ["eagle", "eagle3", "msd", "vispec", "flash", "specvlm", "dream", "blind"])
 def test_a_rollout_is_what_drafting_says(name, preset):
     """Step k of the rollout at answer token t is level k + 1 of a chain that starts at token t - k."""
     model = model_of(name)
@@ -107,15 +118,133 @@ def test_a_rollout_is_what_drafting_says(name, preset):
 
     lesson = capture(target, visspec.Exact(), request())
     with torch.no_grad():
-        steps = drafter.rollout(lesson, 3)
+        steps = drafter.rollout(lesson, 1 if preset == "flash" else 3)
     with torch.inference_mode():
         state, scores = open_request(target, visspec.Exact(), request())
         drafter.start(state, scores)
         feature = drafter._catch_up(state.memory, 3)
+        if preset == "flash":
+            for level, ahead in enumerate(drafter.run.spread(feature).unbind(1)):
+                torch.testing.assert_close(drafter._taught(ahead), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+            return
         for level in range(3):
             torch.testing.assert_close(drafter._taught(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
             token = lesson.ids[:, lesson.prompt_length + level + 1]
             feature = drafter._level(state.memory, drafter._join(token, feature, state.memory.shift), level)
+
+
+def test_what_a_network_draws_in_training_is_a_function_of_seed_and_step(tmp_path):
+    """SpecVLM's gate: the same weights, whatever else drew from torch's generator."""
+    model, ends = model_of("llava"), []
+    for n in range(2):
+        drafter = EagleDrafter.for_model(model, **of_preset("specvlm", model, {"image_latents": 2})[0])
+        target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+
+        def prompts(number):
+            inputs = prompt("llava", ["4 i 5", "6 i 3"], seed=number)
+            return request_of(model, inputs, temperature=1.0, max_new_tokens=6, seed=number)
+
+        plan = Plan(steps=3, batch=2, rows=2, group=1, reuse=1, unroll=1)
+        trainer = train_drafter.Trainer(target, drafter, visspec.Exact(), prompts, plan, tmp_path / str(n), {})
+        torch.manual_seed(n)
+        trainer.run()
+        before = torch.get_rng_state()
+        torch.manual_seed(n)
+        assert torch.equal(before, torch.get_rng_state()) and not drafter.head.training
+        ends.append(drafter.head.state_dict())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert not torch.equal(ends[0]["compressor.gate.weight"], EagleDrafter.for_model(
+        model, **of_preset("specvlm", model, {"image_latents": 2})[0]).head.compressor.gate.weight)  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llama"])
+def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, first, monkeypatch):
+    """Each tile of an answer is the pass of a drafter that has read the target's states up to its anchor."""
+    model, rows = model_of(name), ["9", "11"] if name == "llama" else ["4 i 5", "6 i 3 i 2"]
+    drafter = BlockDrafter.for_model(model, layers=2, block=4, markov=5)
+    torch.nn.init.normal_(drafter.head.markov.up.weight)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+
+    def request():
+        return request_of(model, prompt(name, rows, seed=2), temperature=1.0, max_new_tokens=12, seed=7)
+
+    lesson, lengths = capture(target, visspec.Exact(), request()), [12, 8]
+    object.__setattr__(lesson, "lengths", lengths)
+    drafter.head.train()
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(torch, "randint", lambda *_: torch.tensor(first))
+        ((logits, _, weight),) = drafter.rollout(lesson, 1)
+    for b, length in enumerate(lengths):
+        want = [DECAY ** ((t - first) % 3) if first <= t < length - 1 else 0.0 for t in range(11)]
+        torch.testing.assert_close(weight[b], torch.tensor(want))
+    drafter.refresh()
+    with torch.inference_mode():
+        state, scores = open_request(target, visspec.Exact(), request())
+        drafter.start(state, scores)
+        start, read = lesson.prompt_length, 0
+        for anchor in range(first, 11, 3):
+            told = state.memory.placed(state.position)[:, None] + torch.arange(read, anchor)
+            known = lesson.features[:, start + read : start + anchor]
+            if anchor > read:
+                state.memory.waiting.append((told, known, [anchor - read] * 2))
+            pending, read = lesson.ids[:, start + anchor], anchor
+            hidden = drafter._pass(state.memory, pending, state.memory.placed(state.position) + anchor)
+            before = lesson.ids[:, start + anchor : start + anchor + 3]
+            want = (drafter.lm_head(hidden[:, 1:]) + drafter._following(before))[:, : 11 - anchor]
+            torch.testing.assert_close(logits[:, anchor : anchor + 3], want, rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_markov_head_adds_what_the_token_above_says(width):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    head = BlockDrafter.for_model(model, layers=1, block=4, markov=5).head
+    torch.nn.init.normal_(head.markov.up.weight, std=3.0)
+    drafter, held = BlockDrafter(head, model, width=width, nodes=9), []
+    _, state, _ = begun(drafter, model, inputs, NEW)
+    drafter._denoised = lambda state: held.append(BlockDrafter._denoised(drafter, state)) or held[-1]
+    draft = drafter.propose(state, 3)
+    parent, depth = (x.expand(3, -1) for x in (draft.tree.parent, draft.tree.depth))
+    for b in range(3):
+        for node in range(1, draft.tree.size):
+            told = head.markov.up.weight @ head.markov.down.weight[draft.value[b, parent[b, node]]]
+            law = held[0][b, depth[b, node] - 1] + told
+            assert (law > law[draft.value[b, node]]).sum() < width
+
+
+def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp_path):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    drafter = BlockDrafter.for_model(model, layers=2, block=4)
+    drafter.export(tmp_path / "out", "dflash")
+    again, _ = zoo.drafter(tmp_path / "out", model)
+    assert not isinstance(again, BlockDrafter) and replace(again.form, reach=None) == drafter.form
+    for (name, one), (other, two) in zip(
+        drafter.assistant.state_dict().items(), again.assistant.state_dict().items(), strict=True
+    ):
+        assert name == other and torch.equal(one, two)
+    first, second = (
+        visspec.accelerate(model, d, adaptive=False).run(**inputs, max_new_tokens=8, do_sample=False).state
+        for d in (drafter, again)
+    )
+    assert [r.gained for r in first.trace.rounds] == [r.gained for r in second.trace.rounds]
+    with pytest.raises(ValueError, match="form: got a drafter with markov 5 for 'dflash', expected 0"):
+        BlockDrafter.for_model(model, layers=1, markov=5).export(tmp_path / "no", "dflash")
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"vocab": 97}, "vocabulary"), ({"block": 1}, "block: got 1"), ({"layers": 3}, "layers.2"),
+    ({"feature_layers": [9]}, "feature_layers: got"), ({"feature_layers": []}, "expected at least one layer"),
+    ({"mask": 96}, "mask: got 96"), ({"markov": 3}, "markov"), ({"kv_heads": 3}, "kv_heads: got 3"),
+    ({"kind": "eagle_head"}, "of another kind"),
+])  # fmt: skip
+def test_a_block_drafter_of_another_model_or_form(tmp_path, changes, sentence):
+    model = model_of("llava")
+    BlockDrafter.for_model(model, layers=2, block=4).save_pretrained(tmp_path, {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=sentence):
+        BlockDrafter.from_pretrained(tmp_path, model)
 
 
 def test_the_loss_of_a_small_vocabulary_is_of_its_ids_where_the_target_chooses_one():
@@ -181,6 +310,9 @@ def test_text_comes_first_and_pictures_more_and_more(data):
     ({"preset": "msd", "image_latents": 3}, "image_latents: got 3 with the preset 'msd', which has no such value"),
     ({"preset": "eagle2", "draft_vocab": 30}, "draft_vocab: got 30 with the preset 'eagle2'"),
     ({"draft_vocab": 30}, "draft_vocab: got 30 without a preset, which has no such value"),
+    ({"preset": "eagle2", "block": 4}, "block: got 4 with the preset 'eagle2', which has no such value"),
+    ({"preset": "dflash", "block": 1}, "block: got 1, expected a whole number from 2"),
+    ({"preset": "dspark", "draft_vocab": 9}, "draft_vocab: got 9 with the preset 'dspark'"),
     ({"preset": "eagle3", "head_rank": 10**6}, "head_rank: got 1000000, expected a whole number from 0 to 32"),
 ])  # fmt: skip
 def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence):
@@ -190,7 +322,34 @@ def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence
 
 
 def test_the_table_names_fields_that_exist():
-    fields = set(EagleConfig.__dataclass_fields__)
+    configs = {"eagle-head": EagleConfig, "block-head": BlockConfig}
     for preset in zoo.TRAINED.values():
+        fields = set(configs[preset.kind].__dataclass_fields__)
         assert set(preset.network) <= fields and set(preset.plan) <= set(Plan.__dataclass_fields__)
         assert set(preset.draft) <= {"width", "nodes"} and preset.source
+
+
+@pytest.mark.parametrize("sharp", [0, 1, 2])
+def test_the_layer_of_the_sharpest_attention_is_chosen(sharp):
+    """A layer with long queries attends to few tokens; the last layer is not asked, and padding does not count."""
+    model = llama(num_hidden_layers=4)
+    inputs = prompt("llama", ["9", "5", "14"])
+    with torch.no_grad():
+        for layer, factor in ((sharp, 8.0), (3, 30.0)):
+            model.model.layers[layer].self_attn.q_proj.weight.mul_(factor)
+    before = model.config._attn_implementation
+    assert focused(model, inputs) == sharp + 1
+    assert model.config._attn_implementation == before
+    model.model.forward = before_attentions(model.model.forward)
+    assert focused(model, inputs) == 2
+
+
+def before_attentions(forward):
+    """A model that returns no attention weights."""
+
+    def silent(*args, **options):
+        found = forward(*args, **options)
+        found.attentions = None
+        return found
+
+    return silent

@@ -10,7 +10,9 @@ import visspec
 from tests.published import Watched, begun, eagle_logits, known
 from tests.tiny import model_of, prompt, shapes, single_row
 from visspec.models.drafters.eagle_heads import EagleDrafter
-from visspec.models.nets.eagle_head import EagleConfig, frequencies
+from visspec.models.nets.eagle_config import EagleConfig
+from visspec.models.nets.eagle_head import frequencies
+from visspec.models.nets.image_compression import Branches
 
 NEW = 14
 SUM = {"fusion": "sum", "positions": "index"}
@@ -21,6 +23,11 @@ FORMS = {
     "msd": SUM | {"images": "embeddings"},
     "vispec": SUM | {"images": "latents", "image_latents": 1},
     "vispec-3": SUM | {"images": "latents", "image_latents": 3, "qkv_bias": True},
+    "flash": SUM | {"images": "queries", "image_latents": 3, "block": 2},
+    "flash-wide": SUM | {"images": "queries", "image_latents": 6, "block": 5},
+    "specvlm": SUM | {"images": "gated", "image_latents": 3, "norm_input": True},
+    "dream": {"fusion": "cross", "positions": "index", "images": "slots", "feature_layers": (1, -1), "kv_heads": 2},
+    "dream-last": {"fusion": "cross", "images": "none"},
     "hivis": SUM | {"images": "none"},
     "blind": SUM | {"images": "blind"},
     "eagle3": SPLIT | {"images": "placeholders", "draft_vocab": 40},
@@ -43,7 +50,7 @@ def make(name, form, seed=1, width=1, **more):
     with torch.no_grad():
         for weight in drafter.head.parameters():
             scale = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.2
-            weight.add_(scale * torch.randn(weight.shape, generator=generator))
+            weight.add_(scale * torch.randn(weight.shape, generator=generator) + (weight.shape == (1,)))
     if drafter.head.ids is not None:
         drafter.head.keep(torch.randperm(90, generator=generator)[: len(drafter.head.ids)].sort().values)
     drafter.refresh()
@@ -53,6 +60,7 @@ def make(name, form, seed=1, width=1, **more):
 
 
 EXACT = [("llava", form) for form in FORMS] + [("qwen2_5_vl", "eagle3"), ("qwen2_5_vl", "vispec"), ("llama", "eagle")]
+EXACT += [("qwen2_5_vl", "flash"), ("qwen2_5_vl", "specvlm"), ("llama", "flash"), ("llama", "dream")]
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -79,7 +87,8 @@ def test_ragged_batches_greedy_and_seeded(name, form, width):
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("name", "form"),
-    [(name, form) for name in ("llava", "qwen2_5_vl") for form in FORMS] + [("llama", "eagle"), ("llama", "eagle3")],
+    [(name, form) for name in ("llava", "qwen2_5_vl") for form in FORMS]
+    + [("llama", form) for form in ("eagle", "eagle3", "flash", "dream")],
 )
 def test_drafts_are_those_of_the_published_description(name, form):
     """First drafts, and those after a round in which rows accepted different numbers."""
@@ -100,6 +109,36 @@ def test_drafts_are_those_of_the_published_description(name, form):
             got = torch.stack([level[b] for level in seen[-3:]])
             torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
         one_round(target, drafter, state, answer)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["llava", "llama"])
+@pytest.mark.parametrize("form", ["eagle", "eagle3", "vispec", "dream"])
+def test_a_tree_draws_every_node_from_its_own_path(name, form, monkeypatch):
+    """The laws of a frontier are those of chains: siblings do not see each other."""
+    if name == "llama" and form == "vispec":
+        pytest.skip("of pictures")
+    drafter, model, rows = make(name, form, width=3), model_of(name), shapes(name)["ragged"]
+    inputs, seen, grown = prompt(name, rows), [], []
+    target, state, answer = begun(drafter, model, inputs, NEW)
+
+    class Growing(visspec.tree.Growing):
+        def grow(self, logp):
+            grown.append(super().grow(logp))
+            return grown[-1]
+
+    monkeypatch.setattr(visspec.tree, "Growing", Growing)
+    Watched(drafter, seen).propose(state, 3)
+    for b in range(len(rows)):
+        whole = known(target, model, single_row(name, rows, inputs, b), answer[b, : len(state.tokens[b])])
+        table, weights, paths = drafter.embed.weight, drafter.head.state_dict(), [[]]
+        for level, (token, parent) in enumerate(grown[:2]):
+            pairs = zip(token[b].tolist(), parent[b].tolist())
+            paths = [paths[above] + [child] for child, above in pairs]
+            for node, path in enumerate(paths):
+                want = eagle_logits(drafter.config, weights, table, drafter.lm_head, whole, path)[-1]
+                got = seen[level + 1][b, node]
+                torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
 
 
 def one_round(target, drafter, state, answer):
@@ -157,6 +196,14 @@ def test_interleaved_rotary_sections_are_those_of_the_target():
     ({"kv_heads": 3}, "kv_heads: got 3, expected a divisor of the 4 heads"),
     ({"image_latents": 2}, "image_latents: got 2 with images 'slots'"),
     ({"fusion": "split", "images": "embeddings"}, "expected fusion 'sum'"),
+    ({"images": "gated"}, "image_latents: got 0 with images 'gated'"),
+    ({"images": "queries", "image_latents": 3, "fusion": "split"}, "images: got 'queries', expected fusion 'sum'"),
+    ({"norm_input": True, "fusion": "split"}, "norm_input: got true with fusion 'split'"),
+    ({"fusion": "cross", "block": 2}, "fusion: got 'cross' with hidden size 32 and block 2"),
+    ({"fusion": "cross", "feature_layers": (-1, 1)}, "feature_layers: got [-1, 1] with fusion 'cross'"),
+    ({"fusion": "cross", "images": "embeddings"}, "images: got 'embeddings' with fusion 'cross'"),
+    ({"fusion": "cross", "norm_input": True}, "norm_input: got true with fusion 'cross'"),
+    ({"block": 0}, "block: got 0, expected a whole number from 1"),
     ({"norm_output": True}, "norm_output: got true with fusion 'sum'"),
     ({"hidden": 48}, "fusion: got 'sum' with hidden size 48"),
     ({"hidden": 48, "fusion": "split", "images": "none"}, "expected an embedding and a head of the drafter's own"),
@@ -175,3 +222,50 @@ def test_forms_that_do_not_go_together(changes, sentence):
     with pytest.raises(ValueError) as caught:
         EagleConfig(**sizes | changes)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("branch", range(4))
+def test_branches_of_a_gate(branch):
+    """Each is what torch's own layers make of a run alone, however long its neighbours are."""
+    config = make("llava", "specvlm").config
+    network = Branches(config).eval()
+    with torch.no_grad():
+        network.gate.weight.zero_()
+        network.gate.bias.copy_(torch.eye(4)[branch])
+    x, real = torch.randn(3, 11, 32), torch.arange(11) < torch.tensor([[11], [2], [7]])
+    found = network(x, x, real, torch.randn(3, 32))
+    for run, length, got in zip(x, real.sum(1), found):
+        alone = run[:length].T
+        middle = [(2 * i + 1) * int(length) // 6 for i in range(3)]
+        want = (
+            alone.T[middle],
+            torch.nn.functional.adaptive_avg_pool1d(alone, 3).T,
+            network.convolution(alone).T[middle],
+            network.resampler(alone.T[None], torch.ones(1, int(length), dtype=torch.bool))[0],
+        )
+        torch.testing.assert_close(got, want[branch])
+
+
+def test_a_gate_draws_in_training_and_is_taught_by_what_it_drew():
+    network, x, real = Branches(make("llava", "specvlm").config), torch.randn(1, 6, 32), torch.ones(1, 6).bool()
+    question = torch.randn(1, 32)
+    with torch.no_grad():
+        network.gate.weight.zero_()
+        network.gate.bias.zero_()
+    fixed = []
+    for branch in torch.eye(4):
+        network.gate.bias.data.copy_(branch)
+        fixed.append(network.eval()(x, x, real, question))
+    network.gate.bias.data.zero_()
+    network.train()
+    drawn = [network(x, x, real, question) for _ in range(60)]
+    counts = [sum(torch.allclose(one, f, atol=1e-5) for one in drawn) for f in fixed]
+    assert min(counts) > 3 and sum(counts) == 60
+    drawn[0].square().sum().backward()
+    assert network.gate.weight.grad.abs().sum() > 0
+
+
+def test_trees_end_with_the_tokens_of_a_pass():
+    drafter = make("llava", "flash-wide")
+    wide = EagleDrafter(drafter.head, drafter.model, width=3)
+    assert (drafter.traits.levels, wide.traits.levels) == (8, 5)

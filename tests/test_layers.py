@@ -187,7 +187,7 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "recycling.py": ["_shape", "_shape"],
     "feature_tree.py": ["plan", "plan"],
     "jacobi.py": ["proactive"],
-    "feature_layout.py": ["packed_rows", "packed_rows", "extend", "extend", "compress"],  # of prompts and lessons
+    "feature_layout.py": ["packed_rows", "packed_rows", "extend", "extend", "slots_of"],  # of prompts and lessons
     "feature_drafting.py": ["rollout", "rollout", "rollout"],
     "small_model.py": ["_is_content"],
     "lowres.py": ["small"],

@@ -18,7 +18,7 @@ from tests.tiny import llama, model_of, prompt, shapes, single_row
 from visspec.api import zoo
 from visspec.models.drafters.dflash import Block, BlockModel
 from visspec.models.drafters.published import form_of
-from visspec.models.nets.eagle_head import EagleConfig
+from visspec.models.nets.eagle_config import EagleConfig
 
 NEW = 14
 D, V, MIDDLE, HEADS, SIZE = 32, 96, 40, 4, 8

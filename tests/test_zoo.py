@@ -12,6 +12,7 @@ from visspec.accept.captured import Captured
 from visspec.api import zoo
 from visspec.laws import Categorical
 from visspec.loop.pairing import check, pair
+from visspec.models.drafters.block_training import BlockDrafter
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
@@ -25,7 +26,9 @@ from visspec.models.targets.janus import Janus
 from visspec.types import Acceptance, Drafter, Order, Request, Sampling
 
 ROWS = [0, 1, 2]
-TEXT = {"none", "ngram", "eagle", "eagle-head", "jacobi", "suffix", "recycling", "layers"}  # that text knows as well
+TEXT = {  # that text knows as well
+    "none", "ngram", "eagle", "eagle-head", "block-head", "jacobi", "suffix", "recycling", "layers",
+}  # fmt: skip
 DRAFTERS = {  # of the tiny image model, from options
     "none": lambda **options: None,
     "ngram": lambda **options: zoo.load(zoo.DRAFTERS["ngram"][0])(**options),
@@ -36,6 +39,7 @@ DRAFTERS = {  # of the tiny image model, from options
     "lowres": lambda **options: LowRes(Janus(tiny_images.sibling(), None), upsample="latent"),
     "eagle": lambda **options: FeatureDrafter.for_model(model_of("llava"), image_latents=1),
     "eagle-head": lambda **options: EagleDrafter.for_model(model_of("llava"), images="latents", image_latents=1),
+    "block-head": lambda **options: BlockDrafter.for_model(model_of("llava"), layers=1, block=4, markov=3),
     "image-eagle": lambda **options: ImageFeatureDrafter(
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
     ),

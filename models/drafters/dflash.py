@@ -22,11 +22,12 @@ from visspec import hub
 from visspec import tree as trees
 from visspec.cache import additive, to_device
 from visspec.laws import Categorical
+from visspec.models.drafters import block_tree
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.models.drafters.feature_memory import accepted, packed, prompt_first
 from visspec.models.targets.hf_decoder import describe
 from visspec.models.targets.slot_layers import SlotLayers
-from visspec.sampling import propose, warp
+from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -88,7 +89,7 @@ class BlockModel(Drafter):
         self.first = 0 if self.form.anchor else 1  # place of the block that predicts the first token
         layers = tuple(layer + 1 for layer in config.target_layer_ids)
         self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
-        self.head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
+        self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
         self.embed: Any = bare(model.get_input_embeddings())  # type: ignore[operator]
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
@@ -126,27 +127,20 @@ class BlockModel(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         logits_BKV = self._denoised(state)[:, :depth]
         if self.width > 1:
-            return self._tree(state, logits_BKV)
-        tokens, laws = [], []
+            return block_tree.over(state, logits_BKV, self.width, self.nodes, self._following)
+        tokens, laws, token = [], [], state.pending
         for level in range(logits_BKV.shape[1]):
-            token, law = propose(logits_BKV[:, level], state, level)
+            more_BV = self._following(token)
+            logits_BV = logits_BKV[:, level] if more_BV is None else logits_BKV[:, level] + more_BV
+            token, law = propose(logits_BV, state, level)
             tokens.append(token)
             if law is not None:
                 laws.append(law)
         return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), Categorical.chain(laws) if laws else None)
 
-    def _tree(self, state: State, logits_BKV: Tensor) -> Draft:
-        """Best-first over the block, whose laws are those of their depth whatever stands above (DDTree)."""
-        if state.noise is not None and state.noise.samples:
-            raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
-        growing, width = trees.Growing(state.pending, self.width), 1
-        for level in range(logits_BKV.shape[1]):
-            logits_BWV = warp(logits_BKV[:, level : level + 1], state.request.sampling)
-            if state.noise is not None:
-                logits_BWV = state.noise.perturbed(logits_BWV, level)
-            token, _ = growing.grow(logits_BWV.log_softmax(dim=-1).expand(-1, width, -1))
-            width = token.shape[1]
-        return growing.finish(self.nodes)
+    def _following(self, token: Tensor) -> Tensor | None:
+        """What a token (...) adds to the logits of the next place, (..., V); None: nothing."""
+        return None
 
     def _denoised(self, state: State) -> Tensor:
         """(B, K - 1, V) logits of the block behind the pending tokens, from one pass; (B, K, V) if their place predicts
@@ -155,7 +149,7 @@ class BlockModel(Drafter):
         form, memory = self.form, state.memory
         hidden_BKd = self._pass(memory, state.pending, memory.placed(state.position))
         state.calls["draft_pass"] += 1
-        logits = self.head(hidden_BKd[:, self.first :].to(self.head.weight.dtype))[..., : self.vocab]
+        logits = self.lm_head(hidden_BKd[:, self.first :].to(self.lm_head.weight.dtype))[..., : self.vocab]
         if form.multiplier != 1.0:
             logits = logits * form.multiplier
         if form.softcap:

@@ -73,13 +73,14 @@ class FeatureDrafter(FeatureDrafting):
             positions = positions[..., rows, :]
         positions = self._places(positions, attention)
         following = self._followed(prompt[:, 1:], embeddings)
-        context = self._context(layout, embeddings.to(self.head.fc.weight.dtype))
+        dtype = self.trained.dtype
+        context = self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
         given = following, features_BLF, embeddings, positions, context
         # block by block, so that what is computed on the way stays in the processor's cache
         size = BLOCK if features_BLF.device.type == "cpu" else max(layout.token.shape[1], 1)
         starts = range(0, max(layout.token.shape[1], 1), size)
         parts = (self.elements(layout.part(start, size), *given)[:2] for start in starts)
-        memory = Memory(self.config.kv_heads, self._first(state, attention), state.request.max_new_tokens)
+        memory = Memory(self.config.key_heads, self._first(state, attention), state.request.max_new_tokens)
         if self.images and layout.runs:
             memory.shift = self._shift(context[1][layout.last_image.to(context[1].device)])
         self._read_prompt(state, memory, layout.lengths, parts, features_BLF[:, -1:])

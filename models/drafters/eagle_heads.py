@@ -8,7 +8,9 @@ and has the position of the token before it, as serving engines count. Shapes as
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from visspec import tree as trees
+from visspec.laws import Categorical
+from visspec.models.drafters import block_tree
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.eagle import FeatureDrafter, scaled_section
 from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.nets.eagle_head import EagleConfig, EagleHead, LowRank, turns, turns_at
+from visspec.models.drafters.feature_memory import Memory
+from visspec.models.nets.eagle_config import COMPRESSED, EagleConfig
+from visspec.models.nets.eagle_head import EagleHead, LowRank, turns, turns_at
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
-from visspec.types import State
+from visspec.sampling import propose
+from visspec.types import Draft, State
 
-SEEN = ("slots", "embeddings", "latents")  # values of `images` that take the target's input embeddings
+SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
 
 
 class EagleDrafter(FeatureDrafter):
     """A drafter around an `EagleHead`, for one loaded target.
 
-    width 1 drafts chains; above it, dynamic trees of at most `nodes` nodes (EAGLE-2). Raises ValueError if the network
-    was made for another target.
+    width 1 drafts chains; above it, dynamic trees of at most `nodes` nodes (EAGLE-2), which end with the tokens of one
+    pass where that predicts several (FLASH). Raises ValueError if the network was made for another target.
     """
 
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
@@ -46,7 +54,8 @@ class EagleDrafter(FeatureDrafter):
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.borrowed = (embed, lm_head)
         FeatureDrafting.__init__(self, head, embed, lm_head, self._like(model), width, nodes)
-        self.traits = replace(self.traits, embeddings=config.images in SEEN, joins=True)
+        levels = config.levels if width == 1 or config.block == 1 else min(config.levels, config.block)
+        self.traits = replace(self.traits, levels=levels, embeddings=config.images in SEEN, joins=True)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> EagleDrafter:
@@ -78,19 +87,20 @@ class EagleDrafter(FeatureDrafter):
     @torch.no_grad()
     def keep(self, ids: Tensor) -> None:
         """Predict these target ids (D,), in ascending order, with the target's own rows if sizes allow."""
-        ids = ids.to(self.head.fc.weight.device)
+        ids = ids.to(self.trained.device)
         if self.head.ids is not None:
             self.head.keep(ids)
         weight = self.lm_head.weight
         if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] == self.config.hidden:
-            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.head.fc.weight.device)
+            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.trained.device)
             own.approximate(rows_Dd) if isinstance(own, LowRank) else own.weight.copy_(rows_Dd)
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over the network's current weights for drafting; call it after they change."""
-        same = self.head.fc.weight.dtype == self.dtype
+        self.head.eval()
+        same = self.trained.dtype == self.dtype
         self.run: Any = self.head if same else copy.deepcopy(self.head).to(self.dtype)
         self._ids = self.head.ids
 
@@ -114,9 +124,11 @@ class EagleDrafter(FeatureDrafter):
         image_ids, latents = frozenset(self.config.image_ids), self.config.image_latents
         return layouts.shifted(ids_BL.tolist(), real, image_ids, self.config.images, latents)
 
-    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor) -> tuple[Tensor, Tensor]:
+    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor, features_BLF: Tensor) -> tuple[Tensor, Tensor]:
         if self.images:
-            return super()._context(layout, embeddings_BLd)
+            return super()._context(layout, embeddings_BLd, features_BLF)
+        if self.config.image_latents:
+            return layouts.condense(self.head, embeddings_BLd, features_BLF, layout)
         zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
         raw = torch.cat([zero, embeddings_BLd.flatten(0, 1)]) if self.config.images == "embeddings" else zero
         return raw, zero
@@ -152,6 +164,41 @@ class EagleDrafter(FeatureDrafter):
         weight = self.run.embed_tokens.weight if self.config.own_embedding else self.embed.weight
         return F.embedding(ids.clamp(max=weight.shape[0] - 1), weight)
 
+    # --- several tokens a pass ------------------------------------------------------------------------------------
+
+    def propose(self, state: State, depth: int) -> Draft:
+        if self.config.block == 1:
+            return super().propose(state, depth)
+        memory: Memory = state.memory
+        ahead_BKd = self.run.spread(self._catch_up(memory, depth))
+        if self.width > 1:
+            return block_tree.over(state, self._logits(ahead_BKd[:, :depth]), self.width, self.nodes)
+        tokens: list[Tensor] = []
+        laws: list[Categorical] = []
+        while True:
+            for feature_Bd in ahead_BKd[:, : depth - len(tokens)].unbind(1):
+                token_B, law = propose(self._logits(feature_Bd), state, len(tokens))
+                tokens.append(token_B)
+                if law is not None:
+                    laws.append(law)
+            if len(tokens) == depth:
+                q = Categorical.chain(laws) if laws else None
+                return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
+            ahead_BKd = self.run.spread(self._again(memory, torch.stack(tokens, dim=1), ahead_BKd))
+
+    def _again(self, memory: Memory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
+        """Read the last K of the drafted ids, stored after those before them: the predicted feature (B, d)."""
+        rows, width, heads = *feature_BKd.shape[:2], self.config.heads
+        done = token_BT.shape[1] - width
+        x_Nd = self._join(token_BT[:, done:], feature_BKd, memory.added(width))
+        qkv = self._project(x_Nd, rows, width, memory.turns(memory.table[done:], width))
+        memory.write(qkv[:, :, heads:], done)
+        x_Bd = x_Nd.view(rows, width, -1)[:, -1]
+        return self._attended(x_Bd, qkv[:, -1, :heads], partial(memory.attend, drafted=done + width))
+
+    def _spread(self, feature: Tensor) -> Tensor:
+        return self.head.spread(feature)
+
     # --- a level ------------------------------------------------------------------------------------------------------
 
     def _shift(self, global_Bd: Tensor) -> Tensor:
@@ -166,8 +213,8 @@ class EagleDrafter(FeatureDrafter):
     def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
         return torch.cat(self.run.parted(x_Nd.view(rows, width, -1), turn_BTC), dim=2)
 
-    def _finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
-        return self.run.finish(x_Bd, attended_Bd)
+    def _attended(self, x_Nd: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        return self.run.attended(x_Nd, query_NHE, attend)
 
     def _logits(self, feature: Tensor) -> Tensor:
         read = self.run.decodable(feature)

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from visspec.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shown
 from visspec.models.drafters.eagle_heads import EagleDrafter, check_target
 from visspec.models.drafters.feature_checkpoint import CONFIG, WEIGHTS
-from visspec.models.nets.eagle_head import SCALED, EagleConfig, EagleHead
+from visspec.models.nets.eagle_config import SCALED, EagleConfig
+from visspec.models.nets.eagle_head import EagleHead
 from visspec.models.targets.hf_decoder import content_ids
 
 FORMS = ("eagle", "eagle3", "speculators")
@@ -39,7 +40,7 @@ def read(
     images: str | None = None, **options: Any,
 ) -> EagleDrafter:  # fmt: skip
     """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
-    its tensors. images: what it sees of a picture, where the checkpoint does not tell (`nets.eagle_head.IMAGES`).
+    its tensors. images: what it sees of a picture, where the checkpoint does not tell (`nets.eagle_config.IMAGES`).
 
     Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
     """
@@ -269,6 +270,8 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("norm_before_residual", config.norm_before_residual, (True, False) if form == "speculators" else (False,)),
         ("draft_vocab", config.draft_vocab > 0, (form != "eagle",)),
         ("head_rank", config.head_rank, (0,)),
+        ("block", config.block, (1,)),
+        ("norm_input", config.norm_input, (False,)),
     ):  # fmt: skip
         if found not in known:
             expected = ", ".join(map(str, known))

@@ -56,7 +56,8 @@ def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> A
     with torch.device("meta"):
         head = kind(config)
     check_shapes(head, read_shapes(Path(folder)), folder)
-    head = head.to_empty(device="cpu")
+    derived = {name for name, _ in head.named_buffers()} - set(head.state_dict())  # buffers that are not stored
+    head = kind(config) if derived else head.to_empty(device="cpu")
     load_strictly(head, read_tensors(Path(folder)), folder)
     return head
 

@@ -10,7 +10,8 @@ Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ class FeatureDrafting(Drafter):
         self.traits = DrafterTraits(config.levels, config.feature_layers, trees=width > 1)
         self._turns = self._rotations(256, like.device)
         self.refresh()
+
+    @property
+    def trained(self) -> Tensor:
+        """A weight of the network, for device and dtype."""
+        return next(self.head.parameters())
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
@@ -109,7 +115,7 @@ class FeatureDrafting(Drafter):
                 self._turns = table
         return table
 
-    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor) -> tuple[Tensor, Tensor]:
+    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor, features_BLF: Tensor) -> tuple[Tensor, Tensor]:
         """Latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
         return layouts.compress(self.head, embeddings_BLd, layout)
 
@@ -122,10 +128,10 @@ class FeatureDrafting(Drafter):
         following: the embedding of the token after each; embeddings (B, L, d): input embeddings of the target. known:
         the whole layout's `_context`, if this is a part.
         """
-        head, dtype = self.head, self.head.fc.weight.dtype
+        head, dtype = self.head, self.trained.dtype
         embed = self._next_embeddings(layout, following_BLd)
         feature = head.reduced(layouts.pick(features_BLF, layout.token).to(dtype))
-        latents, context = known or self._context(layout, embeddings.to(dtype))
+        latents, context = known or self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
         x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
         section = self.config.mrope_section
         position = layouts.positions_at(positions, layout, following_BLd.shape[0], section)
@@ -134,7 +140,7 @@ class FeatureDrafting(Drafter):
 
     def _next_embeddings(self, layout: layouts.Layout, following_BLd: Tensor) -> Tensor:
         index = layout.token.clamp(max=following_BLd.shape[1] - 1)
-        return layouts.pick(following_BLd, index).to(self.head.fc.weight.dtype)
+        return layouts.pick(following_BLd, index).to(self.trained.dtype)
 
     def _read_prompt(
         self, state: State, memory: Memory, lengths: list[int], parts: Iterable[tuple[Tensor, Tensor]], last: Tensor
@@ -217,7 +223,7 @@ class FeatureDrafting(Drafter):
         memory.reserve(memory.end + width + depth * self.width)
         memory.table = self._turns_to(max(memory.positions) + width + depth)
         if self.config.reduced:
-            feature_BTF = self.head.reduced(feature_BTF.to(self.head.fc.weight.dtype))
+            feature_BTF = self.head.reduced(feature_BTF.to(self.trained.dtype))
         x_Nd = self._join(token_BT, feature_BTF.to(self.dtype), memory.added(width))
         qkv = self._project(x_Nd, rows, width, memory.turns(memory.table, width))
         heads = self.config.heads
@@ -228,7 +234,7 @@ class FeatureDrafting(Drafter):
         else:
             row, last = torch.arange(rows, device=x_Nd.device), to_device(counts, x_Nd.device) - 1
             x_Bd, query = x_Nd.view(rows, width, -1)[row, last], qkv[row, last, :heads]
-        return self._finish(x_Bd, memory.attend(query, 0))
+        return self._attended(x_Bd, query, memory.attend)
 
     def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
         """Rotated queries, rotated keys, and values of a block of elements, (B, T, 3H, E)."""
@@ -245,7 +251,11 @@ class FeatureDrafting(Drafter):
         """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
         qkv = self._project(x_Bd, x_Bd.shape[0], 1, memory.turn(memory.table, level)[:, None])
         memory.write(qkv[:, :, self.config.heads :], level)
-        return self._finish(x_Bd, memory.attend(qkv[:, 0, : self.config.heads], level + 1))
+        return self._attended(x_Bd, qkv[:, 0, : self.config.heads], partial(memory.attend, drafted=level + 1))
+
+    def _attended(self, x_Nd: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The layer behind its queries: the predicted feature (N, d). attend: of queries to what the memory holds."""
+        return self._finish(x_Nd, attend(query_NHE))
 
     def _finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
         fold = self.fold
@@ -276,8 +286,9 @@ class FeatureDrafting(Drafter):
             seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
             qkv = self._project(x_Nd, rows, width, memory.turn(memory.table, level)[:, None])
             memory.write(qkv[:, :, self.config.heads :], seen.shape[2] - width)
-            attended = memory.attend_tree(qkv[:, :, : self.config.heads], seen)
-            feature_BWd = self._finish(x_Nd, attended.flatten(0, 1)).view(rows, width, -1)
+            query_NHE = qkv[:, :, : self.config.heads].flatten(0, 1)
+            feature_Nd = self._attended(x_Nd, query_NHE, partial(memory.attend_tree, seen_BWM=seen))
+            feature_BWd = feature_Nd.view(rows, width, -1)
         return growing.finish(self.nodes)
 
     def _lesson_layout(self, lesson: Any) -> layouts.Layout:
@@ -292,6 +303,10 @@ class FeatureDrafting(Drafter):
         """Positions of a lesson's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
         return lesson.positions
 
+    def _spread(self, feature: Tensor) -> Tensor:
+        """Features (..., K, d) of the tokens that a pass of the trained weights predicts."""
+        return feature[..., None, :]
+
     def _taught(self, feature: Tensor) -> Tensor:
         """Logits of the trained weights."""
         return self._logits(feature)
@@ -304,9 +319,9 @@ class FeatureDrafting(Drafter):
     def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Self-fed steps over whole answers, for training (`visspec.train.capture.Lesson`).
 
-        Step k sees true features up to k tokens back, and its own predictions from there on. Per step: logits
-        (B, T, V) of the `ids`, predicted features (B, T, d), and which elements count (B, T) bool. Element t of a row's
-        answer predicts the law after answer token t.
+        Step k sees true features up to k tokens back, and its own predictions from there on. Per step, and per token
+        of a pass: logits (B, T, V) of the `ids`, predicted features (B, T, d), and which elements count (B, T) bool.
+        Element t of a row's answer predicts the law after answer token t.
         """
         ids, features = lesson.ids, lesson.features
         layout, following = self._lesson_layout(lesson), self._following(lesson)
@@ -326,9 +341,10 @@ class FeatureDrafting(Drafter):
             query, key, value = self.head.project(x, turn)
             keys.append(key)
             values.append(value)
-            feature = self.head.finish(x, staggered(query, keys, values))
-            predicted = layouts.pick(feature, answer)
-            out.append((self._taught(predicted), predicted, (index >= step) & (index < count)))
+            feature = self.head.attended(x, query, partial(staggered, keys=keys, values=values))
+            for more, ahead in enumerate(self._spread(feature).unbind(-2)):
+                predicted = layouts.pick(ahead, (answer - more).clamp(min=0))
+                out.append((self._taught(predicted), predicted, (index >= step + more) & (index < count)))
             if step + 1 < steps:
                 shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)
                 x = self.head.join(embed, shifted, image)

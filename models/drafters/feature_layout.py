@@ -10,6 +10,7 @@ d hidden size, F features.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Layout:
     image: Tensor  # 1 + index of the last run before the element, or 0
     last_image: Tensor  # (B,) the same for generated tokens
     runs: list[tuple[int, int, int]]  # (row, start, end) of every image run
+    prompt: int = 0  # tokens of the prompts
 
     def part(self, start: int, size: int) -> Layout:
         """Elements from `start` on, at most `size`."""
@@ -61,7 +63,7 @@ def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozens
                 entries.append((t, t, 0, image))
         rows.append(entries)
         newest.append(image)
-    return packed_rows(rows, newest, runs)
+    return packed_rows(rows, newest, runs, len(ids[0]))
 
 
 def shifted(
@@ -69,7 +71,7 @@ def shifted(
 ) -> Layout:
     """The same for published drafters, which count the element of tokens t and t + 1 to an image if t + 1 is a slot.
 
-    images: as in `nets.eagle_head.IMAGES`. "embeddings": `latent` is 1 + the index of slot t + 1 in the batch.
+    images: as in `nets.eagle_config.IMAGES`. "embeddings": `latent` is 1 + the index of slot t + 1 in the batch.
     """
     runs: list[tuple[int, int, int]] = []
     rows, newest = [], []
@@ -92,16 +94,16 @@ def shifted(
                     entries += [(0, max(s, first), 1 + count * latents + q, image) for q, s in enumerate(spots)]
         rows.append(entries)
         newest.append(image)
-    return packed_rows(rows, newest, runs)
+    return packed_rows(rows, newest, runs, len(ids[0]))
 
 
-def packed_rows(rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list) -> Layout:
+def packed_rows(rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int = 0) -> Layout:
     """A layout of rows of (token, slot, latent, image)."""
     width = max(map(len, rows), default=0)
     padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
     index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4)
     token_BT, slot_BT, latent_BT, image_BT = index.unbind(-1)
-    return Layout([len(r) for r in rows], token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs)
+    return Layout([len(r) for r in rows], token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs, prompt)
 
 
 def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:
@@ -129,6 +131,7 @@ def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:
         grown(layout.image, layout.last_image[:, None]),
         layout.last_image,
         layout.runs,
+        layout.prompt,
     )
 
 
@@ -137,14 +140,30 @@ def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: Layout) -> tuple
     zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
     if not layout.runs:
         return zero, zero
+    row_R1, index_RS, real_RS = slots_of(layout, embeddings_BLd.device)
+    out = head.adaptor(embeddings_BLd[row_R1, index_RS], real_RS)
+    return torch.cat([zero.to(out.dtype), out[:, :-1].flatten(0, 1)]), torch.cat([zero.to(out.dtype), out[:, -1]])
+
+
+def condense(head: Any, embeddings_BLd: Tensor, feature_BLd: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The same of compressors that read the slots' layer inputs (FLASH, SpecVLM); there are no global vectors."""
+    zero = embeddings_BLd.new_zeros(1 + len(layout.runs), embeddings_BLd.shape[-1])
+    if not layout.runs:
+        return zero, zero
+    row_R1, index_RS, real_RS = slots_of(layout, embeddings_BLd.device)
+    feature_RSd = feature_BLd[row_R1, index_RS - 1]
+    x_RSd = head.join(embeddings_BLd[row_R1, index_RS], feature_RSd, None)
+    question_Rd = feature_BLd[row_R1[:, 0], layout.prompt - 1]
+    out = head.compressor(x_RSd, feature_RSd, real_RS, question_Rd)
+    return torch.cat([zero[:1].to(out.dtype), out.flatten(0, 1)]), zero
+
+
+def slots_of(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (R, 1) and slots (R, S) of all runs, and which are there; a shorter run's last slot is repeated."""
     longest = max(end - start for _, start, end in layout.runs)
-    device = embeddings_BLd.device
     row, start, end = (torch.tensor(x, device=device) for x in zip(*layout.runs))
     index_RS = start[:, None] + torch.arange(longest, device=device)
-    real_RS = index_RS < end[:, None]
-    index_RS = torch.minimum(index_RS, end[:, None] - 1)
-    out = head.adaptor(embeddings_BLd[row[:, None], index_RS], real_RS)
-    return torch.cat([zero.to(out.dtype), out[:, :-1].flatten(0, 1)]), torch.cat([zero.to(out.dtype), out[:, -1]])
+    return row[:, None], torch.minimum(index_RS, end[:, None] - 1), index_RS < end[:, None]
 
 
 def layer_inputs(

@@ -168,7 +168,7 @@ class Chains(Graphs):
 
     def _reduced(self, feature_BTF: Tensor) -> Tensor:
         if self.head is not None:
-            feature_BTF = self.head.reduced(feature_BTF.to(self.head.fc.weight.dtype))
+            feature_BTF = self.head.reduced(feature_BTF.to(next(self.head.parameters()).dtype))
         return feature_BTF.to(self.levels.qkv.dtype)
 
     def _numbers(self, state: State, levels: int) -> tuple[Tensor, Tensor]:

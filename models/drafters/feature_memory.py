@@ -114,20 +114,28 @@ class Memory:
         self.positions = [p + c for p, c in zip(self.positions, counts)]
         self._measure()
 
-    def attend(self, query_BHE: Tensor, drafted: int) -> Tensor:
-        """Attention of one query per row over processed elements and `drafted` further ones, (B, H * E)."""
+    def attend(self, query_BHE: Tensor, part: int | None = None, drafted: int = 0) -> Tensor:
+        """Attention of one query per row over processed elements and `drafted` further ones, (B, H * E). part: the half
+        of the keys and values, by number, if queries have two kinds of them.
+        """
         extent = self.end + drafted
         mask = None
         if not self.even:
             slot = torch.arange(extent, device=query_BHE.device)
             mask = (slot < (self._length_B + drafted)[:, None])[:, None, None]
-        keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
-        grouped = query_BHE.shape[1] > self.heads
+        keys, values = self._stored(part, extent)
+        grouped = query_BHE.shape[1] > keys.shape[1]
         mixed = F.scaled_dot_product_attention(query_BHE[:, :, None], keys, values, attn_mask=mask, enable_gqa=grouped)
         return mixed.reshape(query_BHE.shape[0], -1)
 
-    def attend_tree(self, query_BWHE: Tensor, seen_BWM: Tensor) -> Tensor:
-        """Attention of a frontier's queries over processed elements and their ancestors in the tree, (B, W, H * E)."""
+    def _stored(self, part: int | None, extent: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
+        return (keys, values) if part is None else (keys.chunk(2, dim=1)[part], values.chunk(2, dim=1)[part])
+
+    def attend_tree(self, query_NHE: Tensor, part: int | None = None, *, seen_BWM: Tensor) -> Tensor:
+        """Attention of a frontier's queries, N = B * W, over processed elements and their ancestors in the tree,
+        (N, H * E). part: as of `attend`.
+        """
         rows, width, nodes = seen_BWM.shape
         extent = self.end + nodes
         if self.even:
@@ -137,12 +145,12 @@ class Memory:
             inside = (behind >= 0) & (behind < nodes)
             index = behind.clamp(0, nodes - 1)[:, None].expand(rows, width, extent)
             mask = (behind < 0)[:, None] | (seen_BWM.gather(2, index) & inside[:, None])
-        keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
-        grouped = query_BWHE.shape[2] > self.heads
+        keys, values = self._stored(part, extent)
+        grouped, query_BWHE = query_NHE.shape[1] > keys.shape[1], query_NHE.unflatten(0, (rows, width))
         mixed = F.scaled_dot_product_attention(
             query_BWHE.transpose(1, 2), keys, values, attn_mask=mask[:, None], enable_gqa=grouped
         )
-        return mixed.transpose(1, 2).flatten(2)
+        return mixed.transpose(1, 2).reshape(rows * width, -1)
 
     def select(self, keep: list[int]) -> None:
         """Keep only these rows, in this order."""

@@ -169,7 +169,7 @@ class ImageFeatureDrafter(FeatureDrafting):
     def _logits(self, feature: Tensor) -> Tensor:
         return F.pad(super()._logits(feature), (0, self.config.vocab - self.config.codes), value=IMPOSSIBLE)
 
-    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor) -> tuple[Tensor, Tensor]:
+    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor, features_BLF: Tensor) -> tuple[Tensor, Tensor]:
         return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
 
     def _lesson_layout(self, lesson: Any) -> layouts.Layout:

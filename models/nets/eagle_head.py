@@ -8,7 +8,9 @@ layer predicts the feature after token t + 1. What differs is data (`EagleConfig
 * fusion "split" (EAGLE-3, arXiv 2503.01840): fc reduces features of several layers, queries, keys and values read
   [norm(embedding); norm(feature)], the residual is the feature alone, and a norm and a head of the network's own over
   a part of the vocabulary decode it.
-* images: what the slots of an image are in the draft sequence, see `IMAGES`.
+* fusion "cross" (DREAM, arXiv 2505.19201): a layer over embeddings alone, then gated cross-attention to the target's
+  features up to token t, in whose place predicted features stand behind it, and an MLP (`CrossAttention`).
+* images: what the slots of an image are in the draft sequence, see `eagle_config.IMAGES`.
 
 Names of weights are those of the published checkpoints (`layers.0.self_attn.q_proj`, ...). Channels are rotated in
 halves, as Llama's are. Shapes: B rows, T elements, R image runs, S slots of a run, H heads, K heads of keys, E head
@@ -17,175 +19,15 @@ size, d hidden size, F features, V vocabulary, D draft vocabulary, C = E / 2 rot
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
-from visspec.models.nets.feature_head import MOST_LAYERS
-from visspec.types import MAX_NODES
-
-IMAGES = {  # slots of an image in the draft sequence
-    "slots": "as text: the target's feature and the next input embedding (EAGLE)",
-    "placeholders": "as text, with the embedding of the placeholder id (EAGLE-3 as SpecForge and speculators train it)",
-    "embeddings": "their input embeddings alone, which are layer inputs as they are (MSD, arXiv 2505.14260)",
-    "latents": "a few learned latents, and a global vector for later text (ViSpec, arXiv 2509.15235)",
-    "none": "no elements (HiViS, arXiv 2509.23928)",
-    "blind": "no elements, and no features of the target in place of which zeros stand: a control",
-}
-SCALED: dict[str, set[str]] = {"default": set(), "linear": {"factor"}, "llama3": {
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-}}  # fmt: skip
-FLAGS = (
-    "fc_bias", "qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-    "own_embedding", "mrope_interleaved",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class EagleConfig:
-    """Configuration of the network and of its target.
-
-    feature_layers: indices into the target's hidden_states (-1: last, after the final norm). draft_vocab: ids that the
-    network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the product of two matrices
-    (SlimSpec); 0: one matrix. rope_scaling: "default", "linear" or "llama3" with its
-    factors by name. mrope_section: rotary channels per position row if the drafter's positions are M-RoPE's, else ().
-    positions: "target", or "index", the number of the slot in the prompt, as ViSpec and MSD count.
-    """
-
-    family: str
-    vocab: int
-    hidden: int
-    target_hidden: int
-    target_layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    intermediate: int
-    fusion: str = "sum"
-    feature_layers: tuple[int, ...] = (-1,)
-    draft_vocab: int = 0
-    head_rank: int = 0
-    images: str = "slots"
-    image_latents: int = 0
-    image_ids: tuple[int, ...] = ()
-    positions: str = "target"
-    eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None
-    mrope_section: tuple[int, ...] = ()
-    mrope_interleaved: bool = False
-    fc_bias: bool = True
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    own_embedding: bool = False
-    levels: int = 8
-
-    def __post_init__(self):
-        if not isinstance(self.family, str):
-            raise ValueError(f"family: got {shown(self.family)}, expected a name")
-        for name in ("vocab", "hidden", "target_hidden", "heads", "kv_heads", "intermediate"):
-            check_whole(name, getattr(self, name))
-        check_whole("head_size", self.head_size, 2, LARGEST)
-        check_whole("target_layers", self.target_layers, 1, MOST_LAYERS)
-        check_whole("draft_vocab", self.draft_vocab, 0, self.vocab)
-        check_whole("head_rank", self.head_rank, 0, self.hidden)
-        check_whole("image_latents", self.image_latents, 0)
-        check_whole("levels", self.levels, 1, MAX_NODES - 1)
-        for name in ("eps", "rope_theta"):
-            check_positive(name, getattr(self, name))
-        for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: got {shown(getattr(self, name))}, expected true or false")
-        for name, known in (
-            ("fusion", ("sum", "split")), ("images", tuple(IMAGES)), ("positions", ("target", "index"))
-        ):  # fmt: skip
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: got {shown(getattr(self, name))}, expected one of {', '.join(known)}")
-        depth = self.target_layers
-        for name, low, high in (
-            ("feature_layers", -depth - 1, depth), ("image_ids", 0, LARGEST), ("mrope_section", 0, self.head_size)
-        ):  # fmt: skip
-            object.__setattr__(self, name, check_wholes(name, getattr(self, name), low, high))
-        self._check_forms()
-
-    def _check_forms(self) -> None:
-        """Raises ValueError for entries that do not go together."""
-        if not self.feature_layers:
-            raise ValueError("feature_layers: got (), expected at least one layer")
-        if self.head_size % 2:
-            raise ValueError(f"head_size: got {self.head_size}, expected an even number")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of the {self.heads} heads")
-        if self.mrope_section and sum(self.mrope_section) != self.head_size // 2:
-            expected = f"numbers that sum to {self.head_size // 2}"
-            raise ValueError(f"mrope_section: got {shown(self.mrope_section)}, expected {expected}")
-        if (self.images == "latents") != (self.image_latents > 0):
-            raise ValueError(
-                f"image_latents: got {self.image_latents} with images {self.images!r}, expected a count above 0 with"
-                " latents and 0 without"
-            )
-        if self.images == "embeddings" and self.fusion == "split":
-            raise ValueError("images: got 'embeddings' with fusion 'split', expected fusion 'sum'")
-        if self.images == "latents" and (self.fusion == "split" or self.heads * self.head_size != self.hidden):
-            raise ValueError("images: got 'latents', expected fusion 'sum' and heads that share the hidden size")
-        if self.fusion == "sum" and (self.hidden != self.target_hidden or self.feature_layers != (-1,)):
-            raise ValueError(
-                f"fusion: got 'sum' with hidden size {self.hidden} and layers {list(self.feature_layers)}, expected the"
-                f" target's {self.target_hidden} and its last layer"
-            )
-        if self.hidden != self.target_hidden and not (self.own_embedding and self.draft_vocab):
-            raise ValueError(
-                f"hidden: got {self.hidden} and a target of {self.target_hidden}, expected an embedding and a head of"
-                " the drafter's own"
-            )
-        if self.hidden != self.target_hidden and self.images in ("slots", "embeddings", "latents"):
-            raise ValueError(
-                f"images: got {self.images!r} with hidden size {self.hidden}, expected the target's"
-                f" {self.target_hidden}, whose embeddings it reads"
-            )
-        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-        if self.fusion == "sum" and (named := [name for name in flags if getattr(self, name)]):
-            raise ValueError(f"{named[0]}: got true with fusion 'sum', expected fusion 'split'")
-        if self.head_rank and not self.draft_vocab:
-            raise ValueError(
-                f"head_rank: got {self.head_rank} with draft_vocab 0, expected a head of the drafter's own"
-            )
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc, fc_norm: got both, expected one of them")
-        self._check_rope()
-
-    def _check_rope(self) -> None:
-        scaling = self.rope_scaling
-        if scaling is None:
-            return
-        kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
-        if kind not in SCALED or set(scaling) != SCALED[kind] | {"rope_type"}:
-            raise ValueError(
-                f"rope_scaling: got {shown(scaling)}, expected the rope_type {', '.join(SCALED)} with its factors"
-            )
-        for name in SCALED[kind]:
-            check_positive(name, scaling[name])
-
-    @property
-    def reduced(self) -> bool:
-        """Whether features are not read as they are."""
-        return self.fusion == "split" or self.images == "blind"
-
-    @property
-    def parts(self) -> int:
-        """Number of hidden states per token, concatenated, that the target provides."""
-        return len(self.feature_layers)
-
-    def to_dict(self) -> dict:
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+from visspec.models.nets.eagle_config import EagleConfig
+from visspec.models.nets.image_compression import Branches, ImageAdaptor, Queries
 
 
 class RMSNorm(nn.Module):
@@ -275,7 +117,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Weights of the decoder layer; EAGLE-1's first layer has no input norm."""
+    """Weights of the decoder layer; EAGLE-1's has no input norm."""
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -283,25 +125,46 @@ class Layer(nn.Module):
         if config.fusion == "split":
             self.input_layernorm = RMSNorm(config.hidden, config.eps)  # of the embedding
             self.hidden_norm = RMSNorm(config.hidden, config.eps)  # of the feature
+        if config.norm_input or config.fusion == "cross":
+            self.input_layernorm = RMSNorm(config.hidden, config.eps)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
 
 
-class ImageAdaptor(nn.Module):
-    """ViSpec's learned queries over the input embeddings of an image run: (R, S, d) -> (R, L + 1, d)."""
+class CrossAttention(nn.Module):
+    """DREAM's attention of the draft stream to features: RMS-normed queries and keys without rotation, and gates that
+    are zero at first. Its last block is an MLP here, without the attention that would read the stream of all elements.
+    """
 
     def __init__(self, config: EagleConfig):
         super().__init__()
-        d, self.heads, size = config.hidden, config.heads, config.head_size
-        self.q = nn.Parameter(torch.randn(config.image_latents + 1, config.heads, size) * size**-0.5)
-        self.k_proj = nn.Linear(d, d, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(d, d, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(d, d, bias=False)
+        d, size = config.hidden, config.head_size
+        self.norm, self.mlp_norm, self.last_norm = (RMSNorm(d, config.eps) for _ in range(3))
+        self.q_norm, self.k_norm = RMSNorm(size, config.eps), RMSNorm(size, config.eps)
+        self.q_proj = nn.Linear(d, config.heads * size, bias=False)
+        self.k_proj = nn.Linear(d, config.kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(d, config.kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(config.heads * size, d, bias=False)
+        self.mlp, self.last = MLP(config), MLP(config)
+        self.gate, self.mlp_gate = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
 
-    def forward(self, image_RSd: Tensor, real_RS: Tensor) -> Tensor:
-        key, value = (f(image_RSd).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.k_proj, self.v_proj))
-        query = self.q.transpose(0, 1).expand(len(image_RSd), -1, -1, -1).to(key.dtype)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=real_RS[:, None, None])
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """(the state after cross-attention and its MLP, that after the last one), both (..., d)."""
+        query = self.q_norm(self.q_proj(self.norm(x)).unflatten(-1, (-1, self.q_norm.weight.shape[0])))
+        x = x + torch.tanh(self.gate) * self.o_proj(attend(query))
+        middle = x + torch.tanh(self.mlp_gate) * self.mlp(self.mlp_norm(x))
+        return middle, middle + self.last(self.last_norm(middle))
+
+
+class Ahead(nn.Module):
+    """FLASH's semi-autoregressive head: a feature, and those of the tokens after it: (..., d) -> (..., K, d)."""
+
+    def __init__(self, hidden: int, block: int):
+        super().__init__()
+        self.block = block
+        self.down, self.up = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, block * hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., None, :] + self.up(F.silu(self.down(x))).unflatten(-1, (self.block, -1))
 
 
 class LowRank(nn.Module):
@@ -342,6 +205,8 @@ class EagleHead(nn.Module):
                 self.input_norm = RMSNorm(config.parts * wide, config.eps)
             if config.fc_norm:
                 self.fc_norm = nn.ModuleList(RMSNorm(wide, config.eps) for _ in config.feature_layers)
+        elif config.fusion == "cross":
+            self.cross, self.norm = CrossAttention(config), RMSNorm(d, config.eps)
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
         if config.draft_vocab:
@@ -352,8 +217,12 @@ class EagleHead(nn.Module):
                 self.register_buffer("t2d", torch.arange(config.vocab) < config.draft_vocab)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab, d)
-        if config.image_latents:
-            self.imadpt = ImageAdaptor(config)
+        if config.block > 1:
+            self.ahead = Ahead(d, config.block)
+        if config.images in ("queries", "gated"):
+            self.compressor = (Queries if config.images == "queries" else Branches)(config)
+        if config.images == "latents":
+            self.imadpt = ImageAdaptor(config, config.image_latents + 1)
             self.img_fc = nn.Linear(2 * d, d, bias=config.fc_bias)
             with torch.no_grad():  # the global vector has no part yet
                 self.img_fc.weight.copy_(torch.eye(d, 2 * d))
@@ -387,8 +256,8 @@ class EagleHead(nn.Module):
         """Target features (..., F) -> (..., d)."""
         if self.config.images == "blind":
             return feature.new_zeros(*feature.shape[:-1], self.config.hidden)
-        if self.config.fusion == "sum":
-            return feature
+        if self.config.fusion != "split":
+            return feature[..., -self.config.hidden :]
         if self.config.norm_before_fc:
             feature = self.input_norm(feature)
         if self.config.fc_norm:
@@ -398,9 +267,9 @@ class EagleHead(nn.Module):
 
     def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
         """Layer input: fc([embedding; img_fc([feature; global vector])]), or both side by side. All (..., d)."""
-        if self.config.fusion == "split":
-            return torch.cat([embed, feature], dim=-1)
-        if self.config.image_latents:
+        if self.config.fusion != "sum":
+            return torch.cat([embed, feature[..., -self.config.hidden :]], dim=-1)
+        if self.config.images == "latents":
             assert image is not None
             feature = self.img_fc(torch.cat([feature, image], dim=-1))
         return self.fc(torch.cat([embed, feature], dim=-1))
@@ -413,19 +282,27 @@ class EagleHead(nn.Module):
     def normed(self, x: Tensor) -> Tensor:
         """What queries, keys and values read."""
         if self.config.fusion == "sum":
-            return x
+            return self.layer.input_layernorm(x) if self.config.norm_input else x
         embed, feature = x.chunk(2, dim=-1)
+        if self.config.fusion == "cross":
+            return self.layer.input_layernorm(embed)
         return torch.cat([self.layer.input_layernorm(embed), self.layer.hidden_norm(feature)], dim=-1)
 
     def parted(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries (B, T, H, E), rotated keys and values (B, T, K, E)."""
+        """Rotated queries (B, T, H, E), rotated keys and values (B, T, K, E); behind them those of cross-attention."""
         attention, size, read = self.layer.self_attn, self.config.head_size, self.normed(x_BTX)
         query, key, value = (
             f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         if self.config.qk_norm:
             query, key = attention.q_norm(query), attention.k_norm(key)
-        return turned(query, turn_BTC), turned(key, turn_BTC), value
+        query, key = turned(query, turn_BTC), turned(key, turn_BTC)
+        if self.config.fusion == "cross":
+            cross, feature = self.cross, x_BTX[..., self.config.hidden :]
+            more = (f(feature).unflatten(-1, (-1, size)) for f in (cross.k_proj, cross.v_proj))
+            key, value = (torch.cat(pair, dim=2) for pair in zip((key, value), more))
+            key = torch.cat([key[:, :, : self.config.kv_heads], cross.k_norm(key[:, :, self.config.kv_heads :])], dim=2)
+        return query, key, value
 
     def project(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same with a key and a value for every head, each (B, T, H, E); for training."""
@@ -437,9 +314,22 @@ class EagleHead(nn.Module):
         """Rotated keys, and values, (B, T, 2K, E)."""
         return torch.cat(self.parted(x_BTX, turn_BTC)[1:], dim=2)
 
+    def attended(self, x: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The layer behind its queries: the next feature (..., d), or those of `feature_layers` (..., F).
+
+        attend: of queries to keys and values, of which it takes the half with a number, or all.
+        """
+        if self.config.fusion != "cross":
+            return self.finish(x, attend(query))
+        x = self.finish(x, attend(query, 0))
+        middle, last = self.cross(x, lambda crossing: attend(crossing, 1))
+        return torch.cat([middle, self.norm(last)], dim=-1) if self.config.parts == 2 else self.norm(last)
+
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer after attention: the next feature (..., d)."""
         layer = self.layer
+        if self.config.fusion == "cross":
+            x = x[..., : self.config.hidden]
         if self.config.fusion == "split":
             x = x.chunk(2, dim=-1)[1]
             x = layer.hidden_norm(x) if self.config.norm_before_residual else x
@@ -447,6 +337,12 @@ class EagleHead(nn.Module):
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x) if self.config.norm_output else x
 
+    def spread(self, feature: Tensor) -> Tensor:
+        """Features (..., K, d) of the tokens that a pass predicts, from that of the first."""
+        return feature[..., None, :] if self.config.block == 1 else self.ahead(feature)
+
     def decodable(self, feature: Tensor) -> Tensor:
         """A feature as LM heads read it."""
+        if self.config.fusion == "cross":
+            return feature[..., -self.config.hidden :]
         return self.norm(feature) if self.config.fusion == "split" and not self.config.norm_output else feature

@@ -12,6 +12,7 @@ V vocabulary. Independent of model classes: token embeddings and LM head are arg
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -76,6 +77,10 @@ class HeadConfig:
 
     @property
     def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def key_heads(self) -> int:
         return self.heads
 
     @property
@@ -214,6 +219,10 @@ class FeatureHead(nn.Module):
         kv[:, :, :heads] = rotate(kv[:, :, :heads], turn_BTC)
         return kv
 
+    def attended(self, x_BTd: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The layer behind its queries: `finish` of what they attend to."""
+        return self.finish(x_BTd, attend(query))
+
     def finish(self, x_BTd: Tensor, attended_BTd: Tensor) -> Tensor:
         """The layer after attention, and the norm before the target's LM head."""
         x = x_BTd + self.out(attended_BTd)
@@ -221,12 +230,15 @@ class FeatureHead(nn.Module):
         return self.norm_out(x + self.down(F.silu(gate) * up))
 
 
-def staggered(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of self-fed step k = len(keys) - 1, all (B, T, H, E) -> (B, T, H * E).
+def staggered(query: Tensor, part: int | None = None, *, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of self-fed step k = len(keys) - 1, all (B, T, H, E) -> (B, T, H * E). part: the half of the keys and
+    values, by number, if there are twice as many as queries.
 
     Element t attends to step 0 up to t - k (true features) and to one element of each later step i: t - k + i, the
     chain that drafting would leave in the cache (EAGLE-3's training-time test, arXiv 2503.01840). Cost is linear in k.
     """
+    if part is not None:
+        keys, values = ([x.chunk(2, dim=2)[part] for x in both] for both in (keys, values))
     size, step = query.shape[1], len(keys) - 1
     scale = query.shape[-1] ** -0.5
     score = torch.einsum("bthe,bshe->bhts", query, keys[0]) * scale

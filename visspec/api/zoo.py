@@ -74,6 +74,10 @@ DRAFTERS = {
         "visspec.models.drafters.eagle_heads:EagleDrafter",
         "the same in the published forms (EAGLE-1 to 3, MSD, ViSpec, HiViS); trained, or a checkpoint of others",
     ),
+    "block-head": (
+        "visspec.models.drafters.block_training:BlockDrafter",
+        "several places in one pass, with the target's hidden states as context (DFlash, DSpark); trained",
+    ),
     "image-eagle": (
         "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
         "images: on the target's hidden states; trained; tree=chain, dynamic or static",
@@ -154,7 +158,7 @@ VECTOR_PRESETS = {  # of painters of vectors; a drafter stands for that of the p
 
 
 class Trained(NamedTuple):
-    """A published feature drafter as values of one: of its network (`EagleConfig`), of its training
+    """A published drafter as values of one: of its network (`EagleConfig`, or that of its `kind`), of its training
     (`train.loop.Plan`), and of the trees it drafts.
     """
 
@@ -163,10 +167,12 @@ class Trained(NamedTuple):
     plan: dict[str, Any]
     draft: dict[str, int]
     text_first: bool = False  # begin with text alone, then more and more pictures
+    kind: str = "eagle-head"  # of `DRAFTERS`
 
 
 SUM = {"fusion": "sum", "positions": "index"}
 FEATURES = {"unroll": 1, "opening": 1.0, "feature_weight": 10.0}  # smooth L1 of features, and a tenth of cross-entropy
+BLOCKS = {"unroll": 1, "opening": 1.0}  # cross-entropy
 TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each sees of the picture
     "eagle": Trained("EAGLE (arXiv 2401.15077), chains", {**SUM, "images": "slots", "levels": 5}, FEATURES, {}),
     "eagle2": Trained(
@@ -195,6 +201,35 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
         "HiViS (arXiv 2509.23928): no image tokens", {**SUM, "images": "none", "levels": 6}, FEATURES,
         {"width": 10, "nodes": 60},
     ),
+    "flash": Trained(
+        "FLASH (arXiv 2505.12728), chains of two passes",
+        {**SUM, "images": "queries", "image_latents": 64, "block": 5, "levels": 10},
+        {**FEATURES, "decay": 1.0},
+        {},
+    ),
+    "specvlm": Trained(
+        "SpecVLM (arXiv 2509.11815)",
+        {**SUM, "images": "gated", "image_latents": 32, "norm_input": True, "levels": 8},
+        FEATURES,
+        {"width": 10, "nodes": 60},
+    ),
+    "dream": Trained(
+        "DREAM (arXiv 2505.19201)",
+        {"fusion": "cross", "positions": "index", "images": "slots", "levels": 6},
+        {"unroll": 1, "loss": "kl", "opening": 0.0, "feature_weight": 0.4},  # 0.2 of each of two layers
+        {"width": 4, "nodes": 32},
+    ),
+    "dflash": Trained(
+        "DFlash (arXiv 2602.06036), one pass a block", {"layers": 5, "block": 16}, BLOCKS, {}, kind="block-head"
+    ),
+    "ddtree": Trained(
+        "DDTree (arXiv 2604.12989): DFlash, and trees over its block", {"layers": 5, "block": 16}, BLOCKS,
+        {"width": 8, "nodes": 60}, kind="block-head",
+    ),
+    "dspark": Trained(
+        "DSpark (arXiv 2607.05147): DFlash with a low-rank Markov head", {"layers": 5, "block": 16, "markov": 64},
+        BLOCKS, {}, kind="block-head",
+    ),
     "blind": Trained(
         "a control: neither image tokens nor features of the target", {**SUM, "images": "blind", "levels": 6},
         {"unroll": 5, "opening": 0.5}, {"width": 10, "nodes": 60},
@@ -216,6 +251,7 @@ SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, tha
 KINDS = {
     "feature_drafter": "eagle",
     "eagle_head": "eagle-head",
+    "block_drafter": "block-head",
     "image_drafter": "image-eagle",
     "continuous_painter": "continuous",
     "mar_painter": "mar",

@@ -13,23 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from visspec.accept.exact import Exact
 from visspec.api import loading as targets
 from visspec.api import requests, sources, zoo
 from visspec.api.captions import PROMPT, chat_text, moved, prepare
-from visspec.api.zoo import Trained
 from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
 from visspec.eval.report import training
 from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.drafters.eagle_heads import EagleDrafter
 from visspec.models.drafters.feature_checkpoint import CONFIG
-from visspec.models.targets.hf_decoder import HFDecoder, vocabulary
+from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.provenance import provenance
+from visspec.recipes.drafter_presets import check_preset, focused, frequent, of_preset
 from visspec.recipes.workers import workers
-from visspec.train.capture import capture
 from visspec.train.loop import Alone, Plan, Trainer
 from visspec.train.validation import measure
 from visspec.types import Request
@@ -86,17 +83,19 @@ class Prompts:
         self.rows, self.max_new_tokens, self.seed, self.total = min(rows, len(items)), max_new_tokens, seed, total
 
     def __call__(self, number: int, temperature: float = 1.0) -> Request:
+        inputs, seed = self.inputs(number), (self.seed << 40) + number * self.rows
+        return request_of(self.model, inputs, temperature=temperature, max_new_tokens=self.max_new_tokens, seed=seed)
+
+    def inputs(self, number: int) -> dict[str, Any]:
+        """Arguments of the model for a batch."""
         per_epoch = max(len(self.items) // self.rows, 1)
         epoch, place = divmod(number, per_epoch)
         shuffle = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(len(self.items), generator=shuffle)[place * self.rows :][: self.rows].tolist()
         texts = [self.items[i][1] for i in order]
         if self.pictures(number):
-            inputs = prepare(self.processor, [opened(self.items[i][0]) for i in order], texts, self.model)
-        else:
-            inputs = worded(self.processor, texts, self.model)
-        seed = (self.seed << 40) + number * self.rows
-        return request_of(self.model, inputs, temperature=temperature, max_new_tokens=self.max_new_tokens, seed=seed)
+            return prepare(self.processor, [opened(self.items[i][0]) for i in order], texts, self.model)
+        return worded(self.processor, texts, self.model)
 
     def pictures(self, number: int) -> bool:
         """Whether a batch has pictures."""
@@ -116,34 +115,6 @@ def worded(processor, texts: list[str], model) -> dict[str, Any]:
     return moved(dict(processor(text=chats, return_tensors="pt", padding=True)), model)
 
 
-def frequent(target, prompts: Prompts, count: int, batches: int = GROUP) -> Tensor:
-    """The `count` ids that the target's answers to the first batches have most often, ascending; ties by id (FR-Spec,
-    VocabTrim).
-    """
-    counts = torch.zeros(target.capabilities.vocab, dtype=torch.long)
-    for number in range(batches):
-        lesson = capture(target, Exact(), prompts(number))
-        for ids, length in zip(lesson.ids[:, lesson.prompt_length :], lesson.lengths):
-            counts += torch.bincount(ids[:length].cpu(), minlength=len(counts))
-    return counts.sort(descending=True, stable=True).indices[:count].sort().values
-
-
-def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any], Trained]:
-    """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
-    found = zoo.trained(name)
-    text = model.config.get_text_config()
-    network = {**found.network, **options}
-    if network.get("draft_vocab"):
-        network["draft_vocab"] = min(network["draft_vocab"], vocabulary(model))
-    if network["fusion"] == "split":
-        depth = text.num_hidden_layers
-        low = min(2, depth - 1)
-        network["feature_layers"] = tuple(sorted({low, max(depth // 2, low), max(depth - 3, low)}))
-        network["kv_heads"] = text.num_key_value_heads
-        network["head_size"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return network, found
-
-
 def run(
     target: str | Path,
     data: str | Path,
@@ -159,6 +130,7 @@ def run(
     preset: str | None = None,
     draft_vocab: int | None = None,
     head_rank: int | None = None,
+    block: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -169,13 +141,14 @@ def run(
 
     preset: a published drafter (`zoo.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
+    block: places of a pass, of a preset that predicts several.
 
     Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own.
     """
     unknown = sorted(set(plan) - {f.name for f in fields(Plan)})
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
-    asked = {"image_latents": image_latents, "draft_vocab": draft_vocab, "head_rank": head_rank}
+    asked = {"image_latents": image_latents, "draft_vocab": draft_vocab, "head_rank": head_rank, "block": block}
     asked = {name: value for name, value in asked.items() if value is not None}
     check_preset(preset, asked)
     items = items_of(data)
@@ -195,14 +168,19 @@ def run(
     checks = Prompts(model, processor, validating[:rows], rows, max_new_tokens, seed + 1)
     sizes = {"batch": prompts.rows, "rows": min(prompts.rows, STEP_ROWS), "group": GROUP}
     sizes["validate_every"] = max(steps // 5, 1)
+    resumed = resume and (Path(out) / CONFIG).is_file()
     options = Plan(**{"steps": steps, "loss": loss, "seed": seed, **sizes, **plan})
     if found is None:
         drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})
     else:
-        drafter = fresh_or_resumed(model, out, resume, seed, EagleDrafter, found.draft, **network)
-        if drafter.ids is not None and not (resume and (Path(out) / CONFIG).is_file()):
+        if network.get("fusion") == "cross" and not resumed:
+            network["feature_layers"] = (focused(model, prompts.inputs(0)), -1)
+        drafter = fresh_or_resumed(
+            model, out, resume, seed, zoo.load(zoo.DRAFTERS[found.kind][0]), found.draft, **network
+        )
+        if drafter.ids is not None and not resumed:
             target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
-            drafter.keep(frequent(target_, prompts, drafter.config.draft_vocab))
+            drafter.keep(frequent(target_, prompts, drafter.config.draft_vocab, GROUP))
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
     validate = Validation(model, drafter, lambda temperature: [checks(0, temperature)])
     return train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
@@ -238,17 +216,6 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """The plan of a parser's options, with the target ahead in a thread of its own."""
     given = {f.name: getattr(options, f.name) for f in fields(Plan) if hasattr(options, f.name)}
     return Plan(**given, autocast=True, ahead=True)
-
-
-def check_preset(preset: str | None, asked: dict[str, Any]) -> None:
-    """Raises ValueError for an unknown preset, or for values that it has no place for."""
-    found = None if preset is None else zoo.trained(preset)
-    known = {"image_latents"} if found is None else {"image_latents", "draft_vocab", "head_rank"} & {
-        *found.network, *({"head_rank"} if "draft_vocab" in found.network else ())
-    }  # fmt: skip
-    if strange := sorted(set(asked) - known):
-        where = "without a preset" if found is None else f"with the preset {preset!r}"
-        raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")
 
 
 def fresh_or_resumed(

@@ -215,7 +215,10 @@ class Trainer:
             group["lr"] = plan.rate_at(self.step)
         kind = "soft_ce" if self.step < plan.opening * plan.steps else plan.loss
         lesson = to(lesson, next(self.head.parameters()).dtype)
-        loss, agreed = self.module(lesson, kind)
+        self.module.train()
+        with torch.random.fork_rng():  # what a network draws in training is a function of (seed, step)
+            torch.manual_seed(plan.seed * 1_000_003 + self.step)
+            loss, agreed = self.module(lesson, kind)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))

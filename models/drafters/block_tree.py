@@ -1,0 +1,35 @@
+"""Trees over the laws of a block, which are those of their depth whatever stands above (DDTree, arXiv 2604.12989)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.sampling import warp
+from visspec.types import Draft, State
+
+
+def over(
+    state: State,
+    logits_BKV: Tensor,
+    width: int,
+    nodes: int,
+    following: Callable[[Tensor], Tensor | None] = lambda _: None,
+) -> Draft:
+    """The `nodes` most likely nodes of `width` a level, best first. following: what the tokens above (B, W) add to the
+    logits, (B, W, V), if anything. Raises ValueError for rules that judge draws.
+    """
+    if state.noise is not None and state.noise.samples:
+        raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
+    growing, token_BW = trees.Growing(state.pending, width), state.pending[:, None]
+    for level in range(logits_BKV.shape[1]):
+        logits_BWV = logits_BKV[:, level : level + 1]
+        if (more_BWV := following(token_BW)) is not None:
+            logits_BWV = logits_BWV + more_BWV
+        logits_BWV = warp(logits_BWV, state.request.sampling)
+        if state.noise is not None:
+            logits_BWV = state.noise.perturbed(logits_BWV, level)
+        token_BW, _ = growing.grow(logits_BWV.log_softmax(dim=-1).expand(-1, token_BW.shape[1], -1))
+    return growing.finish(nodes)
