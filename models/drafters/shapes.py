@@ -149,7 +149,11 @@ class Shaped(Drafter):
         return feature_tree.Planned(state.pending, tuple(path for path in self.paths if len(path) <= depth), None)
 
     def levels(self, state: State, depth: int) -> int:
-        """Levels to draft of `depth` that are asked for: at most one more than the longest row kept last time."""
+        """Levels to draft of `depth` that are asked for: at most a static tree's own, and with a stop one more than the
+        longest row kept last time.
+        """
+        if self.paths:
+            return min(depth, len(self.paths[-1]))
         return depth if self.stop is None else min(depth, state.memory.limit)
 
     def learn(self, state: State, draft: Draft, outcome: Outcome) -> None:

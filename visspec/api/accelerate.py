@@ -52,7 +52,8 @@ def accelerate(
         itself is not changed.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
-    if isinstance(drafter, (str, Path)) and str(drafter).endswith(".json"):
+    named = isinstance(drafter, (str, Path)) and str(drafter).endswith(".json")
+    if named and (":" not in str(drafter) or Path(str(drafter)).is_file()):  # and no option, like tree=FILE.json
         from visspec.api.tuning import read_preset
 
         preset = read_preset(drafter, model)
