@@ -20,6 +20,7 @@ from visspec.api import zoo
 from visspec.laws import Categorical
 from visspec.models.drafters import feature_tree
 from visspec.models.drafters import shapes as values
+from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.ngram import NGram
 from visspec.models.drafters.shapes import RANKS, Stop, optimal
 from visspec.models.drafters.shapes import Chain as Built
@@ -333,3 +334,19 @@ def test_drafters_that_build_no_trees_say_so(tmp_path):
     with pytest.raises(ValueError, match="tree: got 'opt' for SmallModel"):
         SmallModel(llama(seed=1), model_of("llama")).shaped(tree="opt")
     assert not hasattr(NGram(), "shaped") and Categorical is not None
+
+
+def test_a_shape_is_saved_with_the_model_or_refused(tmp_path, ranks):
+    model = llama(seed=5)
+    head = make("llama", 0)
+    FeatureDrafter(head.head, model).save_pretrained(tmp_path / "head", {})
+    for options, found in (("tree=eagle", feature_tree.EAGLE), ("tree=3-2", ((0,), (1,), (2,), (0, 0), (0, 1)))):
+        visspec.accelerate(model, f"{tmp_path / 'head'}:{options}").save_pretrained(tmp_path / options)
+        again = visspec.Accelerated.from_pretrained(tmp_path / options).drafter.inner
+        assert set(again.paths) == set(found)
+    with pytest.raises(ValueError, match="expected no file outside"):
+        visspec.accelerate(model, f"{tmp_path / 'head'}:tree={ranks},nodes=4").save_pretrained(tmp_path / "x")
+    for shape in ({"tree": "eagle"}, {"confidence": 0.2}):
+        with pytest.raises(ValueError, match="as its weights alone give it back"):
+            made = FeatureDrafter(head.head, model).shaped(**shape)
+            visspec.accelerate(model, made).save_pretrained(tmp_path / "y")
