@@ -185,7 +185,7 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "published.py": ["walked"],  # the body for a CPU
     "tree.py": ["_static", "_static"],  # of each shape once, as the next three
     "recycling.py": ["_shape", "_shape"],
-    "feature_tree.py": ["plan", "plan"],
+    "feature_tree.py": ["plan"],
     "jacobi.py": ["proactive"],
     "feature_layout.py": ["packed_rows", "packed_rows", "extend", "extend", "slots_of"],  # of prompts and lessons
     "feature_drafting.py": ["rollout", "rollout", "rollout"],

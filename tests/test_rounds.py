@@ -226,7 +226,8 @@ def test_the_best_depth_commits_most_tokens_a_second(levels, seed):
 
 
 def test_a_rest_doubles_and_ends_with_success():
-    pace = to_device(Pace(2), [Round(2, [1], [True])] * 50, draft=1.0)
+    pace = to_device(Pace(2), [Round(0, [1], [False])] + [Round(2, [1], [True])] * 50, draft=1.0)
+    pace.costs[0].look, pace.lost = 1000, 0.0
     state = Bag(budget=9, trace=Bag(gave_up=0, context=0))
     assert (
         pace.depth(state) == 0

@@ -7,14 +7,16 @@ import pytest
 import visspec
 from tests.doubles import Oracle, fast, stock
 from tests.test_cli import refused
+from tests.test_eagle import make
 from tests.tiny import model_of, prompt, shapes
-from visspec.api import tuning
+from visspec.api import ranks, tuning
 from visspec.api.tuning import Batch, Observed
 from visspec.cli import tune as command
 from visspec.cli.main import main
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import held_out_scenes
 from visspec.loop.pace import gains
+from visspec.models.drafters.shapes import RANKS
 
 
 def simulated(share: float, base: float, slope: float, batches: int = 40) -> tuple[Observed, Observed]:
@@ -123,6 +125,38 @@ def test_a_model_and_images_are_tuned(images, tmp_path, capsys):
     assert "choice: " in said.out or "nothing pays" in said.out
     assert "00.png" in said.err
     assert main(["caption", str(images / "0.png"), "--drafter", str(preset), "--max-new-tokens", "4"]) == 0
+
+
+def test_acceptance_by_rank_is_measured_and_its_tree_is_tried(images, tmp_path, capsys):
+    record, trees = tmp_path / "t.json", tmp_path / "ranks.json"
+    argv = ["tune", "--images", str(images), "--count", "3", "--lengths", "3", "8", "--batches", "1", "--passes", "1"]
+    argv += ["--drafters", "vispec", "--max-new-tokens", "24", "--json", str(record), "--trees", str(trees), "--sweep"]
+    assert main(argv) == 0
+    rows = json.loads(record.read_text())["rows"]
+    assert [r["drafter"] for r in rows[-2:]] == [f"vispec:tree={trees}"] * 2
+    assert all(r["identical"] == r["compared"] for r in rows)
+    found = json.loads(trees.read_text())
+    assert found["drafter"] == "vispec" and found["made_for"]["model_type"] and found["reached"][0][0] > 10
+    rates = found[RANKS]
+    assert all(sum(row) <= 1.001 for row in rates) and rates[0][0] == max(rates[0]) > 0.3
+    assert "expected one that grows trees" in refused(
+        capsys, "tune", "--images", str(images), "--batches", "1", "--drafters", "ngram", "--trees", str(trees)
+    )
+
+
+def test_rates_are_what_became_of_the_nodes():
+    """Of all rounds that reached a depth, the share that went on is the sum over ranks, with all candidates offered."""
+    watched = ranks.Watched(make("llama", 0).shaped(tree="8-12-10"))
+    model = visspec.accelerate(model_of("llama"), watched, adaptive=False, levels=3)
+    for seed in range(6):
+        state = model.run(**prompt("llama", ["9"], seed), max_new_tokens=40, do_sample=False).state
+        if seed == 0:
+            rounds = [r for r in state.trace.rounds if r.levels]
+            share = sum(r.gained[0] > 1 for r in rounds) / len(rounds)
+            assert sum(watched.rates[0]) == pytest.approx(share) and watched.reached[0] == [len(rounds)] * 8
+    assert sum(watched.accepted[0]) > 5 and watched.reached[1][0] <= sum(watched.accepted[0])
+    assert all(a <= r for rows in zip(watched.accepted, watched.reached) for a, r in zip(*rows))
+    assert watched.rates[2][-1] in (0.0, watched.accepted[2][-1] / max(watched.reached[2][-1], 1))
 
 
 def test_it_says_so_when_nothing_pays():

@@ -315,5 +315,9 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
     Greedy: the argmax. Otherwise as the request's noise says (`Noise.draft`): the argmax under the very noise of that
     position (level 0 is the position after the pending token), a point mass; or a real draw, and the law it came from.
     """
-    law = Categorical(warp(logits_BV, state.request.sampling))
+    return drawn(Categorical(warp(logits_BV, state.request.sampling)), state, level)
+
+
+def drawn(law: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
+    """The same of a law."""
     return (law.logits.argmax(dim=-1), None) if state.noise is None else state.noise.draft(law, level)

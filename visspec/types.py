@@ -121,6 +121,7 @@ class Outcome:
 
     path: list[list[int]]  # accepted node indices of each row, node 0 first
     tokens: list[list[int]]  # new tokens of each row: the path without its root, then `next`
+    offered: list[int] = field(default_factory=list)  # levels of each row's chain; of a tree, of the draft
 
 
 @dataclass
@@ -186,6 +187,7 @@ class Trace:
     faults: int = 0  # number of invalid drafts and exceptions of the drafter
     calls: Counter[str] = field(default_factory=Counter)  # of networks beside the passes: "head", "draft_head"
     gave_up: int = 0  # rounds without drafting because it would not save time
+    resting: int = 0  # rounds to come without drafting, for the same reason
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
 
@@ -342,6 +344,7 @@ class DrafterTraits:
     whole_images: bool = False  # it can draft a whole image (`sketch`)
     law: type[Law] = Categorical  # of the values it drafts
     joins: bool = False  # rows can enter a running batch (`join`)
+    observes: str = "all"  # rounds that it is told of: "all"; "drafted" and those before it drafts again; "none"
     partial: bool = False  # it runs some of the target's own layers (`View.partial`)
     stored: bool = False  # it reads the target's keys and values (`View.stored`)
     any_order: bool = False  # it drafts for any-order targets alone
@@ -373,7 +376,7 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Called after each round."""
+        """Called after each round, or as `traits.observes` says."""
 
     def select(self, state: State, keep: list[int]) -> None:
         """Drop all live rows but these."""

@@ -87,7 +87,7 @@ class FeatureDrafter(FeatureDrafting):
 
     def compile(self) -> None:
         """Draft chains through `torch.compile`, with graphs that the first long request makes; trees as ever."""
-        if self.passes is None and self.width == 1:
+        if self.passes is None and self.width == 1 and self.stop is None:
             self.passes = Chains(self)
 
     def refresh(self) -> None:
@@ -99,7 +99,7 @@ class FeatureDrafter(FeatureDrafting):
         return {name: value for name, value in vars(self).items() if name != "passes"}
 
     def propose(self, state: State, depth: int) -> Draft:
-        if self.passes is None:
+        if self.passes is None or self.stop is not None:
             return super().propose(state, depth)
         memory: Memory = state.memory
         more = ahead(memory, depth)

@@ -20,23 +20,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec import hub
-from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.laws import Categorical
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.feature_memory import Memory
+from visspec.models.drafters.shapes import Chain, Shaped
 from visspec.models.nets.feature_head import Folded, rotate, rotations, rotations_at, staggered, unit
-from visspec.sampling import propose, warp
-from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.sampling import warp
+from visspec.types import Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
 FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
 
 
-class FeatureDrafting(Drafter):
+class FeatureDrafting(Shaped):
     """A drafter with a `FeatureHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
-    of at most `nodes` nodes.
+    of at most `nodes` nodes; `shaped` sets others.
 
     Subclasses define `start` (with `_read_prompt`), `_lesson_layout` and `_following`, and may replace the other hooks.
     """
@@ -160,25 +159,23 @@ class FeatureDrafting(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         """A chain of `depth` levels, or a tree. Coupled to the positions' noise, or sampled with its law."""
         memory: Memory = state.memory
+        depth = self.levels(state, depth)
         feature_Bd = self._catch_up(memory, depth)
         if self.width > 1:
             return self._tree(state, memory, feature_Bd, depth)
-        tokens, laws = [], []
+        chain = Chain(state, self.stop)
         for level in range(depth):
-            token_B, law = propose(self._logits(feature_Bd), state, level)
-            tokens.append(token_B)
-            if law is not None:
-                laws.append(law)
+            token_B = chain.add(self._logits(feature_Bd))
             if level + 1 < depth:
                 entered_B = self._entered(token_B, state, level)
                 x_Bd = self._join(entered_B[:, None], feature_Bd[:, None], memory.added_at(level))
                 feature_Bd = self._level(memory, x_Bd, level)
-        q = Categorical.chain(laws) if laws else None
-        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
+        return chain.finish()
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Store the target's features of the accepted nodes for the next proposal."""
         assert scores.features is not None
+        self.learn(state, draft, outcome)
         counts = [len(path) for path in outcome.path]
         width = max(counts)
         if draft.tree.chain and len(counts) == 1:
@@ -264,13 +261,9 @@ class FeatureDrafting(Drafter):
         x = torch.addmm(x, F.silu(gate).mul_(up), fold.down)
         return _unit(x).mul_(fold.norm_out)
 
-    def _growing(self, state: State, depth: int) -> Any:
-        """The tree builder: `trees.Growing` (EAGLE-2) or an object with its two methods."""
-        return trees.Growing(state.pending, self.width)
-
     def _tree(self, state: State, memory: Memory, feature_Bd: Tensor, depth: int) -> Draft:
         """Grow a tree. With noise, children are ranked by their law *given* the noise of their position."""
-        growing, rows = self._growing(state, depth), feature_Bd.shape[0]
+        growing, rows = self.growing(state, depth), feature_Bd.shape[0]
         feature_BWd, seen = feature_Bd[:, None], None
         for level in range(depth):
             law = warp(self._logits(feature_BWd), state.request.sampling)

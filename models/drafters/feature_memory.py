@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visspec.cache import first_room, gathered, more_room, moved, to_device, widened
-from visspec.types import Outcome, Scores, Verdict
+from visspec.types import MAX_NODES, Outcome, Scores, Verdict
 
 
 class Memory:
@@ -30,6 +30,7 @@ class Memory:
         self.shift: Tensor | None = None  # (B, d) term of the last global vector in a layer input
         self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
         self.kv = torch.empty(0)
+        self.limit = MAX_NODES  # levels of the next draft, see `shapes`
         self.spare = 0  # rows allocated behind those of `kv`: of rows that have left
         self.table = torch.empty(0)  # rotations by position, as far as this draft goes
 

@@ -1,16 +1,23 @@
-"""Static trees of drafts (LANTERN++): a fixed shape with tokens sampled without replacement.
+"""Static trees of drafts: a fixed shape, of which every node is a rank among the candidates of its parent.
 
-Sorting the Gumbel-perturbed log-law gives samples without replacement, so one Gumbel vector per position gives all
-siblings of a node, and a sibling's law is the node's law without the earlier siblings. Nodes of the same depth share
-the numbers of their position, because at most one of them is reached.
+A shape is a tuple of paths of ranks: (0, 2) is the third candidate below the first one. `EAGLE` is a published shape,
+`spread` makes one of counts of nodes a depth (LANTERN++), `likeliest` one of measured acceptance (Sequoia).
+
+Children are the most likely tokens, or sampled without replacement: sorting the Gumbel-perturbed log-law gives samples
+without replacement, so one Gumbel vector per position gives all siblings of a node, and a sibling's law is the node's
+law without the earlier siblings. Nodes of the same depth share the numbers of their position, because at most one of
+them is reached.
 
 Shapes: B rows, N nodes, W frontier width, M nodes of a level, K children, V vocabulary.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +29,13 @@ from visspec.types import Draft, Tree
 
 MOST_CHILDREN = 32  # limit of the acceptance rules' random numbers per position
 SHARE = 0.6  # assumed probability ratio of adjacent siblings, for assigning children
+Paths = tuple[tuple[int, ...], ...]
+EAGLE: Paths = (  # 25 nodes of EAGLE-1 (arXiv 2401.15077), as its code has them
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
 
 
 def parse(shape: str | int) -> tuple[int, ...]:
@@ -48,13 +62,48 @@ class Level:
     open: Tensor  # (W,) the nodes that are the next frontier
 
 
+def likeliest(nodes: int, rates: Callable[[int], Iterable[tuple[float, int]]]) -> Paths:
+    """The shape of at most `nodes` nodes with the most expected accepted nodes: the sum over nodes of the product of
+    the rates on their paths (Sequoia, arXiv 2402.12374, equation 3).
+
+    rates(d): (rate, rank) of the children of a node of depth d: how often that child is accepted where the node is.
+    Products never grow along a path, so the `nodes` largest ones are closed under parents and the optimum, which is
+    that of Sequoia's dynamic programme; best first finds them.
+    """
+
+    def offer(above: float, path: tuple[int, ...], place: int) -> None:
+        children = ordered(len(path))
+        if place < len(children):
+            rate, rank = children[place]
+            heapq.heappush(heap, (-above * rate, (*path, rank), above, place))
+
+    @cache
+    def ordered(depth: int) -> list[tuple[float, int]]:
+        return sorted((pair for pair in rates(depth) if pair[0] > 0), key=lambda pair: (-pair[0], pair[1]))
+
+    heap: list[tuple[float, tuple[int, ...], float, int]] = []
+    found: list[tuple[int, ...]] = []
+    offer(1.0, (), 0)
+    while heap and len(found) < nodes:
+        share, path, above, place = heapq.heappop(heap)
+        found.append(path)
+        offer(above, path[:-1], place + 1)
+        offer(-share, path, 0)
+    return in_levels(found)
+
+
+def in_levels(paths: Iterable[tuple[int, ...]]) -> Paths:
+    """The same nodes, level by level."""
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
 @lru_cache(maxsize=64)
-def plan(counts: tuple[int, ...], device: str) -> tuple[Tree, list[Level]]:
-    """The tree of so many nodes a depth. Children are assigned to the most likely (parent, rank), if every rank is
+def spread(counts: tuple[int, ...]) -> Paths:
+    """The shape of so many nodes a depth. Children are assigned to the most likely (parent, rank), if every rank is
     SHARE times as likely as the one before.
     """
-    parents, above = [-1], [(0, 1.0)]  # above: node and chances of each node of the depth before
-    levels: list[dict[str, list[int]]] = []
+    above: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    found: list[tuple[int, ...]] = []
     for count in counts:
         offers = [
             (-chance * SHARE**rank, place, rank)
@@ -62,28 +111,39 @@ def plan(counts: tuple[int, ...], device: str) -> tuple[Tree, list[Level]]:
             for rank in range(MOST_CHILDREN)
         ]
         chosen = sorted((place, rank, -worth) for worth, place, rank in sorted(offers)[:count])
-        wanted = sorted({place for place, _, _ in chosen})
-        if levels:
-            levels[-1]["open"] = wanted
-        spot = {place: i for i, place in enumerate(wanted)}
-        ranks = [rank for _, rank, _ in chosen]
-        levels.append({"parent": [spot[place] for place, _, _ in chosen], "rank": ranks, "open": []})
-        first = len(parents)
-        parents += [above[place][0] for place, _, _ in chosen]
-        above = [(first + i, worth) for i, (_, _, worth) in enumerate(chosen)]
-    made = []
-    for x in levels:
-        parent, rank = (torch.tensor(x[k], dtype=torch.long, device=device) for k in ("parent", "rank"))
-        opened = torch.tensor(x["open"], dtype=torch.long, device=device)
-        made.append(Level(parent, rank, max(x["rank"]) + 1, opened))
-    return trees.static(tuple(parents), device), made
+        above = [((*above[place][0], rank), worth) for place, rank, worth in chosen]
+        found += [path for path, _ in above]
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[Level]]:
+    """The tree of a shape, or of counts as in `spread`. Raises ValueError if a node's parent is not in it."""
+    paths: Any = spread(shape) if isinstance(shape[0], int) else in_levels(shape)  # type: ignore[arg-type]
+    place = {(): 0} | {path: n for n, path in enumerate(paths, 1)}
+    for path in paths:
+        if path[:-1] not in place:
+            raise ValueError(f"tree: got node {path} without its parent, expected the parents of all nodes")
+    tree = trees.static((-1, *(place[path[:-1]] for path in paths)), device)
+    opened = {path[:-1] for path in paths}
+    levels, above = [], [()]
+    for depth in range(1, len(paths[-1]) + 1):
+        here = [path for path in paths if len(path) == depth]
+        spot = {path: i for i, path in enumerate(path for path in above if path in opened)}
+        wanted = [i for i, path in enumerate(here) if path in opened]
+        parent, rank = [spot[path[:-1]] for path in here], [path[-1] for path in here]
+        numbers = (torch.tensor(x, dtype=torch.long, device=device) for x in (parent, rank, wanted))
+        of_parent, of_rank, of_open = numbers
+        levels.append(Level(of_parent, of_rank, max(rank) + 1, of_open))
+        above = here
+    return tree, levels
 
 
 class Planned:
     """Builds a static tree; methods as in `trees.Growing`. Without random numbers: the most likely children."""
 
-    def __init__(self, pending_B: Tensor, counts: tuple[int, ...], gumbel_BTV: Tensor | None):
-        self.tree, self.levels = plan(counts, str(pending_B.device))
+    def __init__(self, pending_B: Tensor, shape: tuple[int, ...] | Paths, gumbel_BTV: Tensor | None):
+        self.tree, self.levels = plan(shape, str(pending_B.device))
         self.tokens, self.gumbel, self.done = [pending_B[:, None]], gumbel_BTV, 0
         self.laws: list[Tensor] = []
         self.real = [torch.ones_like(pending_B[:, None], dtype=torch.bool)]

@@ -153,7 +153,7 @@ class ImageFeatureDrafter(FeatureDrafting):
     def propose(self, state: State, depth: int) -> Draft:
         return super().propose(state, min(depth, self.traits.levels) if self.counts else depth)
 
-    def _growing(self, state: State, depth: int) -> Any:
+    def growing(self, state: State, depth: int) -> Any:
         if self.counts is None:
             return trees.Growing(state.pending, self.width)
         coins = state.memory.coins

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from visspec import tree as trees
-from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.types import Draft, Drafter, DrafterTraits, Scores, State
 
 
 class NGram(Drafter):
     """Drafts what followed the longest match (at most `longest`, at least `shortest` tokens) in prompt + output."""
 
-    traits = DrafterTraits(joins=True)
+    traits = DrafterTraits(joins=True, observes="none")
 
     def __init__(self, longest: int = 3, shortest: int = 1):
         if not 1 <= shortest <= longest:
@@ -25,22 +25,16 @@ class NGram(Drafter):
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = _Histories(state.request.prompt.tolist(), self.longest)
-        self._extend(state)
 
     def propose(self, state: State, depth: int) -> Draft:
+        for row in state.rows:
+            state.memory.extend(row, state.tokens[row])
         found = [state.memory.continuation(r, depth, self.shortest) for r in state.rows]
         return trees.ragged_draft(state.pending, found)
-
-    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        self._extend(state)
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         for b, row in zip(take, state.rows[-len(take) :]):
             state.memory.place(row, other.memory, other.rows[b])
-
-    def _extend(self, state: State) -> None:
-        for row in state.rows:
-            state.memory.extend(row, state.tokens[row])
 
 
 class _Histories:

@@ -9,9 +9,7 @@ Shapes: R original rows, B live rows, N nodes, K candidates of an id, V vocabula
 
 from __future__ import annotations
 
-import heapq
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from torch import Tensor
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.laws import categorical
+from visspec.models.drafters.feature_tree import likeliest
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
 FIRST, FALL = 0.6, 0.35  # how often the best candidate is right, and each further one relative to the one before
@@ -38,7 +37,7 @@ class Recycling(Drafter):
         if width < 1:
             raise ValueError(f"width: got {width}, expected a count of at least 1")
         self.nodes, self.width, self.shared = nodes, width, shared
-        self.traits = DrafterTraits(levels=6, trees=width > 1, joins=True)
+        self.traits = DrafterTraits(levels=6, trees=width > 1, joins=True, observes="drafted")
         self._table: Tensor | None = None  # with `shared`: what requests leave for the next ones
 
     def start(self, state: State, scores: Scores) -> None:
@@ -124,16 +123,8 @@ def _shape(depth: int, nodes: int, width: int, device: str) -> tuple[Tree, list[
     """The tree of at most `nodes` nodes of which most are expected to be accepted, its nodes level by level, and for
     every level each node's parent within the level above and its rank among the candidates.
     """
-    best: list[Any] = [(-FIRST, (0,))]
-    found: list[tuple[int, ...]] = []
-    while best and len(found) < nodes:
-        share, path = heapq.heappop(best)
-        found.append(path)
-        if path[-1] + 1 < width:
-            heapq.heappush(best, (share * FALL, (*path[:-1], path[-1] + 1)))
-        if len(path) < depth:
-            heapq.heappush(best, (share * FIRST, (*path, 0)))
-    found.sort(key=lambda path: (len(path), path))
+    rates = [(FIRST * FALL**rank, rank) for rank in range(width)]
+    found = likeliest(nodes, lambda above: rates if above < depth else [])
     place = {(): 0} | {path: n for n, path in enumerate(found, 1)}
     parent = [-1, *(place[path[:-1]] for path in found)]
     levels, first = [], 0

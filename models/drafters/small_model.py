@@ -7,6 +7,7 @@ M tokens to catch up with, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,16 +16,16 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.laws import Categorical, categorical
+from visspec.models.drafters.shapes import Chain, Shaped
 from visspec.models.targets.compiled import compiled
 from visspec.models.targets.hf_decoder import HFDecoder, describe
-from visspec.sampling import propose
-from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
 READS = 4096  # tokens; a long prompt would cost a small model as large a part of the time as it is of the target's size
 VOCABULARY_PADDING = 1024  # models of one family pad their vocabulary differently; the used ids are the same
 
 
-class SmallModel(Drafter):
+class SmallModel(Shaped):
     """Chains from `small`, a loaded transformers model with the target's tokenizer.
 
     reads: most tokens of a prompt that a small model without pictures reads, its first and the last ones; None for all.
@@ -104,26 +105,20 @@ class SmallModel(Drafter):
 
     def propose(self, state: State, depth: int) -> Draft:
         memory: _Following = state.memory
+        depth = self.levels(state, depth)
         logits_BV = self._catch_up(state, memory)
-        tokens: list[Tensor] = []
-        laws: list[Categorical | None] = []
+        chain = Chain(state, self.stop)
         for level in range(depth):
             if level:
-                logits_BV = self._logits(memory, trees.root(tokens[-1]))[:, -1]
+                logits_BV = self._logits(memory, trees.root(chain.tokens[-1]))[:, -1]
                 memory.advance([1] * len(state.rows))
-            token, q = propose(logits_BV[:, : self.vocab], state, level)
-            tokens.append(token)
-            laws.append(q)
+            chain.add(logits_BV[:, : self.vocab])
         memory.drafted = depth - 1  # the last token was proposed, not read
-        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), self._law(laws))
-
-    def _law(self, laws: list[Categorical | None]) -> Categorical | None:
-        """The laws of a chain's nodes over the target's vocabulary; None for point masses."""
-        drawn = [law for law in laws if law is not None]
-        if not drawn:
-            return None
-        q = Categorical.chain(drawn).p
-        return Categorical(p=nn.functional.pad(q, (0, self.full - q.shape[-1])))
+        draft = chain.finish()
+        if draft.q is None:
+            return draft
+        q = categorical(draft.q).p  # over the target's vocabulary
+        return replace(draft, q=Categorical(p=nn.functional.pad(q, (0, self.full - q.shape[-1]))))
 
     def _logits(self, memory: _Following, draft: Draft) -> Tensor:
         """(B, M, V) after each token of a draft of its own."""
@@ -143,6 +138,7 @@ class SmallModel(Drafter):
         return logits_BMV[torch.arange(len(behind), device=tokens.device), last]
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        self.learn(state, draft, outcome)
         state.memory.settle(outcome)
 
     def select(self, state: State, keep: list[int]) -> None:
@@ -163,6 +159,7 @@ class _Following:
 
     def __init__(self, own: State, state: State):
         self.own = own
+        self.limit = MAX_NODES  # levels of the next draft, see `shapes`
         self.drafted = 0  # drafted tokens that are in the small cache
         self.own.position = self.own.position + 1
         self.unread = [state.tokens[row][-1:] for row in state.rows]

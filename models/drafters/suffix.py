@@ -25,19 +25,18 @@ class Suffixes(Drafter):
     own (`rejection`, whose law stays the same, and the relaxed ones); with the rule `exact` tokens depend on no draft.
     """
 
-    traits = DrafterTraits(joins=True)
-
     def __init__(self, shortest: int = 1, shared: bool = False):
         if shortest < 1:
             raise ValueError(f"shortest: got {shortest}, expected a count of at least 1")
         self.shortest, self.shared = shortest, shared
+        self.traits = DrafterTraits(joins=True, observes="all" if shared else "none")
         self._answers = Answers()
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = [_Row(prompt) for prompt in state.request.prompt.tolist()]
-        self._extend(state)
 
     def propose(self, state: State, depth: int) -> Draft:
+        self._extend(state)
         return trees.ragged_draft(state.pending, [self._ahead(state.memory[row], depth) for row in state.rows])
 
     def _ahead(self, row: _Row, depth: int) -> list[int]:
@@ -54,12 +53,12 @@ class Suffixes(Drafter):
         return best.continuation(at, depth) if length >= self.shortest else []
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Only with `shared`."""
         self._extend(state)
-        if self.shared:
-            for row in state.rows:
-                if row in state.finished:
-                    kept: _Row = state.memory[row]
-                    self._answers.add(kept.ids[max(kept.prompt - BEFORE, 0) :])
+        for row in state.rows:
+            if row in state.finished:
+                kept: _Row = state.memory[row]
+                self._answers.add(kept.ids[max(kept.prompt - BEFORE, 0) :])
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         for b, row in zip(take, state.rows[-len(take) :]):

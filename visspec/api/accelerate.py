@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from visspec import hub
 from visspec.api import queueing, requests, saving, zoo
 from visspec.api.copies import Copied
+from visspec.loop.bandit import among
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
 from visspec.loop.pairing import Pairing, pair
@@ -30,7 +31,7 @@ BUILDING = threading.RLock()  # only one thread rebuilds the pairing of a moved 
 
 def accelerate(
     model: nn.Module,
-    drafter: str | Drafter | None = "ngram",
+    drafter: str | Drafter | Sequence[Any] | None = "ngram",
     *,
     acceptance: str | Acceptance = "exact",
     levels: int | None = None,
@@ -42,7 +43,8 @@ def accelerate(
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
     drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None; or the
-        JSON file that `visspec tune` wrote, with drafter, acceptance and levels, of which arguments given here win.
+        JSON file that `visspec tune` wrote, with drafter, acceptance and levels, of which arguments given here win. A
+        list of these: each request takes the one that has been the fastest (`loop.bandit`); `last_stats` names it.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster.
     tokenizer: to show text in `last_stats`.
@@ -52,7 +54,8 @@ def accelerate(
         itself is not changed.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
-    if isinstance(drafter, (str, Path)) and str(drafter).endswith(".json"):
+    named = isinstance(drafter, (str, Path)) and str(drafter).endswith(".json")
+    if named and (":" not in str(drafter) or Path(str(drafter)).is_file()):  # and no option, like tree=FILE.json
         from visspec.api.tuning import read_preset
 
         preset = read_preset(drafter, model)
@@ -61,7 +64,7 @@ def accelerate(
     return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile)
 
 
-def speculative(drafter: str | Drafter | None = "ngram", **options) -> Speculative:
+def speculative(drafter: str | Drafter | Sequence[Any] | None = "ngram", **options) -> Speculative:
     """A callable for `model.generate(..., custom_generate=visspec.speculative(...))`. Options as in `accelerate`."""
     return Speculative(drafter, options)
 
@@ -161,12 +164,20 @@ class Accelerated(Copied):
 
     def _fits(self) -> tuple:
         """Key of a pairing: dtype, device and attention of the model and of a small model used as drafter."""
-        models = (m for m in (self.model, self._asked[0]) if isinstance(m, nn.Module))
+        asked = self._asked[0]
+        small = asked if isinstance(asked, (list, tuple)) else (asked,)
+        models = (m for m in (self.model, *small) if isinstance(m, nn.Module))
         attention = "_attn_implementation"
         return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
 
     def _pair(self) -> Pairing:
-        spec, acceptance, levels, adaptive, probe, compile = self._asked
+        spec = self._asked[0]
+        if isinstance(spec, (list, tuple)):
+            return among([self._paired(each) for each in spec])
+        return self._paired(spec)
+
+    def _paired(self, spec: Any) -> Pairing:
+        _, acceptance, levels, adaptive, probe, compile = self._asked
         model = driven(self.model)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
@@ -221,7 +232,7 @@ class Accelerated(Copied):
         requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(kwargs)
         media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
-        call = _Run(self.pairing, self.tokenizer, streamer, generator, seed, media)
+        call = _Run(self.pairing.chosen(), self.tokenizer, streamer, generator, seed, media)
         output = self.model.generate(**kwargs, custom_generate=call)
         self.last_state, self.last_stats = call.state, call.stats
         return Result(output, call.state, call.stats)
@@ -240,7 +251,9 @@ class Accelerated(Copied):
         drafter whose rows can't enter a batch.
         """
         pairing = self.pairing
-        queueing.check(pairing, slots, ahead, options)
+        for each in pairing.each:
+            queueing.check(each, slots, ahead, options)
+        pairing = pairing.chosen()
         return queueing.answers(self.model, pairing, prompts, slots, ahead or slots, options, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
@@ -296,7 +309,7 @@ class Speculative:
         fast = self.fast
         if fast is None or fast.target.model is not model:
             fast = self.fast = accelerate(model, self.drafter, **self.options)
-        call = _Run(fast.pairing, fast.tokenizer, tok_streamer, generator, seed)
+        call = _Run(fast.pairing.chosen(), fast.tokenizer, tok_streamer, generator, seed)
         output = call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
         self.last_stats = call.stats
         return output

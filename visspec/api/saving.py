@@ -155,6 +155,8 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
 
     if drafter is None:
         return None
+    if isinstance(drafter, (list, tuple)):
+        raise ValueError(f"drafter: got a list of {len(drafter)}, expected one to write into {FILE}")
     if isinstance(drafter, (str, Path)):
         text, whole = str(drafter), Path(str(drafter)).is_dir()
         name, options = (text, {}) if whole else zoo.parse(text)
@@ -172,7 +174,10 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
         else:
             made.save_pretrained(staged, record)
         # what a published head sees of pictures is in its configuration now
-        kept = ",".join(f"{key}={str(value).lower()}" for key, value in options.items() if not isinstance(value, str))
+        if str(options.get("tree", "")).endswith(".json"):
+            raise ValueError(f"drafter: got tree={options['tree']}, expected no file outside of the folder")
+        stays = {k: v for k, v in options.items() if k in zoo.SHAPE or not isinstance(v, str)}
+        kept = ",".join(f"{key}={str(value).lower()}" for key, value in stays.items())
         return {"folder": DRAFTER, "options": kept} if kept else {"folder": DRAFTER}
     if isinstance(drafter, PreTrainedModel):
         drafter.save_pretrained(staged)
@@ -216,7 +221,8 @@ def _described_as(thing: Any, what: str, table: Mapping[str, tuple]) -> str:
 def _options(drafter: Any) -> dict[str, Any]:
     """What of a drafter around a network its constructor's options have set: its numbers and names."""
     kept = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
-    return kept | {"traits": drafter.traits}
+    shape = {name: vars(drafter).get(name) for name in ("paths", "stop")}
+    return kept | shape | {"traits": drafter.traits}
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -256,6 +256,7 @@ KINDS = {
     "continuous_painter": "continuous",
     "mar_painter": "mar",
 }  # of a checkpoint: the drafter that reads it
+SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
     "int": (int, "a whole number"),
     "float": ((int, float), "a finite number"),
@@ -433,11 +434,20 @@ def _drafter_class(name: str) -> Any:
 def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
     """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
     config = read_json(folder, "config.json")
-    if str(config.get("kind", config.get("model_type"))) not in KINDS and "kind" not in config:
-        read = load("visspec.models.drafters.published:load")
-        return make("drafter", folder.name, read, options, partial(read, folder, model))
-    kind = _drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
-    return make("drafter", folder.name, kind, options, partial(kind.from_pretrained, folder, model))
+    kind = load("visspec.models.drafters.published:load")
+    read = partial(kind, folder, model)
+    if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:
+        kind = _drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
+        read = partial(kind.from_pretrained, folder, model)
+    own = signature(kind).parameters
+    later = {name: options[name] for name in SHAPE if name in options and name not in own}
+    found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
+    if not later:
+        return found
+    if not isinstance(found, load("visspec.models.drafters.shapes:Shaped")):
+        name = next(iter(later))
+        raise ValueError(f"{name}: got {later[name]} for {folder.name}, expected a drafter that builds its drafts")
+    return make("drafter", folder.name, found.shaped, later)
 
 
 def _differs(folder: Path, model: nn.Module) -> tuple[str, Any, Any] | None:

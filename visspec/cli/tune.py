@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from visspec.api import sources, tuning, zoo
+from visspec.api import ranks, sources, tuning, zoo
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, moved, processed
 from visspec.cli.arguments import add_hardware, load, positive, temperature
@@ -52,6 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", action="store_true", help="measure every row, to see how good the prediction is")
     parser.add_argument("--out", type=Path, help="write the choice to this file, for accelerate(model, FILE)")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
+    parser.add_argument("--trees", type=Path, help="measure acceptance by rank, write it to this file and try its tree")
     add_hardware(parser)
 
 
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     record = tune(
         model, processor, images, drafters, lengths=sorted(set(arguments.lengths)), batches=arguments.batches,
         acceptance=arguments.acceptance, request=arguments.prompt or PROMPT, passes=arguments.passes,
-        seed=arguments.seed, sweep=arguments.sweep, **options,
+        seed=arguments.seed, sweep=arguments.sweep, trees=arguments.trees, **options,
     )  # fmt: skip
     Console().print(table(record))
     print(verdict(record))
@@ -93,22 +94,36 @@ def readable(records: Iterator[sources.Record]) -> Iterator[tuple[Any, str | Non
             print(f"visspec: {error}", file=sys.stderr)
 
 
-def candidates(drafters: Sequence[str], model: Any) -> list[str]:
-    """The drafters, and those of them that grow trees as trees too. Raises ValueError as `zoo.drafter`."""
+def candidates(drafters: Sequence[str], model: Any, trees: Path | None = None) -> list[str]:
+    """The drafters, and those of them that grow trees as trees too; with `trees`, also as that file's static tree.
+    Raises ValueError as `zoo.drafter`.
+    """
     found = []
     for spec in drafters:
-        drafter, _ = zoo.drafter(spec, model)
         found.append(spec)
-        if hasattr(type(drafter), "for_model") and "width" not in spec and not drafter.traits.samples:
+        if grows(spec, model):
             found += [f"{spec}{',' if ':' in spec else ':'}width={width}" for width in WIDTHS]
+            if trees is not None:
+                found.append(f"{spec}{',' if ':' in spec else ':'}tree={trees}")
     return found
+
+
+def grows(spec: str, model: Any) -> bool:
+    """Whether a drafter builds trees whose structure its name does not say."""
+    drafter, _ = zoo.drafter(spec, model)
+    said = any(f"{option}=" in spec for option in ("width", "tree", "entropy", "confidence"))
+    return hasattr(type(drafter), "for_model") and not said and not drafter.traits.samples
 
 
 def tune(
     model, processor, images: Sequence[tuple[Any, str | None]], drafters: Sequence[str], *, lengths: Sequence[int],
-    batches: Sequence[int], acceptance: str, request: str, passes: int, seed: int, sweep: bool, **options: Any,
+    batches: Sequence[int], acceptance: str, request: str, passes: int, seed: int, sweep: bool,
+    trees: Path | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure, predict, choose and check. Returns the JSON object of docs/benchmarks.md."""
+    """Measure, predict, choose and check. Returns the JSON object of docs/benchmarks.md.
+
+    trees: a file for acceptance by rank, of the first drafter that grows trees.
+    """
     half = len(images) // 2
 
     def grouped(some: Sequence, size: int) -> list[dict[str, Any]]:
@@ -119,7 +134,14 @@ def tune(
         ]
 
     arms = {PLAIN: accelerate(model, None)}
-    for spec in candidates(drafters, model):
+    if trees is not None:
+        growing = [spec for spec in drafters if grows(spec, model)][:1]
+        if not growing:
+            raise ValueError(f"trees: got drafters {', '.join(drafters)}, expected one that grows trees")
+        watched = ranks.measure(model, growing[0], grouped(images[:half], 1), seed, **options)
+        ranks.write(trees, model, growing[0], watched)
+        drafters = [*growing, *(spec for spec in drafters if spec not in growing)]
+    for spec in candidates(drafters[:1], model, trees) + candidates(drafters[1:], model):
         arms[spec] = accelerate(model, spec, acceptance=acceptance, levels=max(lengths), adaptive=False)
     rows: list[dict[str, Any]] = []
     checks = {size: grouped(images[half:], size) for size in batches}

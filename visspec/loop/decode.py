@@ -113,6 +113,7 @@ def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outc
         origin[row] += [*["drafted"] * (length - 1), last][: tape.append(row, gained)]
         tape.keep(row, b, path, scores)
         outcome.path.append(path)
+        outcome.offered.append(sum(real) - 1 if tree.chain else tree.levels)
         outcome.tokens.append(gained)
     meters = ("drift", verdict.drift), ("displacement", verdict.displacement), ("capped", verdict.capped)
     for name, measured in meters:

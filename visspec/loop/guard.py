@@ -23,6 +23,8 @@ from visspec.laws import check_tensor
 from visspec.loop.view import View, copied
 from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome, Scores, State, Target, Tree, Verdict
 
+LEAD = 16  # plain rounds before drafts are made again that a drafter of `observes="drafted"` is told of
+
 
 class Guarded(Drafter):
     """Wraps a drafter for one target. chains: the rule judges no trees. lent: the target, if the drafter runs it."""
@@ -46,7 +48,9 @@ class Guarded(Drafter):
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Only the tree and the next token are still in use and need copies."""
-        if state.drafting:
+        kind = self.traits.observes
+        resting = draft.tree.size == 1 and state.trace.resting > LEAD
+        if state.drafting and kind != "none" and not (kind == "drafted" and resting):
             draft = Draft(draft.value, trees.shown(draft.tree), draft.q, draft.real)
             verdict = replace(verdict, next=verdict.next.clone())
             self._try(state, self.inner.observe, _shown(state), draft, scores, verdict, outcome)

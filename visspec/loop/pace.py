@@ -3,13 +3,20 @@
 Drafting d levels is expected to commit 1 + sum_i prod_{j<=i} a_j tokens (a_j: acceptance rate at depth j) and to cost
 draft(d) + verify(d) seconds, both lines fitted to the measured rounds. The best d is used; d = 0 is plain decoding.
 Costs are fitted anew where the context doubles, since a pass behind a long prompt costs more, and other drafts pay.
-While d = 0 is best, drafting is off for a number of rounds that doubles after every unsuccessful probe. A `Pace` is
-shared by all requests and threads of an accelerated model, so measurements carry over between requests, and rounds are
-counted over all threads. The output does not depend on it (see `sampling`).
+While d = 0 is best, drafting is off for a number of rounds that doubles after every unsuccessful probe.
+
+Rounds without a draft are run on purpose now and then, so that the price of plain decoding is measured and not only
+extrapolated. By it an account is kept of the seconds that drafted rounds took beyond plain decoding of the tokens they
+gave; gains pay debts back but are not saved up. Drafting is off while the account is overdrawn: `SHARE` of all seconds
+and `SLACK` plain passes. So drafting costs little more than that, whatever is accepted and whenever that changes.
+
+A `Pace` is shared by all requests and threads of an accelerated model, so measurements carry over between requests, and
+rounds are counted over all threads. The output does not depend on it (see `sampling`).
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +28,8 @@ WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
 FIRST_REST, LONGEST_REST = 8, 256
+SHARE, SLACK = 0.01, 4.0  # of all seconds, and plain passes, that drafting may cost
+FARTHEST_LOOK = 512  # most rounds between two that measure plain decoding
 SHORT = 1024  # tokens; the cost of a pass behind fewer hardly depends on their number
 
 
@@ -66,8 +75,16 @@ class Costs:
 
     verify: Line = field(default_factory=Line)
     draft: Line = field(default_factory=Line)
+    plain: Line = field(default_factory=Line)  # of passes over no draft alone
     resting: int = 0  # rounds left
     rest: int = FIRST_REST  # rounds of the next rest
+    rounds: int = 0
+    look: int = 0  # the round from which on plain decoding is measured again
+
+    @property
+    def step(self) -> float:
+        """Seconds of a plain pass."""
+        return max((self.plain if self.plain.sums[0] else self.verify).at(0), 1e-9)
 
 
 class Pace:
@@ -82,6 +99,7 @@ class Pace:
         self.tried = [0.0] * levels  # of these, rows with a node at this depth
         self.kept = [0.0] * levels  # of these, rows that accepted one
         self.rounds = 0
+        self.spent = self.lost = 0.0  # seconds of all rounds, and those beyond plain decoding
         self._lock = threading.Lock()  # held for a few microseconds a round
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,8 +126,11 @@ class Pace:
         if not self.adaptive or limit < 1:
             return max(limit, 0)
         with self._lock:
-            best = self._chosen(limit, state.trace.context)
-        state.trace.gave_up += best == 0
+            costs = self.at(state.trace.context)
+            resting = costs.resting
+            best = self._chosen(limit, costs)
+            state.trace.resting = costs.resting
+        state.trace.gave_up += best == 0 and max(resting, costs.resting) > 0
         return best
 
     def at(self, context: int) -> Costs:
@@ -117,13 +138,20 @@ class Pace:
         doublings = max(context // SHORT, 0).bit_length()
         if doublings not in self.costs:
             nearest = self.costs[min(self.costs, key=lambda known: abs(known - doublings))]
-            self.costs[doublings] = Costs(nearest.verify.lighter(), nearest.draft.lighter())
+            known = (line.lighter() for line in (nearest.verify, nearest.draft, nearest.plain))
+            self.costs[doublings] = Costs(*known, rounds=WARM_UP)
         return self.costs[doublings]
 
-    def _chosen(self, limit: int, context: int) -> int:
-        costs = self.at(context)
+    def _chosen(self, limit: int, costs: Costs) -> int:
         if costs.resting > 0:
             costs.resting -= 1
+            return 0
+        if costs.rounds >= max(costs.look, WARM_UP):
+            costs.look = min(4 * costs.rounds, costs.rounds + FARTHEST_LOOK)
+            return 0
+        overdrawn = self.lost - SHARE * self.spent - SLACK * costs.step
+        if overdrawn > 0:  # every further plain pass pays its share of it
+            costs.resting = math.ceil(overdrawn / (SHARE * costs.step))
             return 0
         best = self.best(limit, costs)
         if best == 0:
@@ -136,7 +164,7 @@ class Pace:
         if self.rounds <= WARM_UP:
             return limit
         costs = costs or self.costs[0]
-        winner, speed = 0, 1.0 / max(costs.verify.at(0), 1e-9)
+        winner, speed = 0, 1.0 / costs.step
         for d, expected in enumerate(gains(self.offered(d) * self.rate(d) for d in range(1, limit + 1)), 1):
             rate = expected / max(costs.verify.at(d) + costs.draft.at(d), 1e-9)
             if rate > speed * (1.02 if winner == 0 else 1.0):
@@ -151,11 +179,20 @@ class Pace:
     def _learn(self, newest: Round, latest: dict[str, float], costs: Costs) -> None:
         levels, gained, tried = newest
         self.rounds += 1
+        costs.rounds += 1
         if self.rounds > WARM_UP:
             # On CUDA the pass is queued in `verify` and finishes in `accept`.
-            costs.verify.add(levels, latest["verify"] + latest["accept"])
+            verified, drafted = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
+            costs.verify.add(levels, verified)
             if levels:
-                costs.draft.add(levels, latest["draft"] + latest["observe"])
+                costs.draft.add(levels, drafted)
+                usual = costs.verify.at(levels) + costs.draft.at(levels)
+                seconds = min(verified + drafted, 2.0 * usual)  # as `Line.add` has it
+                self.lost = max(self.lost + seconds - costs.step * sum(gained) / len(gained), 0.0)
+            else:
+                costs.plain.add(0, verified)
+                self.lost += latest["observe"]
+            self.spent += verified + drafted
         if not levels:
             return
         rows = len(gained)

@@ -1,0 +1,196 @@
+"""Structure and length of drafts as values, for drafters that build them level by level.
+
+Structure (`Shaped.shaped(tree=...)`): chains, trees grown from the drafter's laws (EAGLE-2, OPT-Tree) and static ones
+(EAGLE-1, Sequoia, counts of nodes a depth). Length: `loop.pace` chooses the levels of a round for all rows; `Stop` ends
+the chain of a row earlier, by the drafter's own law. It does so on the device, by marking nodes as not real. The host
+learns of it with the verdict, and drafts in the next round at most one level more than the longest row.
+
+A level exists or not by the laws and tokens above it, never by its own token: otherwise a drafted token, given that it
+is there, would not be a draw from its law, and rejection sampling would not be exact (`tests/test_shapes.py`). For the
+same reason the next round does not depend on the last one's levels where tokens are draws: their numbers are used
+again until they are judged.
+
+Shapes: B rows, T levels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.checkpoint import read_json
+from visspec.laws import Categorical
+from visspec.models.drafters import feature_tree
+from visspec.sampling import drawn, warp
+from visspec.types import MAX_NODES, Draft, Drafter, Outcome, State
+
+TREES = ("chain", "dynamic", "opt", "eagle")
+RANKS = "acceptance_by_rank"  # of a file: a list for every depth, of how often the child of each rank is accepted
+Own = TypeVar("Own", bound="Shaped")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a row's chain ends: behind the first level for which one of these is true; 0 is off.
+
+    entropy: the square root of the entropy (nats) of the level's law is above it. 1 - sqrt(c H) bounds the acceptance
+    rate from below where the cross-entropy of the target is in proportion to H (SVIP, arXiv 2411.18462).
+    confidence: the product of the probabilities of all drafted tokens is below it (SpecDec++, arXiv 2405.19715, with
+    the drafter's own probabilities in place of those of a trained head).
+
+    With the rule `exact`, laws are those *given* the noise of their position, as for trees.
+    """
+
+    entropy: float = 0.0
+    confidence: float = 0.0
+
+    def __post_init__(self):
+        if not (math.isfinite(self.entropy) and self.entropy >= 0):
+            raise ValueError(f"entropy: got {self.entropy}, expected a number of at least 0")
+        if not 0 <= self.confidence < 1:
+            raise ValueError(f"confidence: got {self.confidence}, expected a probability below 1")
+
+    def goes_on(self, logits_BV: Tensor, token_B: Tensor, product_B: Tensor) -> tuple[Tensor, Tensor]:
+        """(whether there is a level below (B,), the product of probabilities so far (B,))."""
+        p_BV = logits_BV.softmax(dim=-1)
+        product_B = product_B * p_BV.gather(-1, token_B[:, None])[:, 0]
+        going_B = product_B >= self.confidence
+        if self.entropy:
+            going_B &= torch.special.entr(p_BV).sum(dim=-1).sqrt() <= self.entropy
+        return going_B, product_B
+
+
+class Chain:
+    """Builds a chain level by level, in the form that the request's rule expects."""
+
+    def __init__(self, state: State, stop: Stop | None = None):
+        self.state, self.stop = state, stop
+        self.tokens: list[Tensor] = []
+        self.laws: list[Categorical] = []
+        self.real = [torch.ones_like(state.pending, dtype=torch.bool)] * 2  # of the root and the first level
+        self.product_B = torch.ones_like(state.pending, dtype=torch.float32)
+
+    def add(self, logits_BV: Tensor) -> Tensor:
+        """Add a level by the logits of its law. Returns its tokens (B,)."""
+        state, level = self.state, len(self.tokens)
+        law = Categorical(warp(logits_BV, state.request.sampling))
+        token_B, q = drawn(law, state, level)
+        self.tokens.append(token_B)
+        if q is not None:
+            self.laws.append(q)
+        if self.stop is not None:
+            given_BV = law.logits
+            if state.noise is not None:
+                given_BV = state.noise.perturbed(given_BV[:, None], level)[:, 0]
+            going_B, self.product_B = self.stop.goes_on(given_BV, token_B, self.product_B)
+            self.real.append(self.real[-1] & going_B)
+        return token_B
+
+    def finish(self) -> Draft:
+        real = None if self.stop is None else torch.stack(self.real[: len(self.tokens) + 1], dim=1)
+        q = Categorical.chain(self.laws) if self.laws else None
+        return trees.chain_draft(self.state.pending, torch.stack(self.tokens, dim=1), q, real)
+
+
+class Shaped(Drafter):
+    """Base class of drafters with structure and length as values. Their `state.memory` has an attribute `limit`."""
+
+    width = 1  # of a frontier; 1 is a chain
+    nodes = 0  # most nodes of a grown tree; 0: none is grown
+    paths: feature_tree.Paths = ()  # of a static tree
+    stop: Stop | None = None
+
+    def shaped(self: Own, tree: str | int = "", entropy: float = 0.0, confidence: float = 0.0) -> Own:
+        """Set structure and length of drafts, and return the drafter. Before it is paired with a target.
+
+        tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of its `nodes`
+            nodes with the most expected accepted nodes by its own laws (OPT-Tree, arXiv 2406.17276); "eagle", the
+            static tree of EAGLE-1; a JSON file of acceptance by rank, as `visspec tune --trees` writes it, for the
+            optimal tree of `nodes` nodes (Sequoia); counts of nodes a depth, "4-8-8". Default: chains, or "dynamic"
+            for a `width` above 1.
+        entropy, confidence: of chains, as in `Stop`.
+
+        Raises ValueError for anything else.
+        """
+        if tree != "":
+            self._grow(str(tree))
+        if entropy or confidence:
+            if self.traits.trees:
+                raise ValueError(f"entropy, confidence: got {entropy}, {confidence} for trees, expected chains")
+            self.stop = Stop(entropy, confidence)
+        return self
+
+    def _grow(self, tree: str) -> None:
+        if not self.nodes:
+            raise ValueError(f"tree: got {tree!r} for {type(self).__name__}, expected a drafter that builds trees")
+        if tree == "dynamic" and self.width == 1:
+            raise ValueError("tree: got 'dynamic' with width 1, expected a width of 2 or more")
+        if tree == "chain":
+            self.width = 1
+        elif tree == "opt":
+            self.width = self.nodes
+        elif tree != "dynamic":
+            self.paths = static(tree, self.nodes)
+            depths = [len(path) for path in self.paths]
+            self.width = max(map(depths.count, depths))
+            self.traits = replace(self.traits, levels=depths[-1])
+        self.traits = replace(self.traits, trees=self.width > 1)
+
+    def growing(self, state: State, depth: int) -> Any:
+        """A tree builder: `trees.Growing`, or one with its methods."""
+        if not self.paths:
+            return trees.Growing(state.pending, self.width)
+        return feature_tree.Planned(state.pending, tuple(path for path in self.paths if len(path) <= depth), None)
+
+    def levels(self, state: State, depth: int) -> int:
+        """Levels to draft of `depth` that are asked for: at most a static tree's own, and with a stop one more than the
+        longest row kept last time.
+        """
+        if self.paths:
+            return min(depth, len(self.paths[-1]))
+        return depth if self.stop is None else min(depth, state.memory.limit)
+
+    def learn(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        """To be called by `observe`."""
+        draws = state.noise is not None and state.noise.samples
+        if self.stop is not None and draft.levels and not draws:
+            state.memory.limit = max(outcome.offered) + 1
+
+
+def static(tree: str, nodes: int) -> feature_tree.Paths:
+    """The static tree of a name, a file or counts, see `Shaped.shaped`."""
+    if tree == "eagle":
+        return feature_tree.EAGLE
+    if tree.endswith(".json"):
+        return optimal(read_ranks(tree), nodes)
+    if all(part.isascii() and part.isdigit() for part in tree.split("-")):
+        return feature_tree.spread(feature_tree.parse(tree))
+    raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}, a JSON file or counts like '4-8-8'")
+
+
+def optimal(rates: list[list[float]], nodes: int) -> feature_tree.Paths:
+    """The static tree of at most `nodes` nodes with the most expected accepted ones. rates: a list for every depth, of
+    how often the child of each rank is accepted.
+    """
+    ranked = [[(rate, rank) for rank, rate in enumerate(row)] for row in rates]
+    paths = feature_tree.likeliest(nodes, lambda depth: ranked[depth] if depth < len(ranked) else [])
+    if not paths:
+        raise ValueError(f"tree: got rates {rates!r}, expected one above 0 at the first depth")
+    return paths
+
+
+def read_ranks(path: str) -> list[list[float]]:
+    """Acceptance by rank of a file. Raises ValueError in a sentence."""
+    found = read_json(Path(path).parent, Path(path).name).get(RANKS)
+    rows = found if isinstance(found, list) else []
+    wrong = [x for row in rows for x in (row if isinstance(row, list) else [row]) if type(x) not in (int, float)]
+    lists = all(isinstance(row, list) and 0 < len(row) <= feature_tree.MOST_CHILDREN for row in rows)
+    if wrong or not lists or not 0 < len(rows) < MAX_NODES or not all(0 <= x <= 1 for row in rows for x in row):
+        raise ValueError(f"tree: {path} has no {RANKS!r} of probabilities, expected a list of ranks for every depth")
+    return rows

@@ -1,0 +1,352 @@
+"""Structure and length of drafts as values: trees that are optimal, chains that stop; the output stays what it is."""
+
+import itertools
+import json
+import random
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import visspec
+from tests.doubles import NEW, new_tokens, stock
+from tests.laws import context_law, plain_law, total_variation
+from tests.test_eagle import make
+from tests.test_positions import SIZE, Chain, process_law
+from tests.tiny import llama, model_of, prompt, shapes
+from visspec import tree as trees
+from visspec.api import zoo
+from visspec.laws import Categorical
+from visspec.models.drafters import feature_tree
+from visspec.models.drafters import shapes as values
+from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.drafters.ngram import NGram
+from visspec.models.drafters.shapes import RANKS, Stop, optimal
+from visspec.models.drafters.shapes import Chain as Built
+from visspec.models.drafters.small_model import SmallModel
+from visspec.sampling import Uniform
+from visspec.types import MAX_NODES, Sampling
+
+RATES = [[0.5, 0.3, 0.1], [0.6, 0.1, 0.2], [0.4, 0.05]]  # ranks are not always in order
+VALUES = {
+    "eagle2": ({"width": 3, "nodes": 9}, {"tree": "dynamic"}),
+    "opt": ({"nodes": 7}, {"tree": "opt"}),
+    "eagle": ({}, {"tree": "eagle"}),
+    "sequoia": ({"nodes": 8}, {"tree": "FILE"}),
+    "counts": ({}, {"tree": "3-4-2"}),
+    "entropy": ({}, {"entropy": 1.2}),
+    "confidence": ({}, {"confidence": 0.1}),
+    "both": ({}, {"entropy": 1.2, "confidence": 0.1}),
+}
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    (tmp_path / "ranks.json").write_text(json.dumps({RANKS: RATES}))
+    return str(tmp_path / "ranks.json")
+
+
+def shaped(family, options, values, ranks):
+    drafter = make(family, int(family != "llama"))
+    for name, value in options.items():
+        setattr(drafter, name, value)
+    return drafter.shaped(**{k: ranks if v == "FILE" else v for k, v in values.items()})
+
+
+@pytest.mark.parametrize("family", ["llama", "llava"])
+@pytest.mark.parametrize("value", VALUES)
+def test_tokens_depend_on_no_shape(value, family, ranks):
+    """Greedy as stock, sampled as plain decoding of the same seeds, in a ragged batch, of three rows and alone."""
+    drafter = shaped(family, *VALUES[value], ranks)
+    fast, plain = (visspec.accelerate(model_of(family), d, adaptive=False) for d in (drafter, None))
+    for shape in ("one", "ragged"):
+        inputs = prompt(family, shapes(family)[shape])
+        greedy = fast.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        assert new_tokens(greedy, inputs) == stock(family, shape)
+        sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "seed": [3, 4, 5][: len(greedy)]}
+        assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
+        assert fast.last_stats.faults == 0 and max(r.levels for r in fast.last_state.trace.rounds) > 1
+
+
+def test_the_rule_of_draws_takes_them_all(ranks):
+    for value in VALUES:
+        drafter = shaped("llama", *VALUES[value], ranks)
+        fast = visspec.accelerate(model_of("llama"), drafter, acceptance="rejection", adaptive=False)
+        fast.generate(**prompt("llama", ["9", "4"]), max_new_tokens=NEW, do_sample=True, seed=1)
+        assert fast.last_stats.faults == 0
+
+
+# --- static trees -----------------------------------------------------------------------------------------------------
+
+
+def expected(paths, rates):
+    """The mean number of accepted nodes."""
+    total = 0.0
+    for path in paths:
+        share = 1.0
+        for depth, rank in enumerate(path):
+            share *= rates[depth][rank]
+        total += share
+    return total
+
+
+def every_tree(nodes, rates):
+    """All sets of `nodes` nodes that hold their parents."""
+    found = {frozenset()}
+    for _ in range(nodes):
+        new = set()
+        for tree in found:
+            for path in [(), *tree]:
+                if len(path) < len(rates):
+                    new |= {tree | {(*path, r)} for r in range(len(rates[len(path)])) if (*path, r) not in tree}
+        found = new
+    return found
+
+
+def programme(nodes, rates):
+    """The optimum by Sequoia's dynamic programme, extended by rates that differ by depth."""
+
+    @cache
+    def below(size, depth, rank):
+        """Of `size` nodes below a node of a depth, as its children of ranks from `rank` on."""
+        if size == 0 or depth == len(rates) or rank == len(rates[depth]):
+            return 0.0
+        best = below(size, depth, rank + 1)
+        for own in range(1, size + 1):
+            gain = rates[depth][rank] * (1 + below(own - 1, depth + 1, 0))
+            best = max(best, gain + below(size - own, depth, rank + 1))
+        return best
+
+    return below(nodes, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_static_tree_has_the_most_expected_nodes(seed):
+    """Of all trees of its size, by enumeration; and as the dynamic programme finds it, for larger ones."""
+    draw = random.Random(seed)
+    rates = [[draw.random() ** 2 for _ in range(draw.randint(1, 3))] for _ in range(draw.randint(1, 4))]
+    rates = [[round(x, 1) for x in row] for row in rates] if seed % 2 else rates  # ties, and zeros
+    rates[0][0] = max(rates[0][0], 0.1)
+    for nodes in range(1, 6):
+        value = expected(optimal(rates, nodes), rates)
+        assert value == pytest.approx(max((expected(t, rates) for t in every_tree(nodes, rates)), default=value))
+        assert value == pytest.approx(programme(nodes, rates))
+    for nodes in (12, 30):
+        assert expected(optimal(rates, nodes), rates) == pytest.approx(programme(nodes, rates))
+
+
+def test_another_order_of_ranks_would_be_worse():
+    """The control: the second rank of the second depth is worth less than the third."""
+    paths = optimal(RATES, 4)
+    assert (0, 0) in paths and (0, 1) not in optimal(RATES, 7)
+    in_order = [(0,), (0, 0), (0, 1), (1,)]
+    assert expected(paths, RATES) > expected(in_order, RATES) + 0.1
+
+
+def test_eagles_tree_is_what_its_authors_drew():
+    tree, _ = feature_tree.plan(feature_tree.EAGLE, "cpu")
+    assert tree.size - 1 == 25 and tree.depth[0].bincount()[1:].tolist() == [4, 8, 8, 3, 2]
+    children = tree.parent[0].clamp(min=0).bincount(minlength=26).tolist()
+    children[0] -= 1  # its own
+    assert children[:9] == [4, 3, 2, 2, 1, 3, 2, 2, 1] and children[13] == 3 and children[21] == 2
+    assert len(set(feature_tree.EAGLE)) == 25
+
+
+def test_static_nodes_are_the_ranks_they_are_told():
+    """Of a skipped rank too, and cut where fewer levels are asked for."""
+    paths = ((0,), (2,), (2, 1), (2, 1, 0))
+    laws = torch.randn(1, 1, 9).log_softmax(-1)
+    for depth in (1, 2, 3):
+        planned = feature_tree.Planned(
+            torch.zeros(1, dtype=torch.long), tuple(p for p in paths if len(p) <= depth), None
+        )
+        for _ in range(depth):
+            planned.grow(laws)
+        draft, order = planned.finish(0), laws[0, 0].argsort(descending=True)
+        ranked = [path[-1] for path in paths if len(path) <= depth]
+        assert draft.value[0, 1:].tolist() == order[ranked].tolist() and draft.real.all()
+
+
+@pytest.mark.parametrize("wrong", [((0, 1),), ((0,), (1, 0))])
+def test_a_node_without_its_parent_is_refused(wrong):
+    with pytest.raises(ValueError, match="tree: got node"):
+        feature_tree.plan(wrong, "cpu")
+
+
+# --- trees of the drafter's laws --------------------------------------------------------------------------------------
+
+
+def grown(law, width, nodes, depth, vocab):
+    """The expected accepted nodes of a grown tree by its own law."""
+    growing, frontier = trees.Growing(torch.zeros(1, dtype=torch.long), width), [()]
+    for _ in range(depth):
+        tokens, above = growing.grow(torch.stack([law(path).log() for path in frontier])[None].float())
+        frontier = [(*frontier[a], t) for t, a in zip(tokens[0].tolist(), above[0].tolist())]
+    draft = growing.finish(nodes)
+    value = draft.value[0].tolist()
+    paths = [tuple(value[i] for i in path[1:] if i >= 0) for path in trees.paths(draft.tree)[0].tolist()]
+    return sum(mass(law, path) for path in paths[1:])
+
+
+def mass(law, path):
+    share = 1.0
+    for depth, token in enumerate(path):
+        share *= float(law(path[:depth])[token])
+    return share
+
+
+def test_the_tree_of_the_budget_is_optimal_by_the_drafters_law():
+    """Against all sets of the same size, as sums of products are largest over the largest products; a beam is less."""
+    less = 0
+    for seed in range(20):
+        law, nodes, depth = context_law(4, seed, sharpness=0.7), 5, 3
+        every = sorted((mass(law, p) for d in (1, 2, 3) for p in itertools.product(range(4), repeat=d)), reverse=True)
+        assert grown(law, nodes, nodes, depth, 4) == pytest.approx(sum(every[:nodes]), rel=1e-5)
+        less += grown(law, 2, nodes, depth, 4) < sum(every[:nodes]) - 1e-4
+    assert less > 5
+
+
+# --- chains that stop -------------------------------------------------------------------------------------------------
+
+
+class Stopping(Chain):
+    """The chains of `test_positions` through the builder, with a stop."""
+
+    def __init__(self, q, stop):
+        super().__init__(q)
+        self.stop = stop
+
+    def draft(self, committed, numbers, depth):
+        window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
+        state = SimpleNamespace(
+            noise=Uniform.of(window), request=SimpleNamespace(sampling=Sampling(temperature=1.0)),
+            pending=torch.tensor([committed[-1]]),
+        )  # fmt: skip
+        chain = self.builder(state)
+        for _ in range(depth):
+            chain.add(self.q((*committed, *(int(t) for t in chain.tokens))).log()[None])
+        return chain.finish()
+
+    def builder(self, state):
+        return Built(state, self.stop)
+
+
+class Choosy(Stopping):
+    """The negative control: a level is there or not by its own token."""
+
+    def builder(self, state):
+        chain = Built(state, self.stop)
+        chain.real = chain.real[:1]  # what ends the chain behind a level ends it before
+        return chain
+
+
+@pytest.fixture
+def unwarped(monkeypatch):
+    monkeypatch.setattr(values, "warp", lambda logits, sampling: logits)  # in float64
+
+
+STOPS = [Stop(confidence=0.5), Stop(entropy=0.75), Stop(entropy=0.7, confidence=0.35)]
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_stop_keeps_the_law_of_draws(stop, seed, unwarped):
+    p, drafter = context_law(2, seed), Stopping(context_law(2, seed + 7), stop)
+    assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
+
+
+def test_a_level_that_is_there_by_its_own_token_is_seen(unwarped):
+    p, drafter = context_law(2, 0), Choosy(context_law(2, 7), STOPS[0])
+    assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3
+
+
+def test_where_a_stop_ends_chains():
+    """Three laws of four ids: certain, even, certain. Behind the even one nothing is drafted."""
+    sure, even = torch.tensor([0.0, 9.0, 0.0, 0.0]), torch.zeros(4)
+    state = SimpleNamespace(noise=None, request=SimpleNamespace(sampling=Sampling()), pending=torch.tensor([5, 5]))
+    for stop, real in ((Stop(entropy=0.5), [True] * 3 + [False]), (Stop(confidence=0.3), [True] * 3 + [False]),
+                       (Stop(confidence=0.2), [True] * 4), (Stop(entropy=1.3), [True] * 4)):  # fmt: skip
+        chain = Built(state, stop)
+        for logits in (sure, even, sure):
+            chain.add(torch.stack([sure, logits]))
+        draft = chain.finish()
+        assert draft.real.tolist() == [[True] * 4, real], stop
+        assert draft.value[0].tolist() == [5, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["feature", "small"])
+def test_the_next_draft_is_as_long_as_the_last_sync_said(kind):
+    """A law of many ids ends every chain behind its first level: rounds after the first draft two. Not with draws."""
+    model = model_of("llama")
+    drafter = make("llama", 0) if kind == "feature" else SmallModel(llama(seed=1), model)
+    drafter.shaped(confidence=0.999)
+    for rule, most in (("exact", 2), ("rejection", drafter.traits.levels)):
+        fast = visspec.accelerate(model, drafter, acceptance=rule, adaptive=False)
+        fast.generate(**prompt("llama", ["9"]), max_new_tokens=12, do_sample=True, temperature=1.5, seed=1)
+        levels = [r.levels for r in fast.last_state.trace.rounds]
+        assert levels[0] == drafter.traits.levels and max(levels[1:-1]) <= most and len(levels) > 4
+        assert rule == "exact" or max(levels[1:3]) > 2
+    assert MAX_NODES > 2
+
+
+# --- as options -------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_options_of_a_checkpoint(tmp_path, ranks):
+    make("llama", 0).save_pretrained(tmp_path / "head", {})
+    read = lambda options: zoo.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))[0]  # noqa: E731
+    assert read("tree=eagle").paths == feature_tree.EAGLE and read("tree=eagle").traits.levels == 5
+    found = read(f"tree={ranks},nodes=4")
+    assert found.paths == optimal(RATES, 4) and found.traits.trees and found.traits.levels == 2
+    assert read("tree=opt,nodes=9").width == 9 and read("confidence=0.3").stop == Stop(confidence=0.3)
+    assert read("tree=chain,width=4").width == 1 and read("tree=3").paths == ((0,), (1,), (2,))
+
+
+BAD = {
+    "tree=bush": "tree: got 'bush', expected one of chain, dynamic, opt, eagle, a JSON file",
+    "tree=dynamic": "tree: got 'dynamic' with width 1",
+    "tree=none.json": "none.json",
+    "tree=4-0": "shape: got '4-0'",
+    "entropy=-1": "entropy: got -1",
+    "confidence=1": "confidence: got 1",
+    "confidence=0.5,width=3": "entropy, confidence: got 0.0, 0.5 for trees",
+    "confidence=high": "confidence: got high, expected a finite number",
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_shapes_that_are_none_are_refused_in_a_sentence(options, tmp_path):
+    make("llama", 0).save_pretrained(tmp_path / "head", {})
+    with pytest.raises(ValueError, match=BAD[options]) as caught:
+        zoo.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rates", [[], [[]], [[1.5]], [["a"]], [0.5], "x", [[0.0]], [[True]]])
+def test_files_without_rates_are_refused(rates, tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps({RANKS: rates}))
+    with pytest.raises(ValueError, match="tree: "):
+        make("llama", 0).shaped(tree=str(tmp_path / "r.json"))
+
+
+def test_drafters_that_build_no_trees_say_so(tmp_path):
+    with pytest.raises(ValueError, match="tree: got 'opt' for SmallModel"):
+        SmallModel(llama(seed=1), model_of("llama")).shaped(tree="opt")
+    assert not hasattr(NGram(), "shaped") and Categorical is not None
+
+
+def test_a_shape_is_saved_with_the_model_or_refused(tmp_path, ranks):
+    model = llama(seed=5)
+    head = make("llama", 0)
+    FeatureDrafter(head.head, model).save_pretrained(tmp_path / "head", {})
+    for options, found in (("tree=eagle", feature_tree.EAGLE), ("tree=3-2", ((0,), (1,), (2,), (0, 0), (0, 1)))):
+        visspec.accelerate(model, f"{tmp_path / 'head'}:{options}").save_pretrained(tmp_path / options)
+        again = visspec.Accelerated.from_pretrained(tmp_path / options).drafter.inner
+        assert set(again.paths) == set(found)
+    with pytest.raises(ValueError, match="expected no file outside"):
+        visspec.accelerate(model, f"{tmp_path / 'head'}:tree={ranks},nodes=4").save_pretrained(tmp_path / "x")
+    for shape in ({"tree": "eagle"}, {"confidence": 0.2}):
+        with pytest.raises(ValueError, match="as its weights alone give it back"):
+            made = FeatureDrafter(head.head, model).shaped(**shape)
+            visspec.accelerate(model, made).save_pretrained(tmp_path / "y")
