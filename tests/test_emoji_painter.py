@@ -1,0 +1,81 @@
+"""The emoji painter: the stages of its recipe on two pictures, and the weights that are included."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import JanusConfig, JanusForConditionalGeneration, JanusProcessor
+
+from visspec.api import zoo
+from visspec.api.images import ImagePipeline
+from visspec.eval.world.emoji.suite import ALONE, subjects
+from visspec.eval.world.worlds import world
+from visspec.recipes import emoji_painter, painter_draw, painter_score
+
+FOLDER = zoo.CHECKPOINTS / emoji_painter.NAME
+EMOJI = world("emoji")
+shipped = pytest.mark.skipif(not (FOLDER / "model.safetensors").exists(), reason="weights not in this checkout")
+
+
+def test_every_pair_shows_the_animal_of_its_prompt():
+    names = set(subjects()[::ALONE])
+    rows = [emoji_painter.pair(number) for number in range(40)]
+    assert {row["include"][0]["class"] for row, _ in rows} <= names and len(names) == 35
+    assert all([p.name for p in scene.pictures] == [row["include"][0]["class"]] for row, scene in rows)
+    assert 5 < sum("ground" in row for row, _ in rows) < 35
+    assert all((scene.ground, scene.tint) == tuple(row["ground"]) for row, scene in rows if "ground" in row)
+
+
+@pytest.mark.slow
+def test_the_stages_learn_resume_and_know_animals(tmp_path):
+    common = ["--out", str(tmp_path), "--workers", "1", "--every", "2", "--every-prompt", "160"]
+    emoji_painter.main([*common, "--stage", "vq", "--vq-steps", "2", "--vq-rows", "1"])
+    emoji_painter.main([*common, "--stage", "tokens", "--pairs", "4"])
+    data = torch.load(tmp_path / "tokens-0.pt", weights_only=True)
+    rows = [emoji_painter.pair(emoji_painter.FIRST_SEED["tokens"] + i)[0] for i in range(4)]
+    assert [subjects()[i] for i in data["animal"].tolist()] == [row["include"][0]["class"] for row in rows]
+    options = SimpleNamespace(out=tmp_path, pairs=4, steps=50, rate=1e-3, rows=4, workers=1, early=None)
+    stage = emoji_painter.EmojiDrawStage(options, 0)
+    first = stage.update()
+    for _ in range(5):
+        stage.update()
+    assert stage.update() < first and set(stage.notes) == {"codes", "told"}
+    stage.step = 40  # the throw-away head has faded
+    stage.notes = {}
+    stage.update()
+    assert not stage.notes
+
+
+@shipped
+def test_the_card_is_what_the_recipe_writes_of_its_provenance():
+    record = json.loads((FOLDER / "provenance.json").read_text())
+    with torch.device("meta"):
+        model = JanusForConditionalGeneration(JanusConfig.from_pretrained(FOLDER))
+    assert emoji_painter.card(model, record) == (FOLDER / "README.md").read_text()
+    assert record["weights"]["bytes"] == (FOLDER / "model.safetensors").stat().st_size < 25e6
+    law = record["measured"]["law"]
+    assert law["top_1"] <= 0.5 and record["measured"]["pictures"]["images"] >= 0.5
+
+
+@shipped
+def test_the_painter_draws_the_animals_and_its_laws_are_flat():
+    """Half of them; by chance it would be one in some hundred."""
+    model = JanusForConditionalGeneration.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    processor, rows = JanusProcessor.from_pretrained(FOLDER), EMOJI.prompts()[::20]
+    texts = [row["prompt"] for row in rows]
+    pictures = painter_draw.draw(model, processor, texts, model.generation_config.guidance_scale, 0)
+    assert sum(painter_score.verdicts(pictures, rows, EMOJI.detector())) >= len(rows) // 2
+    model.set_attn_implementation("eager")
+    assert emoji_painter.law(model, rows)["top_1"] < 0.6
+
+
+@shipped
+def test_its_drafter_is_chosen_by_presets_and_changes_no_code():
+    pipe = ImagePipeline.from_pretrained(emoji_painter.NAME)
+    pipe.set_progress_bar_config(disable=True)
+    text, method = "a photo of a penguin", zoo.method(str(zoo.preset("drafter", model=pipe.model)))
+    assert method["drafter"].startswith("painter-emoji-eagle")
+    plain, drafted = (pipe(text, seed=3, output_type="latent", **m) for m in (zoo.method("none/exact"), method))
+    assert torch.equal(plain.tokens[0], drafted.tokens[0])
+    assert drafted.stats[0].tau > 1.3
