@@ -33,7 +33,7 @@ def decoded(accepted, verify, draft, seed=0, tokens=TOKENS, noise=0.0, pace=None
             gained += 1
         times = {"verify": verify(asked), "accept": 0.0, "draft": draft(asked) if asked else 0.0, "observe": 0.0}
         times = {k: v * random.uniform(1 - noise, 1 + noise) for k, v in times.items()}
-        trace = Bag(rounds=[Round(asked, [gained], [gained <= asked])], latest=times, context=40)
+        trace = Bag(rounds=[Round(asked, [gained], [gained <= asked])], latest=times, context=40, asked=asked)
         pace.observe(trace)
         seconds, rounds, drafted, made = seconds + sum(times.values()), rounds + 1, drafted + (asked > 0), made + gained
     return seconds / made, drafted, rounds
@@ -98,6 +98,19 @@ def test_drafts_that_pay_are_made(costs):
     best = min((verify(d) + draft(d)) / sum(0.9**i for i in range(d + 1)) for d in range(1, LEVELS + 1))
     seconds, drafted, rounds = decoded(lambda n: 0.9, verify, draft)
     assert drafted > 0.9 * rounds and seconds < 1.1 * best
+
+
+def test_a_search_that_finds_nothing_is_paid_for():
+    """A drafter that takes a fifth of a pass to find nothing to draft: it is asked less and less."""
+    pace, seconds, asked, rounds = Pace(LEVELS), 0.0, 0, 1500
+    for _ in range(rounds):
+        state = Bag(budget=99, trace=Bag(gave_up=0, context=40, resting=0))
+        levels = pace.depth(state)
+        times = {"verify": 1.0, "accept": 0.0, "draft": 0.2 if levels else 0.0, "observe": 0.0}
+        state.trace.rounds, state.trace.latest = [Round(0, [1], [False])], times
+        pace.observe(state.trace)
+        seconds, asked = seconds + sum(times.values()), asked + (levels > 0)
+    assert seconds <= 1.02 * rounds and 0 < asked < 0.1 * rounds
 
 
 def test_what_begins_to_pay_later_is_found():

@@ -140,7 +140,7 @@ def to_device(pace, rounds, verify=1e-3, draft=1e-4, context=0):
     verify, draft = (f if callable(f) else lambda levels, f=f: f for f in (verify, draft))
     for each in rounds:
         latest = {"verify": verify(each.levels), "accept": 0.0, "draft": draft(each.levels), "observe": 0.0}
-        pace.observe(Bag(rounds=[each], latest=latest, context=context))
+        pace.observe(Bag(rounds=[each], latest=latest, context=context, asked=each.levels))
     return pace
 
 

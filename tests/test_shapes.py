@@ -262,17 +262,17 @@ def test_a_level_that_is_there_by_its_own_token_is_seen(unwarped):
 
 
 def test_where_a_stop_ends_chains():
-    """Three laws of four ids: certain, even, certain. Behind the even one nothing is drafted."""
+    """Four laws of four ids: certain, even, certain, certain. Behind the even one nothing is drafted."""
     sure, even = torch.tensor([0.0, 9.0, 0.0, 0.0]), torch.zeros(4)
     state = SimpleNamespace(noise=None, request=SimpleNamespace(sampling=Sampling()), pending=torch.tensor([5, 5]))
-    for stop, real in ((Stop(entropy=0.5), [True] * 3 + [False]), (Stop(confidence=0.3), [True] * 3 + [False]),
-                       (Stop(confidence=0.2), [True] * 4), (Stop(entropy=1.3), [True] * 4)):  # fmt: skip
+    for stop, real in ((Stop(entropy=0.5), [True] * 3 + [False] * 2), (Stop(confidence=0.3), [True] * 3 + [False] * 2),
+                       (Stop(confidence=0.2), [True] * 5), (Stop(entropy=1.3), [True] * 5)):  # fmt: skip
         chain = Built(state, stop)
-        for logits in (sure, even, sure):
+        for logits in (sure, even, sure, sure):
             chain.add(torch.stack([sure, logits]))
         draft = chain.finish()
-        assert draft.real.tolist() == [[True] * 4, real], stop
-        assert draft.value[0].tolist() == [5, 1, 1, 1]
+        assert draft.real.tolist() == [[True] * 5, real], stop
+        assert draft.value[0].tolist() == [5, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["feature", "small"])

@@ -187,6 +187,7 @@ class Trace:
     faults: int = 0  # number of invalid drafts and exceptions of the drafter
     calls: Counter[str] = field(default_factory=Counter)  # of networks beside the passes: "head", "draft_head"
     gave_up: int = 0  # rounds without drafting because it would not save time
+    asked: int = 0  # levels that the drafter was asked for in the latest round
     resting: int = 0  # rounds to come without drafting, for the same reason
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them

@@ -3,7 +3,8 @@
 Structure (`Shaped.shaped(tree=...)`): chains, trees grown from the drafter's laws (EAGLE-2, OPT-Tree) and static ones
 (EAGLE-1, Sequoia, counts of nodes a depth). Length: `loop.pace` chooses the levels of a round for all rows; `Stop` ends
 the chain of a row earlier, by the drafter's own law. It does so on the device, by marking nodes as not real. The host
-learns of it with the verdict, and drafts in the next round at most one level more than the longest row.
+learns of it with the verdict, and drafts in the next round at most one level more than the longest row, or twice as
+many where that was as long as it could be.
 
 A level exists or not by the laws and tokens above it, never by its own token: otherwise a drafted token, given that it
 is there, would not be a draw from its law, and rejection sampling would not be exact (`tests/test_shapes.py`). For the
@@ -149,9 +150,7 @@ class Shaped(Drafter):
         return feature_tree.Planned(state.pending, tuple(path for path in self.paths if len(path) <= depth), None)
 
     def levels(self, state: State, depth: int) -> int:
-        """Levels to draft of `depth` that are asked for: at most a static tree's own, and with a stop one more than the
-        longest row kept last time.
-        """
+        """Levels to draft of `depth` that are asked for: at most a static tree's own, and those that a stop allows."""
         if self.paths:
             return min(depth, len(self.paths[-1]))
         return depth if self.stop is None else min(depth, state.memory.limit)
@@ -160,7 +159,8 @@ class Shaped(Drafter):
         """To be called by `observe`."""
         draws = state.noise is not None and state.noise.samples
         if self.stop is not None and draft.levels and not draws:
-            state.memory.limit = max(outcome.offered) + 1
+            kept = max(outcome.offered)
+            state.memory.limit = kept + 1 if kept < draft.levels else 2 * kept
 
 
 def static(tree: str, nodes: int) -> feature_tree.Paths:

@@ -124,12 +124,14 @@ class Pace:
         """Levels to draft in this round; 0 for none."""
         limit = min(self.levels, state.budget - 1)
         if not self.adaptive or limit < 1:
-            return max(limit, 0)
+            state.trace.asked = max(limit, 0)
+            return state.trace.asked
         with self._lock:
             costs = self.at(state.trace.context)
             resting = costs.resting
             best = self._chosen(limit, costs)
             state.trace.resting = costs.resting
+        state.trace.asked = best
         state.trace.gave_up += best == 0 and max(resting, costs.resting) > 0
         return best
 
@@ -174,9 +176,9 @@ class Pace:
     def observe(self, trace: Trace) -> None:
         """Update from the latest round: stage times, and the accepted depth of each row."""
         with self._lock:
-            self._learn(trace.rounds[-1], trace.latest, self.at(trace.context))
+            self._learn(trace.rounds[-1], trace.latest, trace.asked, self.at(trace.context))
 
-    def _learn(self, newest: Round, latest: dict[str, float], costs: Costs) -> None:
+    def _learn(self, newest: Round, latest: dict[str, float], asked: int, costs: Costs) -> None:
         levels, gained, tried = newest
         self.rounds += 1
         costs.rounds += 1
@@ -191,7 +193,7 @@ class Pace:
                 self.lost = max(self.lost + seconds - costs.step * sum(gained) / len(gained), 0.0)
             else:
                 costs.plain.add(0, verified)
-                self.lost += latest["observe"]
+                self.lost += drafted if asked else latest["observe"]  # nothing was found to draft
             self.spent += verified + drafted
         if not levels:
             return
