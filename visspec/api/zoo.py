@@ -417,12 +417,13 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         expected = f"expected the folder of its weights or one of {', '.join(SHIPPED)}"
         raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, {expected}")
     if name in DRAFTERS:
-        return make("drafter", name, _drafter_class(name), options), name
+        return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known}, a checkpoint folder or a hub id")
 
 
-def _drafter_class(name: str) -> Any:
+def drafter_class(name: str) -> Any:
+    """The class of a drafter of `DRAFTERS`. Raises ValueError for "none"."""
     reference, _ = DRAFTERS[name]
     if reference is None:
         raise ValueError(f"drafter: got {name!r} with options, expected {name!r} alone")
@@ -435,7 +436,7 @@ def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any
     if str(config.get("kind", config.get("model_type"))) not in KINDS and "kind" not in config:
         read = load("visspec.models.drafters.published:load")
         return make("drafter", folder.name, read, options, partial(read, folder, model))
-    kind = _drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
+    kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
     return make("drafter", folder.name, kind, options, partial(kind.from_pretrained, folder, model))
 
 
