@@ -72,7 +72,7 @@ DRAFTERS = {
     "eagle": ("visspec.models.drafters.eagle:FeatureDrafter", "on the target's hidden states (EAGLE, ViSpec); trained"),
     "eagle-head": (
         "visspec.models.drafters.eagle_heads:EagleDrafter",
-        "the same in the published forms (EAGLE-1 to 3, MSD, ViSpec, HiViS); trained, or a checkpoint of others",
+        "the same in the published forms (EAGLE-1 to 3, MSD, ViSpec, FLASH, DREAM, ...); trained, or one of others",
     ),
     "block-head": (
         "visspec.models.drafters.block_training:BlockDrafter",
