@@ -47,20 +47,16 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "data.jsonl", seen
 
 
-def kind_of(preset):
-    return zoo.load(zoo.DRAFTERS[preset.kind][0])
-
-
 @pytest.mark.parametrize("name", zoo.TRAINED)
 def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     more = {"draft_vocab": 40, "head_rank": 5} if name == "eagle3" else {}
     found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
     assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
     model, preset = model_of("llava"), zoo.TRAINED[name]
-    fresh = kind_of(preset).for_model(model, **of_preset(name, model, more)[0])
+    fresh = zoo.drafter_class(preset.kind).for_model(model, **of_preset(name, model, more)[0])
     options = ",".join(f"{key}={value}" for key, value in preset.draft.items())
     drafter, _ = zoo.drafter(f"{tmp_path / 'out'}:{options}".rstrip(":"), model)
-    assert drafter.config == fresh.config and type(drafter) is kind_of(preset)
+    assert drafter.config == fresh.config and type(drafter) is zoo.drafter_class(preset.kind)
     assert drafter.config.levels == preset.network.get("levels", 15)
     assert {key: getattr(drafter, key) for key in preset.draft} == preset.draft
     moved = [

@@ -98,15 +98,16 @@ def test_drafts_are_those_of_the_published_description(name, form):
     target, state, answer = begun(drafter, model, inputs, NEW)
     seen = []
     for _ in range(2):
-        draft = Watched(drafter, seen).propose(state, 3)
+        depth = 5 if form == "flash" else 3  # three passes
+        draft = Watched(drafter, seen).propose(state, depth)
         for b in range(len(rows)):
             alone, done = single_row(name, rows, inputs, b), len(state.tokens[b])
             assert state.tokens[b] == answer[b, :done].tolist()
             whole = known(target, model, alone, answer[b, :done])
             table = drafter.head.embed_tokens.weight if drafter.config.own_embedding else drafter.embed.weight
-            chain, weights = draft.value[b, 1:3].tolist(), drafter.head.state_dict()
+            chain, weights = draft.value[b, 1:depth].tolist(), drafter.head.state_dict()
             want = eagle_logits(drafter.config, weights, table, drafter.lm_head, whole, chain)
-            got = torch.stack([level[b] for level in seen[-3:]])
+            got = torch.stack([level[b] for level in seen[-depth:]])
             torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
         one_round(target, drafter, state, answer)
 

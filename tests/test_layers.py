@@ -189,6 +189,7 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "jacobi.py": ["proactive"],
     "feature_layout.py": ["packed_rows", "packed_rows", "extend", "extend", "slots_of"],  # of prompts and lessons
     "feature_drafting.py": ["rollout", "rollout", "rollout"],
+    "block_training.py": ["rollout"],
     "small_model.py": ["_is_content"],
     "lowres.py": ["small"],
     "wavefront.py": ["__init__"],

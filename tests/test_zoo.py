@@ -29,6 +29,7 @@ ROWS = [0, 1, 2]
 TEXT = {  # that text knows as well
     "none", "ngram", "eagle", "eagle-head", "block-head", "jacobi", "suffix", "recycling", "layers",
 }  # fmt: skip
+TEXT_ALONE = {"eagle", "eagle-head", "block-head", "layers"}
 DRAFTERS = {  # of the tiny image model, from options
     "none": lambda **options: None,
     "ngram": lambda **options: zoo.load(zoo.DRAFTERS["ngram"][0])(**options),
@@ -121,7 +122,7 @@ def test_a_drafter_leaves_the_text_as_it_is(name):
         assert fast.last_stats.faults == 0
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) - {"eagle", "eagle-head", "layers"} - ELSEWHERE))
+@pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) - TEXT_ALONE - ELSEWHERE))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_leaves_the_image_as_it_is(name, temperature):
     """Greedy and drawn, in a batch and alone."""

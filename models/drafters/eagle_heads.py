@@ -1,5 +1,5 @@
-"""Drafters of the published one-layer forms (`nets/eagle_head.py`): EAGLE-1, 2 and 3, MSD, HiViS, ViSpec, and a control
-that sees nothing of the picture.
+"""Drafters of the published one-layer forms (`nets/eagle_head.py`): EAGLE-1, 2 and 3, MSD, HiViS, ViSpec, FLASH,
+SpecVLM, DREAM, and a control that sees nothing of the picture.
 
 Prompts are read as their own code reads them: an element belongs to an image if the token it *predicts from* is a slot,
 and has the position of the token before it, as serving engines count. Shapes as in `feature_drafting.py`.

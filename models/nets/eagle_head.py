@@ -1,4 +1,5 @@
-"""The published one-layer drafters as one network: EAGLE-1 and 2, EAGLE-3, and what MSD, HiViS and ViSpec make of them.
+"""The published one-layer drafters as one network: EAGLE-1 and 2, EAGLE-3, DREAM, and what MSD, HiViS, ViSpec, FLASH
+and SpecVLM make of them.
 
 An element of the draft sequence has the target's features after token t and the embedding of token t + 1; one Llama
 layer predicts the feature after token t + 1. What differs is data (`EagleConfig`):

@@ -72,7 +72,7 @@ DRAFTERS = {
     "eagle": ("visspec.models.drafters.eagle:FeatureDrafter", "on the target's hidden states (EAGLE, ViSpec); trained"),
     "eagle-head": (
         "visspec.models.drafters.eagle_heads:EagleDrafter",
-        "the same in the published forms (EAGLE-1 to 3, MSD, ViSpec, HiViS); trained, or a checkpoint of others",
+        "the same in the published forms (EAGLE-1 to 3, MSD, ViSpec, FLASH, DREAM, ...); trained, or one of others",
     ),
     "block-head": (
         "visspec.models.drafters.block_training:BlockDrafter",
@@ -419,12 +419,13 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         expected = f"expected the folder of its weights or one of {', '.join(SHIPPED)}"
         raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, {expected}")
     if name in DRAFTERS:
-        return make("drafter", name, _drafter_class(name), options), name
+        return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known}, a checkpoint folder or a hub id")
 
 
-def _drafter_class(name: str) -> Any:
+def drafter_class(name: str) -> Any:
+    """The class of a drafter of `DRAFTERS`. Raises ValueError for "none"."""
     reference, _ = DRAFTERS[name]
     if reference is None:
         raise ValueError(f"drafter: got {name!r} with options, expected {name!r} alone")
@@ -437,7 +438,7 @@ def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any
     kind = load("visspec.models.drafters.published:load")
     read = partial(kind, folder, model)
     if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:
-        kind = _drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
+        kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
         read = partial(kind.from_pretrained, folder, model)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}

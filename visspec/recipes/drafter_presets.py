@@ -57,6 +57,8 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
     found = zoo.trained(name)
     text = model.config.get_text_config()
     network, depth = {**found.network, **options}, text.num_hidden_layers
+    if "layers" in network:
+        network["layers"] = min(network["layers"], max(depth // 4, 1))
     if network.get("markov"):
         network["markov"] = min(network["markov"], text.hidden_size)
     if network.get("draft_vocab"):

@@ -175,9 +175,7 @@ def run(
     else:
         if network.get("fusion") == "cross" and not resumed:
             network["feature_layers"] = (focused(model, prompts.inputs(0)), -1)
-        drafter = fresh_or_resumed(
-            model, out, resume, seed, zoo.load(zoo.DRAFTERS[found.kind][0]), found.draft, **network
-        )
+        drafter = fresh_or_resumed(model, out, resume, seed, zoo.drafter_class(found.kind), found.draft, **network)
         if drafter.ids is not None and not resumed:
             target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
             drafter.keep(frequent(target_, prompts, drafter.config.draft_vocab, GROUP))
