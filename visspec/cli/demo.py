@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from visspec.cli.arguments import positive
 
 if TYPE_CHECKING:
+    from PIL import Image
     from rich.console import Console
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
@@ -142,7 +143,9 @@ def drawn(out: Path, console: Console) -> tuple[str, int]:
     from visspec.cli.generate import beside, save
     from visspec.eval.report.images import data_uri
 
-    pictures, texts, passes = [], [], []
+    pictures: list[Image.Image] = []
+    texts: list[str] = []
+    passes: list[str] = []
     for (painter, drafter), prompts in PAINTERS.items():
         made = ImagePipeline.from_pretrained(painter, drafter=drafter)(list(prompts), seed=0)
         pictures += [beside(image, made, i) for i, image in enumerate(made.images)]

@@ -188,8 +188,8 @@ class EmojiDrawStage(Stage):
         trained = [p for part in parts.values() for p in part.parameters() if p.requires_grad]
         super().__init__(options, rank, "draw.pt", options.steps, options.rate, trained, 0.05, parts)
         self.tokenizer, self.processor = build_tokenizer(OF), build_processor(of=OF)
-        parts = [torch.load(file, weights_only=True) for file in shards(options)]
-        self.data = {name: torch.cat([part[name] for part in parts]) for name in ("ids", "codes", "animal")}
+        coded = [torch.load(file, weights_only=True) for file in shards(options)]
+        self.data = {name: torch.cat([part[name] for part in coded]) for name in ("ids", "codes", "animal")}
 
     def loss(self) -> torch.Tensor:
         """Mean cross-entropy of the next batch's codes, a tenth of the rows without prompt, and of the animals told."""
