@@ -38,6 +38,11 @@ def test_another_one_that_becomes_the_fastest_is_found():
     assert taken[50:150].count(1) > 85 and taken[350:].count(0) > 120
 
 
+def test_one_that_becomes_faster_unseen_is_found_by_trying():
+    taken = run(lambda n: (1.0, 1.3) if n < 100 else (2.0, 1.3), 500)
+    assert taken[50:100].count(1) > 40 and taken[400:].count(0) > 80
+
+
 def test_old_rewards_that_are_kept_for_ever_hide_it(monkeypatch):
     monkeypatch.setattr(bandits, "DISCOUNT", 1.0)
     taken = run(lambda n: (1.0, 1.5) if n < 150 else (1.5, 1.0), 500)

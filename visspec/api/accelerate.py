@@ -54,11 +54,11 @@ def accelerate(
         itself is not changed.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
-    named = isinstance(drafter, (str, Path)) and str(drafter).endswith(".json")
-    if named and (":" not in str(drafter) or Path(str(drafter)).is_file()):  # and no option, like tree=FILE.json
+    file = str(drafter) if isinstance(drafter, (str, Path)) else ""
+    if file.endswith(".json") and (":" not in file or Path(file).is_file()):  # and no option, like tree=FILE.json
         from visspec.api.tuning import read_preset
 
-        preset = read_preset(drafter, model)
+        preset = read_preset(file, model)
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
     return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile)

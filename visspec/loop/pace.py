@@ -140,8 +140,8 @@ class Pace:
         doublings = max(context // SHORT, 0).bit_length()
         if doublings not in self.costs:
             nearest = self.costs[min(self.costs, key=lambda known: abs(known - doublings))]
-            known = (line.lighter() for line in (nearest.verify, nearest.draft, nearest.plain))
-            self.costs[doublings] = Costs(*known, rounds=WARM_UP)
+            verify, draft, plain = (line.lighter() for line in (nearest.verify, nearest.draft, nearest.plain))
+            self.costs[doublings] = Costs(verify, draft, plain, rounds=WARM_UP)
         return self.costs[doublings]
 
     def _chosen(self, limit: int, costs: Costs) -> int:
