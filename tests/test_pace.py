@@ -134,12 +134,27 @@ def test_plain_passes_are_measured_now_and_then_and_not_often():
 def test_an_overdrawn_account_is_paid_by_plain_passes():
     pace = Pace(2)
     costs = pace.costs[0]
-    costs.rounds, costs.look, pace.rounds, pace.spent, pace.lost = 10, 1000, 10, 100.0, 8.0
+    costs.rounds, costs.look, pace.rounds, pace.spent, pace.lost = 10, 1000, 10, 100.0, 7.0
     costs.plain.add(0, 1.0)
     costs.verify.add(0, 1.0)
     state = Bag(budget=9, trace=Bag(gave_up=0, context=0, resting=0))
     assert pace.depth(state) == 0 and state.trace.gave_up == 1
-    assert costs.resting == state.trace.resting == 300, "three passes too many, at one per cent each"
-    pace.spent += 301.0
+    assert costs.resting == state.trace.resting == 200, "two passes too many, at one per cent each"
+    pace.spent += 201.0
     costs.resting = 0
     assert pace.depth(state) > 0
+
+
+def test_a_machine_that_stood_still_once_does_not_end_drafting():
+    """A hundred passes' time in one round, as soon as rounds count: drafting is back after one longest rest."""
+    pace = Pace(2)
+    costs = pace.costs[0]
+    costs.rounds, costs.look, pace.rounds, pace.spent, pace.lost = 10, 10**6, 10, 100.0, 100.0
+    costs.plain.add(0, 1.0)
+    costs.verify.add(0, 1.0)
+    state = Bag(budget=9, trace=Bag(gave_up=0, context=0, resting=0))
+    asked = [pace.depth(state)]
+    while not asked[-1] and len(asked) < 1000:
+        pace.spent += 1.0
+        asked.append(pace.depth(state))
+    assert 200 < len(asked) <= 260

@@ -91,6 +91,8 @@ def run(arguments: argparse.Namespace) -> None:
     vectors = pipe.family.vectors
     named = arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS)
     methods = dict(chosen(m, vectors, pipe.model) for m in named)
+    if not arguments.method and arguments.sweep is None:
+        methods = fitting(pipe, methods)
     others = fewer_steps(pipe, arguments.denoising_steps or ()) | fewer_passes(pipe, arguments.iterations or ())
     if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
         asked = (
@@ -139,6 +141,19 @@ def chosen(method: str, vectors: bool = False, model: Any = None) -> tuple[str, 
     if "/" not in pair:
         raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
     return name, pair
+
+
+def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
+    """Those of the presets that this model takes; why it takes another is said."""
+    found = {}
+    for name, method in methods.items():
+        try:
+            pipe.pairing(**zoo.method(method))
+        except ValueError as error:
+            print(f"left out: {name} ({error})")
+        else:
+            found[name] = method
+    return found
 
 
 def fewer_steps(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:

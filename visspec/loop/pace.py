@@ -8,7 +8,8 @@ While d = 0 is best, drafting is off for a number of rounds that doubles after e
 Rounds without a draft are run on purpose now and then, so that the price of plain decoding is measured and not only
 extrapolated. By it an account is kept of the seconds that drafted rounds took beyond plain decoding of the tokens they
 gave; gains pay debts back but are not saved up. Drafting is off while the account is overdrawn: `SHARE` of all seconds
-and `SLACK` plain passes. So drafting costs little more than that, whatever is accepted and whenever that changes.
+and `SLACK` plain passes, for `LONGEST_REST` rounds at most. So drafting costs little more than that, whatever is accepted
+and whenever that changes.
 
 A `Pace` is shared by all requests and threads of an accelerated model, so measurements carry over between requests, and
 rounds are counted over all threads. The output does not depend on it (see `sampling`).
@@ -86,6 +87,10 @@ class Costs:
         """Seconds of a plain pass."""
         return max((self.plain if self.plain.sums[0] else self.verify).at(0), 1e-9)
 
+    def drafted(self, levels: int) -> float:
+        """Seconds of a round with so many levels."""
+        return self.verify.at(levels) + self.draft.at(levels)
+
 
 class Pace:
     """Chooses the depth of every round. With adaptive=False it is always `levels`."""
@@ -153,7 +158,9 @@ class Pace:
             return 0
         overdrawn = self.lost - SHARE * self.spent - SLACK * costs.step
         if overdrawn > 0:  # every further plain pass pays its share of it
-            costs.resting = math.ceil(overdrawn / (SHARE * costs.step))
+            due = min(overdrawn, max(costs.drafted(limit), LONGEST_REST * SHARE * costs.step))
+            self.lost -= overdrawn - due  # a machine that stood still once is no reason never to draft again
+            costs.resting = math.ceil(due / (SHARE * costs.step))
             return 0
         best = self.best(limit, costs)
         if best == 0:
@@ -168,7 +175,7 @@ class Pace:
         costs = costs or self.costs[0]
         winner, speed = 0, 1.0 / costs.step
         for d, expected in enumerate(gains(self.offered(d) * self.rate(d) for d in range(1, limit + 1)), 1):
-            rate = expected / max(costs.verify.at(d) + costs.draft.at(d), 1e-9)
+            rate = expected / max(costs.drafted(d), 1e-9)
             if rate > speed * (1.02 if winner == 0 else 1.0):
                 winner, speed = d, rate
         return winner
@@ -185,10 +192,10 @@ class Pace:
         if self.rounds > WARM_UP:
             # On CUDA the pass is queued in `verify` and finishes in `accept`.
             verified, drafted = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
+            usual = costs.drafted(levels) if costs.draft.sums[0] else verified + drafted
             costs.verify.add(levels, verified)
             if levels:
                 costs.draft.add(levels, drafted)
-                usual = costs.verify.at(levels) + costs.draft.at(levels)
                 seconds = min(verified + drafted, 2.0 * usual)  # as `Line.add` has it
                 self.lost = max(self.lost + seconds - costs.step * sum(gained) / len(gained), 0.0)
             else:
