@@ -14,18 +14,19 @@ from torch.nn import functional as F
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.laws import Maps
-from visspec.models.nets.scale_reading import Group, Mark, Reading, stacked
-from visspec.models.nets.var import VAR
+from visspec.models.nets.scale_reading import Group, Mark, NextScale, Reading, stacked
 from visspec.models.targets.var import VARImages, check_alike
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
 class SmallVAR(Drafter):
-    """small: a network for the target's codes, scales and classes. It is guided, tempered and cut as the target is."""
+    """small: a network of the target's kind, for its codes, scales and prompts. It is guided, tempered and cut as the
+    target is.
+    """
 
     traits = DrafterTraits(levels=2, law=Maps)
 
-    def __init__(self, small: VAR):
+    def __init__(self, small: NextScale):
         self.small = small
         self.family: VARImages | None = None
 
@@ -41,8 +42,8 @@ class SmallVAR(Drafter):
     def start(self, state: State, scores: Scores) -> None:
         assert self.family is not None
         prompt, live = state.request.inputs, state.rows
-        classes = prompt.rows(state.request.sampling.guidance != 1.0)
-        reading = Reading(self.small, self.family.codec.quantize, classes, len(prompt.classes))
+        condition = prompt.rows(state.request.sampling.guidance != 1.0)
+        reading = Reading(self.small, self.family.codec.quantize, condition, len(prompt))
         reading.read()
         reading.select(live)
         state.calls["draft"] += 1

@@ -88,6 +88,10 @@ class Quantizer(nn.Module):
     def size(self) -> int:
         return self.embedding.weight.shape[1]
 
+    def blank(self, images: int, scales: Scales, device: torch.device) -> Tensor:
+        """Features (B, c, H, W) of no maps."""
+        return self.embedding.weight.new_zeros(images, self.size, *scales.grids[-1], device=device)
+
     def smooth(self, scale: int, scales: Scales, x: Tensor) -> Tensor:
         """The convolution whose tick is nearest to the scale's place between the first (0) and the last (1)."""
         layers: nn.ModuleList = self.quant_resi["qresi_ls"]  # type: ignore[assignment]

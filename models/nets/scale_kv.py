@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ from torch.nn import functional as F
 
 from visspec.cache import to_device
 from visspec.checkpoint import check_whole
+from visspec.models.nets.bsq import BitQuantizer
 from visspec.models.nets.multiscale import Quantizer, Scales
 from visspec.models.nets.scale_cache import ScaleCache, kept
-from visspec.models.nets.scale_reading import Reading
-from visspec.models.nets.var import VAR
+from visspec.models.nets.scale_reading import NextScale, Reading
 
 WINDOW = 16  # as published
 POOL = 3  # side of the neighbourhood that attention is averaged over
@@ -93,7 +94,7 @@ class Budget:
                 rows[layer][k] = min(scales.begins[k + 1], given) if layer in loose else refined
         return cls(tuple(map(tuple, rows)), window)
 
-    def bytes(self, model: VAR, rows: int) -> list[int]:
+    def bytes(self, model: NextScale, rows: int) -> list[int]:
         """Keys and values after each scale, of all layers and rows."""
         each = 2 * model.config.width * rows * model.pos_start.element_size()
         return [each * sum(row[k] for row in self.tokens) for k in range(len(self.tokens[0]))]
@@ -233,23 +234,25 @@ class Watched(ScaleCache):
 
 @torch.inference_mode()
 def selectivity(
-    model: VAR, quantizer: Quantizer, classes: Tensor, generator: torch.Generator, share: float = 0.1
-) -> Tensor:
-    """Attention selectivity (D, K) from images of a handful of classes, drawn without guidance: the mean weight of a
-    scale's own tokens times that of the `share` of earlier tokens that each query looks at most. 0 at the first scale.
+    model: NextScale, quantizer: Quantizer | BitQuantizer, condition: Any, generator: torch.Generator,
+    share: float = 0.1,
+) -> Tensor:  # fmt: skip
+    """Attention selectivity (D, K) from images of a handful of classes (numbers (R,)) or texts (`Texts`), drawn without
+    guidance: the mean weight of a scale's own tokens times that of the `share` of earlier tokens that each query looks
+    at most. 0 at the first scale.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share: got {share}, expected a share in (0, 1]")
-    if classes.dim() != 1 or not len(classes):
-        raise ValueError(f"classes: got shape {tuple(classes.shape)}, expected at least one number")
-    scales = model.config.scales
+    if isinstance(condition, Tensor) and (condition.dim() != 1 or not len(condition)):
+        raise ValueError(f"classes: got shape {tuple(condition.shape)}, expected at least one number")
+    scales, rows = model.config.scales, len(condition)
     watched = Watched(scales, model.config.depth, share)
-    reading = Reading(model, quantizer, classes, len(classes), watched)
+    reading = Reading(model, quantizer, condition, rows, watched)
     codes = None
-    for size in scales.sizes:
+    for _ in scales.sizes:
         (group,) = reading.read(codes)
         if codes is not None:
-            reading.keep([1] * len(classes))
+            reading.keep([1] * rows)
         p_MV = group.logits[0].float().softmax(dim=-1).flatten(0, 1)
-        codes = torch.multinomial(p_MV, 1, generator=generator).view(len(classes), 1, size)
+        codes = torch.multinomial(p_MV, 1, generator=generator).view(rows, 1, -1)
     return watched.own * watched.picked

@@ -13,9 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.cache import to_device
+from visspec.models.nets.bsq import BitQuantizer
+from visspec.models.nets.infinity import Infinity
 from visspec.models.nets.multiscale import Quantizer
 from visspec.models.nets.scale_cache import ScaleCache
 from visspec.models.nets.var import VAR
+
+NextScale = VAR | Infinity
 
 
 class Group(NamedTuple):
@@ -34,15 +38,19 @@ class Mark(NamedTuple):
 
 
 class Reading:
-    """classes: (R,) numbers. cache: empty; default for all scales."""
+    """condition: of R rows, as the network takes it (`given`): VAR numbers of classes, Infinity texts. cache: empty;
+    default for all scales.
+    """
 
-    def __init__(self, net: VAR, quantizer: Quantizer, classes_R: Tensor, images: int, cache: Any = None):
-        self.net, self.quantizer, self.scales = net, quantizer, net.config.scales
-        self.given = net.class_emb(classes_R)
+    def __init__(
+        self, net: NextScale, quantizer: Quantizer | BitQuantizer, condition: Any, images: int, cache: Any = None
+    ):
+        self.net: Any = net
+        self.quantizer, self.scales = quantizer, net.config.scales
+        self.given = self.net.given(condition)
         self.cache = ScaleCache(self.scales, net.config.depth) if cache is None else cache
         self.count = [0] * images  # maps that were read
-        weight = quantizer.embedding.weight
-        self.features = weight.new_zeros(images, quantizer.size, *self.scales.grids[-1])
+        self.features = quantizer.blank(images, self.scales, net.device)
         self.begun = False
         self.after: list[Tensor] = []  # features after each node of the latest pass
 
@@ -65,8 +73,8 @@ class Reading:
             x_RQC, number = self._inputs(count, images, value_BNS, after)
             inputs.append((count + 1 if self.begun else 0, images, x_RQC, number))
         self.after = after
-        x_RQC = self._open(inputs)
-        hidden = self.net(x_RQC, self.given, self.cache.attend)
+        x_RQC, places = self._open(inputs)
+        hidden = self.net(x_RQC, self.given, self.cache.attend, places)
         found = []
         for first, images, x, number in inputs:
             own, given = hidden, self.given
@@ -76,8 +84,9 @@ class Reading:
             kept = self.scales.sizes[first : first + number]
             if last and number:
                 first, kept, own = first + number - 1, kept[-1:], own[:, -kept[-1] :]
-            said = list(self.net.logits(own, given).split(kept, dim=1)) if number else []
-            found.append(Group(images, first, said))
+            said = self.net.logits(own, given).split(kept, dim=1) if number else ()
+            codes = self.net.config.codes  # a position's codes one after another
+            found.append(Group(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in said]))
         self.begun = True
         return found
 
@@ -131,7 +140,7 @@ class Reading:
             assert value is not None
             scale = count + n
             if scale < len(self.scales):
-                codes = value[:, n, : self.scales.sizes[scale]]
+                codes = value[:, n, : self.scales.sizes[scale] * self.net.config.each]
                 features = features + self.quantizer.part(scale, self.scales, codes)
             full[slice(None) if at is None else at] = features
             if scale + 1 < len(self.scales):
@@ -142,15 +151,17 @@ class Reading:
             made.append(self.net.embed(torch.cat(parts, dim=1), begin).repeat(copies, 1, 1))
         if not made and images is None:
             raise ValueError(f"value: got maps behind the last of {len(self.scales)} scales, expected one before")
-        x_RQC = torch.cat(made, dim=1) if made else self.given.new_zeros(copies * len(features), 0, self.given.shape[1])
-        return x_RQC, len(parts) + (not self.begun)
+        if not made:
+            made = [self.net.pos_start.new_zeros(copies * len(features), 0, self.net.config.width)]
+        return torch.cat(made, dim=1), len(parts) + (not self.begun)
 
-    def _open(self, inputs: list[tuple[int, list[int] | None, Tensor, int]]) -> Tensor:
-        """Inputs (R, Q, C) of all images; tells the cache where they are."""
+    def _open(self, inputs: list[tuple[int, list[int] | None, Tensor, int]]) -> tuple[Tensor, Tensor]:
+        """Inputs (R, Q, C) of all images, and their places (R|1, Q); tells the cache, too."""
         if len(inputs) == 1:
             first, _, x_RQC, number = inputs[0]
             self.cache.open(first, number)
-            return x_RQC
+            begin = self.scales.begins[first]
+            return x_RQC, torch.arange(begin, begin + x_RQC.shape[1], device=x_RQC.device)[None]
         begins, most = self.scales.begins, max(x.shape[1] for _, _, x, _ in inputs)
         x_RQC = inputs[0][2].new_zeros(len(self.given), most, self.net.config.width)
         slots = [[self.cache.room] * most for _ in self.given]
@@ -161,8 +172,9 @@ class Reading:
             for row in rows:
                 slots[row][:length] = range(begins[first], begins[first] + length) if number else ()
         end = max(begins[first + number] for first, _, _, number in inputs if number)
-        self.cache.open_at(to_device(slots, x_RQC.device), end)
-        return x_RQC
+        places = to_device(slots, x_RQC.device)
+        self.cache.open_at(places, end)
+        return x_RQC, places
 
 
 def stacked(groups: list[Group], images: int, nodes: int, warped: Any) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v (R, H
 @dataclass(frozen=True)
 class VARConfig:
     """Sizes. shared: one modulation for all blocks, as the models of 512 pixels have."""
+
+    ALIKE: ClassVar = ("scales", "codes", "code_size", "classes")  # of models that draw the same maps of one class
+    each: ClassVar = 1  # codes of a position
 
     width: int
     depth: int
@@ -156,6 +160,10 @@ class VAR(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.pos_start.dtype
 
+    def given(self, classes_R: Tensor) -> Tensor:
+        """Embedded classes (R, C)."""
+        return self.class_emb(classes_R)
+
     def first(self, given_RC: Tensor) -> Tensor:
         """Inputs of the first scale, (R, S, C)."""
         return given_RC[:, None] + self.pos_start + self.places(0, self.config.scales.sizes[0])
@@ -167,8 +175,8 @@ class VAR(nn.Module):
     def places(self, begin: int, end: int) -> Tensor:
         return self.lvl_embed(self.level_L[begin:end]) + self.pos_1LC[:, begin:end]
 
-    def forward(self, x_RQC: Tensor, given_RC: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (R, Q, C) of inputs (R, Q, C). given: embedded classes."""
+    def forward(self, x_RQC: Tensor, given_RC: Tensor, attend: Attend, places: Tensor) -> Tensor:
+        """Hidden states (R, Q, C) of inputs (R, Q, C). given: embedded classes. places: in the inputs already."""
         modulation = given_RC
         if self.config.shared:
             modulation = self.shared_ada_lin(given_RC).unflatten(-1, (1, 6, -1))

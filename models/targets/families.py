@@ -22,6 +22,7 @@ FAMILIES = {
     "RandAR": "visspec.models.targets.randar:RandARImages",
     "MAR": "visspec.models.targets.mar:MARImages",
     "VAR": "visspec.models.targets.var:VARImages",
+    "Infinity": "visspec.models.targets.infinity:InfinityImages",
     "NextStep": "visspec.models.targets.nextstep:NextStepImages",
 }
 

@@ -16,7 +16,6 @@ Shapes: B images, R = B or 2 B rows, N nodes, S codes of the largest scale, V co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +28,7 @@ from visspec.loop.tape import MapStack
 from visspec.models.nets.multiscale import MultiScaleVAE, Scales
 from visspec.models.nets.scale_cache import ScaleCache
 from visspec.models.nets.scale_kv import Budget, KeptCache
-from visspec.models.nets.scale_reading import Group, Reading, stacked
-from visspec.models.nets.var import VAR
+from visspec.models.nets.scale_reading import Group, NextScale, Reading, stacked
 from visspec.models.targets.image_ar import Family, Layout
 from visspec.models.targets.llamagen import class_numbers
 from visspec.sampling import warp
@@ -94,6 +92,12 @@ class ScalePrompt:
     classes: Tensor
     against: Tensor
 
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def of(self, images: list[int]) -> ScalePrompt:
+        return ScalePrompt(self.classes[images], self.against[images])
+
     @property
     def ids(self) -> Tensor:
         """(B, 1), of no meaning: the prompt has no tokens."""
@@ -102,6 +106,16 @@ class ScalePrompt:
     def rows(self, guided: bool) -> Tensor:
         """(R,), conditional rows first."""
         return torch.cat([self.classes, self.against]) if guided else self.classes
+
+    def check(self, images: int, model: NextScale) -> None:
+        """Raises ValueError for other shapes, or for numbers that are none of the model's classes."""
+        rows, none = (images,), model.config.classes
+        if self.classes.shape != rows or self.against.shape != rows:
+            found = f"{tuple(self.classes.shape)} and {tuple(self.against.shape)}"
+            raise ValueError(f"classes, against: got shapes {found}, expected {rows} twice")
+        low, high = torch.cat([self.classes, self.against]).aminmax()
+        if int(low) < 0 or int(high) > none:
+            raise ValueError(f"classes: got {int(low)}..{int(high)}, expected 0..{none}, the last for none")
 
 
 class VARImages(Family):
@@ -116,22 +130,22 @@ class VARImages(Family):
     maps = True
     default_drafter, default_rule = "none", "scales"
     default_guidance = GUIDANCE
+    autoencoder: tuple[type, str] = MultiScaleVAE, "VAR's autoencoder (visspec.models.nets.layouts_var.load_var_vae)"
 
     def __init__(
-        self, model: VAR, processor: Any = None, codec: MultiScaleVAE | None = None, per_scale: PerScale | None = None,
-        ramp: str = "linear", refiner: VAR | None = None, handover: int | None = None, budget: Budget | None = None,
+        self, model: NextScale, processor: Any = None, codec: Any = None, per_scale: PerScale | None = None,
+        ramp: str = "linear", refiner: NextScale | None = None, handover: int | None = None,
+        budget: Budget | None = None,
     ):  # fmt: skip
         if ramp not in RAMPS:
             raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
-        if not isinstance(codec, MultiScaleVAE):
-            found = type(codec).__name__
-            raise ValueError(
-                f"codec: got {found}, expected VAR's autoencoder (visspec.models.nets.layouts_var.load_var_vae)"
-            )
+        if not isinstance(codec, self.autoencoder[0]):
+            raise ValueError(f"codec: got {type(codec).__name__}, expected {self.autoencoder[1]}")
         self.model, self.processor, self.codec = model, processor, codec
         self.per_scale, self.ramp = per_scale or PerScale(), ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = model.config.scales, model.config.codes
+        self.sizes = tuple(size * model.config.each for size in self.scales.sizes)  # codes of each map
         self.per_scale.check(len(self.scales))
         check_codec(model, codec)
         if (refiner is None) != (handover is None):
@@ -156,7 +170,7 @@ class VARImages(Family):
         if (height or wanted[0], width or wanted[1]) != wanted:
             found = f"{height} x {width}"
             raise ValueError(f"height, width: got {found}, expected {wanted[0]} x {wanted[1]}, the size of the scales")
-        return ScaleLayout((rows, columns), torch.full((len(self.scales),), FREE), total=self.scales.total)
+        return ScaleLayout((rows, columns), torch.full((len(self.scales),), FREE), total=sum(self.sizes))
 
     def prompt(
         self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
@@ -190,16 +204,18 @@ class VARImages(Family):
         return self.codec.decode(tokens, self.scales).float() / 2 + 0.5
 
 
-def check_codec(model: VAR, codec: MultiScaleVAE) -> None:
+def check_codec(model: NextScale, codec: Any) -> None:
     """Raises ValueError unless the codes are the model's."""
     found, wanted = (codec.shape.codes, codec.shape.size), (model.config.codes, model.config.code_size)
     if found != wanted:
         raise ValueError(f"codec: got {found[0]} codes of {found[1]}, expected the model's {wanted[0]} of {wanted[1]}")
 
 
-def check_alike(name: str, other: VAR, model: VAR) -> None:
-    """Raises ValueError unless both models draw the same maps of the same classes."""
-    for what in ("scales", "codes", "code_size", "classes"):
+def check_alike(name: str, other: NextScale, model: NextScale) -> None:
+    """Raises ValueError unless both models draw the same maps of the same prompts."""
+    if type(other) is not type(model):
+        raise ValueError(f"{name}: got {type(other).__name__}, expected {type(model).__name__} as the model is")
+    for what in model.config.ALIKE:
         found, wanted = getattr(other.config, what), getattr(model.config, what)
         if found != wanted:
             shown = (list(v.sizes) if isinstance(v, Scales) else v for v in (found, wanted))
@@ -216,7 +232,7 @@ class VARTarget(Target):
             raise ValueError("drafter: got one that reads hidden states, expected one that reads none: VAR keeps none")
         self.family, self.model, self.scales = family, family.model, family.scales
         self.capabilities = Capabilities(
-            trees=False, vocab=family.codes, law=Maps, scales=self.scales.sizes, **declared(family)
+            trees=False, vocab=family.codes, law=Maps, scales=family.sizes, **declared(family)
         )
 
     @property
@@ -224,23 +240,23 @@ class VARTarget(Target):
         return self.model.device
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """`request.inputs` is a `ScalePrompt`. Scores: laws (B, 1) of the first scale."""
+        """`request.inputs` is the family's prompt. Scores: laws (B, 1) of the first scale."""
         check(request, self.family)
-        prompt: ScalePrompt = request.inputs
+        prompt = request.inputs
         first = self.family.refiner if self.family.handover == 0 else None
         reading = self.reading(prompt, request.sampling, first or self.model)
-        images, size = len(prompt.classes), max(self.scales.sizes)
+        images, size = len(prompt), max(self.family.sizes)
         state = State(
             request,
             torch.zeros(images, size, dtype=torch.long, device=self.device),
-            torch.full_like(prompt.classes, -1),
+            torch.full((images,), -1, device=self.device),
             reading,
             list(range(images)),
-            MapStack(request, images, self.scales.sizes),
+            MapStack(request, images, self.family.sizes),
         )
         return state, self._scores(state, reading.read(), 1)
 
-    def reading(self, prompt: ScalePrompt, sampling: Sampling, model: VAR) -> Reading:
+    def reading(self, prompt: Any, sampling: Sampling, model: NextScale) -> Reading:
         """An empty reading of a model."""
         cache: Any = None
         if self.family.budget is not None:
@@ -248,7 +264,7 @@ class VARTarget(Target):
         elif self.family.refiner is not None and model is self.model:
             cache = ScaleCache(self.scales, model.config.depth, self.family.handover)
         rows = prompt.rows(sampling.guidance != 1.0)
-        return Reading(model, self.family.codec.quantize, rows, len(prompt.classes), cache)
+        return Reading(model, self.family.codec.quantize, rows, len(prompt), cache)
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One block-causal pass over all nodes, with guidance over two rows of each image."""
@@ -271,8 +287,7 @@ class VARTarget(Target):
         """The refiner reads all scales so far in one pass, of which only the last is asked; the model's cache goes."""
         assert self.family.refiner is not None
         maps_BNS = torch.stack([state.tape.maps(row) for row in state.rows])
-        prompt, before = state.request.inputs, state.cache.cache.bytes
-        prompt = ScalePrompt(prompt.classes[state.rows], prompt.against[state.rows])
+        prompt, before = state.request.inputs.of(state.rows), state.cache.cache.bytes
         state.cache = reading = self.reading(prompt, state.request.sampling, self.family.refiner)
         groups = reading.read(maps_BNS, last=True)
         reading.pass_over(maps_BNS.shape[1] - 1)
@@ -303,16 +318,9 @@ def declared(family: VARImages) -> dict[str, Any]:
 
 
 def check(request: Request, family: VARImages) -> None:
-    """Raises ValueError for what VAR can't draw, before any pass. Synchronises once."""
-    prompt, count = request.inputs, len(family.scales)
-    rows: Sequence[int] = (len(request.prompt),)
-    if prompt.classes.shape != rows or prompt.against.shape != rows:
-        found = f"{tuple(prompt.classes.shape)} and {tuple(prompt.against.shape)}"
-        raise ValueError(f"classes, against: got shapes {found}, expected {rows} twice")
-    low, high = torch.cat([prompt.classes, prompt.against]).aminmax()
-    if int(low) < 0 or int(high) > family.model.config.classes:
-        none = family.model.config.classes
-        raise ValueError(f"classes: got {int(low)}..{int(high)}, expected 0..{none}, the last for none")
+    """Raises ValueError for what a next-scale model can't draw, before any pass. Synchronises once."""
+    count = len(family.scales)
+    request.inputs.check(len(request.prompt), family.model)
     if request.max_new_tokens > count:
         raise ValueError(f"max_new_tokens: got {request.max_new_tokens}, expected at most the image's {count} scales")
     if request.sampling.processors:

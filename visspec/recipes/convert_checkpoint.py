@@ -17,7 +17,7 @@ from torch import Tensor
 from visspec.checkpoint import LITEMA, weight_sets, with_dots
 from visspec.files import replacing
 
-WRAPPERS = ("model", "module", "state_dict")  # how training scripts file their weights
+WRAPPERS = ("model", "module", "state_dict", "vae")  # how training scripts file their weights
 AVERAGES = ("ema", "model_ema", "ema_state_dict")  # and averages of them, beside or alone
 
 
@@ -26,7 +26,7 @@ def convert(path: str | Path, out: str | Path, ema: bool = False) -> str:
     weights were left behind, or "".
 
     The file is unpickled with `weights_only=True`, so nothing in it runs; one that needs more is refused. The weights
-    may lie under 'model', 'module' or 'state_dict'; averaged ones (`ema`) under 'ema' or by names that begin with
+    may lie under 'model', 'module', 'state_dict' or 'vae'; averaged ones (`ema`) under 'ema' or by names that begin with
     'ema.' or, as LitEma's, 'model_ema.'. Names lose what torch.compile and data parallelism put before them. Everything
     that is no tensor (optimizer, steps) is left behind. A .safetensors file with both sets is taken too. Raises
     ValueError in one sentence.
