@@ -86,7 +86,7 @@ class Arms(Pairing):
 
 def among(pairings: Sequence[Pairing]) -> Arms:
     """Pairings of one target with several drafters. Raises ValueError for rules whose tokens depend on the draft."""
-    values = [{f.name: getattr(pairing, f.name) for f in fields(Pairing)} for pairing in pairings]
+    values = [{f.name: vars(pairing)[f.name] for f in fields(Pairing)} for pairing in pairings]
     if not values:
         raise ValueError("drafter: got an empty list, expected one drafter or more")
     if not pairings[0].promises_tokens(greedy=False):
