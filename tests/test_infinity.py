@@ -7,6 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from tests.test_continuous_nets import KLFormulas
 from tests.test_image_nets import affine, conv, filled, one_sentence, resnet, within
@@ -48,7 +52,7 @@ def names(n, chunks=2):
     return found
 
 
-def published(n=BITS, chunks=2, seed=0, scale=0.3):
+def published(n=BITS, chunks=2, seed=0, scale=0.2):
     torch.manual_seed(seed)
     tensors = filled(names(n, chunks), scale)
     for name in tensors:
@@ -333,3 +337,16 @@ def test_wrong_prompts_and_models_are_refused(parts):
         with pytest.raises(ValueError, match=words) as error:
             make()
         one_sentence(error)
+
+
+def test_features_of_t5_do_not_depend_on_the_others():
+    words = Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1, "a": 2, "red": 3, "cube": 4, "snow": 5}, "<unk>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        encoder = T5EncoderModel(T5Config(6, d_model=TEXT, d_kv=4, d_ff=16, num_layers=1, num_heads=2)).eval()
+    given = targets.T5Features(tokenizer, encoder)
+    features, real = given(["snow", "a red cube"])
+    assert real.tolist() == [[True, False, False], [True] * 3] and features.shape == (2, 3, TEXT)
+    torch.testing.assert_close(features[0, :1], given(["snow"])[0][0], **TOL)
