@@ -345,7 +345,9 @@ def test_features_of_t5_do_not_depend_on_the_others():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        encoder = T5EncoderModel(T5Config(6, d_model=TEXT, d_kv=4, d_ff=16, num_layers=1, num_heads=2)).eval()
+        encoder = T5EncoderModel(
+            T5Config(vocab_size=6, d_model=TEXT, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+        ).eval()
     given = targets.T5Features(tokenizer, encoder)
     features, real = given(["snow", "a red cube"])
     assert real.tolist() == [[True, False, False], [True] * 3] and features.shape == (2, 3, TEXT)
