@@ -1,9 +1,9 @@
-"""Infinity's multi-scale autoencoder: features of an image as a sum of maps of bits. (BSQ, arXiv 2406.07548; 2412.04431)
+"""Infinity's multi-scale autoencoder: an image's features as a sum of maps of bits. (BSQ, arXiv 2406.07548; 2412.04431)
 
-A bit of d is a channel's sign: its code is (2 bit - 1) / sqrt(d), a corner of a cube in the unit sphere, and there is no
-codebook. Maps are enlarged to the finest grid (bilinear, no convolution); the next map's input is the sum so far on that
-map's grid (bilinear too). With a patch of 2 a position of the transformer holds 2 x 2 places of the autoencoder, channel
-by channel, so n = 4 d bits.
+A bit of d is a channel's sign: its code is (2 bit - 1) / sqrt(d), a corner of a cube in the unit sphere; there is no
+codebook. Maps are enlarged to the finest grid (bilinear, no convolution); the next map's input is the sum so far on
+that map's grid (bilinear too). With a patch of 2 a position of the transformer holds 2 x 2 places of the autoencoder,
+channel by channel, so n = 4 d bits.
 
 Shapes: B images, T bits of all maps, S bits of a map, (h, w) positions of a map, (H, W) the autoencoder's finest grid.
 """

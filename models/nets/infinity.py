@@ -278,9 +278,9 @@ def spots(config: InfinityConfig) -> Tensor:
 
 
 def turns(spot: Tensor, size: int) -> Tensor:
-    """(..., E / 2) complex64 turns of the pairs of a head: the first half by the row (..., 2), the second by the column.
-    In float32 whatever the model's dtype.
+    """(..., E / 2) complex64 turns of a head's pairs, the first half by the row, the second by the column (..., 2), in
+    float32 whatever the model's dtype.
     """
-    speed = BASE ** -(torch.arange(0, size, 4, device=spot.device) * (2 / size))
+    speed = BASE ** -(torch.arange(0, size, 4, device=spot.device) / size)
     angle = (spot[..., None] * speed).flatten(-2)
     return torch.polar(torch.ones_like(angle), angle)

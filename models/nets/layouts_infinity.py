@@ -1,5 +1,5 @@
-"""Infinity's transformers and autoencoders as published: safetensors, converted from `infinity_*.pth`, the shards of the
-8B model and `infinity_vae_*.pth` (`visspec.recipes.convert_checkpoint`).
+"""Infinity's transformers and autoencoders as published: safetensors, converted from `infinity_*.pth`, the shards of
+the 8B model and `infinity_vae_*.pth` (`visspec.recipes.convert_checkpoint`).
 
 Blocks may lie in chunks (`block_chunks.c.module.i`), as in all released models, or not (`blocks.n`). Convolutions and
 norms of the autoencoder may lie in wrappers (`conv1.conv`, `norm1.norm`) or not; the authors' own reader takes both.
@@ -21,7 +21,8 @@ from visspec.models.nets.layouts_vq import stock_rules
 from visspec.models.nets.multiscale import Scales
 
 CHUNK = r"block_chunks\.(\d+)\.module\.(\d+)\."
-NOT_WEIGHTS = r"(lvl_1L|attn_bias_for_masking|Infinity_visible_kvlen|Infinity_invisible_qlen)$"  # follow from the scales
+# follow from the scales
+NOT_WEIGHTS = r"(lvl_1L|attn_bias_for_masking|Infinity_visible_kvlen|Infinity_invisible_qlen)$"
 NOT_VAE_WEIGHTS = r"quantizer?\.lfq\.mask$"  # powers of two
 UNWRAPPED = [
     (r"(conv_in|conv_out|conv1|conv2|nin_shortcut|sample\.conv)\.conv\.", r"\1."),

@@ -47,7 +47,7 @@ class Reading:
     ):
         self.net: Any = net
         self.quantizer, self.scales = quantizer, net.config.scales
-        self.given = self.net.given(condition)
+        self.given: Any = self.net.given(condition)
         self.cache = ScaleCache(self.scales, net.config.depth) if cache is None else cache
         self.count = [0] * images  # maps that were read
         self.features = quantizer.blank(images, self.scales, net.device)
@@ -164,7 +164,7 @@ class Reading:
             return x_RQC, torch.arange(begin, begin + x_RQC.shape[1], device=x_RQC.device)[None]
         begins, most = self.scales.begins, max(x.shape[1] for _, _, x, _ in inputs)
         x_RQC = inputs[0][2].new_zeros(len(self.given), most, self.net.config.width)
-        slots = [[self.cache.room] * most for _ in self.given]
+        slots = [[self.cache.room] * most for _ in range(len(self.given))]
         for first, images, x, number in inputs:
             assert images is not None
             rows, length = self._rows(images), x.shape[1]

@@ -1,9 +1,9 @@
 """Infinity as a target of the loop: VAR's, with texts for classes and bits for codes. (arXiv 2412.04431)
 
-A map's codes are its bits, n of every position one after another, each a code of two values; given the scales before they
-are independent, so all that is said of VAR's codes holds of bits: drafted scales, compositions, a part of the cache.
-Guidance is the same at all scales, as published (`ramp`), over two rows of an image; unconditional rows have the model's
-own features for no text, as many as the prompt has, or those of a negative prompt.
+A map's codes are its bits, n of every position one after another, each a code of two values; given the scales before
+they are independent, so all that is said of VAR's codes holds of bits: drafted scales, compositions, a part of the
+cache. Guidance is the same at all scales, as published (`ramp`), over two rows of an image; unconditional rows have the
+model's own features for no text, as many as the prompt has, or those of a negative prompt.
 
 Shapes: B images, R = B or 2 B rows, T text tokens, F features of one.
 """
@@ -47,8 +47,8 @@ class T5Features:
 
 @dataclass(frozen=True, eq=False)
 class TextPrompt:
-    """features (B, T, F) of texts and which are real (B, T); what guidance leads away from, alike, with `none` (B,) where
-    it is the model's own for no text.
+    """features (B, T, F) of texts and which are real (B, T); what guidance leads away from, alike, with `none` (B,)
+    where it is the model's own for no text.
     """
 
     features: Tensor
@@ -80,7 +80,7 @@ class TextPrompt:
         )
         return Texts(features, real, torch.cat([given.none, self.none]))
 
-    def check(self, images: int, model: NextScale) -> None:
+    def check(self, images: int, model: Any) -> None:
         """Raises ValueError for other shapes, for texts without a token and for longer ones than the model takes."""
         width, most = model.config.text, model.config.longest
         for name, features, real in (
@@ -123,7 +123,7 @@ class InfinityImages(VARImages):
 
     def prompt(
         self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
-    ) -> TextPrompt:
+    ) -> Any:
         features, real = self._features(texts)
         none = torch.tensor([not text.strip() for text in negative or [""] * len(texts)], device=self.model.device)
         if negative is None or not any(text.strip() for text in negative):

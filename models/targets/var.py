@@ -107,7 +107,7 @@ class ScalePrompt:
         """(R,), conditional rows first."""
         return torch.cat([self.classes, self.against]) if guided else self.classes
 
-    def check(self, images: int, model: NextScale) -> None:
+    def check(self, images: int, model: Any) -> None:
         """Raises ValueError for other shapes, or for numbers that are none of the model's classes."""
         rows, none = (images,), model.config.classes
         if self.classes.shape != rows or self.against.shape != rows:
@@ -141,7 +141,9 @@ class VARImages(Family):
             raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
         if not isinstance(codec, self.autoencoder[0]):
             raise ValueError(f"codec: got {type(codec).__name__}, expected {self.autoencoder[1]}")
-        self.model, self.processor, self.codec = model, processor, codec
+        self.model: Any = model
+        self.codec: Any = codec
+        self.processor = processor
         self.per_scale, self.ramp = per_scale or PerScale(), ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = model.config.scales, model.config.codes

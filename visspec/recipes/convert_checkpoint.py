@@ -26,10 +26,10 @@ def convert(path: str | Path, out: str | Path, ema: bool = False) -> str:
     weights were left behind, or "".
 
     The file is unpickled with `weights_only=True`, so nothing in it runs; one that needs more is refused. The weights
-    may lie under 'model', 'module', 'state_dict' or 'vae'; averaged ones (`ema`) under 'ema' or by names that begin with
-    'ema.' or, as LitEma's, 'model_ema.'. Names lose what torch.compile and data parallelism put before them. Everything
-    that is no tensor (optimizer, steps) is left behind. A .safetensors file with both sets is taken too. Raises
-    ValueError in one sentence.
+    may lie under 'model', 'module', 'state_dict' or 'vae'; averaged ones (`ema`) under 'ema' or by names that begin
+    with 'ema.' or, as LitEma's, 'model_ema.'. Names lose what torch.compile and data parallelism put before them.
+    Everything that is no tensor (optimizer, steps) is left behind. A .safetensors file with both sets is taken too.
+    Raises ValueError in one sentence.
     """
     path, out = Path(path), Path(out)
     if out.suffix != ".safetensors" or out.exists():
