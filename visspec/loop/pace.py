@@ -8,8 +8,8 @@ While d = 0 is best, drafting is off for a number of rounds that doubles after e
 Rounds without a draft are run on purpose now and then, so that the price of plain decoding is measured and not only
 extrapolated. By it an account is kept of the seconds that drafted rounds took beyond plain decoding of the tokens they
 gave; gains pay debts back but are not saved up. Drafting is off while the account is overdrawn: `SHARE` of all seconds
-and `SLACK` plain passes, for `LONGEST_REST` rounds at most. So drafting costs little more than that, whatever is accepted
-and whenever that changes.
+and `SLACK` plain passes, for `LONGEST_REST` rounds at most. So drafting costs little more than that, whatever is
+accepted and whenever that changes.
 
 A `Pace` is shared by all requests and threads of an accelerated model, so measurements carry over between requests, and
 rounds are counted over all threads. The output does not depend on it (see `sampling`).
