@@ -193,8 +193,8 @@ class Pace:
             # On CUDA the pass is queued in `verify` and finishes in `accept`.
             verified, drafted = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
             usual = costs.drafted(levels) if costs.draft.sums[0] else verified + drafted
-            costs.verify.add(levels, verified)
-            if levels:
+            if levels:  # a second node may cost as much as the first: plain passes would bend the line
+                costs.verify.add(levels, verified)
                 costs.draft.add(levels, drafted)
                 seconds = min(verified + drafted, 2.0 * usual)  # as `Line.add` has it
                 self.lost = max(self.lost + seconds - costs.step * sum(gained) / len(gained), 0.0)
