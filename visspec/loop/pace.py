@@ -30,6 +30,9 @@ FORGET = 0.97
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
 FIRST_REST, LONGEST_REST = 8, 256
 SHARE, SLACK = 0.01, 4.0  # of all seconds, and plain passes, that drafting may cost
+SURE = (
+    12.0  # rounds with drafts before fewer levels than can be are tried: two near depths and a slow round tell little
+)
 FARTHEST_LOOK = 512  # most rounds between two that measure plain decoding
 SHORT = 1024  # tokens; the cost of a pass behind fewer hardly depends on their number
 
@@ -81,6 +84,7 @@ class Costs:
     rest: int = FIRST_REST  # rounds of the next rest
     rounds: int = 0
     look: int = 0  # the round from which on plain decoding is measured again
+    plainly: bool = False  # whether the latest round was plain: the draft behind it catches up, and is no measure
 
     @property
     def step(self) -> float:
@@ -163,6 +167,8 @@ class Pace:
             costs.resting = math.ceil(due / (SHARE * costs.step))
             return 0
         best = self.best(limit, costs)
+        if 0 < best and costs.verify.sums[0] < SURE:
+            return limit
         if best == 0:
             costs.resting, costs.rest = costs.rest, min(2 * costs.rest, LONGEST_REST)
             # the probe starts from the prior again
@@ -193,9 +199,11 @@ class Pace:
             # On CUDA the pass is queued in `verify` and finishes in `accept`.
             verified, drafted = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
             usual = costs.drafted(levels) if costs.draft.sums[0] else verified + drafted
+            behind, costs.plainly = costs.plainly, not levels
             if levels:  # a second node may cost as much as the first: plain passes would bend the line
-                costs.verify.add(levels, verified)
-                costs.draft.add(levels, drafted)
+                if not behind:
+                    costs.verify.add(levels, verified)
+                    costs.draft.add(levels, drafted)
                 seconds = min(verified + drafted, 2.0 * usual)  # as `Line.add` has it
                 self.lost = max(self.lost + seconds - costs.step * sum(gained) / len(gained), 0.0)
             else:
