@@ -216,10 +216,9 @@ class Infinity(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.head_nm = Before(width)
         self.head = nn.Linear(width, 2 * config.code_size)
-        level = [k for k, size in enumerate(config.scales.sizes) for _ in range(size)]
         self.level_L: Tensor
         self.spot_L2: Tensor
-        self.register_buffer("level_L", torch.tensor(level), persistent=False)
+        self.register_buffer("level_L", torch.tensor(config.scales.levels), persistent=False)
         self.register_buffer("spot_L2", spots(config), persistent=False)
 
     @property

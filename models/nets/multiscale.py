@@ -55,6 +55,11 @@ class Scales:
         return tuple(rows * columns for rows, columns in self.grids)
 
     @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """The number of the map that each code belongs to."""
+        return tuple(k for k, size in enumerate(self.sizes) for _ in range(size))
+
+    @cached_property
     def begins(self) -> tuple[int, ...]:
         """Codes before each map, and all of them last."""
         return tuple(accumulate(self.sizes, initial=0))

@@ -69,7 +69,7 @@ class ScaleCache:
     def _seen(self, device: torch.device) -> Tensor:
         """(1|R, 1, Q, end) bool."""
         if self.level is None:
-            self.level = to_device([k for k, size in enumerate(self.scales.sizes) for _ in range(size)], device)
+            self.level = to_device(list(self.scales.levels), device)
         level_L, (begin, end) = self.level, self.span
         if self.slots is None:
             return (level_L[:end] <= level_L[begin:end, None])[None, None]

@@ -148,9 +148,8 @@ class VAR(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.head_nm = Before(width)
         self.head = nn.Linear(width, config.codes)
-        level = [k for k, size in enumerate(scales.sizes) for _ in range(size)]
         self.level_L: Tensor
-        self.register_buffer("level_L", torch.tensor(level), persistent=False)
+        self.register_buffer("level_L", torch.tensor(scales.levels), persistent=False)
 
     @property
     def device(self) -> torch.device:
