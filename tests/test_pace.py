@@ -74,8 +74,8 @@ def test_so_it_does_where_acceptance_turns(turns, slope, step, price, seed):
 
 
 def test_without_the_account_the_bound_is_missed(monkeypatch):
-    """A negative control: three tenths accepted, at a price of one pass for any draft."""
-    rate, costs = (lambda n: 0.3), COSTS["cheap passes, first level dear"]
+    """A negative control: not quite half accepted, at a price of one pass for any draft."""
+    rate, costs = (lambda n: 0.45), COSTS["cheap passes, first level dear"]
     assert decoded(rate, *costs)[0] <= 1.03
     monkeypatch.setattr(paces, "SHARE", 1e9)
     assert decoded(rate, *costs)[0] > 1.03
@@ -98,6 +98,24 @@ def test_drafts_that_pay_are_made(costs):
     best = min((verify(d) + draft(d)) / sum(0.9**i for i in range(d + 1)) for d in range(1, LEVELS + 1))
     seconds, drafted, rounds = decoded(lambda n: 0.9, verify, draft)
     assert drafted > 0.9 * rounds and seconds < 1.1 * best
+
+
+def test_the_best_depth_is_found_on_a_noisy_clock():
+    """The deepest of twelve levels is best, and the clock errs by three tenths: within a third of it."""
+    verify, draft = (lambda n: 1 + 0.01 * n), (lambda n: 0.02 * n)
+    best = (verify(12) + draft(12)) / sum(0.95**i for i in range(13))
+    for seed in range(12):
+        seconds, _, _ = decoded(lambda n: 0.95, verify, draft, seed, tokens=600, noise=0.3, pace=Pace(12))
+        assert seconds < 1.35 * best
+
+
+def test_what_is_known_holds_behind_longer_contexts():
+    """The costs of a new context begin with those of the nearest: no levels are drafted there only to learn."""
+    pace = Pace(12)
+    decoded(lambda n: 0.7, lambda n: 1 + 0.05 * n, lambda n: 0.03 * n, pace=pace, tokens=600)
+    state = Bag(budget=99, trace=Bag(gave_up=0, context=paces.SHORT, resting=0))
+    pace.at(paces.SHORT).look = 10**6
+    assert 0 < pace.depth(state) == pace.best(12) < 6
 
 
 def test_a_search_that_finds_nothing_is_paid_for():
