@@ -15,6 +15,7 @@ from visspec.loop.decode import open_request
 from visspec.models.drafters.block_training import DECAY, BlockDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
 from visspec.models.nets.block_head import BlockConfig
+from visspec.models.nets.diffusion_lm import DiffusionConfig
 from visspec.models.nets.eagle_config import EagleConfig
 from visspec.models.nets.eagle_head import LowRank
 from visspec.models.targets.hf_decoder import HFDecoder
@@ -199,7 +200,7 @@ def test_a_markov_head_adds_what_the_token_above_says(width):
     torch.nn.init.normal_(head.markov.up.weight, std=3.0)
     drafter, held = BlockDrafter(head, model, width=width, nodes=9), []
     _, state, _ = begun(drafter, model, inputs, NEW)
-    drafter._denoised = lambda state: held.append(BlockDrafter._denoised(drafter, state)) or held[-1]
+    drafter._laws = lambda hidden: held.append(BlockDrafter._laws(drafter, hidden)) or held[-1]
     draft = drafter.propose(state, 3)
     parent, depth = (x.expand(3, -1) for x in (draft.tree.parent, draft.tree.depth))
     for b in range(3):
@@ -318,7 +319,7 @@ def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence
 
 
 def test_the_table_names_fields_that_exist():
-    configs = {"eagle-head": EagleConfig, "block-head": BlockConfig}
+    configs = {"eagle-head": EagleConfig, "block-head": BlockConfig, "diffusion-lm": DiffusionConfig}
     for preset in zoo.TRAINED.values():
         fields = set(configs[preset.kind].__dataclass_fields__)
         assert set(preset.network) <= fields and set(preset.plan) <= set(Plan.__dataclass_fields__)

@@ -526,7 +526,7 @@ def test_a_published_block_drafter_drafts_as_its_description_says(tmp_path, name
     inputs = prompt("llava", rows)
     target, state, answer = begun(drafter, model, inputs, NEW)
     for _ in range(3):
-        got = drafter._denoised(state)
+        got = drafter._laws(drafter._hidden(state))
         for b in range(len(rows)):
             whole = known(target, model, single_row("llava", rows, inputs, b), answer[b, : len(state.tokens[b])])
             want = block_logits(data, tensors, model, whole)

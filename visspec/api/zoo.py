@@ -78,6 +78,10 @@ DRAFTERS = {
         "visspec.models.drafters.block_training:BlockDrafter",
         "several places in one pass, with the target's hidden states as context (DFlash, DSpark); trained",
     ),
+    "diffusion-lm": (
+        "visspec.models.drafters.diffusion_training:DiffusionDrafter",
+        "text: a block of masks denoised in one pass or a few, by a masked diffusion language model (DEER); trained",
+    ),
     "image-eagle": (
         "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
         "images: on the target's hidden states; trained; tree=chain, dynamic or static",
@@ -227,8 +231,13 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
         {"width": 8, "nodes": 60}, kind="block-head",
     ),
     "dspark": Trained(
-        "DSpark (arXiv 2607.05147): DFlash with a low-rank Markov head", {"layers": 5, "block": 16, "markov": 64},
-        BLOCKS, {}, kind="block-head",
+        "DSpark (arXiv 2607.05147): DFlash with a low-rank Markov head and one that expects acceptance",
+        {"layers": 5, "block": 16, "markov": 64, "confidence": True}, {**BLOCKS, "confidence_weight": 1.0}, {},
+        kind="block-head",
+    ),
+    "deer": Trained(
+        "DEER (arXiv 2512.15176): a masked diffusion language model, one pass a block", {"layers": 4, "block": 15},
+        {"unroll": 4, "opening": 1.0, "decay": 1.0}, {}, kind="diffusion-lm",
     ),
     "blind": Trained(
         "a control: neither image tokens nor features of the target", {**SUM, "images": "blind", "levels": 6},
@@ -252,6 +261,7 @@ KINDS = {
     "feature_drafter": "eagle",
     "eagle_head": "eagle-head",
     "block_drafter": "block-head",
+    "diffusion_lm": "diffusion-lm",
     "image_drafter": "image-eagle",
     "continuous_painter": "continuous",
     "mar_painter": "mar",
