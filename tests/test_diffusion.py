@@ -83,6 +83,20 @@ def test_a_pass_over_a_batch_is_that_of_every_row(name, shifted):
 
 
 @torch.inference_mode()
+def test_a_pass_of_our_own_network_has_the_targets_embedding_and_head():
+    drafter, model = trained(), model_of("llava")
+    texts, own = [[5, 9, 11], [4]], drafter.head.model
+    logits = drafter.denoised(texts, None, 2)
+    for b, text in enumerate(texts):
+        known = torch.nn.functional.embedding(torch.tensor([text]), model.get_input_embeddings().weight)
+        embeds = torch.cat([known, own.get_input_embeddings().weight[None].expand(1, 2, -1)], dim=1)
+        hidden = own(inputs_embeds=embeds).last_hidden_state[0, -2:]
+        want = model.get_output_embeddings()(hidden)
+        torch.testing.assert_close(logits[b], want, rtol=1e-4, atol=1e-4)
+    assert (logits[0, 0] - logits[0, 1]).abs().max() > 1e-2
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_places_are_filled_from_left_to_right(steps):
     """Every pass fills its share of the block, and reads what stands above it."""

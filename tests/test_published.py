@@ -615,6 +615,13 @@ def test_a_vocabulary_of_a_block_drafter_has_to_fit(tmp_path):
     )
 
 
+def test_a_tree_over_a_block_is_no_wider_than_its_vocabulary(tmp_path):
+    folder, model = saved(tmp_path / "head", *speculators_dflash()), model_of("llava")
+    assert zoo.drafter(f"{folder}:tree=opt,nodes=36", model)[0].width == 36
+    with pytest.raises(ValueError, match="width: got 37, expected at most the 36 ids that the head predicts"):
+        zoo.drafter(f"{folder}:tree=opt,nodes=37", model)
+
+
 def test_an_assistant_of_transformers_by_its_folder(tmp_path):
     target, assistant = muse_glimmer(), block_assistant()
     assistant.save_pretrained(tmp_path / "assistant")

@@ -36,6 +36,7 @@ class BlockDrafter(BlockModel):
         form = Block(causal=True, index=True, raw=True)
         super().__init__(self._running(head, model.dtype), model, width, nodes, form)
         self.borrowed = (model.get_input_embeddings(), model.get_output_embeddings())
+        self.apart = not (head.config.markov or head.config.confidence)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> BlockDrafter:

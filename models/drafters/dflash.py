@@ -24,6 +24,7 @@ from visspec.models.drafters import block_tree
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.models.drafters.feature_memory import accepted, packed, prompt_first
 from visspec.models.drafters.shapes import Chain, Shaped
+from visspec.models.nets.block_pass import BlockPass, foldable, stamp
 from visspec.models.targets.hf_decoder import describe
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
@@ -77,6 +78,7 @@ class BlockModel(Shaped):
             raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
         self.model, self.form = model, form or Block()
+        self._fold: tuple[tuple, BlockPass | None] = ((), None)
         self._check_width()
         self.block, self.mask = config.block_size, config.mask_token_id
         self.kinds, self.window = frozenset(config.layer_types), int(config.sliding_window or 0)
@@ -136,10 +138,15 @@ class BlockModel(Shaped):
             growing = self.growing(state, logits_BKV.shape[1])
             return block_tree.over(state, logits_BKV, growing, self.nodes, self._following)
         chain, token = Chain(state, self.stop), state.pending
+        if self.apart:
+            chain.extend(logits_BKV)
+            return chain.finish()
         for hidden_Bd, logits_BV in zip(hidden_BKd.unbind(1), logits_BKV.unbind(1)):
             more_BV = self._following(token)
             token = chain.add(logits_BV if more_BV is None else logits_BV + more_BV, self._expected(hidden_Bd, token))
         return chain.finish()
+
+    apart = True  # whether nothing but the pass tells what a place is: neither `_following` nor `_expected` do
 
     def _following(self, token: Tensor) -> Tensor | None:
         """What a token (...) adds to the logits of the next place, (..., V); None: nothing."""
@@ -182,15 +189,24 @@ class BlockModel(Shaped):
         ids_BK = torch.full((rows, self.block), self.mask, dtype=pending.dtype, device=pending.device)
         ids_BK[:, 0] = pending
         ahead_BK = position_B[:, None] + torch.arange(self.block, device=pending.device)
-        output = self.assistant(
-            noise_embeds=self._embedded(ids_BK).to(like),
-            context_hidden_states=context_BCF.to(like),
-            attention_mask=self._masks(slots.lengths, counts, width, extent, like),
-            position_ids=torch.cat([position_BC, ahead_BK], dim=1),
-            past_key_values=memory.cache,
-        )
+        given: dict[str, Any] = {
+            "noise_embeds": self._embedded(ids_BK).to(like),
+            "context_hidden_states": context_BCF.to(like),
+            "attention_mask": self._masks(slots.lengths, counts, width, extent, like),
+            "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
+            "past_key_values": memory.cache,
+        }
+        folded = self._folded()
+        hidden_BKd = self.assistant(**given).last_hidden_state if folded is None else folded(**given)
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
-        return output.last_hidden_state
+        return hidden_BKd
+
+    def _folded(self) -> BlockPass | None:
+        """The network with the weights that it has now, if it is one to be folded."""
+        now = stamp(self.assistant)
+        if self._fold[0] != now:
+            self._fold = now, BlockPass(self.assistant) if foldable(self.assistant) else None
+        return self._fold[1]
 
     def _embedded(self, ids: Tensor) -> Tensor:
         if not self.form.raw:

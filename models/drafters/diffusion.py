@@ -119,8 +119,7 @@ class DiffusionModel(Shaped):
             state.calls["draft_pass"] += 1
             filled_BN = torch.stack(chain.tokens, dim=1) if done else None
             logits_BKV = self._barred(self.denoised(texts, filled_BN, depth - done))
-            for logits_BV in logits_BKV[:, : self.each].unbind(1):
-                chain.add(logits_BV)
+            chain.extend(logits_BKV[:, : self.each])
         return chain.finish()
 
     def denoised(self, texts: list[list[int]], filled_BN: Tensor | None, masks: int) -> Tensor:

@@ -175,8 +175,7 @@ class EagleDrafter(FeatureDrafter):
             return block_tree.over(state, logits_BKV, self.growing(state, logits_BKV.shape[1]), self.nodes)
         chain = Chain(state, self.stop)
         while True:
-            for feature_Bd in ahead_BKd[:, : depth - len(chain.tokens)].unbind(1):
-                chain.add(self._logits(feature_Bd))
+            chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
             if len(chain.tokens) == depth:
                 return chain.finish()
             ahead_BKd = self.run.spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))

@@ -107,6 +107,14 @@ class Chain:
             self.real.append(self.real[-1] & going_B)
         return token_B
 
+    def extend(self, logits_BKV: Tensor) -> None:
+        """Add levels whose laws do not depend on each other's tokens."""
+        if self.stop is None and self.state.noise is None:
+            self.tokens += warp(logits_BKV, self.state.request.sampling).argmax(dim=-1).unbind(1)
+            return
+        for logits_BV in logits_BKV.unbind(1):
+            self.add(logits_BV)
+
     def finish(self) -> Draft:
         real = None if self.stop is None else torch.stack(self.real[: len(self.tokens) + 1], dim=1)
         q = Categorical.chain(self.laws) if self.laws else None
