@@ -13,6 +13,7 @@ from visspec.api import zoo
 from visspec.laws import Categorical
 from visspec.loop.pairing import check, pair
 from visspec.models.drafters.block_training import BlockDrafter
+from visspec.models.drafters.distilled import DistilledDrafter
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
@@ -43,6 +44,9 @@ DRAFTERS = {  # of the tiny image model, from options
     "block-head": lambda **options: BlockDrafter.for_model(model_of("llava"), layers=1, block=4, markov=3),
     "image-eagle": lambda **options: ImageFeatureDrafter(
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
+    ),
+    "distilled": lambda **options: DistilledDrafter(
+        DistilledDrafter.for_model(made("janus").family, width=16, heads=2).head, made("janus").family, **options
     ),
 }
 # tests of their own have the drafters of vectors and the rules that judge them, a checkpoint's heads, and any order

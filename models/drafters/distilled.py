@@ -78,7 +78,9 @@ class DistilledDrafter(Drafter):
     def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> DistilledDrafter:
         """Load a checkpoint folder for its target, strictly; `options` as in the constructor."""
         family = target if isinstance(target, Family) else family_of(target, None)
-        return cls(checkpoint.read(folder, DistilledHead, lambda config: check_target(config, family)), family, **options)
+        return cls(
+            checkpoint.read(folder, DistilledHead, lambda config: check_target(config, family)), family, **options
+        )
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
@@ -178,7 +180,7 @@ def seen(known: Known, newest_B1: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     stands before the newest code, of each other those before.
     """
     prompt = known.prompt.shape[1]
-    reach = prompt + int(newest_B1.max())
+    reach = min(prompt + int(newest_B1.max()), known.stored.shape[4])  # grammar may stand behind the last row
     slot = torch.arange(prompt, reach, device=newest_B1.device)
     memory_BS = torch.cat([known.prompt, slot < prompt + newest_B1], dim=1)
     own_DD = torch.ones(depth, depth, dtype=torch.bool, device=newest_B1.device).tril()

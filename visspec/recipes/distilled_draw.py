@@ -30,7 +30,8 @@ from visspec.recipes.stages import Stage
 from visspec.train.validation import measure
 
 STRETCH = (6, 40)  # places between two codes behind which a stretch begins
-MIXTURE = (0.25, 0.4)  # shares of pictures whose places hold nothing, and guesses
+MIXTURE = (0.15, 0.25)  # shares of pictures whose places hold nothing, and guesses
+FADE = 0.8  # weight of a place in these, of that before it: what comes late in a stretch can't be known there
 REST = 0.1  # weight of cross-entropy beside total variation
 
 
@@ -44,9 +45,7 @@ class DistilStage(Stage):
         self.head = DistilledHead(config).train()
         self.drafter = DistilledDrafter(self.head, self.family)
         trained = list(self.head.parameters())
-        super().__init__(
-            options, rank, "distilled.pt", options.steps, options.rate, trained, 0.02, {"head": self.head}
-        )
+        super().__init__(options, rank, "distilled.pt", options.steps, options.rate, trained, 0.02, {"head": self.head})
         self.data = read_pictures(options.out, files(options.pictures))
 
     def chosen(self, rng: np.random.Generator) -> dict[str, Tensor]:
@@ -61,9 +60,14 @@ class DistilStage(Stage):
         rng = np.random.default_rng((7, self.step, self.rank))
         batch = self.chosen(rng)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = attempted(self.head, self.drafter.table, batch, rng)
-        cross, apart = distances(logits.float() / self.head.config.temperature, batch)
-        self.notes |= {"cross": round(cross.item(), 4), "apart": round(apart.item(), 4)}
+            logits, weight_BT = attempted(self.head, self.drafter.table, batch, rng)
+        cross_BT, apart_BT = distances(logits.float() / self.head.config.temperature, batch)
+        whole = (weight_BT == 1).all(dim=1)  # rows with the painter's codes
+        cross, apart = ((part * weight_BT).sum() / weight_BT.sum() for part in (cross_BT, apart_BT))
+        self.notes |= {
+            "cross": round(cross_BT[whole].mean().item(), 4),
+            "apart": round(apart_BT[whole].mean().item(), 4),
+        }
         return cross if self.step < self.options.opening * self.steps else apart + REST * cross
 
     def report(self) -> dict[str, Any]:
@@ -81,10 +85,14 @@ class DistilStage(Stage):
         return {"tau": round(found.tau, 3), "passes": round(passes, 2), "by_depth": found.by_depth[:8]}
 
 
-def attempted(head: DistilledHead, table: Tensor, batch: dict[str, Tensor], rng: np.random.Generator) -> Tensor:
-    """Logits (B, T, V) of a batch of `read_pictures`, from places as drafting finds them; see the module."""
-    codes_BT, (rows, prompt) = batch["codes"][:, :-1].long(), batch["words"].shape
-    count = codes_BT.shape[1]
+def attempted(
+    head: DistilledHead, table: Tensor, batch: dict[str, Tensor], rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Logits (B, T, V) of a batch of `read_pictures`, from places as drafting finds them, and the weight of each
+    element, (B, T); see the module.
+    """
+    codes_BT = batch["codes"][:, :-1].long()
+    rows, count = codes_BT.shape
     begun_BT = torch.from_numpy(beginnings(rng, rows, count))
     element_T = torch.arange(count)
     memory, mask = remembered(head, table, batch, begun_BT)
@@ -99,21 +107,18 @@ def attempted(head: DistilledHead, table: Tensor, batch: dict[str, Tensor], rng:
         known, kind = torch.where(own[at], codes_BT[at], 0), kind_BT[at]
         for _ in range(int(rng.integers(1, 3))):
             with torch.no_grad():
-                logits = head(
-                    table[known], kind, element_T.expand(len(at), -1), memory[:, :, at], mask[at]
-                ).float()
+                logits = head(table[known], kind, element_T.expand(len(at), -1), memory[:, :, at], mask[at]).float()
             drawn = (logits / head.config.temperature + numbers[..., : logits.shape[-1]]).argmax(dim=-1)
             known = torch.where(own[at], codes_BT[at], F.pad(drawn[:, :-1], (1, 0)))
             kind = torch.where(own[at], KNOWN, GUESSED)
         guesses[at] = known
     value_BT = torch.where(guessed_B[:, None], guesses, codes_BT)
     kind_BT = torch.where(blank_B[:, None] | own, kind_BT, GUESSED)
-    return run(table[value_BT], kind_BT)
+    fading = (blank_B | guessed_B)[:, None]
+    return run(table[value_BT], kind_BT), torch.where(fading, FADE ** (element_T - begun_BT), 1.0)
 
 
-def remembered(
-    head: DistilledHead, table: Tensor, batch: dict[str, Tensor], begun_BT: Tensor
-) -> tuple[Tensor, Tensor]:
+def remembered(head: DistilledHead, table: Tensor, batch: dict[str, Tensor], begun_BT: Tensor) -> tuple[Tensor, Tensor]:
     """The memory of prompts and codes (layers, 2, B, H, P + T, E), and what elements see of it and of each other, given
     where their stretches begin: (B, T, P + T + T).
     """
@@ -140,9 +145,9 @@ def beginnings(rng: np.random.Generator, rows: int, count: int) -> np.ndarray:
 
 
 def distances(logits_BTV: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy and total variation of the laws of these logits and the painter's, on its likely codes."""
+    """Cross-entropy and total variation, (B, T), of the laws of these logits and the painter's, on its likely codes."""
     log_BTK = logits_BTV.log_softmax(dim=-1).gather(-1, batch["likely"].long())
     p_BTK = batch["law"].float().exp()
     cross = -(p_BTK * log_BTK).sum(dim=-1)
     shared = torch.minimum(p_BTK, log_BTK.exp()).sum(dim=-1)
-    return cross.mean(), (1 - shared).mean()
+    return cross, 1 - shared

@@ -1,6 +1,6 @@
 """Train the distilled drafter that ships for the embedded painter, on pictures that the painter draws itself.
 
-python -m visspec.recipes.painter_distilled --out runs/painter-distilled [--stage STAGE ...] [--resume] [--export FOLDER]
+python -m visspec.recipes.painter_distilled --out runs/distilled [--stage STAGE ...] [--resume] [--export FOLDER]
 
 Stage `pictures` lets the painter draw at its own guidance and temperature and records what is learnt from, `draw`
 teaches the drafter, `finish` measures it and writes the finished folder. Every stage is resumable. Two CPU cores.
@@ -30,11 +30,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--rows", type=int, default=16, help="pictures in a batch of one worker")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--opening", type=float, default=0.5, help="share of the steps that learn by cross-entropy alone")
+    parser.add_argument(
+        "--opening", type=float, default=0.5, help="share of the steps that learn by cross-entropy alone"
+    )
     parser.add_argument("--every", type=int, default=250, help="steps between reports and checkpoints")
     parser.add_argument("--workers", type=int, default=1, help="processes of a stage, one thread each")
     parser.add_argument("--watched", type=int, default=8, help="held-out pictures of a report during training")
-    parser.add_argument("--measured", type=int, default=64, help="held-out pictures that the finished one is measured on")
+    parser.add_argument(
+        "--measured", type=int, default=64, help="held-out pictures that the finished one is measured on"
+    )
     parser.add_argument("--export", type=Path, help="folder to write the finished drafter to (default: inside --out)")
     parser.add_argument("--note", default="", help="sentences for the card, say on the machine's load")
     return parser
