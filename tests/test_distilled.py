@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,11 @@ from tests.laws import context_law, output_law, plain_law, total_variation
 from tests.test_image_drafter import path_law, request, rounds
 from tests.test_image_targets import made
 from tests.test_law import chi_square
-from tests.tiny_images import janus, prompts
+from tests.tiny_images import janus, painter, prompts
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
 from visspec.api import zoo
+from visspec.api.loading import load_image_model
 from visspec.loop.decode import decode, open_request, settle
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
@@ -23,11 +25,12 @@ from visspec.models.drafters.distilled import DistilledDrafter, config_for
 from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledConfig
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
+from visspec.recipes import distilled_card, distilled_data, distilled_draw, painter_distilled
 from visspec.sampling import Gumbel
 from visspec.types import FREE, Request, Sampling
 
 V = 3  # codes that the drafter of the law tests knows
-SMALL = {"width": 24, "layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
+SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
 
 
 def family():
@@ -179,18 +182,21 @@ class Table:
     def __call__(self, embed, kind, element, memory, mask):
         self.calls.append(kind.tolist())
         code = torch.cdist(embed, self.table).argmin(dim=-1)
-        return F.one_hot(torch.where(kind == BLANK, 1, (7 * code + 3 * element) % 24), 24).float()
+        return F.one_hot(torch.where(kind == BLANK, 1, (7 * code + 3 * element) % 24), 24).float(), memory
+
+    def logits(self, x):
+        return x
 
 
 @torch.inference_mode()
 def drafted(refine, depth=5):
     """Codes of a greedy draft behind code 5, and the kinds of the elements in every pass, for such a table."""
     used = drafter(refine=refine)
-    used.head = table = Table(used)
     ids, attention = prompts(2)
     state, scores = open_request(ImageAR(family(), features=True), Exact(), request(ids, attention, temperature=0.0))
     used.start(state, scores)
     state.pending = torch.full_like(state.pending, 5)
+    used.head = table = Table(used)
     return used.propose(state, depth).value[0, 1:].tolist(), table.calls
 
 
@@ -234,7 +240,7 @@ def test_a_draft_sees_what_is_known_and_nothing_else():
             slots = (~attention[b]).nonzero()[:, 0] if what == "padding" else slots
             assert len(slots) or what in ("nothing", "padding")
             stored[:, :, b, :, slots] = 9.0
-        watch = used.head.register_forward_hook(lambda *call, what=what: logits.update({what: call[-1]}))
+        watch = used.head.register_forward_hook(lambda *call, what=what: logits.update({what: call[-1][0]}))
         used.propose(state, 4)
         watch.remove()
     assert torch.equal(logits["vain"], logits["nothing"]) and torch.equal(logits["padding"], logits["nothing"])
@@ -306,7 +312,7 @@ def test_bad_options_are_refused_in_a_sentence(options, said):
 
 
 BAD = {
-    "codes": 0, "rows": -1, "columns": 0, "width": 0, "heads": 5, "layers": 0, "levels": 1024, "guidance": 0,
+    "codes": 0, "rows": -1, "columns": 0, "hidden": 0, "heads": 5, "layers": 0, "levels": 1024, "guidance": 0,
     "temperature": float("inf"), "rope_theta": "x", "family": 3, "target_layers": 1.5, "intermediate": True,
 }  # fmt: skip
 
@@ -362,3 +368,98 @@ def test_it_is_refused_for_models_of_another_type():
         zoo.drafter("painter-distilled", janus())
     with pytest.raises(ValueError, match="which has to be trained, expected the folder of its weights"):
         zoo.drafter("distilled", janus())
+
+
+def test_layers_of_a_painter_are_the_painter(tmp_path):
+    """All of its layers, begun from: its laws without guidance, whatever the rotations' layout."""
+    painter(tmp_path)
+    own = distilled_data.painter(str(tmp_path))
+    head = distilled_draw.begun(own, (0, 1))
+    ids, attention = prompts(3)
+    with torch.no_grad():
+        codes = torch.arange(12).view(3, 4)
+        batch = {"prompt": own.embed_prompt(ids), "words": attention}
+        table = own.embed(torch.arange(own.codes))
+        found = distilled_draw.run(head, table, batch, codes, torch.full_like(codes, GUESSED))
+        for b in range(3):
+            inputs = torch.cat([own.embed_prompt(ids[b, attention[b]]), table[codes[b]]])[None]
+            hidden = own.decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            expected = own.head(hidden)[:, -4:]
+            torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def tiny_run(tmp_path, monkeypatch):
+    """Arguments of the recipe for a tiny painter."""
+    painter(tmp_path / "painter")
+    monkeypatch.setattr(distilled_data, "BATCH", 2)
+    monkeypatch.setattr(distilled_card, "SHAPES", ((4, 1), (4, 3)))
+    monkeypatch.setattr(distilled_card, "BATCH", 2)
+    for module in (distilled_draw, distilled_card):
+        monkeypatch.setattr(module, "LAYERS", (0, 1))
+    return ["--target", str(tmp_path / "painter"), "--out", str(tmp_path / "run"), "--pictures", "4", "--rows", "2"]
+
+
+def test_the_recipe_draws_trains_resumes_measures_and_writes_a_card(tiny_run, tmp_path):
+    options = painter_distilled.parser().parse_args([*tiny_run, "--steps", "2", "--every", "1", "--watched", "1"])
+    options.export, options.measured = tmp_path / "x", 3
+    options.out.mkdir()
+    distilled_data.write_pictures(options)
+    drawn = distilled_data.read_pictures(options.out, distilled_data.files(4))
+    assert drawn["codes"].shape[0] == 4 and drawn["seed"].tolist() == [distilled_data.FIRST_SEED + i for i in range(4)]
+    before = {name: (options.out / name).stat().st_mtime_ns for name in distilled_data.files(4)}
+    distilled_data.write_pictures(options)
+    assert before == {name: (options.out / name).stat().st_mtime_ns for name in distilled_data.files(4)}
+    first = distilled_draw.DistilStage(options, 0)
+    first.run()
+    again = distilled_draw.DistilStage(options, 0)
+    again.restore()
+    assert again.step == 2 and torch.equal(again.head.codes.weight, first.head.codes.weight)
+    distilled_card.finish(options)
+    record = json.loads((tmp_path / "x" / "provenance.json").read_text())
+    assert record["draw"]["step"] == 2 and record["measured"]["rules"]["exact"]["identical"] == 3
+    assert record["measured"]["rules"]["exact"]["faults"] == 0
+    card = (tmp_path / "x" / "README.md").read_text()
+    assert "| `exact` | 3 | " in card and "3 of 3" in card and "{" not in card.split("```")[2]
+    loaded, _ = zoo.drafter(str(tmp_path / "x"), load_image_model(str(tmp_path / "painter"))[0])
+    assert isinstance(loaded, DistilledDrafter) and loaded.config.layers == 2
+
+
+def test_the_noise_of_recorded_pictures_is_that_of_their_seeds(tiny_run, monkeypatch):
+    """Codes are the argmax of the recorded laws and the noise of the picture's seed."""
+    width = distilled_data.painter(tiny_run[1]).codes
+    monkeypatch.setattr(distilled_data, "LIKELY", width)
+    options = painter_distilled.parser().parse_args(tiny_run)
+    options.out.mkdir()
+    distilled_data.write_pictures(options)
+    found = distilled_data.read_pictures(options.out, distilled_data.files(4))
+    places = found["codes"].shape[1]
+    numbers = distilled_data.noise(found["seed"], places, width)[:, 1:]
+    likely = found["likely"].long()
+    ranked = (found["law"].float() + numbers.gather(2, likely)).argmax(dim=-1)
+    same = likely.gather(2, ranked[..., None])[..., 0] == found["codes"][:, 1:]
+    assert same.float().mean() > 0.95  # laws are stored in half precision
+
+
+@pytest.mark.parametrize("share, kinds", [((1.0, 0.0), {KNOWN, BLANK}), ((0.0, 1.0), {KNOWN, GUESSED})])
+def test_missing_codes_and_guesses_weigh_less_the_later_they_come(tiny_run, share, kinds, monkeypatch):
+    options = painter_distilled.parser().parse_args(tiny_run)
+    options.out.mkdir()
+    distilled_data.write_pictures(options)
+    stage = distilled_draw.DistilStage(options, 0)
+    batch = stage.chosen(np.random.default_rng(0))
+    monkeypatch.setattr(distilled_draw, "MIXTURE", share)
+    seen = []
+    stage.head.register_forward_pre_hook(lambda module, given: seen.append(given[1:3]))
+    with torch.no_grad():
+        logits, weight = distilled_draw.attempted(stage.head, stage.drafter.table, batch, np.random.default_rng(3))
+    kind, _ = seen[-1]
+    assert set(kind.flatten().tolist()) == kinds and logits.shape[:2] == weight.shape == kind.shape
+    for row, of in zip(weight, kind):
+        known = int((of == KNOWN).sum())
+        expected = [1.0] * known + [distilled_draw.FADE**n for n in range(1, len(row) - known + 1)]
+        torch.testing.assert_close(row, torch.tensor(expected))
+    cross, apart = distilled_draw.distances(logits, batch)
+    p = torch.zeros_like(logits).scatter_(-1, batch["likely"].long(), batch["law"].float().exp())
+    torch.testing.assert_close(apart, 1 - torch.minimum(p, logits.softmax(-1)).sum(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cross, -(p * logits.log_softmax(-1)).sum(-1), rtol=1e-4, atol=1e-4)

@@ -46,7 +46,7 @@ DRAFTERS = {  # of the tiny image model, from options
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
     ),
     "distilled": lambda **options: DistilledDrafter(
-        DistilledDrafter.for_model(made("janus").family, width=16, heads=2).head, made("janus").family, **options
+        DistilledDrafter.for_model(made("janus").family, layers=1).head, made("janus").family, **options
     ),
 }
 # tests of their own have the drafters of vectors and the rules that judge them, a checkpoint's heads, and any order

@@ -3,7 +3,8 @@
 Distilled Decoding (arXiv 2412.17153) trains a student that takes a whole sequence's noise to the teacher's tokens, with
 some error. Here the noise is the Gumbel numbers that belong to each place (`visspec.sampling`), of which the teacher's
 sequence is a function without any error, and the student only drafts: with the rule `exact` the output is the
-teacher's for that noise, always, and after every verification it drafts again from what is known by then.
+teacher's for that noise, always, and after every verification it drafts again from what is known by then. It reads
+tokens alone, so it needs nothing from the target but its embeddings.
 
 A draft is made in at most `refine` passes of the network over all its places. Before the first, places hold nothing;
 each pass gives every place a law given the guesses before it, and the argmax of law and noise is the next guess. It
@@ -43,7 +44,7 @@ from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, 
 class Known:
     """What a request's drafts are made from."""
 
-    stored: Tensor  # (layers, 2, B, H, S, E): prompt, then a slot for each code
+    stored: Tensor  # (layers, 2, B, H, S, E): the memory of the prompt, then a slot for each code
     prompt: Tensor  # (B, P) bool: which of the prompt is no padding
     coins: Gumbel | None  # the drafter's random numbers, for rules with their own
 
@@ -64,7 +65,7 @@ class DistilledDrafter(Drafter):
         family = target if isinstance(target, Family) else family_of(target, None)
         check_target(head.config, family)
         self.head, self.config, self.refine, self.warned = head, head.config, refine, False
-        self.traits = DrafterTraits(levels=levels or self.config.levels, feature_layers=(-1,), adaptive_depth=False)
+        self.traits = DrafterTraits(levels=levels or self.config.levels, adaptive_depth=False)
         self.attach(family)
 
     @classmethod
@@ -102,15 +103,13 @@ class DistilledDrafter(Drafter):
         if not self.warned:
             self.warned = warn_of_guidance(self.config, state.request.sampling.guidance)
         prompt, rows = state.request.inputs, state.rows
-        length = prompt.ids.shape[1]
-        states = self._states(scores)[rows]
-        element = torch.arange(-length, 0, device=states.device).expand(len(rows), -1)
-        stored = self.head.remembered(prompt.embeds[rows].to(states), states, element)
+        embeds, real_BP = prompt.embeds[rows].to(self.table.dtype), prompt.attention[rows]
+        _, stored = self.head(*words(embeds, real_BP, self.head))
         coins = None
         if state.noise is not None and state.noise.samples:
             coins = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
         room = (0, 0, 0, self.config.positions)
-        state.memory = Known(F.pad(stored, room), prompt.attention[rows], coins)
+        state.memory = Known(F.pad(stored, room), real_BP, coins)
 
     def propose(self, state: State, depth: int) -> Draft:
         depth = min(depth, state.budget - 1)
@@ -138,8 +137,8 @@ class DistilledDrafter(Drafter):
         kind_BD[:, 0] = KNOWN
         for number in range(self.refine):
             state.calls["draft_pass"] += 1
-            logits = self.head(self.table[value_BD], kind_BD, element_BD, memory, mask)
-            logits = F.pad(logits, (0, vocab - self.config.codes), value=IMPOSSIBLE)
+            x_BDd, _ = self.head(self.table[value_BD], kind_BD, element_BD, memory, mask)
+            logits = F.pad(self.head.logits(x_BDd), (0, vocab - self.config.codes), value=IMPOSSIBLE)
             law = Categorical(warp(logits, state.request.sampling))
             drawn_BD = (law.logits + numbers_BDV).argmax(dim=-1)
             if own_BD is not None:
@@ -151,13 +150,14 @@ class DistilledDrafter(Drafter):
         return drawn_BD, None if known.coins is None else law
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Remember what the target has read, with its states; what it read in vain is not seen, and overwritten."""
+        """Remember the codes that the target has read and kept; what rows have not is not seen, and overwritten."""
         known: Known = state.memory
         count = max(map(len, outcome.path))
         first = [len(state.tokens[row]) - len(gained) - 1 for row, gained in zip(state.rows, outcome.tokens)]
-        value_BN, states = draft.value[:, :count], self._states(scores)[:, :count]
-        element_BN = to_device(first, value_BN.device)[:, None] + torch.arange(count, device=value_BN.device)
-        fresh = self.head.remembered(self.table[value_BN], states, element_BN)
+        value_BN, first_B1 = draft.value[:, :count], to_device(first, draft.value.device)[:, None]
+        element_BN = first_B1 + torch.arange(count, device=value_BN.device)
+        kind_BN = torch.full_like(value_BN, KNOWN)
+        _, fresh = self.head(self.table[value_BN], kind_BN, element_BN, *seen(known, first_B1, count))
         slot_BN = known.prompt.shape[1] + element_BN.clamp(max=self.config.positions - 1)
         known.stored.scatter_(4, slot_BN[None, None, :, None, :, None].expand_as(fresh), fresh)
         if known.coins is not None:
@@ -169,15 +169,19 @@ class DistilledDrafter(Drafter):
         if known.coins is not None:
             known.coins.select(keep)
 
-    def _states(self, scores: Scores) -> Tensor:
-        """The target's conditional hidden states, (B, L, d), in the network's dtype."""
-        assert scores.features is not None
-        return scores.features[..., : self.config.hidden].to(self.head.kinds.dtype)
+
+def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Tensor, ...]:
+    """Arguments of the network for prompts, padded on the left: inputs (B, P, d), and which are no padding."""
+    rows, length = real_BP.shape
+    element = torch.arange(-length, 0, device=real_BP.device).expand(rows, -1)
+    own_PP = torch.eye(length, dtype=torch.bool, device=real_BP.device)  # padding sees itself
+    mask = torch.ones_like(own_PP).tril() & real_BP[:, None] | own_PP
+    return embeds_BPd, torch.full_like(element, KNOWN), element, head.empty(rows), mask
 
 
 def seen(known: Known, newest_B1: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The memory as far as any row has come, and what the elements of a draft see, (B, D, S + D): of the memory what
-    stands before the newest code, of each other those before.
+    """The memory as far as any row has come, and what elements from the newest code on see of it and of each other:
+    those before, (B, D, S + D).
     """
     prompt = known.prompt.shape[1]
     reach = min(prompt + int(newest_B1.max()), known.stored.shape[4])  # grammar may stand behind the last row
@@ -189,7 +193,9 @@ def seen(known: Known, newest_B1: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def config_for(family: Family, **options: Any) -> DistilledConfig:
-    """The configuration of a drafter for a family, at its own size of image and guidance scale."""
+    """The configuration of a drafter for a family, of its own sizes but the number of layers, for its size of image and
+    guidance scale.
+    """
     decoder, layout = family.decoder.config, family.layout()
     rows = layout.grid[0]
     sizes = {
@@ -200,6 +206,9 @@ def config_for(family: Family, **options: Any) -> DistilledConfig:
         "codes": family.codes,
         "rows": rows,
         "columns": layout.positions // rows,
+        "layers": 3,
+        "heads": decoder.num_attention_heads,
+        "intermediate": decoder.intermediate_size,
         "guidance": family.default_guidance,
     }
     return DistilledConfig(**{**sizes, **options})

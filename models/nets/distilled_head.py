@@ -1,13 +1,13 @@
-"""The network of a distilled drafter: from a place's noise to its code, many places at a time.
+"""The network of a distilled drafter: from the noise of many places to their codes.
 
-It reads guesses of the codes between those that are known and each place, and gives the target's law after guidance;
-the argmax of that law and the place's Gumbel numbers is the next guess (`models.drafters.distilled`). Places that have
-no guess yet hold one learned vector. Guesses see those before them, and of what is known the target's own hidden
-states, which are keys and values of every layer but are not processed further.
+A causal decoder over prompt and codes that gives the target's laws *after* guidance from one stream. A code may be a
+guess, or missing: the argmax of a place's law and its Gumbel numbers is the next guess (`models.drafters.distilled`).
 
-Element t of a picture holds code t and is asked for code t + 1. Those of a prompt are counted back from it.
-Shapes: B rows, T elements, S elements of the memory, C channels of a rotation, d hidden size of the target, w width, V
-codes, H heads, E head size.
+Element t of a picture holds code t and is asked for code t + 1; those of a prompt are counted back from it. What stays
+of elements that are known is their keys and values, the memory. Embeddings of codes and words are the target's.
+
+Shapes: B rows, T elements, S elements of the memory, C channels of a rotation, d hidden size, V codes, H heads, E head
+size.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec.checkpoint import check_positive, check_whole, shown
-from visspec.models.nets.feature_head import MOST_LAYERS, RMSNorm, rotate, rotations, unit
+from visspec.models.nets.feature_head import MOST_LAYERS, RMSNorm, rotate, rotations
 from visspec.types import MAX_NODES
 
 BEFORE = 64  # positions of rotations before the first code; longer prompts share the first of them
-DEVIATION = 0.02  # of initial weights
-KNOWN, GUESSED, BLANK = range(3)  # kinds of an element: a code of the target, a guess, none
+KNOWN, GUESSED, BLANK = range(3)  # kinds of an element: a code of the target or a word, a guess, neither
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,9 @@ class DistilledConfig:
     codes: int
     rows: int
     columns: int
-    width: int = 256
-    layers: int = 3
-    heads: int = 4
-    intermediate: int = 512
+    layers: int
+    heads: int
+    intermediate: int
     guidance: float = 1.0
     temperature: float = 1.0
     rope_theta: float = 10000.0
@@ -53,7 +51,7 @@ class DistilledConfig:
     def __post_init__(self):
         if not isinstance(self.family, str):
             raise ValueError(f"family: got {shown(self.family)}, expected a name")
-        for name in ("vocab", "hidden", "rows", "columns", "width", "heads", "intermediate"):
+        for name in ("vocab", "hidden", "rows", "columns", "heads", "intermediate"):
             check_whole(name, getattr(self, name))
         for name, high in (
             ("codes", self.vocab), ("target_layers", MOST_LAYERS), ("layers", MOST_LAYERS), ("levels", MAX_NODES - 1)
@@ -61,8 +59,8 @@ class DistilledConfig:
             check_whole(name, getattr(self, name), 1, high)
         for name in ("guidance", "temperature", "rope_theta"):
             check_positive(name, getattr(self, name))
-        if self.width % (2 * self.heads):
-            raise ValueError(f"heads: got {self.heads}, expected an even share of the width {self.width}")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
 
     @property
     def positions(self) -> int:
@@ -77,88 +75,75 @@ class Layer(nn.Module):
 
     def __init__(self, config: DistilledConfig):
         super().__init__()
-        width, self.heads = config.width, config.heads
-        self.norm_in, self.norm_mlp = RMSNorm(width), RMSNorm(width)
-        self.query = nn.Linear(width, width, bias=False)
-        self.key_value = nn.Linear(width, 2 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.gate_up = nn.Linear(width, 2 * config.intermediate, bias=False)
-        self.down = nn.Linear(config.intermediate, width, bias=False)
+        d, self.heads = config.hidden, config.heads
+        self.norm_in, self.norm_mlp = RMSNorm(d), RMSNorm(d)
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+        self.gate_up = nn.Linear(d, 2 * config.intermediate, bias=False)
+        self.down = nn.Linear(config.intermediate, d, bias=False)
 
-    def stored(self, x_BSw: Tensor, turn_BSC: Tensor) -> Tensor:
-        """Rotated keys, and values, of normalised elements: (2, B, H, S, E)."""
-        key, value = self.key_value(x_BSw).unflatten(-1, (2, self.heads, -1)).unbind(2)
-        return torch.stack([rotate(key, turn_BSC), value]).transpose(2, 3)
-
-    def forward(self, x_BTw: Tensor, turn_BTC: Tensor, memory: Tensor, mask_BTS: Tensor) -> Tensor:
-        """memory (2, B, H, S, E) as `stored` gives it; mask: additive, or true where an element sees one of the memory
-        or, behind it, of its own: (B, T, S + T).
+    def forward(self, x_BTd: Tensor, turn_BTC: Tensor, memory: Tensor, mask_BTS: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's output, and its elements' rotated keys, and values, (2, B, H, T, E), as memory holds them. mask:
+        true where an element sees one of the memory or, behind it, of its own, (B, T, S + T).
         """
-        x = self.norm_in(x_BTw)
-        query = rotate(self.query(x).unflatten(-1, (self.heads, -1)), turn_BTC).transpose(1, 2)
-        key, value = torch.cat([memory, self.stored(x, turn_BTC)], dim=3)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_BTS[:, None])
-        x_BTw = x_BTw + self.out(mixed.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.norm_mlp(x_BTw)).chunk(2, dim=-1)
-        return x_BTw + self.down(F.silu(gate) * up)
+        query, key, value = self.qkv(self.norm_in(x_BTd)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        own = torch.stack([rotate(key, turn_BTC), value]).transpose(2, 3)
+        keys, values = torch.cat([memory, own], dim=3)
+        query = rotate(query, turn_BTC).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask_BTS[:, None])
+        x_BTd = x_BTd + self.out(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm_mlp(x_BTd)).chunk(2, dim=-1)
+        return x_BTd + self.down(F.silu(gate) * up), own
 
 
 class DistilledHead(nn.Module):
-    """Trainable weights of a distilled drafter. Embeddings of codes and words are the target's."""
+    """Trainable weights of a distilled drafter."""
 
     kind: ClassVar[str] = "distilled_drafter"  # identifies its checkpoints
     config_class: ClassVar[type[DistilledConfig]] = DistilledConfig
 
     def __init__(self, config: DistilledConfig):
         super().__init__()
-        self.config, width = config, config.width
-        self.embed_in = nn.Linear(config.hidden, width, bias=False)
-        self.state_in = nn.Linear(config.hidden, width, bias=False)
-        self.kinds = nn.Parameter(torch.empty(3, width))
-        self.row, self.column = nn.Embedding(config.rows, width), nn.Embedding(config.columns, width)
-        self.norm_memory, self.norm_out = RMSNorm(width), RMSNorm(width)
+        self.config, d = config, config.hidden
+        self.kinds = nn.Parameter(torch.zeros(3, d))
+        self.row, self.column = nn.Embedding(config.rows, d), nn.Embedding(config.columns, d)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.codes = nn.Linear(width, config.codes)
-        self._initialise()
+        self.norm_out, self.inner, self.codes = RMSNorm(d), nn.Linear(d, d), nn.Linear(d, config.codes)
+        for table in (self.row, self.column):
+            nn.init.zeros_(table.weight)
 
-    @torch.no_grad()
-    def _initialise(self) -> None:
-        for table in (self.kinds, self.row.weight, self.column.weight):
-            table.normal_(std=0.3)
-        for layer in self.layers:
-            for last in (layer.out, layer.down):
-                last.weight.mul_(0.3)
-        self.codes.weight.normal_(std=DEVIATION)
-        self.codes.bias.zero_()
+    def empty(self, rows: int) -> Tensor:
+        """The memory of nothing."""
+        config, like = self.config, self.kinds
+        return like.new_zeros(config.layers, 2, rows, config.heads, 0, config.hidden // config.heads)
 
-    def turns(self, element: Tensor) -> Tensor:
-        """Rotations of elements (B, T), those of a prompt below 0: (B, T, C)."""
-        size = self.config.width // self.config.heads
+    def forward(
+        self, embed: Tensor, kind: Tensor, element: Tensor, memory: Tensor, mask_BTS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(states (B, T, d) for `logits`, keys and values (layers, 2, B, H, T, E) for the memory) of elements.
+
+        embed (B, T, d): of each one's code or word, any where it is BLANK; kind, element (B, T): those of a prompt are
+        below 0; memory (layers, 2, B, H, S, E); mask as in `Layer`.
+        """
+        x = embed * (kind != BLANK)[..., None] + self.kinds[kind] + self._asked(element)
+        turn, stored = self._turns(element), []
+        for layer, own in zip(self.layers, memory):
+            x, fresh = layer(x, turn, own, mask_BTS)
+            stored.append(fresh)
+        return x, torch.stack(stored)
+
+    def logits(self, x_BTd: Tensor) -> Tensor:
+        """Logits (B, T, V) of the codes that elements are asked for, at temperature 1, guidance applied."""
+        return self.codes(F.gelu(self.inner(self.norm_out(x_BTd)))) * self.config.temperature
+
+    def _turns(self, element: Tensor) -> Tensor:
+        """Rotations of elements: (B, T, C)."""
+        size = self.config.hidden // self.config.heads
         table = rotations(BEFORE + self.config.positions, size, self.config.rope_theta, element.device)
         return table[(element + BEFORE).clamp(0, len(table) - 1)]
 
-    def asked(self, element: Tensor) -> Tensor:
-        """What says which place elements are asked for, zero for those of a prompt: (B, T) -> (B, T, w)."""
+    def _asked(self, element: Tensor) -> Tensor:
+        """What says which place elements are asked for, nothing for those of a prompt: (B, T) -> (B, T, d)."""
         place = (element + 1).clamp(0, self.config.positions - 1)
         found = self.row(place // self.config.columns) + self.column(place % self.config.columns)
         return found * (element >= 0)[..., None]
-
-    def remembered(self, embed: Tensor, state: Tensor, element: Tensor) -> Tensor:
-        """Elements that the target has read, as the memory of all layers: embeddings and states (B, S, d), elements
-        (B, S) -> (layers, 2, B, H, S, E).
-        """
-        x = self.norm_memory(self.embed_in(unit(embed)) + self.state_in(unit(state)) + self.asked(element))
-        turn = self.turns(element)
-        return torch.stack([layer.stored(x, turn) for layer in self.layers])  # type: ignore[operator]
-
-    def forward(self, embed: Tensor, kind: Tensor, element: Tensor, memory: Tensor, mask_BTS: Tensor) -> Tensor:
-        """Logits (B, T, V) of the codes that elements are asked for, at temperature 1, guidance applied.
-
-        embed (B, T, d): of each element's code, any where there is none; kind (B, T): KNOWN, GUESSED or BLANK; memory
-        as `remembered`; mask as in `Layer`.
-        """
-        held = self.embed_in(unit(embed)) * (kind != BLANK)[..., None]
-        x, turn = held + self.kinds[kind] + self.asked(element), self.turns(element)
-        for layer, own in zip(self.layers, memory):
-            x = layer(x, turn, own, mask_BTS)
-        return self.codes(self.norm_out(x)) * self.config.temperature

@@ -1,4 +1,4 @@
-"""Pictures that the painter draws itself, with what a distilled drafter learns from: states, laws and noise.
+"""Pictures that the painter draws itself, with what a distilled drafter learns from: laws and noise.
 
 A picture's noise is not stored: it follows from its seed (`visspec.sampling.Gumbel`).
 Shapes: B pictures, P ids of the longest prompt, T codes, d hidden size, K most likely codes of a law.
@@ -32,31 +32,29 @@ LIKELY = 32  # codes of a law that are stored
 HELD_OUT = "held-out.pt"
 
 
-def painter() -> Janus:
-    """The included painter's family."""
-    family = family_of(*load_image_model("painter"))
-    assert isinstance(family, Janus)
+def painter(name: str) -> Janus:
+    """The family of an included painter, or of a folder. Raises ValueError for another model."""
+    family = family_of(*load_image_model(name))
+    if not isinstance(family, Janus):
+        raise ValueError(f"target: got a model of the type {family.name!r}, expected a painter, which is a Janus")
     return family
 
 
 @torch.no_grad()
 def recorded(family: Janus, request: Request, first: int) -> dict[str, Tensor]:
     """Pictures of a request whose row b draws from the seed `first + b`, all on the CPU: `seed` (B,), `words` (B, P)
-    bool, `prompt` (B, P, d) its inputs, `read` (B, P, d) the states above them, `codes` (B, T), `states` (B, T - 1, d)
-    above the codes but the last, `likely` and `law` (B, T - 1, K) the laws after them: codes, and logarithms.
+    bool, `prompt` (B, P, d) the painter's inputs, `codes` (B, T), `likely` and `law` (B, T - 1, K) the laws after all
+    codes but the last: the likely codes, and logarithms.
     """
     lesson = capture(Teaching(family), Exact(), request)
-    length, hidden = lesson.prompt_length, family.decoder.config.hidden_size
-    states = lesson.features[..., :hidden].half()  # of the conditional row
+    codes = lesson.ids[:, lesson.prompt_length :].short()
     law, likely = lesson.logits.log_softmax(dim=-1).topk(LIKELY, dim=-1)
     assert lesson.attention is not None and lesson.embeddings is not None
     return {
-        "seed": torch.arange(first, first + len(states)),
+        "seed": torch.arange(first, first + len(codes)),
         "words": lesson.attention.bool(),
         "prompt": lesson.embeddings.half(),
-        "read": states[:, :length],
-        "codes": lesson.ids[:, length:].short(),
-        "states": states[:, length:],
+        "codes": codes,
         "likely": likely.short(),
         "law": law.half(),
     }
@@ -69,7 +67,7 @@ def noise(seeds: Tensor, count: int, width: int) -> Tensor:
 
 def write_pictures(options: argparse.Namespace) -> None:
     """Draw the held-out pictures and `options.pictures` others; files that are there are kept."""
-    family, seen = painter(), world("shapes")
+    family, seen = painter(options.target), world("shapes")
     guidance = family.default_guidance
     draw = Pictures(family, seen, BATCH, guidance, FIRST_SEED)
     held = request_of(family, held_out(seen, BATCH), HELD_OUT_SEED, guidance)
@@ -92,10 +90,11 @@ def files(count: int) -> list[str]:
 
 def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
     """Files in their order, prompts padded on the left to one length."""
-    parts = [torch.load(folder / name, weights_only=True) for name in names]
+    wanted = ("seed", "words", "prompt", "codes", "likely", "law")
+    parts = [{k: v for k, v in torch.load(folder / name, weights_only=True).items() if k in wanted} for name in names]
     longest = max(part["words"].shape[1] for part in parts)
     for part in parts:
         missing = longest - part["words"].shape[1]
         part["words"] = F.pad(part["words"], (missing, 0))
-        part["prompt"], part["read"] = (F.pad(part[name], (0, 0, missing, 0)) for name in ("prompt", "read"))
+        part["prompt"] = F.pad(part["prompt"], (0, 0, missing, 0))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,15 +1,14 @@
-"""Stage `draw` of the distilled drafter's recipe: the painter's laws, from guesses that the drafter makes itself.
+"""Stage `draw` of the distilled drafter's recipe: the painter's guided laws, from codes that may be guesses.
 
-A picture is cut into stretches as drafting leaves them: each begins behind a code that the painter has just drawn, and
-what stands before that is known with the painter's states. In every picture of a batch the later places of a stretch
-hold nothing, the guesses of one or two passes of the drafter with the picture's own noise, or the painter's codes, to
-which passes converge. One pass learns from all stretches.
+The drafter begins as some of the painter's own layers. It learns the laws behind the painter's codes and, in a part of
+the pictures, from what a draft's first passes find: behind some place there are no codes, or the drafter's own guesses
+with the picture's noise. What such places can know fades with their distance from the last known code, and so does
+their weight.
 
 Shapes: B pictures, P prompt, T elements (codes but the last), V codes, K most likely codes of a law.
 """
 
 import argparse
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,31 +20,68 @@ from visspec.accept.exact import Exact
 from visspec.eval.world.scene import HELD_OUT_SEED
 from visspec.eval.world.worlds import world
 from visspec.loop.guard import Guarded
-from visspec.models.drafters.distilled import DistilledDrafter, config_for
+from visspec.models.drafters.distilled import DistilledDrafter, config_for, words
 from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledHead
 from visspec.models.targets.image_ar import ImageAR
+from visspec.models.targets.janus import Janus
 from visspec.recipes.distilled_data import files, noise, painter, read_pictures
 from visspec.recipes.painter_drafter import held_out, request_of, temperature_of
 from visspec.recipes.stages import Stage
 from visspec.train.validation import measure
 
-STRETCH = (6, 40)  # places between two codes behind which a stretch begins
-MIXTURE = (0.15, 0.25)  # shares of pictures whose places hold nothing, and guesses
-FADE = 0.8  # weight of a place in these, of that before it: what comes late in a stretch can't be known there
+LAYERS = (0, 1, 7)  # of the painter's, that the drafter begins as
+MIXTURE = (0.15, 0.2)  # shares of pictures with missing codes, and with guesses
+FADE = 0.9  # weight of a place behind known codes, of that before it
 REST = 0.1  # weight of cross-entropy beside total variation
 
 
+@torch.no_grad()
+def begun(family: Janus, layers: tuple[int, ...]) -> DistilledHead:
+    """A network of these layers of a painter, with its head; kinds and places say nothing yet."""
+    decoder, last = family.decoder, family.model.model.generation_head
+    config = config_for(
+        family, layers=len(layers), temperature=temperature_of(family), rope_theta=rope_theta(decoder.config)
+    )
+    head = DistilledHead(config)
+    for own, number in zip(head.layers, layers):
+        theirs = decoder.layers[number]
+        attention, mlp = theirs.self_attn, theirs.mlp
+        turned = [adjacent(part.weight, config.heads) for part in (attention.q_proj, attention.k_proj)]
+        own.qkv.weight.copy_(torch.cat([*turned, attention.v_proj.weight]))
+        own.gate_up.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        pairs = [(own.out, attention.o_proj), (own.down, mlp.down_proj)]
+        pairs += [(own.norm_in, theirs.input_layernorm), (own.norm_mlp, theirs.post_attention_layernorm)]
+        for to, of in pairs:
+            to.weight.copy_(of.weight)
+    head.norm_out.weight.copy_(decoder.norm.weight)
+    head.inner.load_state_dict(last.proj_out.state_dict())
+    head.codes.load_state_dict(last.vision_head.state_dict())
+    for part in head.codes.parameters():
+        part.div_(config.temperature)
+    return head
+
+
+def rope_theta(config: Any) -> float:
+    """The base of a Llama's rotations."""
+    return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
+
+
+def adjacent(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a projection whose rotated channels are halves apart, as transformers has them, side by side."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
 class DistilStage(Stage):
-    """Training of a `DistilledHead` for the included painter."""
+    """Training of a `DistilledHead` for a painter."""
 
     def __init__(self, options: argparse.Namespace, rank: int):
         torch.manual_seed(7)
-        self.family = painter()
-        config = config_for(self.family, temperature=temperature_of(self.family))
-        self.head = DistilledHead(config).train()
+        self.family = painter(options.target)
+        self.head = begun(self.family, LAYERS).train()
         self.drafter = DistilledDrafter(self.head, self.family)
         trained = list(self.head.parameters())
-        super().__init__(options, rank, "distilled.pt", options.steps, options.rate, trained, 0.02, {"head": self.head})
+        parts = {"head": self.head}
+        super().__init__(options, rank, "distilled.pt", options.steps, options.rate, trained, 0.02, parts)
         self.data = read_pictures(options.out, files(options.pictures))
 
     def chosen(self, rng: np.random.Generator) -> dict[str, Tensor]:
@@ -62,12 +98,9 @@ class DistilStage(Stage):
         with torch.autocast("cpu", torch.bfloat16):
             logits, weight_BT = attempted(self.head, self.drafter.table, batch, rng)
         cross_BT, apart_BT = distances(logits.float() / self.head.config.temperature, batch)
-        whole = (weight_BT == 1).all(dim=1)  # rows with the painter's codes
+        sure = weight_BT == 1
+        self.notes |= {"cross": round(cross_BT[sure].mean().item(), 4), "apart": round(apart_BT[sure].mean().item(), 4)}
         cross, apart = ((part * weight_BT).sum() / weight_BT.sum() for part in (cross_BT, apart_BT))
-        self.notes |= {
-            "cross": round(cross_BT[whole].mean().item(), 4),
-            "apart": round(apart_BT[whole].mean().item(), 4),
-        }
         return cross if self.step < self.options.opening * self.steps else apart + REST * cross
 
     def report(self) -> dict[str, Any]:
@@ -75,7 +108,7 @@ class DistilStage(Stage):
         if self.rank or not self.options.watched:
             return {}
         self.head.eval()
-        target = ImageAR(self.family, features=True)
+        target = ImageAR(self.family)
         texts = held_out(world("shapes"), self.options.watched)
         request = request_of(self.family, texts, HELD_OUT_SEED, self.head.config.guidance)
         drafter = Guarded(self.drafter, target.capabilities)
@@ -88,66 +121,43 @@ class DistilStage(Stage):
 def attempted(
     head: DistilledHead, table: Tensor, batch: dict[str, Tensor], rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Logits (B, T, V) of a batch of `read_pictures`, from places as drafting finds them, and the weight of each
-    element, (B, T); see the module.
-    """
+    """Logits (B, T, V) of a batch of `read_pictures`, and the weight of each element, (B, T); see the module."""
     codes_BT = batch["codes"][:, :-1].long()
     rows, count = codes_BT.shape
-    begun_BT = torch.from_numpy(beginnings(rng, rows, count))
-    element_T = torch.arange(count)
-    memory, mask = remembered(head, table, batch, begun_BT)
-    own = begun_BT == element_T
-    run = partial(head, element=element_T.expand(rows, -1), memory=memory, mask_BTS=mask)
-    share, guesses = torch.from_numpy(rng.random(rows)), torch.zeros_like(codes_BT)
+    newest_B1 = torch.from_numpy(rng.integers(0, count, (rows, 1)))
+    ahead_BT = torch.arange(count) - newest_B1
+    share = torch.from_numpy(rng.random(rows))
     blank_B, guessed_B = share < MIXTURE[0], (share >= MIXTURE[0]) & (share < sum(MIXTURE))
-    kind_BT = torch.full_like(codes_BT, BLANK).masked_fill(own, KNOWN)
+    value_BT, kind_BT = codes_BT.clone(), torch.where(ahead_BT > 0, GUESSED, KNOWN)
+    blank_BT = torch.where(ahead_BT > 0, BLANK, KNOWN)
+    kind_BT[blank_B] = blank_BT[blank_B]
     if guessed_B.any():
         at = guessed_B.nonzero()[:, 0]
         numbers = noise(batch["seed"][at], count + 1, head.config.vocab)[:, 1:]  # the prefill draws the first code
-        known, kind = torch.where(own[at], codes_BT[at], 0), kind_BT[at]
+        kind = blank_BT[at]
         for _ in range(int(rng.integers(1, 3))):
             with torch.no_grad():
-                logits = head(table[known], kind, element_T.expand(len(at), -1), memory[:, :, at], mask[at]).float()
-            drawn = (logits / head.config.temperature + numbers[..., : logits.shape[-1]]).argmax(dim=-1)
-            known = torch.where(own[at], codes_BT[at], F.pad(drawn[:, :-1], (1, 0)))
-            kind = torch.where(own[at], KNOWN, GUESSED)
-        guesses[at] = known
-    value_BT = torch.where(guessed_B[:, None], guesses, codes_BT)
-    kind_BT = torch.where(blank_B[:, None] | own, kind_BT, GUESSED)
+                logits = run(head, table, {name: part[at] for name, part in batch.items()}, value_BT[at], kind)
+            drawn = (logits.float() / head.config.temperature + numbers[..., : logits.shape[-1]]).argmax(dim=-1)
+            value_BT[at] = torch.where(ahead_BT[at] > 0, F.pad(drawn[:, :-1], (1, 0)), codes_BT[at])
+            kind = kind_BT[at]
     fading = (blank_B | guessed_B)[:, None]
-    return run(table[value_BT], kind_BT), torch.where(fading, FADE ** (element_T - begun_BT), 1.0)
+    weight_BT = torch.where(fading, FADE ** ahead_BT.clamp(min=0), 1.0)
+    return run(head, table, batch, value_BT, kind_BT), weight_BT
 
 
-def remembered(head: DistilledHead, table: Tensor, batch: dict[str, Tensor], begun_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The memory of prompts and codes (layers, 2, B, H, P + T, E), and what elements see of it and of each other, given
-    where their stretches begin: (B, T, P + T + T).
-    """
-    codes_BT, (rows, prompt) = batch["codes"][:, :-1].long(), batch["words"].shape
-    element_S = torch.arange(-prompt, codes_BT.shape[1])
-    embeds = torch.cat([batch["prompt"].float(), table[codes_BT]], dim=1)
-    states = torch.cat([batch["read"].float(), batch["states"].float()], dim=1)
-    stored = head.remembered(embeds, states, element_S.expand(rows, -1))
-    before_BTT = element_S[prompt:] < begun_BT[..., None]
-    words_BTP = batch["words"][:, None].expand(-1, codes_BT.shape[1], -1)
-    together_BTT = begun_BT[..., None] == begun_BT[:, None]
-    return stored, torch.cat([words_BTP, before_BTT, together_BTT.tril()], dim=2)
-
-
-def beginnings(rng: np.random.Generator, rows: int, count: int) -> np.ndarray:
-    """(rows, count): the element that each one's stretch begins with, of stretches of random lengths."""
-    begun = np.zeros((rows, count), np.int64)
-    for row in begun:
-        at = int(rng.integers(1, STRETCH[1]))
-        while at < count:
-            row[at:] = at
-            at += int(rng.integers(*STRETCH))
-    return begun
+def run(head: DistilledHead, table: Tensor, batch: dict[str, Tensor], value_BT: Tensor, kind_BT: Tensor) -> Tensor:
+    """Logits (B, T, V) behind prompts and codes, of the kinds (B, T)."""
+    rows, count = value_BT.shape
+    _, memory = head(*words(batch["prompt"].float(), batch["words"], head))
+    own_TT = torch.ones(count, count, dtype=torch.bool).tril()
+    mask = torch.cat([batch["words"][:, None].expand(-1, count, -1), own_TT.expand(rows, -1, -1)], dim=2)
+    x_BTd, _ = head(table[value_BT], kind_BT, torch.arange(count).expand(rows, -1), memory, mask)
+    return head.logits(x_BTd)
 
 
 def distances(logits_BTV: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Cross-entropy and total variation, (B, T), of the laws of these logits and the painter's, on its likely codes."""
     log_BTK = logits_BTV.log_softmax(dim=-1).gather(-1, batch["likely"].long())
     p_BTK = batch["law"].float().exp()
-    cross = -(p_BTK * log_BTK).sum(dim=-1)
-    shared = torch.minimum(p_BTK, log_BTK.exp()).sum(dim=-1)
-    return cross, 1 - shared
+    return -(p_BTK * log_BTK).sum(dim=-1), 1 - torch.minimum(p_BTK, log_BTK.exp()).sum(dim=-1)

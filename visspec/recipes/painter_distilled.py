@@ -26,10 +26,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder for pictures, checkpoints and the finished one")
     parser.add_argument("--stage", nargs="+", choices=(*STAGES, "all"), default=["all"])
     parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
+    parser.add_argument("--target", default="painter", help="the painter that draws: an included one, or a folder")
     parser.add_argument("--pictures", type=int, default=2048, help="pictures to learn from")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--rows", type=int, default=16, help="pictures in a batch of one worker")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument(
         "--opening", type=float, default=0.5, help="share of the steps that learn by cross-entropy alone"
     )
