@@ -144,6 +144,7 @@ def test_prompts_are_lines_or_objects(tmp_path):
         (["caption", "IMAGE", "--ray", "--out", "TMP/x"], "ray is not installed, expected it (pip install"),
         (["generate", "a ring", "--ray", "--out", "TMP/x"], "ray is not installed, expected it (pip install"),
         (["generate", "a ring", "--ray", "--out", "TMP/x", "--grid", "TMP/g.png"], "--grid: got one beside --ray"),
+        (["generate", "a ring", "--ray", "--out", "TMP/x", "--image", "TMP/g.png"], "--image: got one beside --ray"),
         (["generate", "--out", "TMP/x"], "prompt: got none"),
         (["generate", "--prompts", "TMP/none", "--out", "TMP/x"], "got no such file"),
     ],

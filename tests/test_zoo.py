@@ -14,6 +14,7 @@ from visspec.laws import Categorical
 from visspec.loop.pairing import check, pair
 from visspec.models.drafters.block_training import BlockDrafter
 from visspec.models.drafters.diffusion_training import DiffusionDrafter
+from visspec.models.drafters.distilled import DistilledDrafter
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
@@ -46,6 +47,9 @@ DRAFTERS = {  # of the tiny image model, from options
     "diffusion-lm": lambda **options: DiffusionDrafter.for_model(model_of("llava"), layers=1, block=4),
     "image-eagle": lambda **options: ImageFeatureDrafter(
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
+    ),
+    "distilled": lambda **options: DistilledDrafter(
+        DistilledDrafter.for_model(made("janus").family, layers=1).head, made("janus").family, **options
     ),
 }
 # tests of their own have the drafters of vectors and the rules that judge them, a checkpoint's heads, and any order

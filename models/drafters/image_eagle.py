@@ -99,7 +99,9 @@ class ImageFeatureDrafter(FeatureDrafting):
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
-        self._check(state.request)
+        check_grid(self.config, state.request)
+        if not self.warned:
+            self.warned = warn_of_guidance(self.config, state.request.sampling.guidance)
         prompt, rows = state.request.inputs, state.rows
         length = prompt.ids.shape[1]
         whole = self._whole(scores).features
@@ -120,20 +122,6 @@ class ImageFeatureDrafter(FeatureDrafting):
 
     def _embed_again(self, target: Family) -> None:
         self.embed = embedding(target, self.config.vocab)
-
-    def _check(self, request: Request) -> None:
-        config, grid = self.config, request.grid
-        stride = None if grid is None else request.max_new_tokens // grid[0]
-        if grid is None or (grid[0], stride) != (config.rows, config.columns):
-            found = None if grid is None else (grid[0], stride)
-            raise ValueError(f"grid: got {found}, expected {(config.rows, config.columns)}, which it was trained on")
-        scale, taught = request.sampling.guidance, config.guidance
-        if not self.warned and not taught / OTHER_SCALE <= scale <= taught * OTHER_SCALE:
-            self.warned = True
-            warnings.warn(
-                f"guidance: got {scale}, the drafter was trained with {taught}; fewer of its drafts will be accepted",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
 
     def _whole(self, scores: Scores) -> Scores:
         """Without guidance the unconditional state is the conditional one: u + s (c - u) = c."""
@@ -218,6 +206,27 @@ def check_target(config: ImageHeadConfig, family: Family) -> None:
     checkpoint.check_target(
         config, family=family.name, hidden=decoder.hidden_size, codes=family.codes, vocab=vocab, target_layers=layers
     )
+
+
+def check_grid(config: Any, request: Request) -> None:
+    """Raises ValueError for images of another size than a drafter, with `rows` and `columns`, was trained on."""
+    grid = request.grid
+    stride = None if grid is None else request.max_new_tokens // grid[0]
+    if grid is None or (grid[0], stride) != (config.rows, config.columns):
+        found = None if grid is None else (grid[0], stride)
+        raise ValueError(f"grid: got {found}, expected {(config.rows, config.columns)}, which it was trained on")
+
+
+def warn_of_guidance(config: Any, scale: float) -> bool:
+    """Warn of a guidance scale far from that of a drafter's training; returns whether it did."""
+    taught = config.guidance
+    if taught / OTHER_SCALE <= scale <= taught * OTHER_SCALE:
+        return False
+    warnings.warn(
+        f"guidance: got {scale}, the drafter was trained with {taught}; fewer of its drafts will be accepted",
+        RuntimeWarning, stacklevel=3,
+    )  # fmt: skip
+    return True
 
 
 def config_for(family: Family, **options: Any) -> ImageHeadConfig:

@@ -86,6 +86,10 @@ DRAFTERS = {
         "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
         "images: on the target's hidden states; trained; tree=chain, dynamic or static",
     ),
+    "distilled": (
+        "visspec.models.drafters.distilled:DistilledDrafter",
+        "images: from the noise of many places to their codes, in a few passes of a small network; trained",
+    ),
     "continuous": (
         "visspec.models.drafters.continuous:ContinuousDrafter",
         "vectors: a small model of the painter's form; its denoising chains are the drafts; trained",
@@ -137,6 +141,9 @@ PRESETS = {  # docs/presets.md compares them
     "drafter": Preset(
         "painter-eagle:levels=8", "exact", "the trained drafter, chains coupled to the target's own noise"
     ),
+    "distilled": Preset(
+        "painter-distilled", "exact", "Distilled Decoding (arXiv 2412.17153) as a drafter; token-identical"
+    ),
     "naive": Preset("painter-eagle:tree=dynamic", "rejection", "EAGLE-2 trees, exact rejection"),
     "lantern": Preset("painter-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),
     "lantern++": Preset("painter-eagle:tree=static", "lantern_plus:k=10,lam=2.0", "LANTERN++ (ICLR-W 2025)"),
@@ -158,6 +165,13 @@ VECTOR_PRESETS = {  # of painters of vectors; a drafter stands for that of the p
     ),
     "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
     "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
+}
+
+
+ANY_ORDER_PRESETS = {  # of models that draw in any order, beside those of `PRESETS` that they take
+    "assd": Preset("ahead", "exact", "ASSD (ICLR 2026), one pass a round; codes far from each other first", "spread"),
+    "assd-raster": Preset("ahead", "exact", "the same row by row", "raster"),
+    "assd-ngram": Preset("neighbours", "exact", "ASSD with a context n-gram as drafter", "spread"),
 }
 
 
@@ -256,6 +270,7 @@ SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, tha
     "vispec-emoji": ("eagle", "captioner-emoji-vispec", "captioner-emoji", "that of the emoji's captioner"),
     "painter-eagle": ("image-eagle", "painter-eagle", "painter", "the embedded painter's"),
     "painter-emoji-eagle": ("image-eagle", "painter-emoji-eagle", "painter-emoji", "that of the emoji's painter"),
+    "painter-distilled": ("distilled", "painter-distilled", "painter", "the embedded painter's"),
     "painter-continuous-drafter": (
         "continuous",
         "painter-continuous-drafter",
@@ -270,6 +285,7 @@ KINDS = {
     "block_drafter": "block-head",
     "diffusion_lm": "diffusion-lm",
     "image_drafter": "image-eagle",
+    "distilled_drafter": "distilled",
     "continuous_painter": "continuous",
     "mar_painter": "mar",
 }  # of a checkpoint: the drafter that reads it
@@ -361,7 +377,7 @@ def preset(name: str, vectors: bool = False, model: Any = None) -> Preset:
     """A preset of image generation, of codes or of vectors; its drafter is that of `model`, where one is included.
     Raises ValueError for an unknown name.
     """
-    found = _pick(VECTOR_PRESETS if vectors else PRESETS, "preset", name)
+    found = _pick(VECTOR_PRESETS if vectors else PRESETS | ANY_ORDER_PRESETS, "preset", name)
     return found if model is None else found._replace(drafter=_drafter_of(found.drafter, model))
 
 

@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
         compile=arguments.compile,
     )  # fmt: skip
     vectors = pipe.family.vectors
-    named = arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS)
+    more = zoo.ANY_ORDER_PRESETS if pipe.family.any_order else {}
+    named = arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS | more)
     methods = dict(chosen(m, vectors, pipe.model) for m in named)
     if not arguments.method and arguments.sweep is None:
         methods = fitting(pipe, methods)
@@ -216,7 +217,8 @@ class OurArm:
         self.pipe, self.seed, self.options = pipe, seed, options
         self.method: dict[str, Any] = {**zoo.method(method)}
         self.pairing = pairing = pipe.pairing(**self.method)  # what can't be is refused here
-        self.whole, self.promise = not pairing.order.raster, pairing.promises_tokens(sampling.greedy)
+        same = type(pairing.order) is type(pipe.pairing(**zoo.method(undrafted(pipe))).order)  # another is another law
+        self.whole, self.promise = not pairing.order.raster, same and pairing.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
         self.displacement: list[float] = []

@@ -32,6 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="default: the model's own")
     parser.add_argument("--height", type=int, help="pixels; default: the model's own")
     parser.add_argument("--width", type=int, help="pixels; default: the model's own")
+    parser.add_argument("--image", type=Path, help="picture to draw into, of the model's size; any-order models only")
+    parser.add_argument("--mask", type=Path, help="of --image: white where to draw, the rest stays as it is")
     parser.add_argument("--preset", help="a published method by name, see visspec list")
     parser.add_argument("--drafter", help="name with options, or folder (default: jacobi; none for vectors)")
     parser.add_argument("--order", help="order of decoding, with options: zipar:window=4 (default: raster)")
@@ -60,13 +62,14 @@ def run(arguments: argparse.Namespace) -> int | None:
     from visspec.cli.generate_best import picked, scorer
     from visspec.provenance import provenance
 
-    texts = asked(arguments)
+    texts, given = asked(arguments), inpainted(arguments)
     score = scorer(arguments, texts)
     pipe = pipeline(arguments)
     chosen = method(arguments, pipe)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     count = arguments.n * arguments.best_of
-    stream = pipe.stream(texts, num_images_per_prompt=count, seed=arguments.seed, **settings(arguments), **chosen)
+    options = settings(arguments) | given | chosen
+    stream = pipe.stream(texts, num_images_per_prompt=count, seed=arguments.seed, **options)
     shown: list[Image.Image] = []
     captions: list[str] = []
     about = {name: getattr(pipe, name) for name in CHOSEN} | chosen | {"provenance": provenance(pipe.model)}
@@ -109,6 +112,25 @@ def asked(arguments: argparse.Namespace) -> list[str]:
     if not texts:
         raise ValueError("prompt: got none, expected at least one")
     return texts
+
+
+def inpainted(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The picture of --image and the mask of --mask, read, as a pipeline takes them. Raises ValueError for one without
+    the other, and for a file that is no image.
+    """
+    from visspec.eval.metrics.images import open_image
+
+    files = {"image": arguments.image, "mask": arguments.mask}
+    if files["image"] is None and files["mask"] is None:
+        return {}
+    for name, path in files.items():
+        if path is None:
+            raise ValueError(
+                f"--{name}: got none, expected both --image and --mask: a picture, and white where to draw"
+            )
+        if not path.exists():
+            raise ValueError(f"--{name}: got {path}, expected an image file")
+    return {"image": open_image(files["image"]), "mask_image": open_image(files["mask"])}
 
 
 def pipeline(arguments: argparse.Namespace) -> ImagePipeline:

@@ -24,7 +24,7 @@ COLUMNS = {
 
 def run_ray(arguments: argparse.Namespace) -> int:
     """Finished shards are kept whatever ends it; ids that are there are not drawn again. Returns the exit code."""
-    refuse(arguments, "json", "grid", "maps", "stats", "scorer")
+    refuse(arguments, "json", "grid", "maps", "stats", "scorer", "image", "mask")
     if arguments.best_of > 1:
         raise ValueError(f"--best-of: got {arguments.best_of} beside --ray, expected one of the two")
     sources.need("ray", "--ray", EXTRA)

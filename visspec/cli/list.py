@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> None:
             view.add_row(kind, name, what)
     for name, (kind, *_, what) in zoo.SHIPPED.items():
         view.add_row("drafter", name, f"{what} {kind}, shipped with the package")
-    for name, preset in [*zoo.PRESETS.items(), *zoo.VECTOR_PRESETS.items()]:
+    for name, preset in [*zoo.PRESETS.items(), *zoo.ANY_ORDER_PRESETS.items(), *zoo.VECTOR_PRESETS.items()]:
         view.add_row("preset", name, f"{preset.source} ({preset})")
     for name, reference in FAMILIES.items():
         view.add_row("image model", name, "driven by " + reference.partition(":")[2])

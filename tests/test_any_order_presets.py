@@ -1,0 +1,120 @@
+"""Presets of any-order models, and the included one of them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.test_any_order_painter import TEXTS, fresh
+from visspec import ImagePipeline
+from visspec.api import saving, zoo
+from visspec.cli import bench_image
+from visspec.cli.main import main
+from visspec.recipes.painter_build import build_processor
+
+SHIPPED = zoo.CHECKPOINTS / "painter-any-order" / "config.json"
+shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the any-order painter is not in this checkout")
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    with torch.inference_mode(False):
+        made = ImagePipeline(fresh(), build_processor(True))
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.mark.parametrize("name", zoo.ANY_ORDER_PRESETS)
+def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):
+    preset = zoo.preset(name)
+    plain = pipe(TEXTS, seed=2, drafter="none", acceptance="exact", order=preset.order)
+    fast = pipe(TEXTS, seed=2, **zoo.method(str(preset)))
+    for one, two in zip(plain.tokens, fast.tokens):
+        assert torch.equal(one, two)
+    assert fast.stats[0].faults == 0 and fast.stats[0].rounds <= plain.stats[0].rounds
+    assert preset.drafter != "ahead" or fast.stats[0].rounds < plain.stats[0].rounds  # nothing repeats in random codes
+    assert saving.named("order", zoo.ORDERS, preset.order) == preset.order and preset.source
+
+
+def test_other_painters_refuse_them_and_their_names_are_their_own():
+    assert not set(zoo.ANY_ORDER_PRESETS) & (set(zoo.PRESETS) | set(zoo.VECTOR_PRESETS))
+    made = ImagePipeline.from_pretrained("painter")
+    for name in zoo.ANY_ORDER_PRESETS:
+        with pytest.raises(ValueError, match="any-order models"):
+            made.pairing(**zoo.method(str(zoo.preset(name))))
+
+
+def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone(tmp_path, capsys):
+    """The order of plain decoding is the family's own, halton; codes in another order have another joint law."""
+    folder, record = tmp_path / "painter", tmp_path / "r.json"
+    ImagePipeline(fresh(), build_processor(True)).save_pretrained(folder)
+    argv = ["bench", "image", "--model", str(folder), "--prompts", "1", "--json", str(record), "--world", "shapes"]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
+    assert {"plain", "gumbel", *zoo.ANY_ORDER_PRESETS} <= set(rows) and "left out: distilled" in said
+    assert rows["gumbel"]["promises_tokens"] and rows["gumbel"]["identical"] == 1
+    assert not any(rows[name]["promises_tokens"] for name in zoo.ANY_ORDER_PRESETS)
+    assert all(rows[name]["guarantee"] == "exact" and rows[name]["drafter"] for name in zoo.ANY_ORDER_PRESETS)
+    assert bench_image.chosen("assd")[1] == "ahead/exact/spread"
+
+
+# --- the included painter ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def painter():
+    made = ImagePipeline.from_pretrained("painter-any-order")
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@shipped
+def test_the_included_painter_draws_in_fewer_passes(painter):
+    """Its files are weights, a card and where they are from; images are those of plain decoding in the order."""
+    folder = SHIPPED.parent
+    assert {path.name for path in folder.iterdir()} >= {"README.md", "provenance.json", "model.safetensors"}
+    assert (folder / "model.safetensors").stat().st_size < 12e6
+    text = "a photo of a red ring"
+    for name in ("assd", "assd-raster"):
+        preset = zoo.preset(name)
+        plain = painter(text, seed=1, drafter="none", order=preset.order)
+        fast = painter(text, seed=1, **zoo.method(str(preset)))
+        assert torch.equal(plain.tokens[0], fast.tokens[0]) and fast.stats[0].faults == 0
+        assert fast.passes[0].max() + 1 < 130 < plain.passes[0].max() + 1 == 144
+
+
+@shipped
+@pytest.mark.parametrize("from_codes", [True, False])
+def test_the_included_painter_leaves_what_is_black(painter, from_codes):
+    """Pixels and codes: of a picture given as codes, and of one given as pixels, which is coded whole."""
+    first = painter("a photo of a red ring", seed=1)
+    mask = np.zeros((96, 96), np.uint8)
+    mask[20:61, 33:70] = 255
+    given = first.tokens[0].view(12, 12) if from_codes else first.images[0]
+    out = painter("a photo of a blue ring", given, Image.fromarray(mask), seed=2)
+    again = torch.zeros(12, 12, dtype=torch.bool)
+    again[2:8, 4:9] = True
+    again = again.flatten()
+    pixels = torch.from_numpy(np.asarray(first.images[0])).permute(2, 0, 1)[None] / 255
+    own = first.tokens[0] if from_codes else painter.family.encode(pixels)[0]
+    assert torch.equal(out.tokens[0][~again], own[~again]) and (out.tokens[0][again] != own[again]).any()
+    made, before = np.asarray(out.images[0]), np.asarray(first.images[0])
+    assert (made[mask == 0] == before[mask == 0]).all() and (made[mask > 0] != before[mask > 0]).any()
+    assert out.stats[0].tokens == 30 and out.stats[0].rounds <= 30
+
+
+@shipped
+def test_the_command_line_paints_into_files(painter, tmp_path):
+    first = painter("a photo of a red ring", seed=1).images[0]
+    mask = np.zeros((96, 96), np.uint8)
+    mask[:, 48:] = 255
+    first.save(tmp_path / "first.png")
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    argv = ["generate", "a photo of a red ring and a blue cross", "--model", "painter-any-order", "--preset", "assd"]
+    argv += ["--image", str(tmp_path / "first.png"), "--mask", str(tmp_path / "mask.png"), "-o", str(tmp_path / "out")]
+    assert main(argv) == 0
+    made = np.asarray(Image.open(tmp_path / "out" / "00000.png"))
+    assert (made[:, :48] == np.asarray(first)[:, :48]).all() and (made[:, 48:] != np.asarray(first)[:, 48:]).any()

@@ -1,0 +1,465 @@
+"""The distilled drafter: laws it reports and leaves, identity, passes over its own guesses, checkpoints, its recipe."""
+
+import collections
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.laws import context_law, output_law, plain_law, total_variation
+from tests.test_image_drafter import path_law, request, rounds
+from tests.test_image_targets import made
+from tests.test_law import chi_square
+from tests.tiny_images import janus, painter, prompts
+from visspec.accept.exact import Exact, follow
+from visspec.accept.rejection import Rejection
+from visspec.api import zoo
+from visspec.api.loading import load_image_model
+from visspec.loop.decode import decode, open_request, settle
+from visspec.loop.guard import Guarded
+from visspec.loop.pace import Pace
+from visspec.models.drafters.distilled import DistilledDrafter, config_for
+from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledConfig
+from visspec.models.targets.image_ar import ImageAR
+from visspec.models.targets.janus import Janus
+from visspec.recipes import distilled_card, distilled_data, distilled_draw, painter_distilled
+from visspec.sampling import Gumbel
+from visspec.types import FREE, Request, Sampling
+
+V = 3  # codes that the drafter of the law tests knows
+SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
+
+
+def family():
+    return Janus(janus(), None)
+
+
+def drafter(seed=1, *, levels=None, refine=6, **config):
+    """A random drafter with laws sharp enough to differ."""
+    fresh = DistilledDrafter.for_model(family(), seed=seed, **(SMALL | config))
+    with torch.no_grad():
+        fresh.head.codes.weight.mul_(40.0)
+    return DistilledDrafter(fresh.head, family(), levels=levels, refine=refine)
+
+
+def run(made, used, rule=None, levels=None):
+    target = ImageAR(family(), features=used is not None)
+    guarded = None if used is None else Guarded(used, target.capabilities)
+    pace = Pace(levels or (used.traits.levels if used else 1), adaptive=False)
+    state = decode(target, guarded, rule or Exact(), made, pace)
+    if guarded is not None:
+        guarded.finish(state)
+    return torch.tensor(state.tokens), state
+
+
+# --- laws -------------------------------------------------------------------------------------------------------------
+
+
+class Few(Exact):
+    """The rule with noise of a few values: row b's numbers of the first places are its combination of `choices`."""
+
+    def __init__(self, choices_KV, places, keep=False):
+        self.choices, self.places, self.keep = choices_KV, places, keep
+
+    def make_noise(self, generators, width):
+        noise = Gumbel(generators, width)
+        every = itertools.product(self.choices, repeat=self.places)
+        for b, numbers in enumerate(every):
+            noise.ahead[b] = torch.cat([torch.stack(numbers), noise.window(16)[b, self.places :]])
+        return noise
+
+    def __call__(self, draft, scores, noise):
+        if not self.keep or draft.tree.size == 1:
+            return super().__call__(draft, scores, noise)
+        drafted = torch.cat([draft.value[:, 1:], super().__call__(draft, scores, noise).next[:, None]], dim=1)
+        return follow(draft, drafted)  # the control: whatever was drafted is kept
+
+
+def enumerated(used, keep=False, places=3, kinds=4):
+    """The joint law of the first codes over all noise of a few values, as the loop draws them."""
+    generator = torch.Generator().manual_seed(5)
+    choices = -torch.log(-torch.log(torch.rand(kinds, 24, generator=generator)))
+    ids, attention = prompts(1)
+    made = request(ids.expand(kinds**places, -1), attention.expand(kinds**places, -1))
+    tokens, state = run(made, used, Few(choices, places, keep))
+    assert state.trace.faults == 0
+    law = torch.zeros((24,) * places, dtype=torch.float64)
+    law.index_put_(tuple(tokens[:, :places].T), torch.full((len(tokens),), kinds**-places, dtype=torch.float64), True)
+    return law
+
+
+def test_the_output_is_a_function_of_the_noise_alone_enumerated():
+    """All noise there is: the law of the codes is that of plain decoding, and of kept drafts it is not."""
+    plain = enumerated(None)
+    assert plain.sum() == pytest.approx(1) and int((plain > 0).sum()) > 10
+    for refine in (1, 6):
+        assert total_variation(enumerated(drafter(refine=refine)), plain) < 1e-12
+    assert total_variation(enumerated(drafter(), keep=True), plain) > 0.1
+
+
+@torch.inference_mode()
+def proposed(refine, rows=4000, depth=2):
+    """One draft for each of many seeds, all behind the same code: tokens, parents and laws."""
+    used = drafter(refine=refine)
+    with torch.no_grad():
+        used.head.codes.weight.mul_(0.1)  # no draft so unlikely that it is not seen
+        used.head.codes.bias[V:] = -1e4
+    ids, attention = prompts(1)
+    made = request(ids.expand(rows, -1), attention.expand(rows, -1))
+    state, scores = open_request(ImageAR(family(), features=True), Rejection(), made)
+    state.pending = torch.full_like(state.pending, 5)
+    used.start(state, scores)
+    draft = used.propose(state, depth)
+    return draft.value[:, 1:].tolist(), draft.tree.parent[0].tolist(), draft.q.p[..., :V].double()
+
+
+@pytest.mark.parametrize("refine", [2, 6])
+def test_rejection_keeps_any_target_law_enumerated(refine):
+    """Reported laws are those of the tokens given those before, and so the next tokens have the target's law."""
+    tokens, parent, q = proposed(refine)
+    groups = collections.defaultdict(list)
+    for row, drawn in enumerate(tokens):
+        groups[drawn[0]].append(row)
+    for rows in groups.values():
+        torch.testing.assert_close(q[rows, 2], q[rows[:1], 2].expand(len(rows), V), rtol=1e-4, atol=1e-6)
+        counts = torch.bincount(torch.tensor([tokens[row][1] for row in rows]), minlength=V)
+        assert chi_square(counts, q[rows[0], 2] / q[rows[0], 2].sum()) > 1e-3
+    p, law, total = context_law(V, 0), torch.zeros((V,) * 3, dtype=torch.float64), 0.0
+    distinct = {tuple(drawn): row for row, drawn in enumerate(tokens)}
+    for drawn, row in distinct.items():
+        weight = path_law(parent, drawn, q[row])
+        total += weight
+        law += weight * output_law(p, rounds(p, parent, drawn, q[row]), V, 3)
+    assert total == pytest.approx(1.0, abs=1e-5) and total_variation(law, plain_law(p, V, 3)) < 1e-5
+    flat = torch.full_like(q, 1 / V)  # the control: a law they were not drawn from
+    off = sum(
+        path_law(parent, drawn, q[row]) * output_law(p, rounds(p, parent, drawn, flat[row]), V, 3)
+        for drawn, row in distinct.items()
+    )
+    assert total_variation(off, plain_law(p, V, 3)) > 1e-3
+
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:guidance")
+@pytest.mark.parametrize("guidance", [3.0, 1.0])
+@pytest.mark.parametrize("refine", [1, 6])
+def test_output_is_that_of_plain_decoding_for_a_ragged_batch(refine, guidance):
+    ids, attention = prompts(3)
+    for temperature in (0.0, 1.0):
+        plain, _ = run(request(ids, attention, guidance, temperature), None)
+        fast, state = run(request(ids, attention, guidance, temperature), drafter(refine=refine))
+        assert torch.equal(plain, fast) and state.trace.faults == 0
+
+
+@pytest.mark.parametrize("rule", [Exact, Rejection])
+def test_a_row_does_not_depend_on_its_batch(rule):
+    """Rows end in different rounds, so the memory is cut, and are those of a batch of one."""
+    ids, attention = prompts(3)
+    used, own = drafter(), []
+    together, state = run(request(ids, attention, seed=4), used, rule())
+    assert state.trace.faults == 0
+    for b in range(3):
+        alone, other = run(request(ids[b : b + 1], attention[b : b + 1], seed=4 + b), used, rule())
+        own.append(len(other.trace.rounds))
+        assert torch.equal(together[b], alone[0])
+    assert len(state.trace.rounds) == max(own) and (rule is Rejection or len(set(own)) > 1)
+
+
+class Table:
+    """In place of a network: a code follows from the one before and its place, and nothing from a blank place."""
+
+    def __init__(self, used):
+        self.head, self.table, self.calls = used.head, used.table, []
+
+    def __getattr__(self, name):
+        return getattr(self.head, name)
+
+    def __call__(self, embed, kind, element, memory, mask):
+        self.calls.append(kind.tolist())
+        code = torch.cdist(embed, self.table).argmin(dim=-1)
+        return F.one_hot(torch.where(kind == BLANK, 1, (7 * code + 3 * element) % 24), 24).float(), memory
+
+    def logits(self, x):
+        return x
+
+
+@torch.inference_mode()
+def drafted(refine, depth=5):
+    """Codes of a greedy draft behind code 5, and the kinds of the elements in every pass, for such a table."""
+    used = drafter(refine=refine)
+    ids, attention = prompts(2)
+    state, scores = open_request(ImageAR(family(), features=True), Exact(), request(ids, attention, temperature=0.0))
+    used.start(state, scores)
+    state.pending = torch.full_like(state.pending, 5)
+    used.head = table = Table(used)
+    return used.propose(state, depth).value[0, 1:].tolist(), table.calls
+
+
+def test_passes_over_guesses_end_where_one_place_after_another_does():
+    """Every pass makes one more place right, and the last repeats what it was given."""
+    right, code = [], 5
+    for element in range(5):
+        code = (7 * code + 3 * element) % 24
+        right.append(code)
+    for refine in range(1, 6):
+        codes, calls = drafted(refine)
+        assert codes[:refine] == right[:refine] and len(calls) == refine
+    codes, calls = drafted(9)
+    assert codes == right and len(calls) == 5  # the last gives what it was given
+    assert calls[0] == [[KNOWN, *[BLANK] * 4]] * 2
+    assert calls[1] == [[KNOWN, *[GUESSED] * 4]] * 2
+
+
+@torch.inference_mode()
+def test_a_draft_sees_what_is_known_and_nothing_else():
+    """Of the memory: neither codes read in vain, nor the newest, which is no node yet, nor padding of the prompt."""
+    ids, attention = prompts(2)
+    used, target = drafter(refine=1), ImageAR(family(), features=True)
+    state, scores = open_request(target, Exact(), request(ids, attention))
+    used.start(state, scores)
+    for _ in range(3):
+        draft = used.propose(state, 3)
+        found = target.verify(state, draft)
+        verdict = Exact()(draft, found, state.noise)
+        outcome = settle(state, draft, found, verdict)
+        target.commit(state, draft, outcome)
+        used.observe(state, draft, found, verdict, outcome)
+    logits, stored, length = {}, state.memory.stored, ids.shape[1]
+    newest = [length + len(state.tokens[row]) - 1 for row in state.rows]
+    clean = stored.clone()
+    for what in ("nothing", "vain", "padding", "last"):
+        stored.copy_(clean)
+        for b in range(2):
+            part = {"vain": slice(newest[b], None), "last": slice(newest[b] - 1, newest[b])}
+            slots = torch.arange(stored.shape[4])[part.get(what, slice(0))]
+            slots = (~attention[b]).nonzero()[:, 0] if what == "padding" else slots
+            assert len(slots) or what in ("nothing", "padding")
+            stored[:, :, b, :, slots] = 9.0
+        watch = used.head.register_forward_hook(lambda *call, what=what: logits.update({what: call[-1][0]}))
+        used.propose(state, 4)
+        watch.remove()
+    assert torch.equal(logits["vain"], logits["nothing"]) and torch.equal(logits["padding"], logits["nothing"])
+    assert (logits["last"] != logits["nothing"]).flatten(1).any(dim=1).all()
+
+
+def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting():
+    ids, attention = prompts(1)
+    used = drafter()
+    with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter was trained with 3.0") as caught:
+        run(request(ids, attention, 6.0), used)
+        run(request(ids, attention, 6.0), used)
+    assert len(caught) == 1
+    made = request(ids, attention)
+    made.grid = (2, 8)
+    with pytest.warns(RuntimeWarning, match=r"grid: got \(2, 8\), expected \(4, 4\)"):
+        tokens, state = run(made, used)
+    assert state.trace.faults == 1 and torch.equal(tokens, run(request(ids, attention), None)[0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_row_ends_are_entered_and_never_drafted(temperature):
+    """Of a layout with grammar the network reads its ids, whatever it would have guessed there."""
+    case = made("emu3")
+    size = {"rows": case.layout.grid[0], "columns": case.layout.positions // case.layout.grid[0]}
+    used = DistilledDrafter.for_model(case.family, **SMALL, **size)
+    entered = []
+    used.head.register_forward_pre_hook(lambda module, given: entered.append((given[0], given[2])))
+    target = ImageAR(case.family, features=True)
+    guarded = Guarded(used, target.capabilities)
+    plain, fast = (
+        case_drawn(case, one, two, temperature) for one, two in ((ImageAR(case.family), None), (target, guarded))
+    )
+    assert plain.tokens == fast.tokens and fast.trace.faults == 0
+    fixed, seen = case.layout.fixed, 0
+    for embeds, element in entered[1:]:
+        for b, t in (element[:, 1:] < len(fixed)).nonzero().tolist():
+            own = int(fixed[element[b, t + 1]])
+            if own != FREE and bool((embeds[b, t + 1] != used.table[0]).any()):
+                seen += 1
+                assert torch.equal(embeds[b, t + 1], used.table[own])
+    assert seen
+
+
+def case_drawn(case, target, used, temperature):
+    """A batch of ragged prompts of a tiny family."""
+    asked = case.prompt([0, 1, 2])
+    request = Request(
+        asked, asked.ids, case.layout.positions, Sampling(temperature, guidance=case.guidance), grid=case.layout.grid,
+        fixed=case.layout.fixed,
+    )  # fmt: skip
+    request.generators = [torch.Generator().manual_seed(b) for b in range(3)] if temperature else None
+    return decode(target, used, Exact(), request, Pace(5, adaptive=False))
+
+
+# --- checkpoints and recipe -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"levels": 0}, "levels: got 0, expected at least 1"),
+        ({"refine": 0}, "refine: got 0, expected at least 1"),
+    ],
+)
+def test_bad_options_are_refused_in_a_sentence(options, said):
+    with pytest.raises(ValueError, match=said):
+        drafter(**options)
+
+
+BAD = {
+    "codes": 0, "rows": -1, "columns": 0, "hidden": 0, "heads": 5, "layers": 0, "levels": 1024, "guidance": 0,
+    "temperature": float("inf"), "rope_theta": "x", "family": 3, "target_layers": 1.5, "intermediate": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_configurations_are_refused(name):
+    good = config_for(family()).to_dict()
+    with pytest.raises(ValueError, match=f"{name}: got .*, expected"):
+        DistilledConfig(**good | {name: BAD[name]})
+    with pytest.raises(ValueError, match="codes: got 25, expected a whole number from 1 to 24"):
+        DistilledConfig(**good | {"codes": 25})
+
+
+@pytest.fixture
+def saved(tmp_path):
+    drafter().save_pretrained(tmp_path / "drafter", {"seed": 1}, torch.float16)
+    return tmp_path / "drafter"
+
+
+def test_save_and_load_round_trip(saved):
+    loaded, name = zoo.drafter(f"{saved}:levels=3,refine=2", janus())
+    assert name == "drafter" and isinstance(loaded, DistilledDrafter)
+    assert loaded.traits.levels == 3 and loaded.refine == 2
+    for key, value in drafter().head.state_dict().items():
+        assert torch.equal(value.half().float(), loaded.head.state_dict()[key])
+    with pytest.raises(ValueError, match="does not take"):
+        zoo.drafter(f"{saved}:nodes=4", janus())
+
+
+REFUSED = {
+    "codes": ({"codes": 20}, "made for a target of codes 20, got a model of 24"),
+    "hidden": ({"hidden": 64}, "hidden size 64"),
+    "vocabulary": ({"vocab": 99}, "vocabulary 99, got a model of 24"),
+    "layers": ({"target_layers": 7}, "number of layers 7"),
+    "family": ({"family": "emu3"}, "family 'emu3', got a model of 'janus'"),
+    "kind": ({"kind": "image_drafter"}, "kind 'distilled_drafter'"),
+    "unknown": ({"colour": 1}, "'colour', expected the fields of DistilledConfig"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_another_target_or_file_is_refused_in_a_sentence(saved, what):
+    changes, message = REFUSED[what]
+    config = saved / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ValueError, match=message) as caught:
+        DistilledDrafter.from_pretrained(saved, family())
+    assert "\n" not in str(caught.value)
+
+
+def test_it_is_refused_for_models_of_another_type():
+    with pytest.raises(ValueError, match="painter-distilled is made for a model with"):
+        zoo.drafter("painter-distilled", janus())
+    with pytest.raises(ValueError, match="which has to be trained, expected the folder of its weights"):
+        zoo.drafter("distilled", janus())
+
+
+def test_layers_of_a_painter_are_the_painter(tmp_path):
+    """All of its layers, begun from: its laws without guidance, whatever the rotations' layout."""
+    painter(tmp_path)
+    own = distilled_data.painter(str(tmp_path))
+    head = distilled_draw.begun(own, (0, 1))
+    ids, attention = prompts(3)
+    with torch.no_grad():
+        codes = torch.arange(12).view(3, 4)
+        batch = {"prompt": own.embed_prompt(ids), "words": attention}
+        table = own.embed(torch.arange(own.codes))
+        found = distilled_draw.run(head, table, batch, codes, torch.full_like(codes, GUESSED))
+        for b in range(3):
+            inputs = torch.cat([own.embed_prompt(ids[b, attention[b]]), table[codes[b]]])[None]
+            hidden = own.decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            expected = own.head(hidden)[:, -4:]
+            torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def tiny_run(tmp_path, monkeypatch):
+    """Arguments of the recipe for a tiny painter."""
+    painter(tmp_path / "painter")
+    monkeypatch.setattr(distilled_data, "BATCH", 2)
+    monkeypatch.setattr(distilled_card, "SHAPES", ((4, 1), (4, 3)))
+    monkeypatch.setattr(distilled_card, "BATCH", 2)
+    for module in (distilled_draw, distilled_card):
+        monkeypatch.setattr(module, "LAYERS", (0, 1))
+    return ["--target", str(tmp_path / "painter"), "--out", str(tmp_path / "run"), "--pictures", "4", "--rows", "2"]
+
+
+def test_the_recipe_draws_trains_resumes_measures_and_writes_a_card(tiny_run, tmp_path):
+    options = painter_distilled.parser().parse_args([*tiny_run, "--steps", "2", "--every", "1", "--watched", "1"])
+    options.export, options.measured = tmp_path / "x", 3
+    options.out.mkdir()
+    distilled_data.write_pictures(options)
+    drawn = distilled_data.read_pictures(options.out, distilled_data.files(4))
+    assert drawn["codes"].shape[0] == 4 and drawn["seed"].tolist() == [distilled_data.FIRST_SEED + i for i in range(4)]
+    before = {name: (options.out / name).stat().st_mtime_ns for name in distilled_data.files(4)}
+    distilled_data.write_pictures(options)
+    assert before == {name: (options.out / name).stat().st_mtime_ns for name in distilled_data.files(4)}
+    first = distilled_draw.DistilStage(options, 0)
+    first.run()
+    again = distilled_draw.DistilStage(options, 0)
+    again.restore()
+    assert again.step == 2 and torch.equal(again.head.codes.weight, first.head.codes.weight)
+    distilled_card.finish(options)
+    record = json.loads((tmp_path / "x" / "provenance.json").read_text())
+    assert record["draw"]["step"] == 2 and record["measured"]["rules"]["exact"]["identical"] == 3
+    assert record["measured"]["rules"]["exact"]["faults"] == 0
+    card = (tmp_path / "x" / "README.md").read_text()
+    assert "| `exact` | 3 | " in card and "3 of 3" in card and "{" not in card.split("```")[2]
+    loaded, _ = zoo.drafter(str(tmp_path / "x"), load_image_model(str(tmp_path / "painter"))[0])
+    assert isinstance(loaded, DistilledDrafter) and loaded.config.layers == 2
+
+
+def test_the_noise_of_recorded_pictures_is_that_of_their_seeds(tiny_run, monkeypatch):
+    """Codes are the argmax of the recorded laws and the noise of the picture's seed."""
+    width = distilled_data.painter(tiny_run[1]).codes
+    monkeypatch.setattr(distilled_data, "LIKELY", width)
+    options = painter_distilled.parser().parse_args(tiny_run)
+    options.out.mkdir()
+    distilled_data.write_pictures(options)
+    found = distilled_data.read_pictures(options.out, distilled_data.files(4))
+    places = found["codes"].shape[1]
+    numbers = distilled_data.noise(found["seed"], places, width)[:, 1:]
+    likely = found["likely"].long()
+    ranked = (found["law"].float() + numbers.gather(2, likely)).argmax(dim=-1)
+    same = likely.gather(2, ranked[..., None])[..., 0] == found["codes"][:, 1:]
+    assert same.float().mean() > 0.95  # laws are stored in half precision
+
+
+@pytest.mark.parametrize("share, kinds", [((1.0, 0.0), {KNOWN, BLANK}), ((0.0, 1.0), {KNOWN, GUESSED})])
+def test_missing_codes_and_guesses_weigh_less_the_later_they_come(tiny_run, share, kinds, monkeypatch):
+    options = painter_distilled.parser().parse_args(tiny_run)
+    options.out.mkdir()
+    distilled_data.write_pictures(options)
+    stage = distilled_draw.DistilStage(options, 0)
+    batch = stage.chosen(np.random.default_rng(0))
+    monkeypatch.setattr(distilled_draw, "MIXTURE", share)
+    seen = []
+    stage.head.register_forward_pre_hook(lambda module, given: seen.append(given[1:3]))
+    with torch.no_grad():
+        logits, weight = distilled_draw.attempted(stage.head, stage.drafter.table, batch, np.random.default_rng(3))
+    kind, _ = seen[-1]
+    assert set(kind.flatten().tolist()) == kinds and logits.shape[:2] == weight.shape == kind.shape
+    for row, of in zip(weight, kind):
+        known = int((of == KNOWN).sum())
+        expected = [1.0] * known + [distilled_draw.FADE**n for n in range(1, len(row) - known + 1)]
+        torch.testing.assert_close(row, torch.tensor(expected))
+    cross, apart = distilled_draw.distances(logits, batch)
+    p = torch.zeros_like(logits).scatter_(-1, batch["likely"].long(), batch["law"].float().exp())
+    torch.testing.assert_close(apart, 1 - torch.minimum(p, logits.softmax(-1)).sum(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cross, -(p * logits.log_softmax(-1)).sum(-1), rtol=1e-4, atol=1e-4)
