@@ -1,0 +1,39 @@
+"""Train the embedded next-scale painters from zero: a VAR, a smaller one, and CoDe's training of both.
+
+python -m visspec.recipes.scale_painter --out runs/scales [--stage STAGE ...] [--resume]
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from visspec.recipes.scale_vq import ScenesVQStage
+from visspec.recipes.stages import Stages, in_workers, run_stages
+
+STAGES: Stages = {
+    "vq": partial(in_workers, ScenesVQStage),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description="Train the next-scale painters on a CPU core.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished models")
+    parser.add_argument("--stage", nargs="+", choices=(*STAGES, "all"), default=["all"])
+    parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
+    parser.add_argument("--vq-steps", type=int, default=1800)
+    parser.add_argument("--vq-rows", type=int, default=8, help="pictures in a batch of the autoencoder's training")
+    parser.add_argument("--vq-rate", type=float, default=1.5e-3)
+    parser.add_argument("--vq-pictures", type=int, default=12_000, help="pictures that the autoencoder is taught")
+    parser.add_argument("--every", type=int, default=600, help="steps between reports and checkpoints")
+    parser.add_argument("--workers", type=int, default=1, help="processes of a stage, one thread each")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the recipe."""
+    run_stages(parser().parse_args(arguments), STAGES)
+
+
+if __name__ == "__main__":
+    main()
