@@ -33,7 +33,7 @@ class ScalePainterConfig(PreTrainedConfig):
         self.network = {"width": 32, "depth": 1, "heads": 2} | (network or {})
         self.grids = [[1, 1], [2, 2]] if grids is None else [list(grid) for grid in grids]
         self.labels = ["a picture"] if labels is None else labels
-        small = {"codes": 64, "size": 16, "channels": GROUPS, "multipliers": (1, 1), "blocks": 1}
+        small: dict[str, Any] = {"codes": 64, "size": 16, "channels": GROUPS, "multipliers": (1, 1), "blocks": 1}
         self.autoencoder = asdict(MultiScaleShape(**small | (autoencoder or {})))
         if len(set(self.labels)) != len(self.labels):
             raise ValueError(f"labels: got {len(set(self.labels))} names of {len(self.labels)}, expected each once")
@@ -55,7 +55,7 @@ class ScalePainterConfig(PreTrainedConfig):
         """The network's."""
         return VARConfig(
             **self.network,
-            scales=Scales(tuple(tuple(grid) for grid in self.grids)),
+            scales=Scales(tuple((rows, columns) for rows, columns in self.grids)),
             codes=self.shape.codes,
             code_size=self.shape.size,
             classes=len(self.labels),

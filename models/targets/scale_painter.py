@@ -6,6 +6,7 @@ A smaller painter of the same maps is its refiner (CoDe) or its drafter; a numbe
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from visspec.models.targets.image_ar import Layout
 from visspec.models.targets.var import PerScale, VARImages
 
 CALIBRATED = 8  # images that selectivity is measured on
-NAMED = Path(__file__).parents[1] / "zoo"
+INCLUDED = Path(__file__).parents[1] / "zoo"
 
 
 class PaintedVAR(VARImages):
-    """settings: a generation_config in place of the model's. refiner: a painter, its folder or the name of an included
-    one. budget: as of `VARImages`, or the share of the cache that is kept on average, a number in (0, 1].
+    """settings: a generation_config in place of the model's. refiner: a painter, or the name of an included one.
+    budget: as of `VARImages`, or the share of the cache that is kept on average, a number in (0, 1].
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class PaintedVAR(VARImages):
         )
         found = getattr(settings or model.generation_config, "guidance_scale", None)
         self.default_guidance = 1.0 if found is None else float(found)
-        self.numbers = {label: str(number) for number, label in enumerate(model.config.labels)}
+        self.labels = tuple(model.config.labels)
+        self.numbers = {label: str(number) for number, label in enumerate(self.labels)}
 
     def prompt(
         self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
@@ -56,11 +58,16 @@ class PaintedVAR(VARImages):
 
 
 def small(other: Any, model: ScalePainter) -> Any:
-    """The network of a smaller painter, loaded to the model's device and dtype where it is a name or a folder."""
-    if isinstance(other, (str, Path)):
-        shipped = NAMED / str(other)
-        folder = shipped if "/" not in str(other) and (shipped / "config.json").is_file() else Path(other)
-        other = load(folder, model.dtype).to(model.device)
+    """The network of a smaller painter; of an included one by its name, on the model's device and in its dtype.
+
+    No other folder is opened: a saved pipeline names its parts, and may come from anyone.
+    """
+    if isinstance(other, str):
+        folder = INCLUDED / other
+        if not re.fullmatch(r"[\w-]+", other) or not (folder / "config.json").is_file():
+            raise ValueError(f"refiner: got {other!r}, expected a painter or the name of an included one")
+        painter: Any = load(folder, model.dtype)
+        other = painter.to(model.device)
     return other.var if isinstance(other, ScalePainter) else other
 
 
@@ -68,7 +75,7 @@ def calibrated(model: ScalePainter, share: float) -> Budget:
     """A budget by selectivity, measured on a few images of classes from all over. Raises ValueError as `allot`."""
     net: VAR = model.var
     count = min(CALIBRATED, net.config.classes)
-    classes = torch.arange(count, device=model.device) * net.config.classes // count
-    found = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(model.device).manual_seed(0))
+    classes = torch.arange(count, device=net.device) * net.config.classes // count
+    found = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))
     window = next((side**2 for side in (4, 3, 2) if side**2 <= round(share * net.config.scales.begins[-2])), 1)
     return Budget.allot(found, net.config.scales, share, window)

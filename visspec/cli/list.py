@@ -22,8 +22,11 @@ def run(arguments: argparse.Namespace) -> None:
             view.add_row(kind, name, what)
     for name, (kind, *_, what) in zoo.SHIPPED.items():
         view.add_row("drafter", name, f"{what} {kind}, shipped with the package")
-    for name, preset in [*zoo.PRESETS.items(), *zoo.VECTOR_PRESETS.items()]:
-        view.add_row("preset", name, f"{preset.source} ({preset})")
+    for name, preset in [
+        *zoo.PRESETS.items(), *zoo.VECTOR_PRESETS.items(), *zoo.SCALE_PRESETS.items(),
+    ]:  # fmt: skip
+        parts = "".join(f", {part}={value}" for part, value in preset.parts.items())
+        view.add_row("preset", name, f"{preset.source} ({preset}{parts})")
     for name, reference in FAMILIES.items():
         view.add_row("image model", name, "driven by " + reference.partition(":")[2])
     for folder in sorted(p for p in zoo.CHECKPOINTS.iterdir() if (p / "config.json").is_file()):

@@ -76,7 +76,8 @@ def write_codes(options: argparse.Namespace, codec: MultiScaleVAE) -> None:
     file, begun = options.out / "codes.pt", time.time()
     if options.resume and file.exists():
         return
-    classes, codes = [], []
+    classes: list[int] = []
+    codes: list[torch.Tensor] = []
     for start in range(0, options.pairs, BATCH):
         numbers, scenes = zip(*(pair(FIRST_SEED["codes"] + i) for i in range(start, min(start + BATCH, options.pairs))))
         classes += numbers

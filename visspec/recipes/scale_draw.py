@@ -77,7 +77,7 @@ def facts() -> Tensor:
 
 
 def inputs(quantizer: Quantizer, codes_BT: Tensor, scales: Scales = SCALES) -> Tensor:
-    """What a VAR reads of whole pictures, (B, T - first, c): of each map but the last the sum so far, on the next grid."""
+    """What a VAR reads of whole pictures, (B, T - first, c): after each map but the last the sum, on the next grid."""
     total, parts = quantizer.blank(len(codes_BT), scales, codes_BT.device), []
     for k, codes in enumerate(codes_BT.split(scales.sizes, dim=1)[:-1]):
         total = total + quantizer.part(k, scales, codes)
@@ -254,5 +254,5 @@ def score(
     """GenEval of one picture a prompt, and the seconds it took."""
     begun = time.time()
     out = draw(pipeline(model, **parts), [row["prompt"] for row in rows], guidance, seed)
-    figures = summary(verdicts(to_uint8(out.images * 2 - 1), rows), rows)
+    figures = summary(verdicts(to_uint8(torch.stack(list(out.images)) * 2 - 1), rows), rows)
     return {"guidance": guidance, **figures, "seconds": round(time.time() - begun, 1)}

@@ -22,11 +22,12 @@ class ScenesVQStage(VQStage):
     source = Scenes
 
     def __init__(self, options: argparse.Namespace, rank: int):
+        folder: Path = options.out / "vq"
+        folder.mkdir(parents=True, exist_ok=True)
         own = SHAPE | {
-            "sides": SIDES, "out": options.out / "vq", "seed": SEED, "steps": options.vq_steps,
+            "sides": SIDES, "out": folder, "seed": SEED, "steps": options.vq_steps,
             "rows": options.vq_rows, "rate": options.vq_rate, "device": "cpu",
         }  # fmt: skip
-        own["out"].mkdir(parents=True, exist_ok=True)
         super().__init__(argparse.Namespace(**vars(options) | own), rank, list(range(options.vq_pictures)))
 
     def pixel_loss(self, features: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
