@@ -22,7 +22,7 @@ ROWS = [row for tag in TASKS for row in every(tag)]  # a class each
 LABELS = [row["prompt"] for row in ROWS]
 # Shapes stand on corners of the finest map's cells, for the reason of `painter_data.STEP`, and have one of two radii.
 STEP, RADII = 4 / SIDE, (6 / SIDE, 8 / SIDE)
-FIRST_SEED = {"vq": 3 << 27, "codes": 5 << 27}  # below HELD_OUT_SEED
+FIRST_SEED = {"vq": 3 << 27, "codes": 5 << 27, "decoder": 7 << 27}  # below HELD_OUT_SEED
 BATCH = 32
 
 

@@ -233,9 +233,9 @@ def taken(taught: Taught, file: Path) -> dict:
     return saved
 
 
-def pipeline(model: ScalePainter, **parts: Any) -> ImagePipeline:
+def pipeline(model: ScalePainter, levels: int | None = None, **parts: Any) -> ImagePipeline:
     """A silent one."""
-    pipe = ImagePipeline(model, None, parts=parts)
+    pipe = ImagePipeline(model, None, levels=levels, parts=parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
