@@ -76,6 +76,13 @@ class ScalePainter(OwnPainter):
         self.post_init()
 
 
+def check_codebook(name: str, other: ScalePainter, model: ScalePainter) -> None:
+    """Raises ValueError unless both painters' codes mean the same."""
+    own, wanted = (one.autoencoder.quantize.embedding.weight for one in (other, model))
+    if own.shape != wanted.shape or not torch.allclose(own.to(wanted), wanted, atol=1e-3):
+        raise ValueError(f"{name}: got a painter with another codebook, expected the model's {len(wanted)} codes")
+
+
 def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> ScalePainter:
     """The painter of a folder; see `load_painter`."""
     return load_painter(ScalePainter, folder, dtype)

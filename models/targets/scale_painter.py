@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from visspec.models.nets.scale_kv import Budget, selectivity
-from visspec.models.nets.scale_painter import ScalePainter, load
+from visspec.models.nets.scale_painter import ScalePainter, check_codebook, load
 from visspec.models.nets.var import VAR
 from visspec.models.targets.image_ar import Layout
 from visspec.models.targets.var import PerScale, VARImages
@@ -31,6 +31,8 @@ class PaintedVAR(VARImages):
         self, model: ScalePainter, processor: Any = None, *, settings: Any = None, per_scale: PerScale | None = None,
         ramp: str = "linear", refiner: Any = None, handover: int | None = None, budget: Any = None,
     ):  # fmt: skip
+        if isinstance(budget, (bool, str)):
+            raise ValueError(f"budget: got {budget!r}, expected a `Budget` or the share of the cache, a number")
         if isinstance(budget, (int, float)):
             budget = calibrated(model, float(budget))
         super().__init__(
@@ -68,12 +70,19 @@ def small(other: Any, model: ScalePainter) -> Any:
             raise ValueError(f"refiner: got {other!r}, expected a painter or the name of an included one")
         painter: Any = load(folder, model.dtype)
         other = painter.to(model.device)
-    return other.var if isinstance(other, ScalePainter) else other
+    if not isinstance(other, ScalePainter):
+        return other
+    check_codebook("refiner", other, model)
+    return other.var
 
 
 def calibrated(model: ScalePainter, share: float) -> Budget:
-    """A budget by selectivity, measured on a few images of classes from all over. Raises ValueError as `allot`."""
+    """A budget by selectivity, measured on a few images of classes from all over. Raises ValueError as `allot`, before
+    any is drawn for a share that is none.
+    """
     net: VAR = model.var
+    if not 0 < share <= 1:
+        raise ValueError(f"budget: got {share}, expected a share in (0, 1]")
     count = min(CALIBRATED, net.config.classes)
     classes = torch.arange(count, device=net.device) * net.config.classes // count
     found = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))
