@@ -233,9 +233,9 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
 
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
-    assert bench_others.taught(pipe.family) is None, "no task is all of its four"
+    assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
     family = PaintedVAR(fresh(labels=scale_data.LABELS))
-    assert bench_others.taught(family) == ["single_object", "colors"]
+    assert bench_others.taught(family, suite()) == ["single_object", "colors"]
 
 
 def test_what_draws_no_scales_has_no_rows_of_them():

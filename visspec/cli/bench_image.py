@@ -27,7 +27,7 @@ from visspec.checkpoint import read_json
 from visspec.cli.arguments import add_drawing, positive
 from visspec.cli.bench_compiled import compiled_family, compiled_record
 from visspec.cli.bench_image_table import tables
-from visspec.cli.bench_others import composed, fewer_passes, fewer_steps, prompts_of, taught, undrafted
+from visspec.cli.bench_others import composed, fewer_passes, fewer_steps, taught, undrafted
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.metrics import fid, geneval, intervals, references
@@ -37,7 +37,7 @@ from visspec.eval.report.images import small_png
 from visspec.eval.report.records import Picture
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.paired import Run
-from visspec.eval.world.suite import TASKS
+from visspec.eval.world.suite import TASKS, suite
 from visspec.eval.world.worlds import WORLDS, World, known_to, world
 from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
     seed = arguments.seed
     place = world(arguments.world) if arguments.world else known_to(pipe.processor, lambda w: w.suite.vocabulary())
-    tasks = arguments.task or taught(pipe.family, place)
+    tasks = arguments.task or taught(pipe.family, prompts_of(place))
     texts = [p["prompt"] for p in spread(arguments.prompts, tasks, place)]
     home, judged = arguments.json.resolve().parent if arguments.json else None, arguments.quality
     if arguments.sweep is None:
@@ -123,6 +123,11 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console()
     console.print(*tables(record, console.width))
     write_json(arguments.json, record)
+
+
+def prompts_of(place: World | None) -> list[dict]:
+    """The prompts of a world that its painter is taught; of the shapes' without one."""
+    return suite() if place is None or place.name == "shapes" else place.prompts()
 
 
 def spread(count: int, tasks: Sequence[str] | None = None, place: World | None = None) -> list[dict]:

@@ -1,5 +1,5 @@
 """Other targets beside the methods of `visspec bench image`: pipelines of the same model that draw from another law,
-each a row of the table, drawn plainly. And which prompts a model is taught.
+each a row of the table, drawn plainly. And which of the prompts a model is taught.
 """
 
 from __future__ import annotations
@@ -8,21 +8,12 @@ from collections.abc import Iterable, Sequence
 
 from visspec.api import zoo
 from visspec.api.images import ImagePipeline
-from visspec.eval.world.suite import suite
-from visspec.eval.world.worlds import World
 from visspec.models.targets.image_ar import Family
 
 
-def prompts_of(place: World | None) -> list[dict]:
-    """The prompts of a world that its painter is taught; of the shapes' without one."""
-    return suite() if place is None or place.name == "shapes" else place.prompts()
-
-
-def taught(family: Family, place: World | None = None) -> list[str] | None:
-    """The tasks whose prompts are all classes of a family that has classes with names; None for any other."""
-    if not family.labels:
-        return None
-    rows, known = prompts_of(place), set(family.labels)
+def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
+    """The tasks of prompts that are all classes of a family that has classes with names; None for any other."""
+    known = set(family.labels)
     tasks = list(dict.fromkeys(row["tag"] for row in rows))
     found = [tag for tag in tasks if all(row["prompt"] in known for row in rows if row["tag"] == tag)]
     return found or None

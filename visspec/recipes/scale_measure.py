@@ -100,7 +100,8 @@ def apart(model: ScalePainter, other: ScalePainter, out: ImageOutput, budget: An
     budget: of the other's cache.
     """
     pipe = ImagePipeline(model, None)
-    classes = pipe.family.prompt(out.prompts, False).classes
+    prompt: Any = pipe.family.prompt(out.prompts, False)
+    classes: Tensor = prompt.classes
     codes = torch.stack(out.tokens)
     scales = model.var.config.scales
     cache = None if budget is None else KeptCache(scales, budget)
