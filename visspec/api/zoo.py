@@ -95,6 +95,10 @@ DRAFTERS = {
         "vectors: a small model of the painter's form; its denoising chains are the drafts; trained",
     ),
     "mar": ("visspec.models.drafters.mar:SmallMAR", "vectors: a smaller MAR, in the order of the row; trained"),
+    "var": (
+        "visspec.models.drafters.scales:SmallVAR",
+        "scales: a smaller next-scale model, several scales ahead; trained",
+    ),
     "ahead": (
         "visspec.models.drafters.ahead:Ahead",
         "any-order images: the target's own laws of later codes, at no further pass (ASSD); no training",
@@ -123,6 +127,7 @@ class Preset(NamedTuple):
     acceptance: str
     source: str
     order: str | None = None
+    parts: dict[str, Any] = {}  # noqa: RUF012, of the pipeline: another target
 
     def __str__(self) -> str:
         return "/".join(filter(None, (self.drafter, self.acceptance, self.order)))
@@ -166,6 +171,18 @@ VECTOR_PRESETS = {  # of painters of vectors; a drafter stands for that of the p
     "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
     "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
 }
+SCALE_PRESETS = {  # of next-scale painters; drafter and refiner are the included one's
+    "plain": Preset("none", "scales", "no drafting, a scale in a pass"),
+    "scales": Preset("painter-var-small", "scales", "drafted scales, code for code those of plain decoding"),
+    "repaired": Preset("painter-var-small", "repaired", "drafted scales, maximal coupling of each code"),
+    "code": Preset(
+        "none", "scales", "CoDe (arXiv 2411.17787): the small model draws the last scales",
+        parts={"refiner": "painter-var-small", "handover": 6},
+    ),
+    "scalekv": Preset(
+        "none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1}
+    ),
+}  # fmt: skip
 
 
 ANY_ORDER_PRESETS = {  # of models that draw in any order, beside those of `PRESETS` that they take
@@ -278,6 +295,7 @@ SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, tha
         "the embedded continuous painter's",
     ),
     "painter-mar-drafter": ("mar", "painter-mar-drafter", "painter-mar", "the embedded MAR's"),
+    "painter-var-small": ("var", "painter-var-small", "painter-var", "the embedded VAR's, a painter by itself"),
 }
 KINDS = {
     "feature_drafter": "eagle",
@@ -288,6 +306,7 @@ KINDS = {
     "distilled_drafter": "distilled",
     "continuous_painter": "continuous",
     "mar_painter": "mar",
+    "scale_painter": "var",
 }  # of a checkpoint: the drafter that reads it
 SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
@@ -373,11 +392,17 @@ def acceptance(text: str, what: str = "acceptance") -> Any:
     return make(what, name, load(reference), options)
 
 
-def preset(name: str, vectors: bool = False, model: Any = None) -> Preset:
-    """A preset of image generation, of codes or of vectors; its drafter is that of `model`, where one is included.
-    Raises ValueError for an unknown name.
+def presets(vectors: bool = False, maps: bool = False, any_order: bool = False) -> dict[str, Preset]:
+    """The presets of painters of codes, of codes in any order, of vectors, or of maps of codes."""
+    codes = PRESETS | ANY_ORDER_PRESETS if any_order else PRESETS
+    return VECTOR_PRESETS if vectors else SCALE_PRESETS if maps else codes
+
+
+def preset(name: str, vectors: bool = False, model: Any = None, maps: bool = False) -> Preset:
+    """A preset of image generation, of codes, of vectors or of maps; its drafter is that of `model`, where one is
+    included. Raises ValueError for an unknown name.
     """
-    found = _pick(VECTOR_PRESETS if vectors else PRESETS | ANY_ORDER_PRESETS, "preset", name)
+    found = _pick(presets(vectors, maps, any_order=True), "preset", name)
     return found if model is None else found._replace(drafter=_drafter_of(found.drafter, model))
 
 
