@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.doubles import Double
+from tests.tables import Steady, Table, TableTarget
+from tests.tables import decoded as sampled
+from visspec.accept.exact import Exact
+from visspec.loop import guard
 from visspec.loop import pace as paces
 from visspec.loop.pace import Pace
-from visspec.types import Round
+from visspec.types import DrafterTraits, Round
 
 TOKENS = 1500
 LEVELS = 8
@@ -176,3 +181,32 @@ def test_a_machine_that_stood_still_once_does_not_end_drafting():
         pace.spent += 1.0
         asked.append(pace.depth(state))
     assert 200 < len(asked) <= 260
+
+
+class Resting(Steady):
+    """Drafts nothing for so many rounds, and says so."""
+
+    def __init__(self, rounds):
+        super().__init__(1)
+        self.rounds = rounds
+
+    def depth(self, state):
+        self.rounds -= 1
+        state.trace.resting = max(self.rounds, 0)
+        return int(self.rounds < 0)
+
+
+@pytest.mark.parametrize(("observes", "told"), [("all", 40), ("drafted", guard.LEAD + 1 + 10), ("none", 0)])
+def test_a_drafter_that_rests_is_told_of_the_last_rounds_before_it_drafts(observes, told):
+    """Thirty rounds of rest, the last with none left to come, and ten with a draft of nothing behind them."""
+
+    class Listener(Double):
+        traits = DrafterTraits(levels=1, observes=observes)
+        heard = 0
+
+        def observe(self, *_):
+            self.heard += 1
+
+    drafter = Listener()
+    sampled(TableTarget(Table(4, 0)), drafter, Exact(), 1, 41, pace=Resting(30))
+    assert drafter.heard == told
