@@ -162,7 +162,15 @@ def test_shapes_of_blocks_change_no_token(value):
     assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
     assert fast.last_stats.faults == 0
     levels = [r.levels for r in fast.last_state.trace.rounds]
-    assert (max(levels) <= 2) if "tree" in value else min(levels[1:-1]) < 6
+    assert max(levels) == (2 if "tree" in value else 6)
+
+
+def test_the_next_draft_is_as_long_as_the_last_one_was_sure_of():
+    fast = visspec.accelerate(model_of("llava"), trained().shaped(confidence=0.999), adaptive=False)
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, temperature=1.5, seed=1)
+    levels = [r.levels for r in fast.last_state.trace.rounds]
+    assert levels[0] == 6 and max(levels[1:]) <= 2
 
 
 class Known(DiffusionModel):
