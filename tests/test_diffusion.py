@@ -300,6 +300,7 @@ BAD = {
     "steps": ({"steps": 5, "block": 4}, "steps: got 5, expected a whole number from 1 to 4"),
     "reads": ({"reads": 0}, "reads: got 0"),
     "width": ({"width": 0}, "width: got 0"),
+    "shifted": ({"shifted": "yes"}, "shifted: got 'yes', expected true or false"),
     "trees": ({"steps": 2, "width": 2}, "steps: got 2 for trees, expected 1"),
     "positions": ({"block": 80}, "block: got 80, expected less than the 80 positions"),
 }
