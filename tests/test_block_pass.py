@@ -39,10 +39,12 @@ def passes(run, network, counts, masked):
         if masked:
             mask[1, :, :, 0] = torch.finfo(like.dtype).min
             mask[:, :, 0, extent - 1] = torch.finfo(like.dtype).min
+        near = mask.clone()
+        near[:, :, :, extent // 2] = torch.finfo(like.dtype).min
         given = {
             "noise_embeds": torch.randn(2, K, 32, generator=generator).to(like),
             "context_hidden_states": torch.randn(2, count, 64, generator=generator).to(like),
-            "attention_mask": {"full_attention": None if not masked else mask, "sliding_attention": 2 * mask},
+            "attention_mask": {"full_attention": None if not masked else mask, "sliding_attention": near},
             "position_ids": torch.stack([torch.arange(count + K) + 3, torch.arange(count + K) * 2]),
             "past_key_values": cache,
         }

@@ -162,7 +162,15 @@ def test_shapes_of_blocks_change_no_token(value):
     assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
     assert fast.last_stats.faults == 0
     levels = [r.levels for r in fast.last_state.trace.rounds]
-    assert (max(levels) <= 2) if "tree" in value else min(levels[1:-1]) < 6
+    assert max(levels) == (2 if "tree" in value else 6)
+
+
+def test_the_next_draft_is_as_long_as_the_last_one_was_sure_of():
+    fast = visspec.accelerate(model_of("llava"), trained().shaped(confidence=0.999), adaptive=False)
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, temperature=1.5, seed=1)
+    levels = [r.levels for r in fast.last_state.trace.rounds]
+    assert levels[0] == 6 and max(levels[1:]) <= 2
 
 
 class Known(DiffusionModel):
@@ -292,6 +300,7 @@ BAD = {
     "steps": ({"steps": 5, "block": 4}, "steps: got 5, expected a whole number from 1 to 4"),
     "reads": ({"reads": 0}, "reads: got 0"),
     "width": ({"width": 0}, "width: got 0"),
+    "shifted": ({"shifted": "yes"}, "shifted: got 'yes', expected true or false"),
     "trees": ({"steps": 2, "width": 2}, "steps: got 2 for trees, expected 1"),
     "positions": ({"block": 80}, "block: got 80, expected less than the 80 positions"),
 }

@@ -328,6 +328,7 @@ def test_text_comes_first_and_pictures_more_and_more(data):
     ({"preset": "eagle2", "draft_vocab": 30}, "draft_vocab: got 30 with the preset 'eagle2'"),
     ({"draft_vocab": 30}, "draft_vocab: got 30 without a preset, which has no such value"),
     ({"preset": "eagle2", "block": 4}, "block: got 4 with the preset 'eagle2', which has no such value"),
+    ({"preset": "vispec", "layers": 2}, "layers: got 2 with the preset 'vispec', which has no such value"),
     ({"preset": "dflash", "block": 1}, "block: got 1, expected a whole number from 2"),
     ({"preset": "dspark", "draft_vocab": 9}, "draft_vocab: got 9 with the preset 'dspark'"),
     ({"preset": "eagle3", "head_rank": 10**6}, "head_rank: got 1000000, expected a whole number from 0 to 32"),
@@ -336,6 +337,13 @@ def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence
     with pytest.raises(ValueError) as caught:
         train_drafter.run("x", data[0], tmp_path / "out", **TINY, **options)
     assert sentence in str(caught.value)
+
+
+def test_layers_are_a_quarter_of_the_targets_or_as_asked():
+    model = llama(num_hidden_layers=9)
+    for preset in ("dflash", "deer"):
+        assert of_preset(preset, model, {})[0]["layers"] == 2
+        assert of_preset(preset, model, {"layers": 5})[0]["layers"] == 5
 
 
 def test_the_table_names_fields_that_exist():

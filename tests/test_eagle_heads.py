@@ -107,7 +107,8 @@ def test_drafts_are_those_of_the_published_description(name, form):
             table = drafter.head.embed_tokens.weight if drafter.config.own_embedding else drafter.embed.weight
             chain, weights = draft.value[b, 1:depth].tolist(), drafter.head.state_dict()
             want = eagle_logits(drafter.config, weights, table, drafter.lm_head, whole, chain)
-            got = torch.stack([level[b] for level in seen[-depth:]])
+            levels = [one for found in seen for one in (found.unbind(1) if found.dim() == 3 else [found])]
+            got = torch.stack([level[b] for level in levels[-depth:]])
             torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
         one_round(target, drafter, state, answer)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from visspec.cache import to_device
-from visspec.checkpoint import check_whole
+from visspec.checkpoint import check_whole, shown
 from visspec.models.drafters import block_tree
 from visspec.models.drafters.shapes import Chain, Shaped
 from visspec.models.drafters.small_model import READS, VOCABULARY_PADDING
@@ -66,6 +66,8 @@ class DiffusionModel(Shaped):
         for name, value, most in (("block", block, MAX_NODES - 1), ("steps", steps, block), ("reads", reads, 1 << 30),
                                   ("width", width, self.vocab), ("nodes", nodes, MAX_NODES - 1)):  # fmt: skip
             check_whole(name, value, 1, most)
+        if not isinstance(shifted, bool):
+            raise ValueError(f"shifted: got {shown(shifted)}, expected true or false")
         if steps > 1 and width > 1:
             raise ValueError(f"steps: got {steps} for trees, expected 1")
         longest = getattr(config, "max_position_embeddings", None) or 1 << 30

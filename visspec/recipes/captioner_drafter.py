@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     """Options of the command line."""
     parser = parser_of(
         "Train the embedded captioner's drafter on two CPU cores.",
-        target=None, steps=3000, batch=48, group=8, opening=0.6, rate=2e-3, levels=12,
+        target=None, steps=3000, batch=48, group=8, opening=0.6, rate=2e-3, levels=16,
         middle=512, save_every=200,
     )  # fmt: skip
     parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose scenes the captioner describes")

@@ -57,7 +57,7 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
     found = zoo.trained(name)
     text = model.config.get_text_config()
     network, depth = {**found.network, **options}, text.num_hidden_layers
-    if "layers" in network:
+    if "layers" in network and "layers" not in options:
         network["layers"] = min(network["layers"], max(depth // 4, 1))
     if network.get("markov"):
         network["markov"] = min(network["markov"], text.hidden_size)
@@ -76,7 +76,7 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
 def check_preset(preset: str | None, asked: dict[str, Any]) -> None:
     """Raises ValueError for an unknown preset, or for values that it has no place for."""
     found = None if preset is None else zoo.trained(preset)
-    known = {"image_latents"} if found is None else {"image_latents", "draft_vocab", "head_rank", "block"} & {
+    known = {"image_latents"} if found is None else {"image_latents", "draft_vocab", "head_rank", "block", "layers"} & {
         *found.network, *({"head_rank"} if "draft_vocab" in found.network else ())
     }  # fmt: skip
     if strange := sorted(set(asked) - known):

@@ -131,6 +131,7 @@ def run(
     draft_vocab: int | None = None,
     head_rank: int | None = None,
     block: int | None = None,
+    layers: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -141,7 +142,7 @@ def run(
 
     preset: a published drafter (`zoo.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
-    block: places of a pass, of a preset that predicts several.
+    block, layers: places of a pass, and layers, of a preset that predicts several.
 
     Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own.
     """
@@ -149,6 +150,7 @@ def run(
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
     asked = {"image_latents": image_latents, "draft_vocab": draft_vocab, "head_rank": head_rank, "block": block}
+    asked["layers"] = layers
     asked = {name: value for name, value in asked.items() if value is not None}
     check_preset(preset, asked)
     items = items_of(data)
