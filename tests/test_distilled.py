@@ -21,13 +21,13 @@ from visspec.api.loading import load_image_model
 from visspec.loop.decode import decode, open_request, settle
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
-from visspec.models.drafters.distilled import DistilledDrafter, config_for
+from visspec.models.drafters.distilled import DistilledDrafter, Known, config_for, seen
 from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledConfig
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
 from visspec.recipes import distilled_card, distilled_data, distilled_draw, painter_distilled
 from visspec.sampling import Gumbel
-from visspec.types import FREE, Request, Sampling
+from visspec.types import FREE, Request, Sampling, Verdict
 
 V = 3  # codes that the drafter of the law tests knows
 SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
@@ -182,7 +182,7 @@ class Table:
     def __call__(self, embed, kind, element, memory, mask):
         self.calls.append(kind.tolist())
         code = torch.cdist(embed, self.table).argmin(dim=-1)
-        return F.one_hot(torch.where(kind == BLANK, 1, (7 * code + 3 * element) % 24), 24).float(), memory
+        return F.one_hot(torch.where(kind == BLANK, 0, (7 * code + 3 * element) % 24), 24).float(), memory
 
     def logits(self, x):
         return x
@@ -245,6 +245,45 @@ def test_a_draft_sees_what_is_known_and_nothing_else():
         watch.remove()
     assert torch.equal(logits["vain"], logits["nothing"]) and torch.equal(logits["padding"], logits["nothing"])
     assert (logits["last"] != logits["nothing"]).flatten(1).any(dim=1).all()
+
+
+def test_rows_that_have_come_less_far_see_less():
+    """Columns: a padded prompt of two, codes up to the furthest row's newest, and the draft's own three elements."""
+    stored = torch.arange(9.0).view(1, 1, 1, 1, 9, 1).expand(2, 2, 2, 3, 9, 4)
+    known = Known(stored, torch.tensor([[False, True], [True, True]]), None)
+    memory, mask = seen(known, torch.tensor([[1], [3]]), 3)
+    assert memory.shape == (2, 2, 2, 3, 5, 4) and memory[0, 0, 0, 0, :, 0].tolist() == [0, 1, 2, 3, 4]
+    assert mask[0].int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1]]
+    assert mask[1, 0].int().tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert seen(known, torch.tensor([[1], [12]]), 3)[0].shape[4] == 9  # behind the image there is no more memory
+
+
+@torch.inference_mode()
+def test_rows_leave_with_their_memory_and_their_numbers_and_no_more_is_drafted_than_is_left():
+    ids, attention = prompts(3)
+    used, made = drafter(), request(ids, attention)
+    state, scores = open_request(ImageAR(family(), features=False), Rejection(), made)
+    used.start(state, scores)
+    known = state.memory
+    stored, numbers = known.stored.clone(), known.coins.window(40).clone()
+    draft = used.propose(state, 4)
+    verdict = Verdict(torch.tensor([[0, 1, -1], [0, -1, -1], [0, 1, 2]]), torch.tensor([2, 1, 3]), state.pending)
+    outcome = settle(state, draft, scores, verdict)
+    used.observe(state, draft, scores, verdict, outcome)
+    for b, count in enumerate((2, 1, 3)):
+        assert torch.equal(known.coins.window(8)[b], numbers[b, count : count + 8])
+        fresh = (known.stored[:, :, b] != stored[:, :, b]).flatten(0, 2).any(dim=0).any(dim=-1)
+        assert fresh[7 : 7 + count].all() and not fresh[:7].any() and not fresh[7 + 3 :].any()
+    stored = known.stored.clone()
+    used.select(state, [0, 2])
+    assert torch.equal(known.stored, stored[:, :, [0, 2]]) and torch.equal(known.prompt, attention[[0, 2]])
+    assert torch.equal(known.coins.window(1)[1], numbers[2, 3:4])
+    state.rows, state.pending = [0, 2], state.pending[[0, 2]]
+    for row, length in ((0, 13), (2, 15)):
+        state.tokens[row][:] = [1] * length
+    assert used.propose(state, 9).levels == 2  # of 16 codes 3 are left, of which one is the rule's own
+    state.tokens[0][:] = [1] * 15
+    assert used.propose(state, 9).levels == 0
 
 
 def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting():
