@@ -189,13 +189,13 @@ class Table:
 
 
 @torch.inference_mode()
-def drafted(refine, depth=5):
-    """Codes of a greedy draft behind code 5, and the kinds of the elements in every pass, for such a table."""
+def drafted(refine, depth=5, code=5):
+    """Codes of a greedy draft behind a code, and the kinds of the elements in every pass, for such a table."""
     used = drafter(refine=refine)
     ids, attention = prompts(2)
     state, scores = open_request(ImageAR(family(), features=True), Exact(), request(ids, attention, temperature=0.0))
     used.start(state, scores)
-    state.pending = torch.full_like(state.pending, 5)
+    state.pending = torch.full_like(state.pending, code)
     used.head = table = Table(used)
     return used.propose(state, depth).value[0, 1:].tolist(), table.calls
 
@@ -212,6 +212,7 @@ def test_passes_over_guesses_end_where_one_place_after_another_does():
     codes, calls = drafted(9)
     assert codes == right and len(calls) == 5  # the last gives what it was given
     assert calls[0] == [[KNOWN, *[BLANK] * 4]] * 2
+    assert drafted(9, 3, 0)[0] == [0, 3, 3]  # a first guess like what stands in blank places ends nothing
     assert calls[1] == [[KNOWN, *[GUESSED] * 4]] * 2
 
 
