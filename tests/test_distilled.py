@@ -14,6 +14,7 @@ from tests.test_image_drafter import path_law, request, rounds
 from tests.test_image_targets import made
 from tests.test_law import chi_square
 from tests.tiny_images import janus, painter, prompts
+from visspec import ImagePipeline
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
 from visspec.api import zoo
@@ -503,3 +504,22 @@ def test_missing_codes_and_guesses_weigh_less_the_later_they_come(tiny_run, shar
     p = torch.zeros_like(logits).scatter_(-1, batch["likely"].long(), batch["law"].float().exp())
     torch.testing.assert_close(apart, 1 - torch.minimum(p, logits.softmax(-1)).sum(-1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(cross, -(p * logits.log_softmax(-1)).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+SHIPPED = zoo.CHECKPOINTS / "painter-distilled" / "config.json"
+
+
+@pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
+def test_the_shipped_drafter_draws_what_its_painter_does_in_few_passes():
+    pipe = ImagePipeline.from_pretrained("painter")
+    pipe.set_progress_bar_config(disable=True)
+    texts = ["a photo of three stars", "a photo of a red cross and a blue ring", "a photo of a cross left of a ring"]
+    plain = pipe(texts, seed=5, drafter="none", output_type="latent")
+    fast = pipe(texts, seed=5, output_type="latent", **zoo.method(str(zoo.preset("distilled"))))
+    assert all(torch.equal(one, two) for one, two in zip(plain.tokens, fast.tokens))
+    passes = [int(numbers.max()) + 1 for numbers in fast.passes]
+    assert sum(passes) < 3 * 24 and fast.stats[0].faults == 0 and fast.stats[0].guarantee == "exact"
+    assert (SHIPPED.parent / "model.safetensors").stat().st_size < 8e6
+    emoji = load_image_model("painter-emoji")[0]
+    with pytest.raises(ValueError, match="painter-distilled is made for a model with"):
+        zoo.drafter("painter-distilled", emoji)
