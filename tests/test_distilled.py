@@ -253,11 +253,12 @@ def test_rows_that_have_come_less_far_see_less():
     """Columns: a padded prompt of two, codes up to the furthest row's newest, and the draft's own three elements."""
     stored = torch.arange(9.0).view(1, 1, 1, 1, 9, 1).expand(2, 2, 2, 3, 9, 4)
     known = Known(stored, torch.tensor([[False, True], [True, True]]), None)
-    memory, mask = seen(known, torch.tensor([[1], [3]]), 3)
+    element, memory, mask = seen(known, [1, 3], 3)
+    assert element.tolist() == [[1, 2, 3], [3, 4, 5]]
     assert memory.shape == (2, 2, 2, 3, 5, 4) and memory[0, 0, 0, 0, :, 0].tolist() == [0, 1, 2, 3, 4]
     assert mask[0].int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1]]
     assert mask[1, 0].int().tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
-    assert seen(known, torch.tensor([[1], [12]]), 3)[0].shape[4] == 9  # behind the image there is no more memory
+    assert seen(known, [1, 12], 3)[1].shape[4] == 9  # behind the image there is no more memory
 
 
 @torch.inference_mode()
