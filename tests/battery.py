@@ -121,7 +121,7 @@ def shipped() -> Iterator[Case]:
     pipe = ImagePipeline.from_pretrained("painter")
     pipe.set_progress_bar_config(disable=True)
     for name in zoo.PRESETS:
-        drafter, rule, _, order = zoo.PRESETS[name]
+        drafter, rule, _, order, _ = zoo.PRESETS[name]
         for temperature in (0.7, 0.0) if rule == "exact" else (0.7,):
             out = pipe(
                 ["a photo of a red cross left of a blue ring", "a photo of three stars"], seed=3, drafter=drafter,

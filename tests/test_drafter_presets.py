@@ -14,7 +14,9 @@ from visspec.api import zoo
 from visspec.loop.decode import open_request
 from visspec.models.drafters.block_training import DECAY, BlockDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
+from visspec.models.drafters.feature_tree import EAGLE
 from visspec.models.nets.block_head import BlockConfig
+from visspec.models.nets.diffusion_lm import DiffusionConfig
 from visspec.models.nets.eagle_config import EagleConfig
 from visspec.models.nets.eagle_head import LowRank
 from visspec.models.targets.hf_decoder import HFDecoder
@@ -58,7 +60,9 @@ def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     drafter, _ = zoo.drafter(f"{tmp_path / 'out'}:{options}".rstrip(":"), model)
     assert drafter.config == fresh.config and type(drafter) is zoo.drafter_class(preset.kind)
     assert drafter.config.levels == preset.network.get("levels", 15)
-    assert {key: getattr(drafter, key) for key in preset.draft} == preset.draft
+    sizes = {key: value for key, value in preset.draft.items() if key != "tree"}
+    assert {key: getattr(drafter, key) for key in sizes} == sizes
+    assert drafter.paths == (EAGLE if preset.draft.get("tree") else ())
     moved = [
         k for k, v in drafter.head.named_parameters() if not torch.equal(v, dict(fresh.head.named_parameters())[k])
     ]
@@ -72,6 +76,23 @@ def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "seed": [1, 2, 3]}
     assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
     assert fast.last_stats.faults == 0 and max(r.levels for r in fast.last_state.trace.rounds) > 1
+
+
+def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
+    """Also where a run goes on."""
+    seen = []
+
+    def measured(drafter, before=train_drafter.Validation.__call__):
+        seen.append(drafter.drafter.paths)
+        return before(drafter)
+
+    monkeypatch.setattr(train_drafter.Validation, "__call__", measured)
+    for resume in (False, True):
+        train_drafter.run("x", data[0], tmp_path / "out", preset="eagle", **{**TINY, "steps": 3}, resume=resume)
+    drafter = train_drafter.fresh_or_resumed(
+        model_of("llava"), tmp_path / "out", True, 0, EagleDrafter, zoo.TRAINED["eagle"].draft
+    )
+    assert seen == [EAGLE] and drafter.paths == EAGLE
 
 
 def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
@@ -199,7 +220,7 @@ def test_a_markov_head_adds_what_the_token_above_says(width):
     torch.nn.init.normal_(head.markov.up.weight, std=3.0)
     drafter, held = BlockDrafter(head, model, width=width, nodes=9), []
     _, state, _ = begun(drafter, model, inputs, NEW)
-    drafter._denoised = lambda state: held.append(BlockDrafter._denoised(drafter, state)) or held[-1]
+    drafter._laws = lambda hidden: held.append(BlockDrafter._laws(drafter, hidden)) or held[-1]
     draft = drafter.propose(state, 3)
     parent, depth = (x.expand(3, -1) for x in (draft.tree.parent, draft.tree.depth))
     for b in range(3):
@@ -318,11 +339,11 @@ def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence
 
 
 def test_the_table_names_fields_that_exist():
-    configs = {"eagle-head": EagleConfig, "block-head": BlockConfig}
+    configs = {"eagle-head": EagleConfig, "block-head": BlockConfig, "diffusion-lm": DiffusionConfig}
     for preset in zoo.TRAINED.values():
         fields = set(configs[preset.kind].__dataclass_fields__)
         assert set(preset.network) <= fields and set(preset.plan) <= set(Plan.__dataclass_fields__)
-        assert set(preset.draft) <= {"width", "nodes"} and preset.source
+        assert set(preset.draft) <= {"width", "nodes", "tree"} and preset.source and preset.sees
 
 
 @pytest.mark.parametrize("sharp", [0, 1, 2])

@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.doubles import Double
+from tests.tables import Steady, Table, TableTarget
+from tests.tables import decoded as sampled
+from visspec.accept.exact import Exact
+from visspec.loop import guard
 from visspec.loop import pace as paces
 from visspec.loop.pace import Pace
-from visspec.types import Round
+from visspec.types import DrafterTraits, Round
 
 TOKENS = 1500
 LEVELS = 8
@@ -74,8 +79,8 @@ def test_so_it_does_where_acceptance_turns(turns, slope, step, price, seed):
 
 
 def test_without_the_account_the_bound_is_missed(monkeypatch):
-    """A negative control: three tenths accepted, at a price of one pass for any draft."""
-    rate, costs = (lambda n: 0.3), COSTS["cheap passes, first level dear"]
+    """A negative control: not quite half accepted, at a price of one pass for any draft."""
+    rate, costs = (lambda n: 0.45), COSTS["cheap passes, first level dear"]
     assert decoded(rate, *costs)[0] <= 1.03
     monkeypatch.setattr(paces, "SHARE", 1e9)
     assert decoded(rate, *costs)[0] > 1.03
@@ -98,6 +103,24 @@ def test_drafts_that_pay_are_made(costs):
     best = min((verify(d) + draft(d)) / sum(0.9**i for i in range(d + 1)) for d in range(1, LEVELS + 1))
     seconds, drafted, rounds = decoded(lambda n: 0.9, verify, draft)
     assert drafted > 0.9 * rounds and seconds < 1.1 * best
+
+
+def test_the_best_depth_is_found_on_a_noisy_clock():
+    """The deepest of twelve levels is best, and the clock errs by three tenths: within a third of it."""
+    verify, draft = (lambda n: 1 + 0.01 * n), (lambda n: 0.02 * n)
+    best = (verify(12) + draft(12)) / sum(0.95**i for i in range(13))
+    for seed in range(12):
+        seconds, _, _ = decoded(lambda n: 0.95, verify, draft, seed, tokens=600, noise=0.3, pace=Pace(12))
+        assert seconds < 1.35 * best
+
+
+def test_what_is_known_holds_behind_longer_contexts():
+    """The costs of a new context begin with those of the nearest: no levels are drafted there only to learn."""
+    pace = Pace(12)
+    decoded(lambda n: 0.7, lambda n: 1 + 0.05 * n, lambda n: 0.03 * n, pace=pace, tokens=600)
+    state = Bag(budget=99, trace=Bag(gave_up=0, context=paces.SHORT, resting=0))
+    pace.at(paces.SHORT).look = 10**6
+    assert 0 < pace.depth(state) == pace.best(12) < 6
 
 
 def test_a_search_that_finds_nothing_is_paid_for():
@@ -158,3 +181,32 @@ def test_a_machine_that_stood_still_once_does_not_end_drafting():
         pace.spent += 1.0
         asked.append(pace.depth(state))
     assert 200 < len(asked) <= 260
+
+
+class Resting(Steady):
+    """Drafts nothing for so many rounds, and says so."""
+
+    def __init__(self, rounds):
+        super().__init__(1)
+        self.rounds = rounds
+
+    def depth(self, state):
+        self.rounds -= 1
+        state.trace.resting = max(self.rounds, 0)
+        return int(self.rounds < 0)
+
+
+@pytest.mark.parametrize(("observes", "told"), [("all", 40), ("drafted", guard.LEAD + 1 + 10), ("none", 0)])
+def test_a_drafter_that_rests_is_told_of_the_last_rounds_before_it_drafts(observes, told):
+    """Thirty rounds of rest, the last with none left to come, and ten with a draft of nothing behind them."""
+
+    class Listener(Double):
+        traits = DrafterTraits(levels=1, observes=observes)
+        heard = 0
+
+        def observe(self, *_):
+            self.heard += 1
+
+    drafter = Listener()
+    sampled(TableTarget(Table(4, 0)), drafter, Exact(), 1, 41, pace=Resting(30))
+    assert drafter.heard == told

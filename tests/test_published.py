@@ -526,7 +526,7 @@ def test_a_published_block_drafter_drafts_as_its_description_says(tmp_path, name
     inputs = prompt("llava", rows)
     target, state, answer = begun(drafter, model, inputs, NEW)
     for _ in range(3):
-        got = drafter._denoised(state)
+        got = drafter._laws(drafter._hidden(state))
         for b in range(len(rows)):
             whole = known(target, model, single_row("llava", rows, inputs, b), answer[b, : len(state.tokens[b])])
             want = block_logits(data, tensors, model, whole)
@@ -613,6 +613,13 @@ def test_a_vocabulary_of_a_block_drafter_has_to_fit(tmp_path):
     assert "names layer 2, expected some of 1..1" in refused(
         tmp_path, data | {"aux_hidden_state_layer_ids": [2]}, tensors
     )
+
+
+def test_a_tree_over_a_block_is_no_wider_than_its_vocabulary(tmp_path):
+    folder, model = saved(tmp_path / "head", *speculators_dflash()), model_of("llava")
+    assert zoo.drafter(f"{folder}:tree=opt,nodes=36", model)[0].width == 36
+    with pytest.raises(ValueError, match="width: got 37, expected at most the 36 ids that the head predicts"):
+        zoo.drafter(f"{folder}:tree=opt,nodes=37", model)
 
 
 def test_an_assistant_of_transformers_by_its_folder(tmp_path):

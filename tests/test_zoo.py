@@ -13,6 +13,7 @@ from visspec.api import zoo
 from visspec.laws import Categorical
 from visspec.loop.pairing import check, pair
 from visspec.models.drafters.block_training import BlockDrafter
+from visspec.models.drafters.diffusion_training import DiffusionDrafter
 from visspec.models.drafters.distilled import DistilledDrafter
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
@@ -29,8 +30,9 @@ from visspec.types import Acceptance, Drafter, Order, Request, Sampling
 ROWS = [0, 1, 2]
 TEXT = {  # that text knows as well
     "none", "ngram", "eagle", "eagle-head", "block-head", "jacobi", "suffix", "recycling", "layers",
+    "diffusion-lm",
 }  # fmt: skip
-TEXT_ALONE = {"eagle", "eagle-head", "block-head", "layers"}
+TEXT_ALONE = {"eagle", "eagle-head", "block-head", "diffusion-lm", "layers"}
 DRAFTERS = {  # of the tiny image model, from options
     "none": lambda **options: None,
     "ngram": lambda **options: zoo.load(zoo.DRAFTERS["ngram"][0])(**options),
@@ -42,6 +44,7 @@ DRAFTERS = {  # of the tiny image model, from options
     "eagle": lambda **options: FeatureDrafter.for_model(model_of("llava"), image_latents=1),
     "eagle-head": lambda **options: EagleDrafter.for_model(model_of("llava"), images="latents", image_latents=1),
     "block-head": lambda **options: BlockDrafter.for_model(model_of("llava"), layers=1, block=4, markov=3),
+    "diffusion-lm": lambda **options: DiffusionDrafter.for_model(model_of("llava"), layers=1, block=4),
     "image-eagle": lambda **options: ImageFeatureDrafter(
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
     ),
@@ -51,7 +54,7 @@ DRAFTERS = {  # of the tiny image model, from options
 }
 # tests of their own have the drafters of vectors and the rules that judge them, a checkpoint's heads, and any order
 ELSEWHERE = {"continuous", "mar", "mtp", "ahead", "neighbours"}
-TOKENS_ALONE = {"distilled"}  # trained, and reads nothing of the target's passes
+TOKENS_ALONE = {"distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
 ANY_ORDER = {"spread", "halton"}  # orders of `test_any_order`
 CODE_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Categorical]
 RULES = {  # options that a codebook of 24 codes has room for
@@ -143,7 +146,8 @@ def test_traits_are_what_drafts_show(name):
     if drafter is None:
         return
     assert isinstance(drafter, Drafter) and drafter.traits.levels >= 1
-    assert (drafter.traits.feature_layers != ()) == (name in set(zoo.KINDS.values()) - TOKENS_ALONE)
+    trained = set(zoo.KINDS.values()) - TOKENS_ALONE
+    assert (drafter.traits.feature_layers != ()) == (name in trained)
     assert drafter.traits.whole_images == (type(drafter).sketch is not Drafter.sketch)
 
 

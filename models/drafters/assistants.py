@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from visspec.checkpoint import shown
 from visspec.models.drafters import dflash
+from visspec.models.drafters.diffusion import DiffusionModel, denoises
 from visspec.models.drafters.eagle_layouts import list_of
 from visspec.models.drafters.shared_cache import SharedCache, shares_cache
 from visspec.models.drafters.small_model import SmallModel
@@ -27,6 +28,8 @@ def assistant(spec: nn.Module, model: nn.Module, **options: Any) -> Drafter:
         return dflash.BlockModel(spec, model, **options)
     if shares_cache(spec):
         return SharedCache(spec, model, **options)
+    if denoises(spec):
+        return DiffusionModel(spec, model, **options)
     return SmallModel(spec, model, **options)
 
 

@@ -1,4 +1,4 @@
-"""Block drafters of our own training: DFlash, and with a Markov head DSpark, for any target.
+"""Block drafters of our own training: DFlash, and with a Markov and a confidence head DSpark, for any target.
 
 Shapes: B rows, L prompt, M longest answer, T = M - 1 laws of an answer, A anchors, K block, C context, d hidden size,
 F features, V vocabulary.
@@ -36,6 +36,7 @@ class BlockDrafter(BlockModel):
         form = Block(causal=True, index=True, raw=True)
         super().__init__(self._running(head, model.dtype), model, width, nodes, form)
         self.borrowed = (model.get_input_embeddings(), model.get_output_embeddings())
+        self.apart = not (head.config.markov or head.config.confidence)
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> BlockDrafter:
@@ -53,9 +54,10 @@ class BlockDrafter(BlockModel):
         checkpoint.write(folder, self.head, provenance, dtype)
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
-        """Write the drafter for other engines, as `BlockModel.export`; a Markov head has no place there."""
-        if self.config.markov:
-            raise ValueError(f"form: got a drafter with markov {self.config.markov} for {form!r}, expected 0")
+        """Write the drafter for other engines, as `BlockModel.export`; DSpark's heads have no place there."""
+        for name, none in (("markov", 0), ("confidence", False)):
+            if (found := getattr(self.config, name)) != none:
+                raise ValueError(f"form: got a drafter with {name} {found} for {form!r}, expected {none}")
         super().export(folder, form, verifier)
 
     def _running(self, head: BlockHead, dtype: torch.dtype) -> Any:
@@ -77,6 +79,19 @@ class BlockDrafter(BlockModel):
 
     def _following(self, token: Tensor) -> Tensor | None:
         return self.run.markov(token) if self.config.markov else None
+
+    def _expected(self, hidden_Bd: Tensor, token: Tensor) -> Tensor | None:
+        if not self.config.confidence or self.stop is None or not self.stop.confidence:
+            return None
+        return self.run.expected(hidden_Bd, token).sigmoid().float()
+
+    def expected(self, lesson: Any, hidden_BTd: Tensor) -> Tensor:
+        """Logits (B, T) of the acceptance rates of the elements of a rollout with these hidden states. What the
+        confidence head learns does not change the states that it reads.
+        """
+        before_BT = lesson.ids[:, lesson.prompt_length :][:, : hidden_BTd.shape[1]]
+        vector = self.head.markov.down(before_BT).detach() if self.config.markov else None
+        return self.head.confidence(hidden_BTd.detach(), vector)
 
     def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """One pass over blocks that tile the answers, for training (`visspec.train.capture.Lesson`); `steps` is unused.

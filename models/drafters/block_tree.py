@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from visspec import tree as trees
 from visspec.sampling import warp
 from visspec.types import Draft, State
 
@@ -14,16 +14,17 @@ from visspec.types import Draft, State
 def over(
     state: State,
     logits_BKV: Tensor,
-    width: int,
+    growing: Any,
     nodes: int,
     following: Callable[[Tensor], Tensor | None] = lambda _: None,
 ) -> Draft:
-    """The `nodes` most likely nodes of `width` a level, best first. following: what the tokens above (B, W) add to the
-    logits, (B, W, V), if anything. Raises ValueError for rules that judge draws.
+    """A tree over the laws of a block by its builder, `tree.Growing` (the `nodes` most likely nodes of its width a
+    level, best first) or one with its methods. following: what the tokens above (B, W) add to the logits, (B, W, V), if
+    anything. Raises ValueError for rules that judge draws.
     """
     if state.noise is not None and state.noise.samples:
         raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
-    growing, token_BW = trees.Growing(state.pending, width), state.pending[:, None]
+    token_BW = state.pending[:, None]
     for level in range(logits_BKV.shape[1]):
         logits_BWV = logits_BKV[:, level : level + 1]
         if (more_BWV := following(token_BW)) is not None:

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from visspec import hub
-from visspec import tree as trees
 from visspec.cache import additive, to_device
-from visspec.laws import Categorical
 from visspec.models.drafters import block_tree
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.models.drafters.feature_memory import accepted, packed, prompt_first
+from visspec.models.drafters.shapes import Chain, Shaped
+from visspec.models.nets.block_pass import BlockPass, foldable, stamp
 from visspec.models.targets.hf_decoder import describe
 from visspec.models.targets.slot_layers import SlotLayers
-from visspec.sampling import propose
-from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,10 @@ class Block:
 NEEDED = ("block_size", "mask_token_id", "target_layer_ids")  # of the configuration
 
 
-class BlockModel(Drafter):
+class BlockModel(Shaped):
     """Drafts from `assistant`, a loaded block drafter made for `model`. width > 1: trees of at most `nodes` nodes over
-    the block's laws instead of chains. form: of a published checkpoint. Raises ValueError where it does not fit the
-    target.
+    the block's laws instead of chains; `shaped` sets others. form: of a published checkpoint. Raises ValueError where
+    it does not fit the target.
     """
 
     def __init__(
@@ -79,10 +78,8 @@ class BlockModel(Drafter):
             raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
         self.model, self.form = model, form or Block()
-        if self.form.ids is not None and width > len(self.form.ids):
-            raise ValueError(
-                f"width: got {width}, expected at most the {len(self.form.ids)} ids that the head predicts"
-            )
+        self._fold: tuple[tuple, BlockPass | None] = ((), None)
+        self._check_width()
         self.block, self.mask = config.block_size, config.mask_token_id
         self.kinds, self.window = frozenset(config.layer_types), int(config.sliding_window or 0)
         self.reach = self.window if self.form.reach is None else self.form.reach
@@ -91,6 +88,16 @@ class BlockModel(Drafter):
         self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
         self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
         self.embed: Any = bare(model.get_input_embeddings())  # type: ignore[operator]
+
+    def _check_width(self) -> None:
+        if self.form.ids is not None and self.width > len(self.form.ids):
+            raise ValueError(
+                f"width: got {self.width}, expected at most the {len(self.form.ids)} ids that the head predicts"
+            )
+
+    def _grow(self, tree: str) -> None:
+        super()._grow(tree)
+        self._check_width()
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines: "dflash" (z-lab, SpecForge), "speculators" (vLLM), for which `verifier`
@@ -125,31 +132,43 @@ class BlockModel(Drafter):
         state.memory.waiting.append((position_BL, features, counts))
 
     def propose(self, state: State, depth: int) -> Draft:
-        logits_BKV = self._denoised(state)[:, :depth]
+        hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
+        logits_BKV = self._laws(hidden_BKd)
         if self.width > 1:
-            return block_tree.over(state, logits_BKV, self.width, self.nodes, self._following)
-        tokens, laws, token = [], [], state.pending
-        for level in range(logits_BKV.shape[1]):
+            growing = self.growing(state, logits_BKV.shape[1])
+            return block_tree.over(state, logits_BKV, growing, self.nodes, self._following)
+        chain, token = Chain(state, self.stop), state.pending
+        if self.apart:
+            chain.extend(logits_BKV)
+            return chain.finish()
+        for hidden_Bd, logits_BV in zip(hidden_BKd.unbind(1), logits_BKV.unbind(1)):
             more_BV = self._following(token)
-            logits_BV = logits_BKV[:, level] if more_BV is None else logits_BKV[:, level] + more_BV
-            token, law = propose(logits_BV, state, level)
-            tokens.append(token)
-            if law is not None:
-                laws.append(law)
-        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), Categorical.chain(laws) if laws else None)
+            token = chain.add(logits_BV if more_BV is None else logits_BV + more_BV, self._expected(hidden_Bd, token))
+        return chain.finish()
+
+    apart = True  # whether nothing but the pass tells what a place is: neither `_following` nor `_expected` do
 
     def _following(self, token: Tensor) -> Tensor | None:
         """What a token (...) adds to the logits of the next place, (..., V); None: nothing."""
         return None
 
-    def _denoised(self, state: State) -> Tensor:
-        """(B, K - 1, V) logits of the block behind the pending tokens, from one pass; (B, K, V) if their place predicts
-        too.
+    def _expected(self, hidden_Bd: Tensor, token: Tensor) -> Tensor | None:
+        """The acceptance rate (B,) of a place below a token (B,), if something was trained to predict it."""
+        return None
+
+    def _hidden(self, state: State) -> Tensor:
+        """(B, K - 1, d) hidden states of the block behind the pending tokens, from one pass; (B, K, d) if their place
+        predicts too.
         """
-        form, memory = self.form, state.memory
+        memory: _Context = state.memory
         hidden_BKd = self._pass(memory, state.pending, memory.placed(state.position))
         state.calls["draft_pass"] += 1
-        logits = self.lm_head(hidden_BKd[:, self.first :].to(self.lm_head.weight.dtype))[..., : self.vocab]
+        return hidden_BKd[:, self.first :]
+
+    def _laws(self, hidden_BKd: Tensor) -> Tensor:
+        """Logits (B, K, V) of the target's ids."""
+        form = self.form
+        logits = self.lm_head(hidden_BKd.to(self.lm_head.weight.dtype))[..., : self.vocab]
         if form.multiplier != 1.0:
             logits = logits * form.multiplier
         if form.softcap:
@@ -170,15 +189,24 @@ class BlockModel(Drafter):
         ids_BK = torch.full((rows, self.block), self.mask, dtype=pending.dtype, device=pending.device)
         ids_BK[:, 0] = pending
         ahead_BK = position_B[:, None] + torch.arange(self.block, device=pending.device)
-        output = self.assistant(
-            noise_embeds=self._embedded(ids_BK).to(like),
-            context_hidden_states=context_BCF.to(like),
-            attention_mask=self._masks(slots.lengths, counts, width, extent, like),
-            position_ids=torch.cat([position_BC, ahead_BK], dim=1),
-            past_key_values=memory.cache,
-        )
+        given: dict[str, Any] = {
+            "noise_embeds": self._embedded(ids_BK).to(like),
+            "context_hidden_states": context_BCF.to(like),
+            "attention_mask": self._masks(slots.lengths, counts, width, extent, like),
+            "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
+            "past_key_values": memory.cache,
+        }
+        folded = self._folded()
+        hidden_BKd = self.assistant(**given).last_hidden_state if folded is None else folded(**given)
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
-        return output.last_hidden_state
+        return hidden_BKd
+
+    def _folded(self) -> BlockPass | None:
+        """The network with the weights that it has now, if it is one to be folded."""
+        now = stamp(self.assistant)
+        if self._fold[0] != now:
+            self._fold = now, BlockPass(self.assistant) if foldable(self.assistant) else None
+        return self._fold[1]
 
     def _embedded(self, ids: Tensor) -> Tensor:
         if not self.form.raw:
@@ -220,6 +248,7 @@ class BlockModel(Drafter):
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's features of the accepted nodes for the next pass."""
+        self.learn(state, draft, outcome)
         path_BD, features, counts = accepted(scores, verdict, outcome)
         first_B = state.memory.placed(state.position) - verdict.length
         position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)
@@ -248,6 +277,7 @@ class _Context:
 
     def __init__(self, rows: int, answer: int):
         self.cache = SlotLayers(rows, answer)
+        self.limit = MAX_NODES  # levels of the next draft, see `shapes`
         self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
         self.offset: Tensor | None = None  # (B,) the target's positions less the drafter's
 

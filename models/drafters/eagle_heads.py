@@ -19,18 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec import tree as trees
-from visspec.laws import Categorical
 from visspec.models.drafters import block_tree
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.eagle import FeatureDrafter, scaled_section
 from visspec.models.drafters.feature_drafting import FeatureDrafting
 from visspec.models.drafters.feature_memory import Memory
+from visspec.models.drafters.shapes import Chain
 from visspec.models.nets.eagle_config import COMPRESSED, EagleConfig
 from visspec.models.nets.eagle_head import EagleHead, LowRank, turns, turns_at
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
-from visspec.sampling import propose
 from visspec.types import Draft, State
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
@@ -170,21 +168,17 @@ class EagleDrafter(FeatureDrafter):
         if self.config.block == 1:
             return super().propose(state, depth)
         memory: Memory = state.memory
+        depth = self.levels(state, depth)
         ahead_BKd = self.run.spread(self._catch_up(memory, depth))
         if self.width > 1:
-            return block_tree.over(state, self._logits(ahead_BKd[:, :depth]), self.width, self.nodes)
-        tokens: list[Tensor] = []
-        laws: list[Categorical] = []
+            logits_BKV = self._logits(ahead_BKd[:, :depth])
+            return block_tree.over(state, logits_BKV, self.growing(state, logits_BKV.shape[1]), self.nodes)
+        chain = Chain(state, self.stop)
         while True:
-            for feature_Bd in ahead_BKd[:, : depth - len(tokens)].unbind(1):
-                token_B, law = propose(self._logits(feature_Bd), state, len(tokens))
-                tokens.append(token_B)
-                if law is not None:
-                    laws.append(law)
-            if len(tokens) == depth:
-                q = Categorical.chain(laws) if laws else None
-                return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
-            ahead_BKd = self.run.spread(self._again(memory, torch.stack(tokens, dim=1), ahead_BKd))
+            chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
+            if len(chain.tokens) == depth:
+                return chain.finish()
+            ahead_BKd = self.run.spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
 
     def _again(self, memory: Memory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
         """Read the last K of the drafted ids, stored after those before them: the predicted feature (B, d)."""

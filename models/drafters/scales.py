@@ -6,6 +6,8 @@ What it has read of accepted scales stays in its cache. Shapes: B images, N node
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.laws import Maps
+from visspec.models.nets.scale_painter import ScalePainter, check_codebook, load
 from visspec.models.nets.scale_reading import Group, Mark, NextScale, Reading, stacked
 from visspec.models.targets.var import VARImages, check_alike
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -29,6 +32,17 @@ class SmallVAR(Drafter):
     def __init__(self, small: NextScale):
         self.small = small
         self.family: VARImages | None = None
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: Any) -> SmallVAR:
+        """Load a painter's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
+        both are painters of other codes.
+        """
+        painter: Any = load(folder, target.dtype)
+        painter = painter.to(target.device)
+        if isinstance(target, ScalePainter):
+            check_codebook("drafter", painter, target)
+        return cls(painter.var)
 
     def attach(self, target: VARImages) -> None:
         """Raises ValueError unless both draw the same maps, and the target is a model by itself."""

@@ -43,7 +43,9 @@ class Stop:
     entropy: the square root of the entropy (nats) of the level's law is above it. 1 - sqrt(c H) bounds the acceptance
     rate from below where the cross-entropy of the target is in proportion to H (SVIP, arXiv 2411.18462).
     confidence: the product of the probabilities of all drafted tokens is below it (SpecDec++, arXiv 2405.19715, with
-    the drafter's own probabilities in place of those of a trained head).
+    the drafter's own probabilities in place of those of a trained head). Where a drafter has such a head (DSpark), it
+    is the product of what the head expects, which knows of a level before its token is chosen: the chain ends before
+    the first level, of those behind the first one, for which it is below.
 
     With the rule `exact`, laws are those *given* the noise of their position, as for trees.
     """
@@ -57,10 +59,15 @@ class Stop:
         if not 0 <= self.confidence < 1:
             raise ValueError(f"confidence: got {self.confidence}, expected a probability below 1")
 
-    def goes_on(self, logits_BV: Tensor, token_B: Tensor, product_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(whether there is a level below (B,), the product of probabilities so far (B,))."""
+    def goes_on(
+        self, logits_BV: Tensor, token_B: Tensor, product_B: Tensor, known: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(whether there is a level below (B,), the product of probabilities so far (B,)). known: the product has the
+        level's own already, as a head expects it.
+        """
         p_BV = logits_BV.softmax(dim=-1)
-        product_B = product_B * p_BV.gather(-1, token_B[:, None])[:, 0]
+        if not known:
+            product_B = product_B * p_BV.gather(-1, token_B[:, None])[:, 0]
         going_B = product_B >= self.confidence
         if self.entropy:
             going_B &= torch.special.entr(p_BV).sum(dim=-1).sqrt() <= self.entropy
@@ -77,9 +84,15 @@ class Chain:
         self.real = [torch.ones_like(state.pending, dtype=torch.bool)] * 2  # of the root and the first level
         self.product_B = torch.ones_like(state.pending, dtype=torch.float32)
 
-    def add(self, logits_BV: Tensor) -> Tensor:
-        """Add a level by the logits of its law. Returns its tokens (B,)."""
+    def add(self, logits_BV: Tensor, expected_B: Tensor | None = None) -> Tensor:
+        """Add a level by the logits of its law. Returns its tokens (B,). expected: the probability of its acceptance by
+        a trained head, from nothing but what stands above it.
+        """
         state, level = self.state, len(self.tokens)
+        if self.stop is not None and expected_B is not None:
+            self.product_B = self.product_B * expected_B
+            if level:
+                self.real[-1] = self.real[-1] & (self.product_B >= self.stop.confidence)
         law = Categorical(warp(logits_BV, state.request.sampling))
         token_B, q = drawn(law, state, level)
         self.tokens.append(token_B)
@@ -89,9 +102,18 @@ class Chain:
             given_BV = law.logits
             if state.noise is not None:
                 given_BV = state.noise.perturbed(given_BV[:, None], level)[:, 0]
-            going_B, self.product_B = self.stop.goes_on(given_BV, token_B, self.product_B)
+            known = expected_B is not None
+            going_B, self.product_B = self.stop.goes_on(given_BV, token_B, self.product_B, known)
             self.real.append(self.real[-1] & going_B)
         return token_B
+
+    def extend(self, logits_BKV: Tensor) -> None:
+        """Add levels whose laws do not depend on each other's tokens."""
+        if self.stop is None and self.state.noise is None:
+            self.tokens += warp(logits_BKV, self.state.request.sampling).argmax(dim=-1).unbind(1)
+            return
+        for logits_BV in logits_BKV.unbind(1):
+            self.add(logits_BV)
 
     def finish(self) -> Draft:
         real = None if self.stop is None else torch.stack(self.real[: len(self.tokens) + 1], dim=1)

@@ -1,4 +1,4 @@
-"""A block drafter to be trained: DFlash (arXiv 2602.06036) as transformers runs it, and DSpark's Markov head.
+"""A block drafter to be trained: DFlash (arXiv 2602.06036) as transformers runs it, and DSpark's two heads.
 
 Shapes: d hidden size, F features, V vocabulary, r rank.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
@@ -22,7 +23,8 @@ class BlockConfig:
 
     feature_layers: indices into the target's hidden_states, above 0. block: places of a pass, the pending token's among
     them. mask: the id that stands in the others. markov: rank of the head that adds what the token before a place says
-    of it (DSpark, arXiv 2607.05147); 0: none.
+    of it (DSpark, arXiv 2607.05147); 0: none. confidence: a head that expects the acceptance rate of a place from its
+    hidden state and the Markov head's vector of the token before it (the same).
     """
 
     family: str
@@ -38,6 +40,7 @@ class BlockConfig:
     mask: int
     block: int = 16
     markov: int = 0
+    confidence: bool = False
     eps: float = 1e-6
     rope_theta: float = 10000.0
 
@@ -51,6 +54,8 @@ class BlockConfig:
             ("mask", 0, self.vocab - 1), ("block", 2, MAX_NODES), ("markov", 0, self.vocab),
         ):  # fmt: skip
             check_whole(name, getattr(self, name), low, high)
+        if not isinstance(self.confidence, bool):
+            raise ValueError(f"confidence: got {shown(self.confidence)}, expected true or false")
         for name in ("eps", "rope_theta"):
             check_positive(name, getattr(self, name))
         layers = check_wholes("feature_layers", self.feature_layers, 1, self.target_layers)
@@ -101,6 +106,21 @@ class Markov(nn.Module):
         return self.up(self.down(token))
 
 
+class Confidence(nn.Module):
+    """The logit (...) of a place's acceptance rate from its hidden state (..., d), and a vector (..., r) of the token
+    before it if r > 0.
+    """
+
+    def __init__(self, hidden: int, rank: int):
+        super().__init__()
+        self.linear = nn.Linear(hidden + rank, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor, before: Tensor | None) -> Tensor:
+        return self.linear(hidden if before is None else torch.cat([hidden, before], dim=-1))[..., 0]
+
+
 class BlockHead(nn.Module):
     """Trainable weights of a block drafter."""
 
@@ -113,3 +133,9 @@ class BlockHead(nn.Module):
         self.model = MuseGlimmerAssistantModel(config.assistant())
         if config.markov:
             self.markov = Markov(config.vocab, config.markov)
+        if config.confidence:
+            self.confidence = Confidence(config.hidden, config.markov)
+
+    def expected(self, hidden: Tensor, token: Tensor) -> Tensor:
+        """Logits (...) of the acceptance rates of places with hidden states (..., d) below tokens (...)."""
+        return self.confidence(hidden, self.markov.down(token) if self.config.markov else None)

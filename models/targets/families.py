@@ -17,6 +17,7 @@ FAMILIES = {
     "continuous_painter": "visspec.models.targets.continuous:ContinuousImages",
     "mar_painter": "visspec.models.targets.mar_painter:PaintedMAR",
     "any_order_painter": "visspec.models.targets.any_order_painter:PaintedAnyOrder",
+    "scale_painter": "visspec.models.targets.scale_painter:PaintedVAR",
     # not of transformers: known by their classes
     "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",
     "RandAR": "visspec.models.targets.randar:RandARImages",

@@ -120,6 +120,7 @@ class Family:
     vectors: bool = False  # whether its tokens are vectors, not codes
     parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
     maps: bool = False  # whether its nodes are maps of codes
+    labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
     any_order: bool = False  # whether its codes come in any order of their places, and from a part of them (inpainting)
     default_drafter: str = "jacobi"
     default_rule: str = "exact"

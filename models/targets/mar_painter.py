@@ -22,7 +22,8 @@ class PaintedMAR(MARImages):
         super().__init__(model.mar, processor, autoencoder, model.schedule(denoising_steps))
         found = getattr(settings or model.generation_config, "guidance_scale", None)
         self.default_guidance = 1.0 if found is None else float(found)
-        self.numbers = {label: number for number, label in enumerate(model.config.labels)}
+        self.labels = tuple(model.config.labels)
+        self.numbers = {label: number for number, label in enumerate(self.labels)}
 
     def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Any:
         """Raises ValueError for a text that is no name and no number of a class."""

@@ -99,6 +99,10 @@ class ImagePipeline(Copied):
         """What it was made from: `ImagePipeline(**pipe.components)` is another one that shares the weights."""
         return {name: getattr(self, name) for name in PARTS}
 
+    def parted(self, parts: dict[str, Any]) -> ImagePipeline:
+        """A pipeline of the same weights with these parts in place of its own; itself for none."""
+        return type(self)(**self.components | {"parts": self.parts | parts}) if parts else self
+
     @property
     def device(self) -> torch.device:
         return self._home or self.model.device

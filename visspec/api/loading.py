@@ -24,6 +24,7 @@ OWN = {  # networks that transformers does not have
     "continuous_painter": "visspec.models.nets.continuous_painter:load",
     "mar_painter": "visspec.models.nets.mar_painter:load",
     "any_order_painter": "visspec.models.nets.any_order_painter:load",
+    "scale_painter": "visspec.models.nets.scale_painter:load",
 }
 logger = logging.getLogger(__name__)
 

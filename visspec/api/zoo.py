@@ -78,6 +78,10 @@ DRAFTERS = {
         "visspec.models.drafters.block_training:BlockDrafter",
         "several places in one pass, with the target's hidden states as context (DFlash, DSpark); trained",
     ),
+    "diffusion-lm": (
+        "visspec.models.drafters.diffusion_training:DiffusionDrafter",
+        "text: a block of masks denoised in one pass or a few, by a masked diffusion language model (DEER); trained",
+    ),
     "image-eagle": (
         "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
         "images: on the target's hidden states; trained; tree=chain, dynamic or static",
@@ -91,6 +95,10 @@ DRAFTERS = {
         "vectors: a small model of the painter's form; its denoising chains are the drafts; trained",
     ),
     "mar": ("visspec.models.drafters.mar:SmallMAR", "vectors: a smaller MAR, in the order of the row; trained"),
+    "var": (
+        "visspec.models.drafters.scales:SmallVAR",
+        "scales: a smaller next-scale model, several scales ahead; trained",
+    ),
     "ahead": (
         "visspec.models.drafters.ahead:Ahead",
         "any-order images: the target's own laws of later codes, at no further pass (ASSD); no training",
@@ -119,6 +127,7 @@ class Preset(NamedTuple):
     acceptance: str
     source: str
     order: str | None = None
+    parts: dict[str, Any] = {}  # noqa: RUF012, of the pipeline: another target
 
     def __str__(self) -> str:
         return "/".join(filter(None, (self.drafter, self.acceptance, self.order)))
@@ -162,6 +171,18 @@ VECTOR_PRESETS = {  # of painters of vectors; a drafter stands for that of the p
     "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
     "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
 }
+SCALE_PRESETS = {  # of next-scale painters; drafter and refiner are the included one's
+    "plain": Preset("none", "scales", "no drafting, a scale in a pass"),
+    "scales": Preset("painter-var-small", "scales", "drafted scales, code for code those of plain decoding"),
+    "repaired": Preset("painter-var-small", "repaired", "drafted scales, maximal coupling of each code"),
+    "code": Preset(
+        "none", "scales", "CoDe (arXiv 2411.17787): the small model draws the last scales",
+        parts={"refiner": "painter-var-small", "handover": 6},
+    ),
+    "scalekv": Preset(
+        "none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1}
+    ),
+}  # fmt: skip
 
 
 ANY_ORDER_PRESETS = {  # of models that draw in any order, beside those of `PRESETS` that they take
@@ -173,13 +194,14 @@ ANY_ORDER_PRESETS = {  # of models that draw in any order, beside those of `PRES
 
 class Trained(NamedTuple):
     """A published drafter as values of one: of its network (`EagleConfig`, or that of its `kind`), of its training
-    (`train.loop.Plan`), and of the trees it drafts.
+    (`train.loop.Plan`), and of the trees it drafts. sees: what it is told of a picture.
     """
 
     source: str
+    sees: str
     network: dict[str, Any]
     plan: dict[str, Any]
-    draft: dict[str, int]
+    draft: dict[str, Any]  # width and nodes, or a shape of `Shaped.shaped`
     text_first: bool = False  # begin with text alone, then more and more pictures
     kind: str = "eagle-head"  # of `DRAFTERS`
 
@@ -188,65 +210,76 @@ SUM = {"fusion": "sum", "positions": "index"}
 FEATURES = {"unroll": 1, "opening": 1.0, "feature_weight": 10.0}  # smooth L1 of features, and a tenth of cross-entropy
 BLOCKS = {"unroll": 1, "opening": 1.0}  # cross-entropy
 TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each sees of the picture
-    "eagle": Trained("EAGLE (arXiv 2401.15077), chains", {**SUM, "images": "slots", "levels": 5}, FEATURES, {}),
+    "eagle": Trained(
+        "EAGLE (arXiv 2401.15077)", "all slots", {**SUM, "images": "slots", "levels": 5}, FEATURES, {"tree": "eagle"}
+    ),
     "eagle2": Trained(
-        "EAGLE-2 (arXiv 2406.16858)", {**SUM, "images": "slots", "levels": 6}, FEATURES, {"width": 10, "nodes": 60}
+        "EAGLE-2 (arXiv 2406.16858)", "all slots", {**SUM, "images": "slots", "levels": 6}, FEATURES,
+        {"width": 10, "nodes": 60},
     ),
     "eagle3": Trained(
-        "EAGLE-3 (arXiv 2503.01840)",
+        "EAGLE-3 (arXiv 2503.01840)", "features at all slots",
         {"fusion": "split", "images": "placeholders", "fc_bias": False, "draft_vocab": 32000, "levels": 8},
         {"unroll": 7, "opening": 1.0, "decay": 0.8},
         {"width": 10, "nodes": 60},
     ),
     "vispec": Trained(
-        "ViSpec (arXiv 2509.15235)",
+        "ViSpec (arXiv 2509.15235)", "one latent, a global vector",
         {**SUM, "images": "latents", "image_latents": 1, "levels": 4},
         {"unroll": 2, "opening": 0.5},
         {"width": 8, "nodes": 30},
     ),
     "msd": Trained(
-        "MSD (arXiv 2505.14260)",
+        "MSD (arXiv 2505.14260)", "embeddings at all slots",
         {**SUM, "images": "embeddings", "levels": 6},
         FEATURES,
         {"width": 10, "nodes": 60},
         text_first=True,
     ),
     "hivis": Trained(
-        "HiViS (arXiv 2509.23928): no image tokens", {**SUM, "images": "none", "levels": 6}, FEATURES,
+        "HiViS (arXiv 2509.23928): no image tokens", "nothing", {**SUM, "images": "none", "levels": 6}, FEATURES,
         {"width": 10, "nodes": 60},
     ),
     "flash": Trained(
-        "FLASH (arXiv 2505.12728), chains of two passes",
+        "FLASH (arXiv 2505.12728), chains of two passes", "64 latents",
         {**SUM, "images": "queries", "image_latents": 64, "block": 5, "levels": 10},
         {**FEATURES, "decay": 1.0},
         {},
     ),
     "specvlm": Trained(
-        "SpecVLM (arXiv 2509.11815)",
+        "SpecVLM (arXiv 2509.11815)", "32 latents, by the question",
         {**SUM, "images": "gated", "image_latents": 32, "norm_input": True, "levels": 8},
         FEATURES,
         {"width": 10, "nodes": 60},
     ),
     "dream": Trained(
-        "DREAM (arXiv 2505.19201)",
+        "DREAM (arXiv 2505.19201)", "all slots",
         {"fusion": "cross", "positions": "index", "images": "slots", "levels": 6},
         {"unroll": 1, "loss": "kl", "opening": 0.0, "feature_weight": 0.4},  # 0.2 of each of two layers
         {"width": 4, "nodes": 32},
     ),
     "dflash": Trained(
-        "DFlash (arXiv 2602.06036), one pass a block", {"layers": 5, "block": 16}, BLOCKS, {}, kind="block-head"
+        "DFlash (arXiv 2602.06036), one pass a block", "states at all slots", {"layers": 5, "block": 16}, BLOCKS, {},
+        kind="block-head",
     ),
     "ddtree": Trained(
-        "DDTree (arXiv 2604.12989): DFlash, and trees over its block", {"layers": 5, "block": 16}, BLOCKS,
-        {"width": 8, "nodes": 60}, kind="block-head",
+        "DDTree (arXiv 2604.12989): DFlash, and trees over its block", "states at all slots",
+        {"layers": 5, "block": 16}, BLOCKS, {"width": 8, "nodes": 60}, kind="block-head",
     ),
     "dspark": Trained(
-        "DSpark (arXiv 2607.05147): DFlash with a low-rank Markov head", {"layers": 5, "block": 16, "markov": 64},
-        BLOCKS, {}, kind="block-head",
+        "DSpark (arXiv 2607.05147): DFlash with a low-rank Markov head and one that expects acceptance",
+        "states at all slots",
+        {"layers": 5, "block": 16, "markov": 64, "confidence": True}, {**BLOCKS, "confidence_weight": 1.0}, {},
+        kind="block-head",
+    ),
+    "deer": Trained(
+        "DEER (arXiv 2512.15176): a masked diffusion language model, one pass a block", "nothing",
+        {"layers": 4, "block": 15}, {"unroll": 4, "opening": 1.0, "decay": 1.0}, {},
+        kind="diffusion-lm",
     ),
     "blind": Trained(
-        "a control: neither image tokens nor features of the target", {**SUM, "images": "blind", "levels": 6},
-        {"unroll": 5, "opening": 0.5}, {"width": 10, "nodes": 60},
+        "a control: neither image tokens nor features of the target", "nothing",
+        {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, {"width": 10, "nodes": 60},
     ),
 }  # fmt: skip
 SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, that of its target, what it is
@@ -262,15 +295,18 @@ SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, tha
         "the embedded continuous painter's",
     ),
     "painter-mar-drafter": ("mar", "painter-mar-drafter", "painter-mar", "the embedded MAR's"),
+    "painter-var-small": ("var", "painter-var-small", "painter-var", "the embedded VAR's, a painter by itself"),
 }
 KINDS = {
     "feature_drafter": "eagle",
     "eagle_head": "eagle-head",
     "block_drafter": "block-head",
+    "diffusion_lm": "diffusion-lm",
     "image_drafter": "image-eagle",
     "distilled_drafter": "distilled",
     "continuous_painter": "continuous",
     "mar_painter": "mar",
+    "scale_painter": "var",
 }  # of a checkpoint: the drafter that reads it
 SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
@@ -356,11 +392,17 @@ def acceptance(text: str, what: str = "acceptance") -> Any:
     return make(what, name, load(reference), options)
 
 
-def preset(name: str, vectors: bool = False, model: Any = None) -> Preset:
-    """A preset of image generation, of codes or of vectors; its drafter is that of `model`, where one is included.
-    Raises ValueError for an unknown name.
+def presets(vectors: bool = False, maps: bool = False, any_order: bool = False) -> dict[str, Preset]:
+    """The presets of painters of codes, of codes in any order, of vectors, or of maps of codes."""
+    codes = PRESETS | ANY_ORDER_PRESETS if any_order else PRESETS
+    return VECTOR_PRESETS if vectors else SCALE_PRESETS if maps else codes
+
+
+def preset(name: str, vectors: bool = False, model: Any = None, maps: bool = False) -> Preset:
+    """A preset of image generation, of codes, of vectors or of maps; its drafter is that of `model`, where one is
+    included. Raises ValueError for an unknown name.
     """
-    found = _pick(VECTOR_PRESETS if vectors else PRESETS | ANY_ORDER_PRESETS, "preset", name)
+    found = _pick(presets(vectors, maps, any_order=True), "preset", name)
     return found if model is None else found._replace(drafter=_drafter_of(found.drafter, model))
 
 

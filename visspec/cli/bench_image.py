@@ -27,6 +27,7 @@ from visspec.checkpoint import read_json
 from visspec.cli.arguments import add_drawing, positive
 from visspec.cli.bench_compiled import compiled_family, compiled_record
 from visspec.cli.bench_image_table import tables
+from visspec.cli.bench_others import composed, fewer_passes, fewer_steps, taught, undrafted
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.metrics import fid, geneval, intervals, references
@@ -67,6 +68,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="MAR: also several tokens at a time, in N passes; repeat",
     )
+    parser.add_argument("--handover", type=int, action="append", metavar="N",
+                        help="painters of scales: also CoDe, the first N scales by the model; repeat")  # fmt: skip
+    parser.add_argument("--share", type=float, action="append", metavar="S",
+                        help="painters of scales: also ScaleKV, this share of the cache; repeat")  # fmt: skip
     parser.add_argument("--quality", type=int, default=0, help="images a method for GenEval and FD (0: none)")
     parser.add_argument("--world", choices=WORLDS, help="of the prompts; default: the one whose words the model knows")
     parser.add_argument("--sweep", nargs="*", choices=FAMILIES, metavar="RULE",
@@ -88,13 +93,13 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code,
         compile=arguments.compile,
     )  # fmt: skip
-    vectors = pipe.family.vectors
-    more = zoo.ANY_ORDER_PRESETS if pipe.family.any_order else {}
-    named = arguments.method or (zoo.VECTOR_PRESETS if vectors else zoo.PRESETS | more)
-    methods = dict(chosen(m, vectors, pipe.model) for m in named)
+    vectors, maps = pipe.family.vectors, pipe.family.maps
+    named = arguments.method or zoo.presets(vectors, maps, pipe.family.any_order)
+    others = fewer_steps(pipe, arguments.denoising_steps or ()) | fewer_passes(pipe, arguments.iterations or ())
+    others |= composed(pipe, named, arguments.handover or (), arguments.share or ())
+    methods = dict(chosen(m, vectors, pipe.model, maps) for m in named if m not in others)
     if not arguments.method and arguments.sweep is None:
         methods = fitting(pipe, methods)
-    others = fewer_steps(pipe, arguments.denoising_steps or ()) | fewer_passes(pipe, arguments.iterations or ())
     if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
         asked = (
             f"--quality: got {arguments.quality}, expected 0" if arguments.quality else "--sweep: got it, expected not"
@@ -104,7 +109,8 @@ def run(arguments: argparse.Namespace) -> None:
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
     seed = arguments.seed
     place = world(arguments.world) if arguments.world else known_to(pipe.processor, lambda w: w.suite.vocabulary())
-    texts = [p["prompt"] for p in spread(arguments.prompts, arguments.task, place)]
+    tasks = arguments.task or taught(pipe.family, prompts_of(place))
+    texts = [p["prompt"] for p in spread(arguments.prompts, tasks, place)]
     home, judged = arguments.json.resolve().parent if arguments.json else None, arguments.quality
     if arguments.sweep is None:
         record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
@@ -113,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
         judged = judged or arguments.prompts
         record |= {"n_prompts": judged, "law": law_of(pipe, texts[:LAWS], options, seed)}
     if judged:
-        judge(pipe, record, methods, options, judged, seed, arguments.images, home, arguments.task, others, place)
+        judge(pipe, record, methods, options, judged, seed, arguments.images, home, tasks, others, place)
     console = Console()
     console.print(*tables(record, console.width))
     write_json(arguments.json, record)
@@ -134,11 +140,11 @@ def spread(count: int, tasks: Sequence[str] | None = None, place: World | None =
     return rows[:: max(1, len(rows) // count)][:count]
 
 
-def chosen(method: str, vectors: bool = False, model: Any = None) -> tuple[str, str]:
+def chosen(method: str, vectors: bool = False, model: Any = None, maps: bool = False) -> tuple[str, str]:
     """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:
-        return name, str(zoo.preset(name, vectors, model))
+        return name, str(zoo.preset(name, vectors, model, maps))
     if "/" not in pair:
         raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
     return name, pair
@@ -155,41 +161,6 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
         else:
             found[name] = method
     return found
-
-
-def fewer_steps(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
-    """Pipelines of the same model whose head takes other numbers of steps, by the names of their rows: what faster
-    sampling is to be compared with. Raises ValueError for a painter of codes.
-    """
-    if counts and not pipe.family.vectors:
-        raise ValueError(f"--denoising-steps: got {counts[0]}, expected none: {pipe.family.name} draws codes")
-    found = {}
-    for count in counts:
-        parts = pipe.parts | {"denoising_steps": count}
-        found[f"plain, {count} steps"] = made = ImagePipeline(pipe.model, pipe.processor, parts=parts)
-        made.set_progress_bar_config(disable=True)
-    return found
-
-
-def fewer_passes(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
-    """Pipelines of the same model that draw several tokens in a pass, as published MAR, by the names of their rows.
-
-    Raises ValueError for a painter that can't.
-    """
-    if counts and not pipe.family.parallel:
-        raise ValueError(f"--iterations: got {counts[0]}, expected none: {pipe.family.name} draws a token at a time")
-    found = {}
-    for count in counts:
-        order = zoo.load("visspec.models.targets.mar_parallel:Parallel")(count)
-        made = ImagePipeline(pipe.model, pipe.processor, parts=pipe.parts, order=order)
-        found[f"plain, {count} iterations"] = made
-        made.set_progress_bar_config(disable=True)
-    return found
-
-
-def undrafted(pipe: ImagePipeline) -> str:
-    """The "drafter/rule" of plain decoding."""
-    return str(zoo.preset("plain", pipe.family.vectors))
 
 
 class StockArm:
@@ -293,6 +264,8 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     reach = [entry for run in found for entry in run.rounds]
     traces = [trace for out in arm.outputs[-len(found) :] for trace in out.traces]
     tokens = max(sum(run.count for run in found), 1)
+    memory = [trace.memory for trace in traces if trace.memory]
+    held = {f"{name}_bytes": max(one.get(name, 0) for one in memory) for name in ("cache", "pass") if memory}
     calls = {f"{name}_calls": sum(trace.calls[name] for trace in traces) / tokens for name in HEAD_CALLS}
     return {
         "name": name, **arm.method, "order": arm.method["order"] or "raster",
@@ -300,7 +273,7 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
         "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
         **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
         "nfe_reduction_ci95": list(speed.bootstrap(saved)), "family": None, "setting": None,
-        "trunk_passes": sum(len(run.rounds) + 1 for run in found) / tokens, **calls,
+        "trunk_passes": sum(len(run.rounds) + 1 for run in found) / tokens, **calls, **held,
         "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
         "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"],
         "acceptance_by_depth": acceptance_by_depth(reach), "reached_by_depth": [n for n in by_depth(reach)[0] if n],

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from visspec.accept.exact import Exact
+from visspec.accept.scales import Scales
 from visspec.api import zoo
 from visspec.checkpoint import read_json
 from visspec.eval.speed import paired as speed
-from visspec.laws import categorical
+from visspec.laws import categorical, maps
 from visspec.provenance import provenance
 from visspec.types import Draft, Scores, Verdict
 
@@ -93,15 +94,31 @@ class Noted(Exact):
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
         p_BV = categorical(scores.law).p[:, 0]
-        top_BK = p_BV.topk(min(10, p_BV.shape[-1])).values
-        flatness = torch.stack([torch.special.entr(p_BV).sum(-1), top_BK[:, 0], top_BK.sum(-1)], 1)
-        self.seen.append(flatness[p_BV.argmax(-1) < self.codes])  # not of grammar
+        self.seen.append(flatness(p_BV)[p_BV.argmax(-1) < self.codes])  # not of grammar
         return super().__call__(draft, scores, noise)
+
+
+class NotedMaps(Scales):
+    """The same of maps of codes."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
+        law = maps(scores.law)
+        self.seen.append(flatness(law.p[law.real]))
+        return super().__call__(draft, scores, noise)
+
+
+def flatness(p_NV: torch.Tensor) -> torch.Tensor:
+    """(N, 3): entropy in nats, top-1 and top-10 mass of laws."""
+    top_NK = p_NV.topk(min(10, p_NV.shape[-1])).values
+    return torch.stack([torch.special.entr(p_NV).sum(-1), top_NK[:, 0], top_NK.sum(-1)], 1)
 
 
 def law_of(pipe: Any, texts: Sequence[str], options: dict[str, Any], seed: int) -> dict[str, float]:
     """Mean entropy in nats, top-1 and top-10 mass of the laws of codes, as sampled, over plainly drawn images."""
-    rule = Noted()
+    rule = NotedMaps() if pipe.family.maps else Noted()
     drawn = {"drafter": "none", "acceptance": rule, "output_type": "latent", **options}
     pipe(list(texts), seed=[1000 * seed + i for i in range(len(texts))], batch_size=len(texts), **drawn)
     mean = torch.cat(rule.seen).mean(0).tolist()

@@ -135,12 +135,17 @@ def inpainted(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def pipeline(arguments: argparse.Namespace) -> ImagePipeline:
     """The model that draws."""
+    from visspec.api import zoo
     from visspec.api.images import ImagePipeline
 
-    return ImagePipeline.from_pretrained(
+    pipe = ImagePipeline.from_pretrained(
         arguments.model, device=arguments.device, dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,
     )  # fmt: skip
+    if arguments.preset is not None:
+        found = zoo.preset(arguments.preset, pipe.family.vectors, maps=pipe.family.maps)
+        pipe = pipe.parted(found.parts)
+    return pipe
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -161,7 +166,7 @@ def check_method(arguments: argparse.Namespace) -> None:
 
     if arguments.preset is None:
         return
-    if arguments.preset not in zoo.VECTOR_PRESETS:  # which one it is, the model tells
+    if arguments.preset not in zoo.VECTOR_PRESETS | zoo.SCALE_PRESETS:  # which one it is, the model tells
         zoo.preset(arguments.preset)
     for name in CHOSEN:
         if (value := getattr(arguments, name)) is not None:
@@ -173,7 +178,7 @@ def method(arguments: argparse.Namespace, pipe: ImagePipeline) -> dict[str, Any]
     from visspec.api import zoo
 
     if arguments.preset is not None:
-        return zoo.method(str(zoo.preset(arguments.preset, pipe.family.vectors, pipe.model)))
+        return zoo.method(str(zoo.preset(arguments.preset, pipe.family.vectors, pipe.model, pipe.family.maps)))
     return {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
 
 

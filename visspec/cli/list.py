@@ -22,8 +22,10 @@ def run(arguments: argparse.Namespace) -> None:
             view.add_row(kind, name, what)
     for name, (kind, *_, what) in zoo.SHIPPED.items():
         view.add_row("drafter", name, f"{what} {kind}, shipped with the package")
-    for name, preset in [*zoo.PRESETS.items(), *zoo.ANY_ORDER_PRESETS.items(), *zoo.VECTOR_PRESETS.items()]:
-        view.add_row("preset", name, f"{preset.source} ({preset})")
+    tables = zoo.PRESETS, zoo.ANY_ORDER_PRESETS, zoo.VECTOR_PRESETS, zoo.SCALE_PRESETS
+    for name, preset in (item for table in tables for item in table.items()):
+        parts = "".join(f", {part}={value}" for part, value in preset.parts.items())
+        view.add_row("preset", name, f"{preset.source} ({preset}{parts})")
     for name, reference in FAMILIES.items():
         view.add_row("image model", name, "driven by " + reference.partition(":")[2])
     for folder in sorted(p for p in zoo.CHECKPOINTS.iterdir() if (p / "config.json").is_file()):

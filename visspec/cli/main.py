@@ -23,6 +23,7 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "serve": "answer OpenAI's clients over HTTP: chats with images, and images from prompts",
     "bench": "measure",
     "bench caption": "captioning against transformers' generate and assisted modes",
+    "bench drafters": "trained drafters of one target beside each other",
     "bench captions": "throughput of many captions: a stream against fixed batches",
     "bench workers": "captions by one process and by several, through Ray Data",
     "bench image": "methods of image generation against stock generate",

@@ -30,9 +30,7 @@ FORGET = 0.97
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
 FIRST_REST, LONGEST_REST = 8, 256
 SHARE, SLACK = 0.01, 4.0  # of all seconds, and plain passes, that drafting may cost
-SURE = (
-    12.0  # rounds with drafts before fewer levels than can be are tried: two near depths and a slow round tell little
-)
+SURE = 15  # measured drafts, by turns of all levels and of a third, before the best is taken: near depths tell little
 FARTHEST_LOOK = 512  # most rounds between two that measure plain decoding
 SHORT = 1024  # tokens; the cost of a pass behind fewer hardly depends on their number
 
@@ -83,6 +81,7 @@ class Costs:
     resting: int = 0  # rounds left
     rest: int = FIRST_REST  # rounds of the next rest
     rounds: int = 0
+    measured: int = 0  # rounds with drafts that the lines know, those of the context they began with among them
     look: int = 0  # the round from which on plain decoding is measured again
     plainly: bool = False  # whether the latest round was plain: the draft behind it catches up, and is no measure
 
@@ -150,7 +149,7 @@ class Pace:
         if doublings not in self.costs:
             nearest = self.costs[min(self.costs, key=lambda known: abs(known - doublings))]
             verify, draft, plain = (line.lighter() for line in (nearest.verify, nearest.draft, nearest.plain))
-            self.costs[doublings] = Costs(verify, draft, plain, rounds=WARM_UP)
+            self.costs[doublings] = Costs(verify, draft, plain, rounds=WARM_UP, measured=nearest.measured)
         return self.costs[doublings]
 
     def _chosen(self, limit: int, costs: Costs) -> int:
@@ -167,8 +166,8 @@ class Pace:
             costs.resting = math.ceil(due / (SHARE * costs.step))
             return 0
         best = self.best(limit, costs)
-        if 0 < best and costs.verify.sums[0] < SURE:
-            return limit
+        if 0 < best and costs.measured < SURE:
+            return max(limit // 3, 1) if costs.measured % 2 else limit
         if best == 0:
             costs.resting, costs.rest = costs.rest, min(2 * costs.rest, LONGEST_REST)
             # the probe starts from the prior again
@@ -202,6 +201,7 @@ class Pace:
             behind, costs.plainly = costs.plainly, not levels
             if levels:  # a second node may cost as much as the first: plain passes would bend the line
                 if not behind:
+                    costs.measured += 1
                     costs.verify.add(levels, verified)
                     costs.draft.add(levels, drafted)
                 seconds = min(verified + drafted, 2.0 * usual)  # as `Line.add` has it

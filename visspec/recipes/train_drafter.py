@@ -220,12 +220,16 @@ def fresh_or_resumed(
     model, out: str | Path, resume: bool, seed: int, kind: Any = FeatureDrafter, draft: Any = None, **options: Any
 ):
     """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`. draft:
-    width and nodes of its trees.
+    width and nodes of its trees, or another shape of `Shaped.shaped`.
     """
+    sizes = {name: value for name, value in (draft or {}).items() if name not in zoo.SHAPE}
+    shape = {name: value for name, value in (draft or {}).items() if name in zoo.SHAPE}
     if resume and (Path(out) / CONFIG).is_file():
-        return kind.from_pretrained(out, model, **(draft or {}))
-    drafter = kind.for_model(model, seed=seed, **options)
-    return kind(drafter.head, model, **draft) if draft else drafter
+        drafter = kind.from_pretrained(out, model, **sizes)
+    else:
+        drafter = kind.for_model(model, seed=seed, **options)
+        drafter = kind(drafter.head, model, **sizes) if sizes else drafter
+    return drafter.shaped(**shape) if shape else drafter
 
 
 class Validation:

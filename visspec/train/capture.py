@@ -47,15 +47,21 @@ class Recorder(Drafter):
         return trees.root(state.pending)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        assert scores.features is not None
-        self.rounds.append((list(state.rows), scores.features[:, 0], categorical(scores.law).logits[:, 0]))
+        self.rounds.append((list(state.rows), told(scores, draft)[:, 0], categorical(scores.law).logits[:, 0]))
 
     def select(self, state: State, keep: list[int]) -> None:
         """Nothing to do: each round is stored with its rows."""
 
 
+def told(scores: Scores, draft: Draft) -> Tensor:
+    """The features (B, N, F) after the nodes of a draft; F = 0 where the target gives none."""
+    if scores.features is None:
+        return draft.value.new_zeros(*draft.value.shape, 0, dtype=torch.float32)
+    return scores.features
+
+
 def capture(target: Target, rule: Acceptance, request: Request) -> Lesson:
-    """Generate answers to a batch of prompts and return the recorded batch. The target must provide its features.
+    """Generate answers to a batch of prompts and return the recorded batch; F = 0 where the target gives no features.
 
     When sampling at temperature 1 without top-k and top-p, the recorded laws are the target's unmodified ones.
     """
@@ -66,11 +72,10 @@ def capture(target: Target, rule: Acceptance, request: Request) -> Lesson:
     lengths = [len(t) for t in state.tokens]
     longest = max(lengths)
     scores = recorder.scores
-    assert scores.features is not None
+    known = scores.features if scores.features is not None else prompt.new_zeros(rows, length, 0, dtype=torch.float32)
     answer = torch.tensor([t + [0] * (longest - len(t)) for t in state.tokens], device=prompt.device)
-    features = torch.zeros(rows, length + longest - 1, scores.features.shape[-1], dtype=scores.features.dtype)
-    features = features.to(prompt.device)
-    features[:, :length] = scores.features
+    features = torch.zeros(rows, length + longest - 1, known.shape[-1], dtype=known.dtype, device=prompt.device)
+    features[:, :length] = known
     logits = torch.zeros(rows, longest - 1, scores.law.width, device=prompt.device)
     for step, (alive, feature, law) in enumerate(recorder.rounds):
         features[alive, length + step] = feature

@@ -42,6 +42,7 @@ class Plan:
     opening: float = 0.5
     decay: float = 0.8
     feature_weight: float = 0.0
+    confidence_weight: float = 0.0  # of a head that expects acceptance rates: `expected` of the drafter
     rate: float = 1e-3
     floor: float = 0.02
     warm_up: int = 50
@@ -109,9 +110,14 @@ class Step(nn.Module):
         if plan.feature_weight:  # the target's features after each answer token, which the rollout predicts
             start, (_, predicted_BTd, _) = lesson.prompt_length, rollout[0]
             feature = lesson.features[:, start : start + predicted_BTd.shape[1], -predicted_BTd.shape[2] :]
-        return losses.rollout_loss(
+        loss, agreed = losses.rollout_loss(
             rollout, logits_BTV, kind, decay=plan.decay, feature_BTd=feature, feature_weight=plan.feature_weight
         )
+        if plan.confidence_weight:
+            q, hidden_BTd, mask = rollout[0]
+            expected = drafter.expected(lesson, hidden_BTd)
+            loss = loss + plan.confidence_weight * losses.confidence(expected, q, logits_BTV, mask)
+        return loss, agreed
 
 
 class Trainer:

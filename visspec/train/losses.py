@@ -83,3 +83,12 @@ def rollout_loss(
         total = total + weight / sum(weights) * term
         agreed.append(mean((q_logits.argmax(-1) == p_logits_BTV.argmax(-1)).float(), mask).item())
     return total, agreed
+
+
+def confidence(expected_BT: Tensor, q_logits_BTV: Tensor, p_logits_BTV: Tensor, mask_BT: Tensor) -> Tensor:
+    """Binary cross-entropy of logits of acceptance rates with the rates themselves, 1 - TV(p, q) (DSpark, arXiv
+    2607.05147): the mean over the masked elements. Only `expected` gets a gradient.
+    """
+    rate_BT = 1 - tv(q_logits_BTV.detach(), p_logits_BTV)
+    each_BT = F.binary_cross_entropy_with_logits(expected_BT.float(), rate_BT.clamp(0, 1), reduction="none")
+    return mean(each_BT, mask_BT)

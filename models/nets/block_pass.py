@@ -1,0 +1,136 @@
+"""The pass of a DFlash network with fewer and larger products, for networks so small that calls cost more than numbers.
+
+What transformers runs as a module: norms are folded into the products behind them, queries, keys and values are one
+product, as are gate and up, and those of the context's keys and values in all layers. Pairs of rotated channels are
+brought beside each other, which attention does not see.
+
+Shapes: B rows, C context elements, K block, L layers, H heads, G heads of keys and values, E head size, d hidden size,
+F features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import MuseGlimmerAssistantModel
+from transformers.activations import SiLUActivation
+
+LIMIT = 1 << 25  # numbers in a network; a larger one is run as it is, and no weight is held twice
+FIXED = ("default", "linear", "llama3")  # kinds of rotary embeddings whose frequencies are the same in every pass
+
+
+def foldable(network: nn.Module) -> bool:
+    """Whether a network is transformers' own, unchanged, small, and computes what `BlockPass` does."""
+    if type(network) is not MuseGlimmerAssistantModel or any(map(_watched, network.modules())):
+        return False
+    plain = all(type(m) in (nn.Linear, nn.SiLU, SiLUActivation) for m in _parts(network))
+    fixed = network.rotary_emb.rope_type in FIXED
+    weights = list(network.parameters())
+    alike = len({(w.dtype, w.device) for w in weights}) == 1 and weights[0].is_floating_point()
+    return plain and fixed and alike and sum(w.numel() for w in weights) <= LIMIT
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether someone sees or changes what a module computes."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
+def _parts(network: Any) -> list[nn.Module]:
+    """Modules whose kind matters."""
+    found = [network.encoder.fc]
+    for layer in network.layers:
+        own, mlp = layer.self_attn, layer.mlp
+        found += [own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn]
+    return found
+
+
+def stamp(network: nn.Module) -> tuple:
+    """What changes when a network's weights are others, were written to or moved. One of them tells it for all, since
+    asking all takes as long as some of the products.
+    """
+    first = next(network.parameters())
+    return id(network), first.data_ptr(), 0 if first.is_inference() else first._version
+
+
+class BlockPass:
+    """A network of `foldable`, folded: a copy of its current weights. It is called as the network is."""
+
+    def __init__(self, network: Any):
+        config = network.config
+        self.heads, self.shared, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.hidden, self.eps, self.kinds = config.hidden_size, config.rms_norm_eps, list(config.layer_types)
+        rotary = network.rotary_emb
+        self.frequency_P, self.scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)
+        pairs = torch.arange(self.size, device=self.frequency_P.device).view(2, -1).T.flatten()
+        self.read = network.encoder.fc.weight.detach().T.contiguous()
+        self.layers = [self._folded(layer, pairs) for layer in network.layers]
+        known = network.encoder.output_norm_enc.weight.detach()
+        owns = [layer.self_attn for layer in network.layers]
+        parts = [torch.cat([_turned(own.k_proj, pairs), own.v_proj.weight.detach()]) for own in owns]
+        self.context = (torch.cat(parts) * known).T.contiguous()  # (d, 2 L G E)
+        norms = [own.k_norm.weight.detach()[pairs] for own in owns]
+        self.key_norms_LGE = torch.stack(norms)[:, None].expand(-1, self.shared, -1).contiguous()
+        self.last = network.norm.weight.detach()
+
+    def _folded(self, layer: Any, pairs: Tensor) -> tuple[Tensor, ...]:
+        own, mlp = layer.self_attn, layer.mlp
+        qkv = torch.cat([_turned(own.q_proj, pairs), _turned(own.k_proj, pairs), own.v_proj.weight.detach()])
+        norms = [own.q_norm.weight.detach()[pairs]] * self.heads + [own.k_norm.weight.detach()[pairs]] * self.shared
+        gate_up = torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
+        return (
+            (qkv * layer.input_layernorm.weight.detach()).T.contiguous(),
+            torch.stack(norms),
+            own.o_proj.weight.detach().T.contiguous(),
+            (gate_up * layer.post_attention_layernorm.weight.detach()).T.contiguous(),
+            mlp.down_proj.weight.detach().T.contiguous(),
+        )
+
+    def __call__(
+        self, noise_embeds: Tensor, context_hidden_states: Tensor, attention_mask: dict, position_ids: Tensor,
+        past_key_values: Any,
+    ) -> Tensor:  # fmt: skip
+        """Hidden states (B, K, d). noise_embeds (B, K, d), context (B, C, F), positions (B, C + K) of both; masks by
+        kind of layer, or None where nothing is hidden.
+        """
+        x_BKd, known = noise_embeds, context_hidden_states.shape[1]
+        angle_BTP = position_ids[..., None].float() * self.frequency_P
+        turn_BTP = torch.polar(angle_BTP.new_full((), self.scaling).expand_as(angle_BTP), angle_BTP)
+        if known:
+            read_BCd = F.rms_norm(context_hidden_states @ self.read, (self.hidden,), None, self.eps)
+            both = (read_BCd @ self.context).unflatten(-1, (len(self.layers), 2, self.shared, self.size))
+            keys_BCLGE = F.rms_norm(both[:, :, :, 0], (self.size,), None, self.eps) * self.key_norms_LGE
+            keys_BCLGE = rotated(keys_BCLGE, turn_BTP[:, :known, None])
+        for index, (qkv, norms, out, gate_up, down) in enumerate(self.layers):
+            normed_BKd = F.rms_norm(x_BKd, (self.hidden,), None, self.eps)
+            qkv_BKHE = (normed_BKd @ qkv).unflatten(-1, (self.heads + 2 * self.shared, self.size))
+            turning = self.heads + self.shared
+            qk_BKHE = F.rms_norm(qkv_BKHE[:, :, :turning], (self.size,), None, self.eps) * norms
+            qk_BKHE, value = rotated(qk_BKHE, turn_BTP[:, known:]), qkv_BKHE[:, :, turning:]
+            query, key = qk_BKHE[:, :, : self.heads], qk_BKHE[:, :, self.heads :]
+            if known:
+                key = torch.cat([keys_BCLGE[:, :, index], key], dim=1)
+                value = torch.cat([both[:, :, index, 1], value], dim=1)
+            key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), index)
+            mixed = F.scaled_dot_product_attention(
+                query.transpose(1, 2), key, value, attn_mask=attention_mask[self.kinds[index]],
+                enable_gqa=self.heads != self.shared,
+            )  # fmt: skip
+            x_BKd = x_BKd + mixed.transpose(1, 2).flatten(2) @ out
+            gate, up = (F.rms_norm(x_BKd, (self.hidden,), None, self.eps) @ gate_up).chunk(2, dim=-1)
+            x_BKd = x_BKd + (F.silu(gate) * up) @ down
+        return F.rms_norm(x_BKd, (self.hidden,), self.last, self.eps)
+
+
+def rotated(x_BTHE: Tensor, turn_BTP: Tensor) -> Tensor:
+    """Heads (B, T, ..., E) with pairs of neighbouring channels turned, by (B, T, ..., P) without the last but one."""
+    pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn_BTP.unsqueeze(-2)).flatten(-2).to(x_BTHE.dtype)
+
+
+def _turned(linear: Any, pairs: Tensor) -> Tensor:
+    """A projection to heads whose halves are rotated against each other, with the pairs beside each other."""
+    weight = linear.weight.detach()
+    return weight.unflatten(0, (-1, len(pairs)))[:, pairs].flatten(0, 1)

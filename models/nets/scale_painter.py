@@ -1,0 +1,88 @@
+"""A VAR with its autoencoder in one folder, as transformers writes folders; its classes have the names of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from visspec.checkpoint import check_whole
+from visspec.models.nets.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, Scales
+from visspec.models.nets.painters import OwnPainter, load_painter
+from visspec.models.nets.var import VAR, VARConfig
+
+
+class ScalePainterConfig(PreTrainedConfig):
+    """network: sizes, as in `VARConfig` but for codes, which are the autoencoder's, and scales. grids: rows and columns
+    of each map. labels: the prompt of each class. autoencoder: as in `MultiScaleShape`.
+    """
+
+    model_type = "scale_painter"
+
+    def __init__(
+        self,
+        network: dict[str, Any] | None = None,
+        grids: list[list[int]] | None = None,
+        labels: list[str] | None = None,
+        autoencoder: dict[str, Any] | None = None,
+        **options: Any,
+    ):
+        self.network = {"width": 32, "depth": 1, "heads": 2} | (network or {})
+        self.grids = [[1, 1], [2, 2]] if grids is None else [list(grid) for grid in grids]
+        self.labels = ["a picture"] if labels is None else labels
+        small: dict[str, Any] = {"codes": 64, "size": 16, "channels": GROUPS, "multipliers": (1, 1), "blocks": 1}
+        self.autoencoder = asdict(MultiScaleShape(**small | (autoencoder or {})))
+        if len(set(self.labels)) != len(self.labels):
+            raise ValueError(f"labels: got {len(set(self.labels))} names of {len(self.labels)}, expected each once")
+        self.shape, self.sizes  # noqa: B018, refuses what is no autoencoder and no network
+        super().__init__(**options)
+
+    @property
+    def shape(self) -> MultiScaleShape:
+        """The autoencoder's."""
+        numbers = {name: value for name, value in self.autoencoder.items() if name != "multipliers"}
+        for name, value in numbers.items():
+            check_whole(name, value, 1, 1 << 16)
+        if numbers["channels"] % GROUPS:
+            raise ValueError(f"channels: got {numbers['channels']}, expected a multiple of {GROUPS}")
+        return MultiScaleShape(**numbers, multipliers=tuple(self.autoencoder["multipliers"]))
+
+    @property
+    def sizes(self) -> VARConfig:
+        """The network's."""
+        return VARConfig(
+            **self.network,
+            scales=Scales(tuple((rows, columns) for rows, columns in self.grids)),
+            codes=self.shape.codes,
+            code_size=self.shape.size,
+            classes=len(self.labels),
+        )
+
+
+class ScalePainter(OwnPainter):
+    """`var` draws maps of codes, `autoencoder` turns them into pictures and back."""
+
+    config_class = ScalePainterConfig
+    base_model_prefix = "var"
+    wordless = True
+
+    def __init__(self, config: ScalePainterConfig):
+        super().__init__(config)
+        self.var = VAR(config.sizes)
+        self.autoencoder = MultiScaleVAE(config.shape)
+        self.post_init()
+
+
+def check_codebook(name: str, other: ScalePainter, model: ScalePainter) -> None:
+    """Raises ValueError unless both painters' codes mean the same."""
+    own, wanted = (one.autoencoder.quantize.embedding.weight for one in (other, model))
+    if own.shape != wanted.shape or not torch.allclose(own.to(wanted), wanted, atol=1e-3):
+        raise ValueError(f"{name}: got a painter with another codebook, expected the model's {len(wanted)} codes")
+
+
+def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> ScalePainter:
+    """The painter of a folder; see `load_painter`."""
+    return load_painter(ScalePainter, folder, dtype)

@@ -1,0 +1,235 @@
+"""The confidence head of a block drafter, and structure and length as values of drafters that fill blocks."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import visspec
+from tests.laws import context_law, plain_law, total_variation
+from tests.published import begun
+from tests.test_positions import SIZE, process_law
+from tests.test_shapes import Stopping, unwarped  # noqa: F401
+from tests.tiny import model_of, prompt, shapes
+from visspec.api import zoo
+from visspec.laws import Categorical
+from visspec.models.drafters import feature_tree
+from visspec.models.drafters.block_training import BlockDrafter
+from visspec.models.drafters.eagle_heads import EagleDrafter
+from visspec.models.drafters.shapes import Chain, Stop
+from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.recipes.drafter_presets import of_preset
+from visspec.recipes.train_drafter import request_of
+from visspec.sampling import Uniform
+from visspec.train import losses
+from visspec.train.capture import capture
+from visspec.train.loop import Plan, Step
+from visspec.types import Sampling
+
+NEW = 12
+
+
+def dspark(block=5, markov=5, **more):
+    """A random drafter whose head says something."""
+    head = BlockDrafter.for_model(model_of("llava"), layers=1, block=block, markov=markov, confidence=True).head
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p, scale in [(head.confidence.linear.weight, 0.1), *([(head.markov.up.weight, 1.0)] if markov else [])]:
+            p.copy_(scale * torch.randn(p.shape, generator=generator))
+    return BlockDrafter(head, model_of("llava"), **more)
+
+
+def lesson_for(drafter):
+    target = HFDecoder(model_of("llava"), drafter.traits.feature_layers, embeddings=True)
+    inputs = prompt("llava", ["4 i 5", "6 i 3 i 2"], seed=2)
+    return capture(
+        target, visspec.Exact(), request_of(model_of("llava"), inputs, temperature=1.0, max_new_tokens=12, seed=7)
+    )
+
+
+# --- drafting ---------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("markov", [0, 5])
+@pytest.mark.parametrize("confidence", [0.1, 0.3, 0.6])
+def test_a_chain_ends_before_the_level_that_is_not_expected_to_be_reached(markov, confidence):
+    """Products of what the head says of each place, below the token before it; the first level is always there."""
+    inputs, held = prompt("llava", shapes("llava")["ragged"]), []
+    drafter = dspark(markov=markov).shaped(confidence=confidence)
+    _, state, _ = begun(drafter, model_of("llava"), inputs, NEW)
+    drafter._laws = lambda hidden: held.append(hidden) or BlockDrafter._laws(drafter, hidden)
+    draft, head = drafter.propose(state, 4), drafter.head
+    weight, bias = head.confidence.linear.weight[0], head.confidence.linear.bias
+    for b in range(3):
+        product, want = 1.0, [True]
+        for level in range(4):
+            seen = held[0][b, level]
+            if markov:
+                seen = torch.cat([seen, head.markov.down.weight[draft.value[b, level]]])
+            product *= float(torch.sigmoid(weight @ seen + bias))
+            want.append(want[-1] and (level == 0 or product >= confidence))
+        assert draft.real[b].tolist() == want
+    del drafter._laws
+    _, state, _ = begun(whole := dspark(markov=markov), model_of("llava"), inputs, NEW)
+    assert torch.equal(whole.propose(state, 4).value, draft.value)
+
+
+def test_thresholds_of_a_random_head_end_some_chains():
+    """What the test above walks through: all lengths occur."""
+    found = set()
+    for confidence in (0.1, 0.3, 0.6):
+        fast = visspec.accelerate(model_of("llava"), dspark().shaped(confidence=confidence), adaptive=False)
+        inputs = prompt("llava", shapes("llava")["ragged"])
+        fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=1)
+        found |= {r.levels for r in fast.last_state.trace.rounds}
+    assert {1, 2} <= found
+
+
+@pytest.mark.parametrize("rule", ["exact", "rejection"])
+def test_tokens_do_not_depend_on_the_head(rule):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    fast = visspec.accelerate(model, dspark().shaped(confidence=0.3), acceptance=rule, adaptive=False)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": [1, 2, 3]}
+    out = fast.generate(**inputs, **sampled)
+    assert fast.last_stats.faults == 0
+    if rule == "exact":
+        assert torch.equal(out, visspec.accelerate(model, None).generate(**inputs, **sampled))
+
+
+class Expecting(Stopping):
+    """The chains of `test_shapes`, with a head that sees what stands above a level; `own`: its own token too."""
+
+    own = False
+
+    def draft(self, committed, numbers, depth):
+        window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
+        state = SimpleNamespace(
+            noise=Uniform.of(window), request=SimpleNamespace(sampling=Sampling(temperature=1.0)),
+            pending=torch.tensor([committed[-1]]),
+        )  # fmt: skip
+        chain = Chain(state, self.stop)
+        for level in range(depth):
+            above = (*committed, *(int(t) for t in chain.tokens))
+            law = self.q(above).log()[None]
+            if self.own:
+                above = (*above, int(state.noise.draft(Categorical(law), level)[0]))
+            chain.add(law, 0.35 + 0.6 * self.q((*above, 1))[:1])
+        return chain.finish()
+
+
+@pytest.mark.parametrize("stop", [Stop(confidence=0.5), Stop(entropy=0.7, confidence=0.35)], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_head_keeps_the_law_of_draws(stop, seed, unwarped):  # noqa: F811
+    p, drafter = context_law(2, seed), Expecting(context_law(2, seed + 7), stop)
+    assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
+
+
+def test_a_head_that_sees_the_token_is_seen(unwarped):  # noqa: F811
+    p, drafter = context_law(2, 0), Expecting(context_law(2, 7), Stop(confidence=0.5))
+    drafter.own = True
+    assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_head_learns_the_acceptance_rate_and_changes_nothing_else():
+    drafter = dspark()
+    lesson = lesson_for(drafter)
+    torch.manual_seed(0)  # the first anchor
+    loss, _ = Step(drafter, Plan(unroll=1, opening=1.0, confidence_weight=2.0))(lesson, "soft_ce")
+    torch.manual_seed(0)
+    plain, _ = Step(drafter, Plan(unroll=1, opening=1.0))(lesson, "soft_ce")
+    torch.manual_seed(0)
+    ((logits, hidden, weight),) = drafter.rollout(lesson, 1)
+    p, q = lesson.logits.softmax(-1), logits.softmax(-1)
+    rate = torch.minimum(p, q).sum(-1).detach()
+    before = drafter.head.markov.down(lesson.ids[:, lesson.prompt_length : -1])
+    said = drafter.head.confidence.linear(torch.cat([hidden, before], dim=-1))[..., 0].sigmoid()
+    each = F.binary_cross_entropy(said, rate, reduction="none")
+    torch.testing.assert_close(loss - plain, 2 * (each * weight).sum() / weight.sum())
+    (loss - plain).backward()
+    others = [p for n, p in drafter.head.named_parameters() if not n.startswith("confidence")]
+    assert all(p.grad is None or p.grad.abs().max() < 1e-6 for p in others)
+    assert drafter.head.confidence.linear.weight.grad.abs().max() > 1e-4
+
+
+def test_the_loss_is_least_where_the_rate_is_told():
+    q, p = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
+    rate = torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1)
+    mask = torch.tensor([[1.0, 0.5, 0.0], [1.0, 1.0, 0.0]])
+    told = losses.confidence(rate.logit(), q, p, mask)
+    assert told < losses.confidence(rate.logit() + 0.1, q, p, mask)
+    assert told < losses.confidence(rate.logit() - 0.1, q, p, mask)
+    wrong = rate.logit() + torch.tensor([0.0, 0.0, 5.0])
+    assert torch.equal(told, losses.confidence(wrong, q, p, mask))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"confidence": 1}, "confidence: got 1, expected true or false"),
+    ({"confidence": False}, "confidence.linear"), ({"markov": 4}, "confidence.linear.weight|markov"),
+])  # fmt: skip
+def test_a_checkpoint_has_the_head_that_it_names(tmp_path, changes, sentence):
+    dspark().save_pretrained(tmp_path, {})
+    again = zoo.drafter(f"{tmp_path}:confidence=0.25", model_of("llava"))[0]
+    assert again.config.confidence and again.stop == Stop(confidence=0.25)
+    torch.testing.assert_close(again.head.state_dict(), dspark().head.state_dict())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=sentence):
+        zoo.drafter(tmp_path, model_of("llava"))
+
+
+def test_a_head_has_no_place_in_the_form_of_others(tmp_path):
+    with pytest.raises(ValueError, match="form: got a drafter with confidence True for 'dflash', expected False"):
+        dspark(markov=0).export(tmp_path, "dflash")
+
+
+# --- structure and length of blocks -----------------------------------------------------------------------------------
+
+
+def blocks(name):
+    model = model_of("llava")
+    if name == "flash":
+        return EagleDrafter.for_model(model, **of_preset("flash", model, {"block": 3, "image_latents": 2})[0])
+    return BlockDrafter.for_model(model, layers=1, block=6)
+
+
+VALUES = [{"tree": "opt"}, {"tree": "3-4-2"}, {"tree": "eagle"}, {"entropy": 1.0}, {"confidence": 0.2}]
+
+
+@pytest.mark.parametrize("name", ["flash", "dflash"])
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_blocks_take_shapes_and_change_no_token(name, value):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    drafter = blocks(name).shaped(**value)
+    fast, plain = visspec.accelerate(model, drafter, adaptive=False), visspec.accelerate(model, None)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": [1, 2, 3]}
+    assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
+    assert fast.last_stats.faults == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["flash", "dflash"])
+def test_what_blocks_draft_with_a_shape(name):
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    drafter = blocks(name).shaped(tree="3-2")
+    _, state, _ = begun(drafter, model_of("llava"), inputs, NEW)
+    draft = drafter.propose(state, 5)
+    assert draft.tree.size == 6 and draft.tree.levels == 2
+    assert torch.equal(draft.tree.parent, feature_tree.plan(drafter.paths, "cpu")[0].parent)
+    drafter = blocks(name).shaped(confidence=0.999)
+    fast = visspec.accelerate(model_of("llava"), drafter, adaptive=False)
+    fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, temperature=1.5, seed=1)
+    levels = [r.levels for r in fast.last_state.trace.rounds]
+    assert levels[0] > 2 and max(levels[1:]) <= 2

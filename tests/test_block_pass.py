@@ -1,0 +1,130 @@
+"""The folded pass of a block drafter is that of transformers' module, and follows its weights."""
+
+import pytest
+import torch
+from torch import nn
+
+import visspec
+from tests.doubles import NEW
+from tests.test_assistants import block_assistant, muse_glimmer, pair_of
+from tests.test_assistants import prompt as of_lengths
+from tests.tiny import model_of, prompt, shapes
+from visspec.models.drafters.block_training import BlockDrafter
+from visspec.models.drafters.dflash import BlockModel
+from visspec.models.nets import block_pass
+from visspec.models.nets.block_pass import BlockPass, foldable
+from visspec.models.targets.slot_layers import SlotLayers
+
+K = 5
+
+
+def network(**changes):
+    """A random network whose norms scale: a fold that leaves one out is seen."""
+    made = block_assistant(**changes)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in made.parameters():
+            if p.dim() == 1:
+                p.copy_(0.5 + torch.rand(p.shape, generator=generator))
+    return made
+
+
+def passes(run, network, counts, masked):
+    """Hidden states of passes that read so many elements each, over one cache."""
+    generator, cache, found = torch.Generator().manual_seed(1), SlotLayers(2, 40), []
+    like = next(network.parameters())
+    for count in counts:
+        extent = cache.slots.open(count + K, "cpu")
+        mask = torch.zeros(2, 1, K, extent, dtype=like.dtype)
+        if masked:
+            mask[1, :, :, 0] = torch.finfo(like.dtype).min
+            mask[:, :, 0, extent - 1] = torch.finfo(like.dtype).min
+        given = {
+            "noise_embeds": torch.randn(2, K, 32, generator=generator).to(like),
+            "context_hidden_states": torch.randn(2, count, 64, generator=generator).to(like),
+            "attention_mask": {"full_attention": None if not masked else mask, "sliding_attention": 2 * mask},
+            "position_ids": torch.stack([torch.arange(count + K) + 3, torch.arange(count + K) * 2]),
+            "past_key_values": cache,
+        }
+        out = run(**given)
+        found.append(getattr(out, "last_hidden_state", out))
+        cache.slots.lengths = [n + count for n in cache.slots.lengths]
+    return found
+
+
+CASES = {
+    "grouped": {}, "all heads": {"num_key_value_heads": 4}, "one head": {"num_key_value_heads": 1},
+    "three layers": {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "eps": {"rms_norm_eps": 0.3},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
+}  # fmt: skip
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_the_folded_pass_is_the_module(name, masked):
+    """With context to read and without, where slots are hidden and where they are not."""
+    module = network(**CASES[name])
+    assert foldable(module)
+    for want, got in zip(*(passes(run, module, (6, 0, 1, 3), masked) for run in (module, BlockPass(module)))):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_in_half_precision_it_is_near():
+    module = network().to(torch.bfloat16)
+    for want, got in zip(*(passes(run, module, (6, 2), False) for run in (module, BlockPass(module)))):
+        assert got.dtype == torch.bfloat16 and (got - want).abs().max() < 0.1 * want.abs().max()
+
+
+def test_what_is_not_to_be_folded(monkeypatch):
+    assert foldable(network())
+    hooked, wrapped, packed, dynamic, mixed = (network() for _ in range(5))
+    hooked.layers[0].mlp.register_forward_hook(lambda *_: None)
+    wrapped.layers[1].self_attn.forward = wrapped.layers[1].self_attn.forward
+    packed.layers[0].mlp.up_proj = nn.Sequential(packed.layers[0].mlp.up_proj)
+    dynamic.rotary_emb.rope_type = "dynamic"
+    mixed.layers[0].mlp.to(torch.bfloat16)
+    acting = network(hidden_act="gelu")
+    kin = network()
+    kin.__class__ = type("Kin", (type(kin),), {})
+    for module in (hooked, wrapped, packed, dynamic, mixed, acting, kin):
+        assert not foldable(module)
+    monkeypatch.setattr(block_pass, "LIMIT", 100)
+    assert not foldable(network())
+
+
+@pytest.mark.parametrize("kind", ["dflash", "trained"])
+def test_drafts_are_those_of_the_module(kind, monkeypatch):
+    """Ragged rows, rounds of all lengths; with and without the fold the same rounds."""
+    if kind == "dflash":
+        (target, assistant), inputs = pair_of("dflash"), of_lengths((19, 12, 3))
+        make = lambda: BlockModel(assistant, target)  # noqa: E731
+    else:
+        target, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+        make = lambda: BlockDrafter.for_model(target, layers=2, block=4)  # noqa: E731
+    found = []
+    for fold in (True, False):
+        drafter = make()
+        if not fold:
+            monkeypatch.setattr(drafter, "_folded", lambda: None)
+        fast = visspec.accelerate(target, drafter, adaptive=False)
+        fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=[1, 2, 3])
+        found.append([(r.levels, r.gained) for r in fast.last_state.trace.rounds])
+        assert fast.last_stats.faults == 0 and (drafter._fold[1] is not None) == fold
+    assert found[0] == found[1]
+
+
+def test_a_fold_follows_the_weights():
+    drafter = BlockModel(block_assistant(), muse_glimmer())
+    first = drafter._folded()
+    assert first is drafter._folded()
+    with torch.no_grad():
+        next(drafter.assistant.parameters()).mul_(1.5)
+    assert drafter._folded() is not first
+    drafter.assistant = network()
+    torch.testing.assert_close(drafter._folded().last, drafter.assistant.norm.weight.detach())
+    drafter.assistant.layers[0].mlp.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        next(drafter.assistant.parameters()).mul_(1.5)
+    assert drafter._folded() is None

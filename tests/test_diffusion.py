@@ -1,0 +1,350 @@
+"""Masked diffusion language models as block drafters: what a pass reads, how places are filled, the exact output."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as tf
+
+import visspec
+from tests.doubles import NEW, new_tokens, stock
+from tests.laws import context_law, plain_law, total_variation
+from tests.published import begun
+from tests.test_positions import SIZE, Chain, process_law
+from tests.test_shapes import unwarped  # noqa: F401
+from tests.tiny import VOCAB, model_of, prompt, shapes
+from visspec.api import zoo
+from visspec.laws.categorical import residual
+from visspec.loop.decode import open_request
+from visspec.models.drafters.assistants import assistant
+from visspec.models.drafters.block_training import DECAY
+from visspec.models.drafters.diffusion import DiffusionModel, _Prompts
+from visspec.models.drafters.diffusion_training import DiffusionDrafter
+from visspec.models.targets.hf_decoder import HFDecoder, content_ids
+from visspec.recipes.train_drafter import request_of
+from visspec.sampling import Uniform
+from visspec.train.capture import capture
+from visspec.types import Sampling
+
+MASK = 7
+SIZES = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def random_weights(model, gain=3.0):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(gain * torch.randn(p.shape, generator=generator) * p.shape[1] ** -0.5)
+    return model.eval()
+
+
+def bert(**changes):
+    config = tf.BertConfig(**{**SIZES, "vocab_size": VOCAB, "max_position_embeddings": 80, **changes})
+    return random_weights(tf.BertForMaskedLM(config))
+
+
+def modern_bert(**changes):
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    sizes = {**SIZES, "vocab_size": VOCAB, "local_attention": 8, "tie_word_embeddings": False, **changes}
+    return random_weights(tf.ModernBertForMaskedLM(tf.ModernBertConfig(**ids, **sizes)))
+
+
+NETWORKS = {"bert": bert, "modern bert": modern_bert}
+
+
+def trained(seed=0, **options):
+    """A drafter of our own with random weights."""
+    head = DiffusionDrafter.for_model(model_of("llava"), seed=seed, layers=2, block=6).head
+    random_weights(head, 1.3)
+    return DiffusionDrafter(head, model_of("llava"), **options)
+
+
+# --- a pass -----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_pass_over_a_batch_is_that_of_every_row(name, shifted):
+    """Texts, drafted tokens and masks of each row alone, without padding."""
+    network = NETWORKS[name]()
+    drafter = DiffusionModel(network, model_of("llama"), mask=MASK, shifted=shifted)
+    texts, filled = [[5, 9, 11], [4], [8, 3, 2, 12, 10, 9, 5]], torch.tensor([[20, 21], [30, 31], [40, 41]])
+    for tokens in (None, filled):
+        logits = drafter.denoised(texts, tokens, 3)
+        for b, text in enumerate(texts):
+            whole = [*text, *([] if tokens is None else tokens[b].tolist()), MASK, MASK, MASK]
+            alone = network(input_ids=torch.tensor([whole])).logits[0]
+            want = alone[-4:-1] if shifted else alone[-3:]
+            torch.testing.assert_close(logits[b], want, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_pass_of_our_own_network_has_the_targets_embedding_and_head():
+    drafter, model = trained(), model_of("llava")
+    texts, own = [[5, 9, 11], [4]], drafter.head.model
+    logits = drafter.denoised(texts, None, 2)
+    for b, text in enumerate(texts):
+        known = torch.nn.functional.embedding(torch.tensor([text]), model.get_input_embeddings().weight)
+        embeds = torch.cat([known, own.get_input_embeddings().weight[None].expand(1, 2, -1)], dim=1)
+        hidden = own(inputs_embeds=embeds).last_hidden_state[0, -2:]
+        want = model.get_output_embeddings()(hidden)
+        torch.testing.assert_close(logits[b], want, rtol=1e-4, atol=1e-4)
+    assert (logits[0, 0] - logits[0, 1]).abs().max() > 1e-2
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_places_are_filled_from_left_to_right(steps):
+    """Every pass fills its share of the block, and reads what stands above it."""
+    drafter, model = DiffusionModel(bert(), model_of("llava"), mask=MASK, block=6, steps=steps), model_of("llava")
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    _, state, _ = begun(drafter, model, inputs, NEW)
+    draft, each = drafter.propose(state, 5), 6 // steps
+    barred = [MASK, *content_ids(model.config)]
+    for b, row in enumerate(state.rows):
+        real = inputs["attention_mask"][b].bool()
+        text = [i for i in inputs["input_ids"][b][real].tolist() if i not in content_ids(model.config)]
+        text, drafted = [*text, *state.tokens[row]], []
+        while len(drafted) < 5:
+            ids = torch.tensor([[*text, *drafted, *[MASK] * (5 - len(drafted))]])
+            logits = drafter.network(input_ids=ids).logits[0, len(text) + len(drafted) :]
+            logits[:, barred] = float("-inf")
+            drafted += logits.argmax(-1).tolist()[:each]
+        assert draft.value[b, 1:].tolist() == drafted[:5]
+    assert state.calls["draft_pass"] == -(-5 // each)
+
+
+@torch.inference_mode()
+def test_a_long_text_is_read_at_its_ends():
+    drafter, seen = DiffusionModel(bert(), model_of("llama"), mask=MASK, block=4, reads=5), []
+    drafter.denoised = lambda texts, filled, masks: seen.append(texts) or torch.zeros(len(texts), masks, VOCAB)
+    state = SimpleNamespace(
+        memory=_Prompts([[9], [10, 11, 12, 13]]), tokens=[[1, 2, 3], [4, 5, 6]], rows=[1, 0], calls=Counter(),
+        pending=torch.tensor([6, 3]), noise=None, request=SimpleNamespace(sampling=Sampling()),
+    )  # fmt: skip
+    drafter.propose(state, 2)
+    assert seen == [[[10, 13, 4, 5, 6], [9, 1, 2, 3]]]
+    assert DiffusionModel(bert(max_position_embeddings=20), model_of("llama"), mask=MASK, block=6).reads == 14
+
+
+# --- the output -------------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "one pass": {}, "three passes": {"steps": 3}, "every token": {"steps": 6}, "tree": {"width": 3, "nodes": 9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "llava"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_plain_decoding(family, way):
+    """Greedy as transformers', sampled as plain decoding of the same seeds, in a ragged batch and alone."""
+    model = model_of(family)
+    drafter = DiffusionModel(modern_bert(), model, mask=MASK, block=6, **WAYS[way])
+    fast, plain = (visspec.accelerate(model, d, adaptive=False) for d in (drafter, None))
+    for shape in ("one", "ragged"):
+        inputs = prompt(family, shapes(family)[shape])
+        greedy = fast.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        assert new_tokens(greedy, inputs) == stock(family, shape)
+        sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "seed": [3, 4, 5][: len(greedy)]}
+        assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
+        assert fast.last_stats.faults == 0 and max(r.levels for r in fast.last_state.trace.rounds) > 1
+
+
+@pytest.mark.parametrize("value", [{"entropy": 0.8}, {"confidence": 0.5}, {"tree": "3-2"}], ids=str)
+def test_shapes_of_blocks_change_no_token(value):
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    fast = visspec.accelerate(model, trained().shaped(**value), adaptive=False)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
+    assert fast.last_stats.faults == 0
+    levels = [r.levels for r in fast.last_state.trace.rounds]
+    assert (max(levels) <= 2) if "tree" in value else min(levels[1:-1]) < 6
+
+
+class Known(DiffusionModel):
+    """A diffusion model of two ids by a table: the law of a place from the tokens above and the masks between."""
+
+    def __init__(self, q, steps):
+        self.q, self.steps, self.block, self.reads, self.width, self.stop = q, steps, 3, 99, 1, None
+
+    def denoised(self, texts, filled, masks):
+        above = (*texts[0], *([] if filled is None else filled[0].tolist()))
+        return torch.stack([self.q((*above, *[0] * k)).log() for k in range(masks)])[None]
+
+    def _barred(self, logits):
+        return logits
+
+
+class Denoising(Chain):
+    """The chains of `test_positions`, filled by the drafter."""
+
+    def __init__(self, q, steps):
+        super().__init__(q)
+        self.known = Known(q, steps)
+
+    def cuts(self, committed, numbers, level):
+        drafted = self.draft(committed, numbers, level).value[0, 1:].tolist() if level else []
+        masks = level % self.known.each
+        return [float(self.q((*committed, *drafted[: level - masks], *[0] * masks))[0])]
+
+    def draft(self, committed, numbers, depth):
+        state = SimpleNamespace(
+            noise=Uniform.of(torch.tensor(numbers, dtype=torch.float64)[None, :, None]), rows=[0], calls=Counter(),
+            request=SimpleNamespace(sampling=Sampling(temperature=1.0)), pending=torch.tensor([committed[-1]]),
+            memory=_Prompts([[]]), tokens=[list(committed)],
+        )  # fmt: skip
+        return self.known.propose(state, depth)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_filled_blocks_keep_the_law_of_draws(steps, seed, unwarped):  # noqa: F811
+    p, drafter = context_law(2, seed), Denoising(context_law(2, seed + 7), steps)
+    assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
+
+
+def two_tokens(p, drafts):
+    """The law of two tokens after rejection sampling of drafts (share, first, its law, second, its law)."""
+    law = torch.zeros(2, 2, dtype=torch.float64)
+    for share, first, law_1, second, law_2 in drafts:
+        taken = min(1.0, float(p(())[first] / law_1[first]))
+        kept = min(1.0, float(p((first,))[second] / law_2[second]))
+        law[first, second] += share * taken * kept
+        law[first] += share * taken * (1 - kept) * residual(p((first,)), law_2)
+        for other in range(2):
+            law[other] += share * (1 - taken) * residual(p(()), law_1)[other] * p((other,))
+    return law
+
+
+def test_filling_the_surest_place_first_would_not():
+    """The negative control: the first place drawn given the second, each with the law it was drawn from."""
+    p, q = context_law(2, 0), context_law(2, 7)
+    pairs = [(x, y) for x in range(2) for y in range(2)]
+    plain = torch.stack([p(())[x] * p((x,)) for x in range(2)])
+    in_order = [(q(())[x] * q((x,))[y], x, q(()), y, q((x,))) for x, y in pairs]
+    assert total_variation(two_tokens(p, in_order), plain) < 1e-12
+    surest = [(q((1,))[y] * q((1, y))[x], x, q((1, y)), y, q((1,))) for x, y in pairs]
+    assert total_variation(two_tokens(p, surest), plain) > 1e-3
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_is_what_drafting_says(monkeypatch):
+    """Behind a random token of each answer, of the prompt's words; places beyond the answer do not count."""
+    model, drafter = model_of("llava"), trained()
+    target = HFDecoder(model, (-1,), embeddings=True)
+    inputs = prompt("llava", ["4 i 5", "6 i 3 i 2"], seed=2)
+    lesson = capture(target, visspec.Exact(), request_of(model, inputs, temperature=1.0, max_new_tokens=9, seed=7))
+    object.__setattr__(lesson, "lengths", [9, 5])
+    drawn = iter([4, 3, 2, 2, 0, 1])  # masks and two anchors, twice
+    asked = []
+    monkeypatch.setattr(torch, "randint", lambda *given: asked.append(given[:-1]) or torch.tensor(next(drawn)))
+    with torch.no_grad():
+        steps = drafter.rollout(lesson, 2)
+    assert asked == [(1, 7), (8,), (4,)] * 2
+    monkeypatch.undo()
+    prompts = drafter.words(inputs["input_ids"], inputs["attention_mask"])
+    assert [len(words) for words in prompts] == [10, 12] and not content_ids(model.config) & {*prompts[0], *prompts[1]}
+    for (logits, none, weight), (masks, *anchors) in zip(steps, ((4, 3, 2), (2, 0, 1))):
+        assert none.shape == (2, 8, 0)
+        for b, (anchor, length) in enumerate(zip(anchors, (9, 5))):
+            text = prompts[b] + lesson.ids[b, lesson.prompt_length :][: anchor + 1].tolist()
+            with torch.no_grad():
+                want = drafter.denoised([text], None, masks)[0, : 8 - anchor]
+            torch.testing.assert_close(logits[b, anchor : anchor + masks], want, rtol=1e-4, atol=1e-4)
+            counted = [DECAY ** (t - anchor) if anchor <= t < min(anchor + masks, length - 1) else 0 for t in range(8)]
+            torch.testing.assert_close(weight[b], torch.tensor(counted))
+
+
+def test_training_moves_the_network_and_drafting_follows():
+    drafter = DiffusionDrafter.for_model(model_of("llava"), layers=1, block=4)
+    with torch.no_grad():
+        before = drafter.denoised([[4, 5]], None, 2)
+        drafter.head.model.get_input_embeddings().weight.add_(1.0)
+        drafter.refresh()
+        assert not torch.allclose(before, drafter.denoised([[4, 5]], None, 2))
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_models_of_masked_tokens_are_told_by_form(tmp_path):
+    target = model_of("llama")
+    assert type(assistant(bert(), target, mask=MASK)) is DiffusionModel
+    network = bert()
+    network.config.mask_token_id = 9
+    assert assistant(network, target).mask == 9
+    modern_bert().save_pretrained(tmp_path / "folder")
+    drafter, _ = zoo.drafter(f"{tmp_path / 'folder'}:mask=5,steps=2,block=8", target)
+    assert type(drafter) is DiffusionModel and (drafter.mask, drafter.each) == (5, 4)
+    assert zoo.drafter(f"{tmp_path / 'folder'}:mask=5,entropy=0.5", target)[0].stop.entropy == 0.5
+
+
+BAD = {
+    "mask": ({"mask": None}, "mask: got None, expected the id that stands for a token"),
+    "far mask": ({"mask": VOCAB}, f"mask: got {VOCAB}, expected a whole number from 0 to {VOCAB - 1}"),
+    "block": ({"block": 0}, "block: got 0, expected a whole number from 1"),
+    "steps": ({"steps": 5, "block": 4}, "steps: got 5, expected a whole number from 1 to 4"),
+    "reads": ({"reads": 0}, "reads: got 0"),
+    "width": ({"width": 0}, "width: got 0"),
+    "trees": ({"steps": 2, "width": 2}, "steps: got 2 for trees, expected 1"),
+    "positions": ({"block": 80}, "block: got 80, expected less than the 80 positions"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_values_that_are_none_are_refused(what):
+    options, sentence = BAD[what]
+    with pytest.raises(ValueError, match=sentence):
+        DiffusionModel(bert(), model_of("llama"), **{"mask": MASK, **options})
+
+
+def test_other_vocabularies_and_shapes_are_refused():
+    with pytest.raises(ValueError, match=f"drafter: vocabulary of 5000, expected the target's {VOCAB}"):
+        DiffusionModel(bert(vocab_size=5000), model_of("llama"), mask=MASK)
+    with pytest.raises(ValueError, match="tree: got '3-2' with 2 steps, expected chains"):
+        DiffusionModel(bert(), model_of("llama"), mask=MASK, steps=2).shaped(tree="3-2")
+
+
+@torch.inference_mode()
+def test_ids_beyond_the_network_are_never_drafted():
+    small = DiffusionModel(bert(vocab_size=VOCAB - 20), model_of("llama"), mask=MASK)
+    logits = small._barred(small.denoised([[3, 4]], None, 2))
+    assert logits.shape == (1, 2, VOCAB) and logits[..., VOCAB - 20 :].isinf().all() and logits[..., MASK].isinf().all()
+    assert logits.isfinite().sum() == 2 * (VOCAB - 21 - sum(i < VOCAB - 20 for i in small.content))
+
+
+@pytest.mark.parametrize("changes,sentence", [
+    ({"vocab": VOCAB + 1}, "vocabulary"), ({"hidden": 16}, "hidden size"), ({"layers": 3}, "layers.2"),
+    ({"mask": VOCAB}, "mask: got"), ({"block": 0}, "block: got 0"), ({"heads": 3}, "heads: got 3"),
+    ({"family": "llama"}, "family"), ({"kind": "block_drafter"}, "no entry|unknown entry|another kind"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_model_or_form(tmp_path, changes, sentence):
+    trained().save_pretrained(tmp_path, {})
+    again, _ = zoo.drafter(f"{tmp_path}:steps=2", model_of("llava"))
+    assert again.steps == 2
+    torch.testing.assert_close(again.head.state_dict(), trained().head.state_dict())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=sentence):
+        zoo.drafter(tmp_path, model_of("llava"))
+
+
+def test_rows_join_a_running_batch():
+    drafter, model = trained(), model_of("llava")
+    states: list = []
+    for rows in (["4 i 5", "6 i 3"], ["9", "12", "5 i 2"]):
+        request = request_of(model, prompt("llava", rows), temperature=0.0, max_new_tokens=4, seed=0)
+        state, scores = open_request(HFDecoder(model, (-1,), embeddings=True), visspec.Exact(), request)
+        drafter.start(state, scores)
+        states.append(state)
+    mine, new = states
+    before, theirs = list(mine.memory.prompts), new.memory.prompts
+    mine.rows, new.rows = [1, 2, 3], [0, 2]
+    drafter.join(mine, new, [1, 0])
+    assert mine.memory.prompts == [*before, theirs[2], theirs[0]]

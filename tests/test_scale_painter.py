@@ -1,0 +1,471 @@
+"""The next-scale painter: its folder and classes; refiner, drafter and budget by name; the bench; its recipe."""
+
+import json
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from tests.doubles import altered
+from tests.test_image_nets import one_sentence
+from visspec import ImagePipeline
+from visspec.api import zoo
+from visspec.api.loading import load_image_model
+from visspec.cli import bench_image, bench_others, bench_sweep
+from visspec.cli.main import main
+from visspec.eval.world.suite import suite
+from visspec.models.drafters.scales import SmallVAR
+from visspec.models.nets.layouts_var import save_vae
+from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Scales
+from visspec.models.nets.scale_kv import Budget, selectivity
+from visspec.models.nets.scale_painter import ScalePainter, ScalePainterConfig, load
+from visspec.models.targets.scale_painter import PaintedVAR, calibrated
+from visspec.recipes import scale_card, scale_data, scale_draw, scale_measure, scale_painter, scale_vq
+from visspec.recipes.captioner_build import save
+
+SIDES = (1, 2, 3, 4)
+LABELS = ["a photo of a red ring", "a photo of a star", "a photo of a blue cross", "a photo of a bar"]
+PROMPTS = LABELS[:2]
+SHIPPED = zoo.CHECKPOINTS / "painter-var" / "config.json"
+shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped painter is not in this checkout")
+
+
+def fresh(seed=0, sides=SIDES, depth=2, scale=0.25, labels=LABELS, codebook=None):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        grids = [[side, side] for side in sides]
+        model = ScalePainter(ScalePainterConfig({"width": 32, "depth": depth, "heads": 2}, grids, labels)).eval()
+        torch.manual_seed(7 if codebook is None else codebook)
+        nn.init.normal_(model.autoencoder.quantize.embedding.weight)
+        for part in model.autoencoder.quantize.quant_resi.parameters():
+            part.data.normal_(0, 0.1)
+        torch.manual_seed(seed)
+        for weight in model.var.parameters():
+            weight.data.normal_(0, scale)
+    model.generation_config = GenerationConfig(guidance_scale=2.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    with torch.inference_mode(False):
+        made = ImagePipeline(fresh(), None)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def written(pipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scales")
+    save(pipe.model, None, folder / "painter", torch.float32)
+    save(fresh(1, depth=1), None, folder / "small", torch.float32)
+    for name in ("painter", "small"):
+        GenerationConfig(guidance_scale=2.0).save_pretrained(folder / name)
+    return folder
+
+
+# --- the folder and its classes ---------------------------------------------------------------------------------------
+
+
+def test_prompts_are_names_of_classes(pipe):
+    out = pipe([PROMPTS[1], "1"], seed=[3, 3], output_type="latent")
+    assert torch.equal(out.tokens[0], out.tokens[1]) and out.tokens[0].shape == (30,)
+    assert pipe.family.default_guidance == 2.0 and pipe.family.labels == tuple(LABELS)
+    named = pipe(PROMPTS[1], seed=3, output_type="latent", negative_prompt=LABELS[2]).tokens[0]
+    assert torch.equal(named, pipe("1", seed=3, output_type="latent", negative_prompt="2").tokens[0])
+    assert not torch.equal(named, out.tokens[0])
+    assert torch.equal(pipe("1", seed=3, output_type="latent", negative_prompt="").tokens[0], out.tokens[0])
+    for name, text in (("prompt", "a photo of a dog"), ("prompt", "4"), ("prompt", ""), ("negative_prompt", "a dog")):
+        with pytest.raises(ValueError, match=f"^{name}: got .*expected") as error:
+            pipe(**{"prompt": "1"} | {name: text})
+        one_sentence(error)
+
+
+def test_a_folder_is_the_model_it_was_written_from(pipe, written):
+    model, processor = load_image_model(str(written / "painter"))
+    assert isinstance(model, ScalePainter) and processor is None and not model.training
+    for name, value in pipe.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert model.generation_config.guidance_scale == 2.0
+    again = ImagePipeline(model, None)(PROMPTS[0], seed=1).tokens[0]
+    assert torch.equal(again, pipe(PROMPTS[0], seed=1).tokens[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t, c: t.pop("var.head.bias"), "lacks tensor 'var.head.bias'"),
+        (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
+        (lambda t, c: t.update({"var.head.bias": torch.ones(3)}), "tensor 'var.head.bias' of .* has shape"),
+        (lambda t, c: c["network"].update(depth=0), "depth: got 0, expected a whole number"),
+        (lambda t, c: c["network"].update(heads=3), "heads: got 3, expected a divisor of the width 32"),
+        (lambda t, c: c.update(labels=["one"] * 4), "labels: got 1 names of 4, expected each once"),
+        (lambda t, c: c.update(grids=[[1, 1], [2]]), "describes no model"),
+        (lambda t, c: c["autoencoder"].update(codes=-1), "codes: got -1, expected a whole number"),
+        (lambda t, c: c["autoencoder"].update(channels=33), "channels: got 33, expected a multiple of 32"),
+        (lambda t, c: c.update(model_type="mar_painter"), "model_type: got 'mar_painter'"),
+    ],
+)
+def test_refuses_what_is_no_painter(written, tmp_path, change, said):
+    with pytest.raises(ValueError, match=said) as error:
+        load(altered(written / "painter", tmp_path, change))
+    one_sentence(error)
+
+
+def test_a_pipeline_is_saved_without_a_processor(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path)
+    again = ImagePipeline.from_pretrained(str(tmp_path))
+    again.set_progress_bar_config(disable=True)
+    assert torch.equal(again(PROMPTS[0], seed=1).tokens[0], pipe(PROMPTS[0], seed=1).tokens[0])
+
+
+# --- a refiner, a drafter, a budget -----------------------------------------------------------------------------------
+
+
+def test_a_painter_is_a_refiner(pipe):
+    small = fresh(1, depth=1)
+    alone = ImagePipeline(small, None)
+    for handover, same in ((4, pipe), (0, alone)):
+        found = pipe.parted({"refiner": small, "handover": handover})(PROMPTS, seed=[1, 2], output_type="latent")
+        assert found.stats[0].guarantee == "exact for the declared target"
+        for own, theirs in zip(found.tokens, same(PROMPTS, seed=[1, 2], output_type="latent").tokens):
+            assert torch.equal(own, theirs)
+    assert pipe.parted({}) is pipe and not pipe.parts
+
+
+@pytest.mark.parametrize("parts, said", [
+    ({"refiner": "../painter", "handover": 2}, "refiner: got '../painter', expected a painter or the name"),
+    ({"refiner": "captioner/../painter", "handover": 2}, "refiner: got 'captioner/../painter', expected"),
+    ({"refiner": "nobody", "handover": 2}, "refiner: got 'nobody', expected a painter or the name of an included"),
+    ({"refiner": "captioner", "handover": 2}, "model_type: got "),
+    ({"refiner": fresh(1)}, "handover: got None, expected a refiner and its first scale's number"),
+    ({"refiner": fresh(1), "handover": 5}, r"handover: got 5, expected 0\.\.4"),
+    ({"refiner": fresh(1, sides=(1, 2, 4)), "handover": 2}, "refiner: got scales"),
+    ({"refiner": fresh(1, labels=LABELS[:2]), "handover": 2}, "refiner: got classes 2, expected 4"),
+    ({"refiner": fresh(1, codebook=8), "handover": 2}, "refiner: got a painter with another codebook, expected"),
+    ({"refiner": fresh(1), "handover": 2, "budget": 0.5}, "budget: got one beside a refiner"),
+    ({"budget": 0.0}, r"budget: got 0\.0, expected a share in \(0, 1\]"),
+    ({"budget": 1.5}, r"budget: got 1\.5, expected a share"),
+    ({"budget": float("nan")}, "budget: got nan, expected a share"),
+    ({"budget": True}, "budget: got True, expected a `Budget` or the share"),
+    ({"budget": "0.1"}, "budget: got '0.1', expected a `Budget` or the share"),
+    ({"budget": Budget(((1, 5, 14),) * 3)}, "budget: got 3 layers"),
+    ({"ramp": "steep"}, "ramp: got 'steep'"),
+])  # fmt: skip
+def test_wrong_parts_are_refused_before_work_starts(pipe, parts, said):
+    with pytest.raises(ValueError, match=said) as error:
+        pipe.parted(parts)
+    one_sentence(error)
+
+
+def test_a_share_is_a_budget_by_measured_selectivity(pipe):
+    net, quantize = pipe.model.var, pipe.model.autoencoder.quantize
+    said = selectivity(net, quantize, torch.arange(4), torch.Generator().manual_seed(0))
+    for share, window in ((0.3, 4), (0.1, 1)):
+        wanted = Budget.allot(said, net.config.scales, share, window)
+        assert calibrated(pipe.model, share) == wanted == PaintedVAR(pipe.model, budget=share).budget
+    whole = pipe.parted({"budget": 1})
+    out, plain = (p(PROMPTS, seed=[1, 2], output_type="latent") for p in (whole, pipe))
+    assert whole.family.budget.whole(net.config.scales) and out.stats[0].guarantee == "exact"
+    assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens))
+    small = pipe.parted({"budget": 0.3})(PROMPTS, seed=[1, 2], output_type="latent")
+    assert small.stats[0].guarantee == "approximate"
+    assert small.traces[0].memory["cache"] < out.traces[0].memory["cache"]
+
+
+@pytest.mark.parametrize("rule", ["scales", "repaired"])
+def test_a_painters_folder_is_a_drafter(pipe, written, rule):
+    drafter, name = zoo.drafter(str(written / "painter"), pipe.model)
+    assert isinstance(drafter, SmallVAR) and name == "painter"
+    out = pipe(PROMPTS, seed=[1, 2], drafter=str(written / "painter"), acceptance=rule, output_type="latent")
+    assert out.stats[0].guarantee == "exact" and out.traces[0].faults == 0
+    assert int(out.passes[0].max()) + 1 < 4, "the model itself drafts: all scales of a round are its own"
+    if rule == "scales":
+        plain = pipe(PROMPTS, seed=[1, 2], output_type="latent")
+        assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens))
+
+
+def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
+    save(fresh(1, codebook=8), None, tmp_path, torch.float32)
+    with pytest.raises(
+        ValueError, match=r"^drafter: got a painter with another codebook, expected the model's 64"
+    ) as error:
+        pipe(PROMPTS[0], drafter=str(tmp_path))
+    one_sentence(error)
+
+
+# --- the bench --------------------------------------------------------------------------------------------------------
+
+
+def test_presets_of_scales():
+    names = {"plain", "scales", "repaired", "code", "scalekv"}
+    assert set(zoo.SCALE_PRESETS) == names == set(zoo.presets(maps=True))
+    assert zoo.presets(vectors=True) is zoo.VECTOR_PRESETS and zoo.presets() is zoo.PRESETS
+    assert zoo.preset("code", maps=True).parts["refiner"] == "painter-var-small"
+    with pytest.raises(ValueError, match="preset: got 'gumbel', expected one of plain, scales"):
+        zoo.preset("gumbel", maps=True)
+
+
+def test_other_targets_are_rows_of_the_bench(pipe):
+    others = bench_others.composed(pipe, ["plain", "scalekv"], (), (0.5,))
+    assert list(others) == ["scalekv", "scalekv, 0.5"]
+    others = {"half": others["scalekv, 0.5"], "two": pipe.parted({"refiner": fresh(1, depth=1), "handover": 2})}
+    record = bench_image.bench(pipe, PROMPTS, {}, {"temperature": 1.0}, warmup=1, others=others)
+    rows = {row["name"]: row for row in record["rows"]}
+    assert record["stock"] is None and not record["failures"]
+    assert rows["plain"]["guarantee"] == "exact" and rows["plain"]["nfe"] == 4 == rows["two"]["nfe"]
+    assert rows["half"]["guarantee"] == "approximate" and rows["two"]["guarantee"].startswith("exact for")
+    assert rows["half"]["cache_bytes"] < rows["plain"]["cache_bytes"] > rows["two"]["cache_bytes"] > 0
+    law = record["law"]
+    assert law["n"] == 2 * 30 and 0 < law["entropy"] < 4.2 and 0 < law["top1"] < law["top10"] <= 1.0
+
+
+def test_laws_of_maps_are_noted_without_padding(pipe):
+    rule = bench_sweep.NotedMaps()
+    pipe("1", seed=1, drafter="none", acceptance=rule, output_type="latent", guidance_scale=1.0)
+    assert [len(part) for part in rule.seen] == [1, 4, 9, 16]
+    first = scale_measure.laws(pipe.model, torch.tensor([1]), pipe("1", seed=1, guidance_scale=1.0).tokens[0][None])[0]
+    entropy = -(first.exp() * first).sum()
+    torch.testing.assert_close(rule.seen[0][0, 0], entropy, atol=1e-4, rtol=1e-4)
+
+
+def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
+    assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
+    family = PaintedVAR(fresh(labels=scale_data.LABELS))
+    assert bench_others.taught(family, suite()) == ["single_object", "colors"]
+
+
+def test_what_draws_no_scales_has_no_rows_of_them():
+    family = type("Family", (), {"vectors": False, "maps": False, "name": "janus"})
+    other = type("Pipe", (), {"family": family})
+    for options, name in (((3,), ()), "handover"), (((), (0.1,)), "share"):
+        with pytest.raises(ValueError, match=rf"^--{name}: got .*, expected none: janus draws no scales") as error:
+            bench_others.composed(other, [], *options)
+        one_sentence(error)
+    assert bench_others.composed(other, ["plain", "mulo"], (), ()) == {}
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_of_their_classes():
+    assert len(scale_data.LABELS) == 88 == len(set(scale_data.LABELS))
+    for seed in range(20):
+        number, scene = scale_data.pair(seed)
+        (shape,), (item,) = scene.shapes, scale_data.ROWS[number]["include"]
+        assert shape.kind == item["class"] and item.get("color", shape.colour) == shape.colour
+        for place in (shape.x, shape.y):
+            assert abs(place / scale_data.STEP - round(place / scale_data.STEP)) < 1e-9
+        assert shape.radius in scale_data.RADII and scene.ground == "plain"
+    scenes = scale_data.Scenes([0, 1], scale_data.SIDE)
+    assert scenes([0, 1]).shape == (2, 3, 48, 48) and len(scenes) == 2 and float(scenes([0]).abs().max()) <= 1
+
+
+def test_classes_are_sums_of_facts():
+    table = scale_draw.facts()
+    assert table.shape == (89, 19) and set(table.sum(1).tolist()) == {1.0, 2.0}
+    red_ring, ring = (table[scale_data.LABELS.index(f"a photo of a {name}")] for name in ("red ring", "ring"))
+    assert (red_ring - ring).sum() == 1 and (red_ring - ring).min() == 0 and not (table[:88] @ table[88]).any()
+
+
+def test_weights_are_by_map():
+    every = scale_draw.weights(8)
+    parts = [part.sum().item() for part in every.split(scale_data.SCALES.sizes)]
+    assert abs(sum(parts) - 1) < 1e-6 and abs(parts[7] / parts[0] - 12) < 1e-4
+    late = [part.sum().item() for part in scale_draw.weights(8, 3.0).split(scale_data.SCALES.sizes)]
+    assert abs(late[7] / late[5] - 3 * 12 / 8) < 1e-4 and len(scale_draw.weights(6)) == 130
+
+
+@pytest.fixture(scope="module")
+def codec():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MultiScaleVAE(MultiScaleShape(32, 8, 32, (1, 1, 1), 1)).eval()
+
+
+def tiny(codec, name="painter", seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return scale_draw.Taught(scale_draw.build(name, codec, {"width": 32, "depth": 2, "heads": 2}))
+
+
+@pytest.mark.parametrize("maps", [8, 6, 1])
+def test_a_whole_picture_is_taught_as_it_is_drawn(codec, maps):
+    """Laws of one pass are those that the pipeline's reading gives scale by scale."""
+    taught = tiny(codec)
+    for weight in taught.net.parameters():
+        weight.data.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
+    classes, codes = torch.tensor([3, 88]), torch.randint(32, (2, 374), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        read = scale_draw.inputs(codec.quantize, codes)
+        logits = taught.logits(classes, read, maps)
+    wanted = torch.cat(scale_measure.laws(taught.settled(), classes, codes)[:maps], dim=1)
+    torch.testing.assert_close(logits.log_softmax(-1), wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_distances_by_scale(codec):
+    model, other = (tiny(codec, seed=seed).settled().eval() for seed in (0, 0))
+    out = scale_draw.draw(scale_draw.pipeline(model), scale_data.LABELS[:2], 1.0, 0)
+    same = scale_measure.apart(model, other, out)
+    assert same["kl"] == same["tv"] == [0.0] * 8 and min(same["entropy"]) > 0
+    with torch.no_grad():
+        other.var.head.bias.add_(torch.randn(32, generator=torch.Generator().manual_seed(2)))
+    apart = scale_measure.apart(model, other, out)
+    assert min(apart["kl"]) > 0 and 0 < min(apart["tv"]) and max(apart["tv"]) < 1
+    tight = Budget.full(scale_data.SCALES, 2)
+    assert scale_measure.apart(model, model, out, tight)["kl"] == [0.0] * 8
+    assert scale_measure.likeness(out, out) == {"psnr": 60.0, "equal": 2}
+
+
+@pytest.mark.slow
+def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
+    """Every stage, taken up where it stopped, and the folders that come of it."""
+    sizes = {"painter": {"width": 32, "depth": 2, "heads": 2}, "small": {"width": 32, "depth": 1, "heads": 2}}
+    monkeypatch.setattr(scale_draw, "SIZES", sizes)
+    monkeypatch.setattr(scale_card, "HANDOVERS", (6,))
+    monkeypatch.setattr(scale_card, "DEPTHS", (1,))
+    monkeypatch.setattr(scale_card, "GUIDANCES", (1.0, 2.0))
+    save_vae(tmp_path / "vq", codec, scale_data.SCALES)
+    torch.save({"step": 1, "seconds": 60.0, "loss": 1.0}, tmp_path / "vq" / "training.pt")
+    options = scale_painter.parser().parse_args([
+        "--out", str(tmp_path), "--pairs", "32", "--steps", "2", "--small-steps", "2", "--refine-steps", "2", "--rows",
+        "4", "--decoder-steps", "1", "--every", "1", "--every-prompt", "44", "--vq-rows", "2", "--resume",
+    ])  # fmt: skip
+    before = scale_vq.load_vq(tmp_path)
+    scale_data.write_codes(options, before)
+    data = scale_data.read_codes(tmp_path)
+    assert data["codes"].shape == (32, 374) and data["classes"].dtype == torch.int16
+    for stage in (scale_draw.DrawStage, scale_draw.SmallStage, scale_draw.RefineStage):
+        halfway = stage(options, 0)
+        halfway.steps = 1
+        halfway.run()
+        made = stage(options, 0)
+        made.restore()
+        assert made.step == 1
+        made.run()
+    taught = scale_draw.Taught(scale_draw.build("small", before))
+    scale_draw.taken(taught, tmp_path / "refined.pt")
+    scale_vq.DecoderStage(options, 0).run()
+    after = scale_vq.load_vq(tmp_path)
+    assert not torch.equal(after.decoder.conv_in.weight, before.decoder.conv_in.weight)
+    assert torch.equal(after.quantize.embedding.weight, before.quantize.embedding.weight)
+    scale_card.finish(options)
+    model, _ = load_image_model(str(tmp_path / "painter-var"))
+    small = load(tmp_path / "painter-var-small")
+    for one in (model, small):
+        torch.testing.assert_close(
+            one.autoencoder.decoder.conv_in.weight, after.decoder.conv_in.weight, atol=1e-3, rtol=1e-2
+        )
+    torch.testing.assert_close(small.var.class_emb.weight, taught.settled().var.class_emb.weight, atol=1e-3, rtol=1e-2)
+    record = json.loads((tmp_path / "painter-var" / "provenance.json").read_text())
+    rows = record["measured"]["rows"]
+    assert rows["scales, 1 drafted"]["equal"] == rows["plain"]["n"] and rows["plain"]["fd_ratio"] == 1.0
+    assert rows["code, 6"]["cache_bytes"] < rows["plain"]["cache_bytes"]
+    kept = rows["scalekv, 0.1"]
+    assert kept["cache_bytes"] <= kept["budget_bytes"]
+    assert "| code, 6 |" in (tmp_path / "painter-var" / "README.md").read_text()
+    assert "painter-var-small" in (tmp_path / "painter-var-small" / "README.md").read_text()
+
+
+def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec):
+    """Its loss is a divergence: zero for a small model that is the large one, and positive for another."""
+    size = {"width": 32, "depth": 1, "heads": 2}
+    monkeypatch.setattr(scale_draw, "SIZES", {"painter": size, "small": size})
+    save_vae(tmp_path / "vq", codec, scale_data.SCALES)
+    options = scale_painter.parser().parse_args(["--out", str(tmp_path), "--pairs", "8", "--rows", "4"])
+    scale_data.write_codes(options, codec)
+    stage = scale_draw.SmallStage(options, 0)
+    for name in ("small.pt", "painter.pt"):
+        stage.file = tmp_path / name
+        stage.checkpoint(0.0)
+    same = scale_draw.RefineStage(options, 0)
+    assert abs(same.loss().item()) < 1e-6
+    with torch.no_grad():
+        same.taught.net.head.bias.add_(torch.randn(32, generator=torch.Generator().manual_seed(2)))
+    assert same.loss().item() > 0.01
+
+
+def test_the_autoencoders_stage_is_that_of_train_vq(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale_vq, "SHAPE", {"codes": 16, "size": 4, "channels": 32, "levels": 3, "blocks": 1})
+    options = scale_painter.parser().parse_args(
+        ["--out", str(tmp_path), "--vq-steps", "1", "--vq-rows", "2", "--vq-pictures", "8"]
+    )
+    stage = scale_vq.ScenesVQStage(options, 0)
+    assert stage.images([0, 1]).shape == (2, 3, 48, 48) and stage.options.out == tmp_path / "vq"
+    assert stage.scales == Scales.square(*scale_data.SIDES) and isinstance(stage.options, Namespace)
+    stage.update()
+    assert stage.step == 1
+
+
+# --- the shipped pair -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def included():
+    made = ImagePipeline.from_pretrained("painter-var")
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@shipped
+def test_the_shipped_pair_is_small_and_says_where_it_is_from(included):
+    folders = [zoo.CHECKPOINTS / name for name in ("painter-var", "painter-var-small")]
+    assert sum((folder / "model.safetensors").stat().st_size for folder in folders) < 12e6
+    for folder in folders:
+        record = json.loads((folder / "provenance.json").read_text())
+        assert record["weights"]["bytes"] == (folder / "model.safetensors").stat().st_size
+        assert (
+            record["recipe"] == "visspec.recipes.scale_painter" and "painter-var" in (folder / "README.md").read_text()
+        )
+    assert included.family.labels == tuple(row["prompt"] for row in suite() if row["tag"] in scale_data.TASKS)
+
+
+@shipped
+def test_the_shipped_pair_draws_in_every_way(included):
+    texts = ["a photo of a red ring", "a photo of a star"]
+    options = {"seed": [1, 2], "output_type": "latent"}
+    plain = included(texts, **options)
+    assert plain.tokens[0].shape == (374,) and plain.stats[0].guarantee == "exact"
+    drafted = included(texts, drafter="painter-var-small", **options)
+    assert all(torch.equal(a, b) for a, b in zip(drafted.tokens, plain.tokens)) and drafted.traces[0].faults == 0
+    repaired = included(texts, drafter="painter-var-small", acceptance="repaired", **options)
+    assert repaired.stats[0].guarantee == "exact" and repaired.traces[0].faults == 0
+    whole = zoo.preset("code", maps=True).parts | {"handover": 8}
+    for parts, same in ((whole, True), (zoo.preset("code", maps=True).parts, False)):
+        out = included.parted(parts)(texts, **options)
+        assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens)) == same
+        assert out.stats[0].guarantee == "exact for the declared target"
+        most = out.traces[0].memory["cache"] / plain.traces[0].memory["cache"]
+        assert (most <= 1) if same else (most < 0.5), "the cache of a composition is half at most"
+    kept = included.parted({"budget": 0.1})(texts, **options)
+    budget = PaintedVAR(included.model, budget=0.1).budget
+    assert kept.stats[0].guarantee == "approximate"
+    assert kept.traces[0].memory["cache"] <= max(budget.bytes(included.model.var, 4))
+    assert max(sum(row) for row in zip(*budget.tokens)) <= 6 * 23
+
+
+@shipped
+def test_presets_of_scales_on_the_command_line(tmp_path, capsys):
+    for preset in ("code", "scalekv", "repaired"):
+        command = ["generate", "a photo of a red ring", "--model", "painter-var", "--preset", preset, "--seed", "1"]
+        assert main([*command, "--out", str(tmp_path / preset)]) == 0
+        assert len(list((tmp_path / preset).glob("*.png"))) == 1
+    assert main(["generate", "a red", "--model", "painter-var", "--out", str(tmp_path)]) != 0
+    assert "prompt: got 'a red', expected one of the 88 classes" in capsys.readouterr().err
+
+
+@shipped
+def test_the_bench_of_the_shipped_pair(tmp_path, monkeypatch):
+    file = tmp_path / "record.json"
+    command = ["bench", "image", "--model", "painter-var", "--prompts", "1", "--quality", "2", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["visspec", *command])
+    assert main([*command, "--method", "plain", "--method", "code", "--method", "repaired", "--share", "0.5"]) == 0
+    record = json.loads(file.read_text())
+    rows = {row["name"]: row for row in record["rows"]}
+    assert list(rows) == ["plain", "repaired", "code", "scalekv, 0.5"]
+    for row in rows.values():
+        assert row["cache_bytes"] > 0 and row["fd"] > 0 and row["fd_ratio"] > 0 and row["quality_n"] == 2
+    assert record["law"]["n"] == 374 and rows["plain"]["fd_ratio"] == 1.0

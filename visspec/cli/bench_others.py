@@ -1,0 +1,77 @@
+"""Other targets beside the methods of `visspec bench image`: pipelines of the same model that draw from another law,
+each a row of the table, drawn plainly. And which of the prompts a model is taught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from visspec.api import zoo
+from visspec.api.images import ImagePipeline
+from visspec.models.targets.image_ar import Family
+
+
+def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
+    """The tasks of prompts that are all classes of a family that has classes with names; None for any other."""
+    known = set(family.labels)
+    tasks = list(dict.fromkeys(row["tag"] for row in rows))
+    found = [tag for tag in tasks if all(row["prompt"] in known for row in rows if row["tag"] == tag)]
+    return found or None
+
+
+def fewer_steps(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
+    """Pipelines of the same model whose head takes other numbers of steps, by the names of their rows: what faster
+    sampling is to be compared with. Raises ValueError for a painter of codes.
+    """
+    if counts and not pipe.family.vectors:
+        raise ValueError(f"--denoising-steps: got {counts[0]}, expected none: {pipe.family.name} draws codes")
+    found = {}
+    for count in counts:
+        parts = pipe.parts | {"denoising_steps": count}
+        found[f"plain, {count} steps"] = made = ImagePipeline(pipe.model, pipe.processor, parts=parts)
+        made.set_progress_bar_config(disable=True)
+    return found
+
+
+def fewer_passes(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
+    """Pipelines of the same model that draw several tokens in a pass, as published MAR, by the names of their rows.
+
+    Raises ValueError for a painter that can't.
+    """
+    if counts and not pipe.family.parallel:
+        raise ValueError(f"--iterations: got {counts[0]}, expected none: {pipe.family.name} draws a token at a time")
+    found = {}
+    for count in counts:
+        order = zoo.load("visspec.models.targets.mar_parallel:Parallel")(count)
+        made = ImagePipeline(pipe.model, pipe.processor, parts=pipe.parts, order=order)
+        found[f"plain, {count} iterations"] = made
+        made.set_progress_bar_config(disable=True)
+    return found
+
+
+def composed(
+    pipe: ImagePipeline, named: Iterable[str], handovers: Sequence[int], shares: Sequence[float]
+) -> dict[str, ImagePipeline]:
+    """Pipelines of the same model that are other targets, by the names of their rows: those presets that have parts,
+    CoDe with other numbers of scales and ScaleKV with other shares of the cache. Raises ValueError for a painter that
+    draws no scales, and for what its family refuses.
+    """
+    table = zoo.presets(pipe.family.vectors, pipe.family.maps)
+    if not pipe.family.maps:
+        for option, values in (("handover", handovers), ("share", shares)):
+            if values:
+                raise ValueError(f"--{option}: got {values[0]}, expected none: {pipe.family.name} draws no scales")
+    wanted = {name: table[name].parts for name in named if name in table and table[name].parts}
+    if pipe.family.maps:
+        code = zoo.preset("code", maps=True).parts
+        wanted |= {f"code, {n} scales": code | {"handover": n} for n in handovers}
+        wanted |= {f"scalekv, {share:g}": {"budget": share} for share in shares}
+    found = {name: pipe.parted(parts) for name, parts in wanted.items()}
+    for made in found.values():
+        made.set_progress_bar_config(disable=True)
+    return found
+
+
+def undrafted(pipe: ImagePipeline) -> str:
+    """The "drafter/rule" of plain decoding."""
+    return str(zoo.preset("plain", pipe.family.vectors, maps=pipe.family.maps))
