@@ -59,7 +59,7 @@ Passes = passes of the painter for a picture of {positions} codes, the prompt's 
 {positions}). Prompts spread over the suite, noise never trained on, guidance {guidance}, temperature {temperature},
 weights as stored here, {levels} places of at most {refine} passes.
 
-| rule | pictures | passes | passes a token | drafter's passes a round | as plain decoding draws for the seed |
+| rule | pictures | passes | passes a token | drafter's passes a round | pictures of plain decoding for the seed |
 |---|---|---|---|---|---|
 {rules}
 
@@ -164,7 +164,7 @@ def card(head: Any, family: Janus, found: dict[str, Any], record: dict[str, Any]
     config, plan = head.config, record["plan"]
     rules = [
         f"| `{name}` | {e['pictures']} | {e['passes']} | {e['passes_a_token']} | {e['draft_passes_a_round']} |"
-        f" {e['identical']} of {e['pictures']} |"
+        f" {e['identical']} of {e['pictures']}{'' if name == 'exact' else ', of its law'} |"
         for name, e in found["rules"].items()
     ]
     shapes = [
