@@ -14,6 +14,7 @@ from tests.test_image_drafter import path_law, request, rounds
 from tests.test_image_targets import made
 from tests.test_law import chi_square
 from tests.tiny_images import janus, painter, prompts
+from visspec import ImagePipeline
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
 from visspec.api import zoo
@@ -21,13 +22,13 @@ from visspec.api.loading import load_image_model
 from visspec.loop.decode import decode, open_request, settle
 from visspec.loop.guard import Guarded
 from visspec.loop.pace import Pace
-from visspec.models.drafters.distilled import DistilledDrafter, config_for
+from visspec.models.drafters.distilled import DistilledDrafter, Known, config_for, seen
 from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledConfig
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
 from visspec.recipes import distilled_card, distilled_data, distilled_draw, painter_distilled
 from visspec.sampling import Gumbel
-from visspec.types import FREE, Request, Sampling
+from visspec.types import FREE, Request, Sampling, Verdict
 
 V = 3  # codes that the drafter of the law tests knows
 SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
@@ -182,20 +183,20 @@ class Table:
     def __call__(self, embed, kind, element, memory, mask):
         self.calls.append(kind.tolist())
         code = torch.cdist(embed, self.table).argmin(dim=-1)
-        return F.one_hot(torch.where(kind == BLANK, 1, (7 * code + 3 * element) % 24), 24).float(), memory
+        return F.one_hot(torch.where(kind == BLANK, 0, (7 * code + 3 * element) % 24), 24).float(), memory
 
     def logits(self, x):
         return x
 
 
 @torch.inference_mode()
-def drafted(refine, depth=5):
-    """Codes of a greedy draft behind code 5, and the kinds of the elements in every pass, for such a table."""
+def drafted(refine, depth=5, code=5):
+    """Codes of a greedy draft behind a code, and the kinds of the elements in every pass, for such a table."""
     used = drafter(refine=refine)
     ids, attention = prompts(2)
     state, scores = open_request(ImageAR(family(), features=True), Exact(), request(ids, attention, temperature=0.0))
     used.start(state, scores)
-    state.pending = torch.full_like(state.pending, 5)
+    state.pending = torch.full_like(state.pending, code)
     used.head = table = Table(used)
     return used.propose(state, depth).value[0, 1:].tolist(), table.calls
 
@@ -212,6 +213,7 @@ def test_passes_over_guesses_end_where_one_place_after_another_does():
     codes, calls = drafted(9)
     assert codes == right and len(calls) == 5  # the last gives what it was given
     assert calls[0] == [[KNOWN, *[BLANK] * 4]] * 2
+    assert drafted(9, 3, 0)[0] == [0, 3, 3]  # a first guess like what stands in blank places ends nothing
     assert calls[1] == [[KNOWN, *[GUESSED] * 4]] * 2
 
 
@@ -245,6 +247,46 @@ def test_a_draft_sees_what_is_known_and_nothing_else():
         watch.remove()
     assert torch.equal(logits["vain"], logits["nothing"]) and torch.equal(logits["padding"], logits["nothing"])
     assert (logits["last"] != logits["nothing"]).flatten(1).any(dim=1).all()
+
+
+def test_rows_that_have_come_less_far_see_less():
+    """Columns: a padded prompt of two, codes up to the furthest row's newest, and the draft's own three elements."""
+    stored = torch.arange(9.0).view(1, 1, 1, 1, 9, 1).expand(2, 2, 2, 3, 9, 4)
+    known = Known(stored, torch.tensor([[False, True], [True, True]]), None)
+    element, memory, mask = seen(known, [1, 3], 3)
+    assert element.tolist() == [[1, 2, 3], [3, 4, 5]]
+    assert memory.shape == (2, 2, 2, 3, 5, 4) and memory[0, 0, 0, 0, :, 0].tolist() == [0, 1, 2, 3, 4]
+    assert mask[0].int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1]]
+    assert mask[1, 0].int().tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert seen(known, [1, 12], 3)[1].shape[4] == 9  # behind the image there is no more memory
+
+
+@torch.inference_mode()
+def test_rows_leave_with_their_memory_and_their_numbers_and_no_more_is_drafted_than_is_left():
+    ids, attention = prompts(3)
+    used, made = drafter(), request(ids, attention)
+    state, scores = open_request(ImageAR(family(), features=False), Rejection(), made)
+    used.start(state, scores)
+    known = state.memory
+    stored, numbers = known.stored.clone(), known.coins.window(40).clone()
+    draft = used.propose(state, 4)
+    verdict = Verdict(torch.tensor([[0, 1, -1], [0, -1, -1], [0, 1, 2]]), torch.tensor([2, 1, 3]), state.pending)
+    outcome = settle(state, draft, scores, verdict)
+    used.observe(state, draft, scores, verdict, outcome)
+    for b, count in enumerate((2, 1, 3)):
+        assert torch.equal(known.coins.window(8)[b], numbers[b, count : count + 8])
+        fresh = (known.stored[:, :, b] != stored[:, :, b]).flatten(0, 2).any(dim=0).any(dim=-1)
+        assert fresh[7 : 7 + count].all() and not fresh[:7].any() and not fresh[7 + 3 :].any()
+    stored = known.stored.clone()
+    used.select(state, [0, 2])
+    assert torch.equal(known.stored, stored[:, :, [0, 2]]) and torch.equal(known.prompt, attention[[0, 2]])
+    assert torch.equal(known.coins.window(1)[1], numbers[2, 3:4])
+    state.rows, state.pending = [0, 2], state.pending[[0, 2]]
+    for row, length in ((0, 13), (2, 15)):
+        state.tokens[row][:] = [1] * length
+    assert used.propose(state, 9).levels == 2  # of 16 codes 3 are left, of which one is the rule's own
+    state.tokens[0][:] = [1] * 15
+    assert used.propose(state, 9).levels == 0
 
 
 def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting():
@@ -463,3 +505,22 @@ def test_missing_codes_and_guesses_weigh_less_the_later_they_come(tiny_run, shar
     p = torch.zeros_like(logits).scatter_(-1, batch["likely"].long(), batch["law"].float().exp())
     torch.testing.assert_close(apart, 1 - torch.minimum(p, logits.softmax(-1)).sum(-1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(cross, -(p * logits.log_softmax(-1)).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+SHIPPED = zoo.CHECKPOINTS / "painter-distilled" / "config.json"
+
+
+@pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
+def test_the_shipped_drafter_draws_what_its_painter_does_in_few_passes():
+    pipe = ImagePipeline.from_pretrained("painter")
+    pipe.set_progress_bar_config(disable=True)
+    texts = ["a photo of three stars", "a photo of a red cross and a blue ring", "a photo of a cross left of a ring"]
+    plain = pipe(texts, seed=5, drafter="none", output_type="latent")
+    fast = pipe(texts, seed=5, output_type="latent", **zoo.method(str(zoo.preset("distilled"))))
+    assert all(torch.equal(one, two) for one, two in zip(plain.tokens, fast.tokens))
+    passes = [int(numbers.max()) + 1 for numbers in fast.passes]
+    assert sum(passes) < 3 * 24 and fast.stats[0].faults == 0 and fast.stats[0].guarantee == "exact"
+    assert (SHIPPED.parent / "model.safetensors").stat().st_size < 8e6
+    emoji = load_image_model("painter-emoji")[0]
+    with pytest.raises(ValueError, match="painter-distilled is made for a model with"):
+        zoo.drafter("painter-distilled", emoji)

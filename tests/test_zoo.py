@@ -54,6 +54,7 @@ DRAFTERS = {  # of the tiny image model, from options
 }
 # tests of their own have the drafters of vectors and the rules that judge them, a checkpoint's heads, and any order
 ELSEWHERE = {"continuous", "mar", "mtp", "ahead", "neighbours"}
+TOKENS_ALONE = {"distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
 ANY_ORDER = {"spread", "halton"}  # orders of `test_any_order`
 CODE_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Categorical]
 RULES = {  # options that a codebook of 24 codes has room for
@@ -145,7 +146,7 @@ def test_traits_are_what_drafts_show(name):
     if drafter is None:
         return
     assert isinstance(drafter, Drafter) and drafter.traits.levels >= 1
-    trained = set(zoo.KINDS.values()) - {"diffusion-lm"}  # which reads the text alone
+    trained = set(zoo.KINDS.values()) - TOKENS_ALONE
     assert (drafter.traits.feature_layers != ()) == (name in trained)
     assert drafter.traits.whole_images == (type(drafter).sketch is not Drafter.sketch)
 

@@ -126,9 +126,7 @@ class DistilledDrafter(Drafter):
         known: Known = state.memory
         noise, pending, vocab = known.coins or state.noise, state.pending[:, None], self.config.vocab
         numbers_BDV = 0.0 if noise is None else noise.window(depth)[..., :vocab]
-        newest_B1 = to_device([[len(state.tokens[row]) - 1] for row in state.rows], pending.device)
-        element_BD = newest_B1 + torch.arange(depth, device=pending.device)
-        memory, mask = seen(known, newest_B1, depth)
+        element_BD, memory, mask = seen(known, [len(state.tokens[row]) - 1 for row in state.rows], depth)
         own_BD = None
         if state.request.fixed is not None:
             own_BD = held(state, torch.arange(1, depth + 1, device=pending.device)[None])
@@ -154,10 +152,8 @@ class DistilledDrafter(Drafter):
         known: Known = state.memory
         count = max(map(len, outcome.path))
         first = [len(state.tokens[row]) - len(gained) - 1 for row, gained in zip(state.rows, outcome.tokens)]
-        value_BN, first_B1 = draft.value[:, :count], to_device(first, draft.value.device)[:, None]
-        element_BN = first_B1 + torch.arange(count, device=value_BN.device)
-        kind_BN = torch.full_like(value_BN, KNOWN)
-        _, fresh = self.head(self.table[value_BN], kind_BN, element_BN, *seen(known, first_B1, count))
+        value_BN, (element_BN, memory, mask) = draft.value[:, :count], seen(known, first, count)
+        _, fresh = self.head(self.table[value_BN], torch.full_like(value_BN, KNOWN), element_BN, memory, mask)
         slot_BN = known.prompt.shape[1] + element_BN.clamp(max=self.config.positions - 1)
         known.stored.scatter_(4, slot_BN[None, None, :, None, :, None].expand_as(fresh), fresh)
         if known.coins is not None:
@@ -179,17 +175,18 @@ def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Ten
     return embeds_BPd, torch.full_like(element, KNOWN), element, head.empty(rows), mask
 
 
-def seen(known: Known, newest_B1: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The memory as far as any row has come, and what elements from the newest code on see of it and of each other:
-    those before, (B, D, S + D).
+def seen(known: Known, newest: list[int], depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Elements (B, D) from each row's newest code on, the memory as far as any row has come, and what elements see
+    of it and of each other: those before, (B, D, S + D).
     """
-    prompt = known.prompt.shape[1]
-    reach = min(prompt + int(newest_B1.max()), known.stored.shape[4])  # grammar may stand behind the last row
-    slot = torch.arange(prompt, reach, device=newest_B1.device)
-    memory_BS = torch.cat([known.prompt, slot < prompt + newest_B1], dim=1)
-    own_DD = torch.ones(depth, depth, dtype=torch.bool, device=newest_B1.device).tril()
+    prompt, device = known.prompt.shape[1], known.prompt.device
+    newest_B1 = to_device(newest, device)[:, None]
+    reach = min(prompt + max(newest), known.stored.shape[4])  # grammar may stand behind the last row
+    memory_BS = torch.cat([known.prompt, torch.arange(reach - prompt, device=device) < newest_B1], dim=1)
+    own_DD = torch.ones(depth, depth, dtype=torch.bool, device=device).tril()
     parts = memory_BS[:, None].expand(-1, depth, -1), own_DD.expand(len(memory_BS), -1, -1)
-    return known.stored[..., :reach, :], torch.cat(parts, dim=2)
+    element_BD = newest_B1 + torch.arange(depth, device=device)
+    return element_BD, known.stored[..., :reach, :], torch.cat(parts, dim=2)
 
 
 def config_for(family: Family, **options: Any) -> DistilledConfig:

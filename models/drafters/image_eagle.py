@@ -199,7 +199,7 @@ def embedding(family: Family, vocab: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(family.embed(ids).detach())
 
 
-def check_target(config: ImageHeadConfig, family: Family) -> None:
+def check_target(config: Any, family: Family) -> None:
     """Raises ValueError if the drafter was made for another model."""
     decoder, vocab = family.decoder.config, family.codes + family.grammar
     layers = decoder.num_hidden_layers

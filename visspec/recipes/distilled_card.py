@@ -29,8 +29,8 @@ from visspec.types import Acceptance, State
 NAME = "painter-distilled"
 SEED = HELD_OUT_SEED + 1000  # noise of the measured pictures, of no other stage
 BATCH = 16
-SHAPES = ((24, 1), (24, 2), (24, 3), (24, 4), (24, 6), (24, 9), (12, 6), (16, 6), (32, 6), (48, 6))  # levels, refine
-FEW = 16  # pictures that these are measured on
+SHAPES = ((24, 1), (24, 2), (24, 4), (12, 6), (16, 6), (32, 6))  # levels, refine
+FEW = 16  # pictures that these, and `rejection`, are measured on
 
 CARD = """---
 license: apache-2.0
@@ -59,7 +59,7 @@ Passes = passes of the painter for a picture of {positions} codes, the prompt's 
 {positions}). Prompts spread over the suite, noise never trained on, guidance {guidance}, temperature {temperature},
 weights as stored here, {levels} places of at most {refine} passes.
 
-| rule | pictures | passes | passes a token | drafter's passes a round | as plain decoding draws for the seed |
+| rule | pictures | passes | passes a token | drafter's passes a round | pictures of plain decoding for the seed |
 |---|---|---|---|---|---|
 {rules}
 
@@ -86,11 +86,17 @@ Limits: it knows this painter at this size, at its own guidance, and its own tem
 """
 
 
-def drawn(family: Janus, drafter: DistilledDrafter | None, rule: Acceptance, count: int) -> list[State]:
+def prompts(count: int) -> list[str]:
+    """Prompts of the suite, of which the first `FEW` are spread over it as all are."""
+    texts, stride = held_out(world("shapes"), count), max(1, count // FEW)
+    return [text for first in range(stride) for text in texts[first::stride]]
+
+
+def drawn(family: Janus, drafter: DistilledDrafter | None, rule: Acceptance, texts: list[str]) -> list[State]:
     """Held-out pictures in batches, at a fixed depth of drafts."""
-    target, texts, states = ImageAR(family), held_out(world("shapes"), count), []
+    target, states = ImageAR(family), []
     levels = 1 if drafter is None else drafter.traits.levels
-    for start in range(0, count, BATCH):
+    for start in range(0, len(texts), BATCH):
         request = request_of(family, texts[start : start + BATCH], SEED + start, family.default_guidance)
         guarded = None if drafter is None else Guarded(drafter, target.capabilities)
         states.append(decode(target, guarded, rule, request, Pace(levels, adaptive=False)))
@@ -112,21 +118,21 @@ def figures(states: list[State], plain: list[State], positions: int) -> dict[str
 
 def measured(family: Janus, folder: Path, count: int) -> dict[str, Any]:
     """Figures of a finished folder."""
-    positions, plain = family.layout().positions, drawn(family, None, Exact(), count)
+    positions, texts = family.layout().positions, prompts(count)
+    few, plain = texts[:FEW], drawn(family, None, Exact(), texts)
     drafter = DistilledDrafter.from_pretrained(folder, family)
     rules: dict[str, Any] = {}
+    shapes = []
     for name, rule in (("exact", Exact()), ("rejection", Rejection())):
-        states = drawn(family, drafter, rule, count)
+        states = drawn(family, drafter, rule, texts if name == "exact" else few)
         rules[name] = figures(states, plain, positions)
         if name == "exact":
             rounds = [r for state in states for r in state.trace.rounds]
             rules[name]["by_depth"] = [round(share, 3) for share in acceptance_by_depth(rounds)]
-    few, shapes = min(FEW, count), []
-    before = plain[: -(-few // BATCH)]
     for levels, refine in SHAPES:
         other = DistilledDrafter.from_pretrained(folder, family, levels=levels, refine=refine)
         shapes.append(
-            {"levels": levels, "refine": refine, **figures(drawn(family, other, Exact(), few), before, positions)}
+            {"levels": levels, "refine": refine, **figures(drawn(family, other, Exact(), few), plain, positions)}
         )
     return {"rules": rules, "shapes": shapes, "levels": drafter.traits.levels, "refine": drafter.refine}
 
@@ -158,7 +164,7 @@ def card(head: Any, family: Janus, found: dict[str, Any], record: dict[str, Any]
     config, plan = head.config, record["plan"]
     rules = [
         f"| `{name}` | {e['pictures']} | {e['passes']} | {e['passes_a_token']} | {e['draft_passes_a_round']} |"
-        f" {e['identical']} of {e['pictures']} |"
+        f" {e['identical']} of {e['pictures']}{'' if name == 'exact' else ', of its law'} |"
         for name, e in found["rules"].items()
     ]
     shapes = [

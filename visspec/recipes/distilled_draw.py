@@ -43,7 +43,8 @@ def begun(family: Janus, layers: tuple[int, ...]) -> DistilledHead:
         family, layers=len(layers), temperature=temperature_of(family), rope_theta=rope_theta(decoder.config)
     )
     head = DistilledHead(config)
-    for own, number in zip(head.layers, layers):
+    for place, number in enumerate(layers):
+        own: Any = head.layers[place]
         theirs = decoder.layers[number]
         attention, mlp = theirs.self_attn, theirs.mlp
         turned = [adjacent(part.weight, config.heads) for part in (attention.q_proj, attention.k_proj)]
