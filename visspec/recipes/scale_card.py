@@ -35,7 +35,7 @@ demonstrations and tests; `painter-var-small` is its refiner and its drafter.
 import visspec
 pipe = visspec.ImagePipeline.from_pretrained("painter-var")
 picture = pipe("a photo of a red ring").images[0]
-parts = {{"refiner": "painter-var-small", "handover": 6}}                         # CoDe
+parts = {{"refiner": "painter-var-small", "handover": 5}}                         # CoDe
 pipe = visspec.ImagePipeline.from_pretrained("painter-var", parts=parts)
 pipe = visspec.ImagePipeline.from_pretrained("painter-var", parts={{"budget": 0.1}})   # ScaleKV
 ```
