@@ -2,7 +2,6 @@
 
 import json
 import sys
-from argparse import Namespace
 
 import pytest
 import torch
@@ -17,14 +16,19 @@ from visspec.api.loading import load_image_model
 from visspec.cli import bench_image, bench_others, bench_sweep
 from visspec.cli.main import main
 from visspec.eval.world.suite import suite
+from visspec.laws import Maps
 from visspec.models.drafters.scales import SmallVAR
 from visspec.models.nets.layouts_var import save_vae
-from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Scales
+from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE
 from visspec.models.nets.scale_kv import Budget, selectivity
 from visspec.models.nets.scale_painter import ScalePainter, ScalePainterConfig, load
 from visspec.models.targets.scale_painter import PaintedVAR, calibrated
 from visspec.recipes import scale_card, scale_data, scale_draw, scale_measure, scale_painter, scale_vq
+from visspec.recipes.any_order_data import included_vq
 from visspec.recipes.captioner_build import save
+from visspec.recipes.painter_data import pixels
+from visspec.tree import undrafted
+from visspec.types import Scores
 
 SIDES = (1, 2, 3, 4)
 LABELS = ["a photo of a red ring", "a photo of a star", "a photo of a blue cross", "a photo of a bar"]
@@ -134,6 +138,7 @@ def test_a_painter_is_a_refiner(pipe):
         for own, theirs in zip(found.tokens, same(PROMPTS, seed=[1, 2], output_type="latent").tokens):
             assert torch.equal(own, theirs)
     assert pipe.parted({}) is pipe and not pipe.parts
+    assert pipe.parted({"ramp": "linear"}).parted({"ramp": "constant"}).parts == {"ramp": "constant"}
 
 
 @pytest.mark.parametrize("parts, said", [
@@ -230,6 +235,10 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
     first = scale_measure.laws(pipe.model, torch.tensor([1]), pipe("1", seed=1, guidance_scale=1.0).tokens[0][None])[0]
     entropy = -(first.exp() * first).sum()
     torch.testing.assert_close(rule.seen[0][0, 0], entropy, atol=1e-4, rtol=1e-4)
+    rule.seen.clear()
+    law = Maps(torch.zeros(2, 1, 4, 8), torch.tensor([[4], [1]]))
+    rule(undrafted(torch.zeros(2, 4, dtype=torch.long)), Scores(law), None)
+    assert len(rule.seen[0]) == 5
 
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
@@ -260,8 +269,6 @@ def test_pictures_are_of_their_classes():
         for place in (shape.x, shape.y):
             assert abs(place / scale_data.STEP - round(place / scale_data.STEP)) < 1e-9
         assert shape.radius in scale_data.RADII and scene.ground == "plain"
-    scenes = scale_data.Scenes([0, 1], scale_data.SIDE)
-    assert scenes([0, 1]).shape == (2, 3, 48, 48) and len(scenes) == 2 and float(scenes([0]).abs().max()) <= 1
 
 
 def test_classes_are_sums_of_facts():
@@ -276,14 +283,25 @@ def test_weights_are_by_map():
     parts = [part.sum().item() for part in every.split(scale_data.SCALES.sizes)]
     assert abs(sum(parts) - 1) < 1e-6 and abs(parts[7] / parts[0] - 12) < 1e-4
     late = [part.sum().item() for part in scale_draw.weights(8, 3.0).split(scale_data.SCALES.sizes)]
-    assert abs(late[7] / late[5] - 3 * 12 / 8) < 1e-4 and len(scale_draw.weights(6)) == 130
+    assert abs(late[7] / late[5] - 3 * 12 / 8) < 1e-4 and abs(late[6] / late[5] - 3 * 10 / 8) < 1e-4
+    assert len(scale_draw.weights(6)) == 130
 
 
 @pytest.fixture(scope="module")
 def codec():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return MultiScaleVAE(MultiScaleShape(32, 8, 32, (1, 1, 1), 1)).eval()
+        return MultiScaleVAE(MultiScaleShape(32, 8, 32, (1, 1, 1, 1), 0)).eval()
+
+
+def made_up(folder, pairs):
+    """Codes of pairs, of no picture."""
+    generator = torch.Generator().manual_seed(5)
+    classes, codes = (
+        torch.randint(88, (pairs,), generator=generator),
+        torch.randint(32, (pairs, 374), generator=generator),
+    )
+    torch.save({"classes": classes.short(), "codes": codes.short()}, folder / "codes.pt")
 
 
 def tiny(codec, name="painter", seed=0):
@@ -329,15 +347,12 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
     monkeypatch.setattr(scale_card, "DEPTHS", (1,))
     monkeypatch.setattr(scale_card, "GUIDANCES", (1.0, 2.0))
     save_vae(tmp_path / "vq", codec, scale_data.SCALES)
-    torch.save({"step": 1, "seconds": 60.0, "loss": 1.0}, tmp_path / "vq" / "training.pt")
+    torch.save({"step": 1, "seconds": 60.0, "loss": 1.0}, tmp_path / "quantiser.pt")
     options = scale_painter.parser().parse_args([
         "--out", str(tmp_path), "--pairs", "32", "--steps", "2", "--small-steps", "2", "--refine-steps", "2", "--rows",
-        "4", "--decoder-steps", "1", "--every", "1", "--every-prompt", "44", "--vq-rows", "2", "--resume",
+        "4", "--every", "1", "--every-prompt", "44", "--resume",
     ])  # fmt: skip
-    before = scale_vq.load_vq(tmp_path)
-    scale_data.write_codes(options, before)
-    data = scale_data.read_codes(tmp_path)
-    assert data["codes"].shape == (32, 374) and data["classes"].dtype == torch.int16
+    made_up(tmp_path, 32)
     for stage in (scale_draw.DrawStage, scale_draw.SmallStage, scale_draw.RefineStage):
         halfway = stage(options, 0)
         halfway.steps = 1
@@ -346,19 +361,14 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
         made.restore()
         assert made.step == 1
         made.run()
-    taught = scale_draw.Taught(scale_draw.build("small", before))
+    taught = scale_draw.Taught(scale_draw.build("small", codec))
     scale_draw.taken(taught, tmp_path / "refined.pt")
-    scale_vq.DecoderStage(options, 0).run()
-    after = scale_vq.load_vq(tmp_path)
-    assert not torch.equal(after.decoder.conv_in.weight, before.decoder.conv_in.weight)
-    assert torch.equal(after.quantize.embedding.weight, before.quantize.embedding.weight)
     scale_card.finish(options)
     model, _ = load_image_model(str(tmp_path / "painter-var"))
     small = load(tmp_path / "painter-var-small")
     for one in (model, small):
-        torch.testing.assert_close(
-            one.autoencoder.decoder.conv_in.weight, after.decoder.conv_in.weight, atol=1e-3, rtol=1e-2
-        )
+        own = one.autoencoder.decoder.conv_in.weight
+        torch.testing.assert_close(own, codec.decoder.conv_in.weight, atol=1e-3, rtol=1e-2)
     torch.testing.assert_close(small.var.class_emb.weight, taught.settled().var.class_emb.weight, atol=1e-3, rtol=1e-2)
     record = json.loads((tmp_path / "painter-var" / "provenance.json").read_text())
     rows = record["measured"]["rows"]
@@ -376,7 +386,7 @@ def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec
     monkeypatch.setattr(scale_draw, "SIZES", {"painter": size, "small": size})
     save_vae(tmp_path / "vq", codec, scale_data.SCALES)
     options = scale_painter.parser().parse_args(["--out", str(tmp_path), "--pairs", "8", "--rows", "4"])
-    scale_data.write_codes(options, codec)
+    made_up(tmp_path, 8)
     stage = scale_draw.SmallStage(options, 0)
     for name in ("small.pt", "painter.pt"):
         stage.file = tmp_path / name
@@ -388,16 +398,59 @@ def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec
     assert same.loss().item() > 0.01
 
 
-def test_the_autoencoders_stage_is_that_of_train_vq(tmp_path, monkeypatch):
-    monkeypatch.setattr(scale_vq, "SHAPE", {"codes": 16, "size": 4, "channels": 32, "levels": 3, "blocks": 1})
-    options = scale_painter.parser().parse_args(
-        ["--out", str(tmp_path), "--vq-steps", "1", "--vq-rows", "2", "--vq-pictures", "8"]
-    )
-    stage = scale_vq.ScenesVQStage(options, 0)
-    assert stage.images([0, 1]).shape == (2, 3, 48, 48) and stage.options.out == tmp_path / "vq"
-    assert stage.scales == Scales.square(*scale_data.SIDES) and isinstance(stage.options, Namespace)
-    stage.update()
-    assert stage.step == 1
+def test_the_painters_autoencoder_is_borrowed_whole():
+    """What VAR's class encodes and decodes is what the stock VQ model does, but for lengths and the border."""
+    vq, model = included_vq(), scale_vq.borrowed(32)
+    true = scale_data.held_out(scale_data.rows_of_labels(44))
+    with torch.no_grad():
+        wanted = vq.quant_conv(vq.encoder(true))
+        features = model.quant_conv(model.encoder(true))
+        torch.testing.assert_close(features * scale_vq.LENGTH, wanted, atol=1e-4, rtol=1e-4)
+        whole = vq.decoder.conv_in(vq.post_quant_conv(features))
+        mine = model.decoder.conv_in(model.post_quant_conv(features))
+    torch.testing.assert_close(mine[..., 1:-1, 1:-1], whole[..., 1:-1, 1:-1], atol=1e-4, rtol=1e-4)
+    assert model.factor == 8 and not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("features")
+    options = scale_painter.parser().parse_args([
+        "--out", str(folder), "--pairs", "12", "--vq-steps", "4", "--vq-rows", "4", "--rows", "4", "--resume",
+    ])  # fmt: skip
+    scale_vq.write_features(options)
+    return options
+
+
+def test_the_quantiser_alone_is_taught(features):
+    stage = scale_vq.QuantiserStage(features, 0)
+    before = {name: value.clone() for name, value in stage.model.state_dict().items()}
+    with torch.no_grad():
+        first = stage.loss().item()
+    stage.run()
+    changed = {name for name, value in stage.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed and all(name.startswith("quantize.") for name in changed)
+    assert stage.loss().item() < first
+    codec = scale_vq.load_vq(features.out)
+    assert torch.equal(codec.quantize.embedding.weight, stage.model.quantize.embedding.weight)
+    scale_vq.write_codes(features)
+    data = scale_data.read_codes(features.out)
+    found = scale_data.pair(scale_data.FIRST_SEED["codes"] + 3)
+    assert int(data["classes"][3]) == found[0]
+    codes = codec.encode(pixels([found[1]], scale_data.SIDE), scale_data.SCALES)
+    assert (codes[0] == data["codes"][3]).float().mean() > 0.95, "but for features kept in float16"
+
+
+def test_codes_start_again_where_something_is_lacking(features):
+    stage = scale_vq.QuantiserStage(features, 0)
+    ground = torch.zeros(1, 50, 8)
+    ground[0, 7] = 3.0
+    stage.step, stage.used = 1, torch.ones(scale_vq.CODES, dtype=torch.bool)
+    stage.used[:5] = False
+    kept = stage.model.quantize.embedding.weight[5:].clone()
+    stage.restart([ground])
+    weight = stage.model.quantize.embedding.weight
+    assert (weight[:5] == 3.0).all() and torch.equal(weight[5:], kept) and not stage.used.any()
 
 
 # --- the shipped pair -------------------------------------------------------------------------------------------------

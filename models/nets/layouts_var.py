@@ -108,7 +108,8 @@ def saved_shape(path: str | Path) -> MultiScaleShape | None:
     except TypeError as error:
         raise ValueError(f"checkpoint: {CONFIG} of {path} has a wrong entry ({error})") from None
     for name, value in asdict(found).items():
-        check_wholes(name, value, 1, 1 << 16) if name == "multipliers" else check_whole(name, value, 1, 1 << 16)
+        least = 0 if name == "blocks" else 1
+        check_wholes(name, value, 1, 1 << 16) if name == "multipliers" else check_whole(name, value, least, 1 << 16)
     return found
 
 

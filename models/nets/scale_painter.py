@@ -45,7 +45,7 @@ class ScalePainterConfig(PreTrainedConfig):
         """The autoencoder's."""
         numbers = {name: value for name, value in self.autoencoder.items() if name != "multipliers"}
         for name, value in numbers.items():
-            check_whole(name, value, 1, 1 << 16)
+            check_whole(name, value, 0 if name == "blocks" else 1, 1 << 16)
         if numbers["channels"] % GROUPS:
             raise ValueError(f"channels: got {numbers['channels']}, expected a multiple of {GROUPS}")
         return MultiScaleShape(**numbers, multipliers=tuple(self.autoencoder["multipliers"]))

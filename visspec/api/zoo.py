@@ -177,7 +177,7 @@ SCALE_PRESETS = {  # of next-scale painters; drafter and refiner are the include
     "repaired": Preset("painter-var-small", "repaired", "drafted scales, maximal coupling of each code"),
     "code": Preset(
         "none", "scales", "CoDe (arXiv 2411.17787): the small model draws the last scales",
-        parts={"refiner": "painter-var-small", "handover": 6},
+        parts={"refiner": "painter-var-small", "handover": 5},
     ),
     "scalekv": Preset(
         "none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1}

@@ -12,13 +12,13 @@ from visspec.models.nets.scale_painter import ScalePainter, load
 from visspec.models.targets.scale_painter import calibrated
 from visspec.recipes import cards
 from visspec.recipes.captioner_build import save
-from visspec.recipes.scale_data import LABELS, RADII, SCALES, SIDE, rows_of_labels
+from visspec.recipes.scale_data import LABELS, RADII, SCALES, SIDE, STEP, rows_of_labels
 from visspec.recipes.scale_draw import FIRST, FIRST_SHARE, LATE, Taught, build, score, taken
 from visspec.recipes.scale_measure import Judge, apart, likeness, row
 from visspec.recipes.scale_vq import load_vq, measure
 
 NAMES = {"painter": "painter-var", "small": "painter-var-small"}
-FILES = {"draw": "painter.pt", "small": "small.pt", "refine": "refined.pt"}
+FILES = {"vq": "quantiser.pt", "draw": "painter.pt", "small": "small.pt", "refine": "refined.pt"}
 GUIDANCES = (1.5, 2.5, 4.0)
 HANDOVERS = (4, 5, 6)
 SHARES = (0.1,)
@@ -26,16 +26,16 @@ DEPTHS = (1, 2)
 SEED = 0
 
 CARD = """
-A VAR (Tian et al., arXiv 2404.02905) of {parameters:.2f} million parameters behind a multi-scale VQ autoencoder of
-{codec:.2f} million, trained from zero: {maps} maps of {sides} codes a side, {total} of {codes} codes together,
-{side} x {side} pixels. It is the next-scale painter of visspec's demonstrations and tests; `painter-var-small` is its
-refiner and its drafter.
+A VAR (Tian et al., arXiv 2404.02905) of {parameters:.2f} million parameters, trained from zero, and a multi-scale VQ
+autoencoder of {codec:.2f} million, the VQ model of `painter` with a quantiser of its own: {maps} maps of {sides} codes
+a side, {total} of {codes} codes together, {side} x {side} pixels. It is the next-scale painter of visspec's
+demonstrations and tests; `painter-var-small` is its refiner and its drafter.
 
 ```python
 import visspec
 pipe = visspec.ImagePipeline.from_pretrained("painter-var")
 picture = pipe("a photo of a red ring").images[0]
-parts = {{"refiner": "painter-var-small", "handover": 6}}                         # CoDe
+parts = {{"refiner": "painter-var-small", "handover": 5}}                         # CoDe
 pipe = visspec.ImagePipeline.from_pretrained("painter-var", parts=parts)
 pipe = visspec.ImagePipeline.from_pretrained("painter-var", parts={{"budget": 0.1}})   # ScaleKV
 ```
@@ -53,8 +53,8 @@ one. No times: they want an idle machine.
 |---|---|---|---|---|---|---|
 {rows}
 
-Held-out pictures, coded and decoded: GenEval {decoded:.3f}, {psnr:.1f} dB. Guidance {guidance} was the best on {swept}
-of the prompts with another seed (share of prompts: {sweep}).
+Held-out pictures, coded and decoded: GenEval {decoded:.3f}, {psnr:.1f} dB; without quantisation {bare:.1f} dB.
+Guidance {guidance} was the best on {swept} of the prompts with another seed (share of prompts: {sweep}).
 
 By map, of a mean code along the model's own pictures, without guidance: entropy of the law in nats, KL to the law of
 the small model and total variation, and KL to the law under a budget of a tenth.
@@ -73,11 +73,14 @@ Accepted of those reached, by depth: {accepted}.
 ## Architecture
 
 Parameters and their names are VAR's, with one modulation for all blocks (as its models of 512 pixels): {depth} blocks
-of width {width}, {heads} heads; the autoencoder is that of `visspec train vq`. Weights are stored in float16.
+of width {width}, {heads} heads. The autoencoder is VAR's, with encoder and decoder of `painter`'s VQ model, which has
+no blocks in the encoder's levels and one in each of the decoder's; its 1 x 1 convolutions are folded into their
+neighbours. Weights are stored in float16.
 
 ## Training
 
-Recipe: `python -m visspec.recipes.scale_painter --out FOLDER`; one CPU core, {minutes}. {pairs:,} rendered pairs of a
+Recipe: `python -m visspec.recipes.scale_painter --out FOLDER`; one CPU core, {minutes}; of the autoencoder codebook
+and convolutions of the quantiser alone are taught. {pairs:,} rendered pairs of a
 class and a picture, one shape on plain ground on a grid of {step:.3f} of the side with one of {radii} radii, a tenth of
 them without the class. Embeddings of classes are taught as sums of those of a kind and a colour. Half of the batches
 ({short:.0%}) have the first {first} maps alone, which CoDe asks of this model. Versions, seeds and digests:
@@ -107,19 +110,15 @@ then the laws of `painter-var` given the same maps for {refine_steps:,} (CoDe's 
 def finish(options: argparse.Namespace) -> None:
     """Write both folders from the last checkpoints, read them back, measure and describe them."""
     codec = load_vq(options.out)
-    saved, stages = {}, {}
+    stages = {}
     for part, file in FILES.items():
-        saved[part] = Taught(build("painter" if part == "draw" else "small", codec))
-        state = taken(saved[part], options.out / file)
-        stages[part] = {"steps": state["step"], "seconds": round(state["seconds"]), "loss": state["loss"]}
-    for part, file in {"vq": "vq/training.pt", "decoder": "decoder.pt"}.items():
         state = torch.load(options.out / file, weights_only=True)
         stages[part] = {"steps": state["step"], "seconds": round(state["seconds"]), "loss": state["loss"]}
     models = {}
     for part, name in (("draw", "painter"), ("refine", "small")):
-        model = saved[part].settled()
-        model.autoencoder.load_state_dict(codec.state_dict())
-        save(model, None, options.out / NAMES[name], torch.float16)
+        taught = Taught(build(name, codec))
+        taken(taught, options.out / FILES[part])
+        save(taught.settled(), None, options.out / NAMES[name], torch.float16)
         models[name] = load(options.out / NAMES[name])
     sweep = [
         score(models["painter"], rows_of_labels(2 * options.every_prompt), guidance, SEED + 1) for guidance in GUIDANCES
@@ -133,7 +132,7 @@ def finish(options: argparse.Namespace) -> None:
     measured |= {"sweep": sweep, "decoded": measure(codec)}
     origin: dict[str, Any] = {
         "recipe": "visspec.recipes.scale_painter", "pairs": options.pairs, "rows": options.rows, **stages,
-        "seeds": {"vq": 7, "decoder": 11, "draw": 8, "small": 9, "refine": 10, "measured": SEED},
+        "seeds": {"vq": 7, "draw": 8, "small": 9, "refine": 10, "measured": SEED},
     }  # fmt: skip
     for name, text in (("painter", painter_card), ("small", small_card)):
         folder = options.out / NAMES[name]
@@ -194,12 +193,13 @@ def painter_card(model: ScalePainter, options: argparse.Namespace, measured: dic
         sides=", ".join(str(rows_) for rows_, _ in SCALES.grids), codes=shape.codes, side=SIDE, classes=len(LABELS),
         pictures=plain["n"], copies=options.copies, guidance=measured["guidance"], seed=SEED, floor=plain["fd_floor"],
         batch=plain["batch"], rows="\n".join(counted), decoded=measured["decoded"]["decoded"],
-        psnr=measured["decoded"]["decoded_psnr"], swept=len(rows_of_labels(2 * options.every_prompt)),
+        psnr=measured["decoded"]["decoded_psnr"], bare=measured["decoded"]["not_quantised_psnr"],
+        swept=len(rows_of_labels(2 * options.every_prompt)),
         sweep=", ".join(f"{r['guidance']} {r['images']:.3f}" for r in measured["sweep"]),
         sizes=" | ".join(map(str, SCALES.sizes)), rules="---|" * len(SCALES), entropy=cells(small["entropy"]),
         small_kl=cells(small["kl"]), small_tv=cells(small["tv"]), kept_kl=cells(kept["kl"]), kept_tv=cells(kept["tv"]),
         equal=rows["scales, 1 drafted"]["equal"], accepted=accepted, depth=network.depth, width=network.width,
-        heads=network.heads, minutes=_minutes(stages), pairs=options.pairs, step=4 / SIDE, radii=len(RADII),
+        heads=network.heads, minutes=_minutes(stages), pairs=options.pairs, step=STEP, radii=len(RADII),
         short=FIRST_SHARE, first=FIRST, note=options.note,
     )  # fmt: skip
 

@@ -1,9 +1,5 @@
 """Pictures of the next-scale painters: one shape on plain ground, whose prompt is their class; and codes of theirs."""
 
-import argparse
-import dataclasses
-import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +7,18 @@ import torch
 
 from visspec.eval.world.scene import HELD_OUT_SEED, Scene
 from visspec.eval.world.suite import Metadata, every, free_scene, suite
-from visspec.models.nets.multiscale import MultiScaleVAE, Scales
-from visspec.recipes.painter_data import crowded, pixels, settled
+from visspec.models.nets.multiscale import Scales
+from visspec.recipes.painter_data import pixels, settled
 
 SIDES = (1, 2, 3, 4, 6, 8, 10, 12)  # of the maps
 SCALES = Scales.square(*SIDES)
-SIDE = 48  # pixels of a picture
+SIDE = 96  # pixels of a picture
 TASKS = ("single_object", "colors")
 ROWS = [row for tag in TASKS for row in every(tag)]  # a class each
 LABELS = [row["prompt"] for row in ROWS]
 # Shapes stand on corners of the finest map's cells, for the reason of `painter_data.STEP`, and have one of two radii.
-STEP, RADII = 4 / SIDE, (6 / SIDE, 8 / SIDE)
-FIRST_SEED = {"vq": 3 << 27, "codes": 5 << 27, "decoder": 7 << 27}  # below HELD_OUT_SEED
+STEP, RADII = 8 / SIDE, (12 / SIDE, 16 / SIDE)
+FIRST_SEED = {"codes": 5 << 27}  # below HELD_OUT_SEED
 BATCH = 32
 
 
@@ -42,25 +38,6 @@ def pair(seed: int) -> tuple[int, Scene]:
     return number, painted(ROWS[number], rng)
 
 
-class Scenes:
-    """Pictures (N, 3, side, side) in -1..1 of numbers: scenes of prompts, and crowded ones by turns; kept as uint8."""
-
-    def __init__(self, numbers: list[int], side: int):
-        self.numbers, self.side = numbers, side
-        self.kept: dict[int, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __call__(self, places: list[int]) -> torch.Tensor:
-        for i in places:
-            if i not in self.kept:
-                seed = FIRST_SEED["vq"] + self.numbers[i]
-                scene = dataclasses.replace(crowded(seed), ground="plain") if seed % 2 else pair(seed)[1]
-                self.kept[i] = ((pixels([scene], self.side)[0] + 1) * 127.5).round().to(torch.uint8)
-        return torch.stack([self.kept[i] for i in places]).float() / 127.5 - 1
-
-
 def rows_of_labels(share: int = 1) -> list[Metadata]:
     """The suite's prompts [::share] that are classes."""
     return [row for row in suite() if row["tag"] in TASKS][::share]
@@ -71,21 +48,6 @@ def held_out(rows: list[Metadata]) -> torch.Tensor:
     return pixels([painted(row, np.random.default_rng(HELD_OUT_SEED + i)) for i, row in enumerate(rows)], SIDE)
 
 
-def write_codes(options: argparse.Namespace, codec: MultiScaleVAE) -> None:
-    """Write `options.pairs` pairs to codes.pt: classes (N,) and codes (N, T), int16."""
-    file, begun = options.out / "codes.pt", time.time()
-    if options.resume and file.exists():
-        return
-    classes: list[int] = []
-    codes: list[torch.Tensor] = []
-    for start in range(0, options.pairs, BATCH):
-        numbers, scenes = zip(*(pair(FIRST_SEED["codes"] + i) for i in range(start, min(start + BATCH, options.pairs))))
-        classes += numbers
-        codes.append(codec.encode(pixels(list(scenes), SIDE), SCALES).short())
-    torch.save({"classes": torch.tensor(classes, dtype=torch.int16), "codes": torch.cat(codes)}, file)
-    print(json.dumps({"file": file.name, "pairs": options.pairs, "s": round(time.time() - begun)}), flush=True)
-
-
 def read_codes(folder: Path) -> dict[str, torch.Tensor]:
-    """What `write_codes` wrote."""
+    """Classes (N,) and codes (N, T) of the pairs, int16."""
     return torch.load(folder / "codes.pt", weights_only=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -78,11 +77,9 @@ class Images:
 
 
 class VQStage(Stage):
-    """Training of encoder, decoder, quantiser and codebook together, of what `source` makes of items."""
+    """Training of encoder, decoder, quantiser and codebook together."""
 
-    source: Callable[[list, int], Any] = Images  # of items and a side: a length, and images of numbers
-
-    def __init__(self, options: argparse.Namespace, rank: int, items: list):
+    def __init__(self, options: argparse.Namespace, rank: int, items: list[tuple[Any, str]]):
         torch.manual_seed(options.seed)
         self.scales, shape = Scales.square(*options.sides), shape_of(options)
         self.device = torch.device(options.device)
@@ -93,7 +90,7 @@ class VQStage(Stage):
         )  # fmt: skip
         side = options.sides[-1] * self.model.factor
         held = 0 if len(items) == 1 else min(max(1, int(HELD_OUT * len(items))), MOST_HELD)
-        self.held, self.images = self.source(items[:held] or items, side), self.source(items[held:], side)
+        self.held, self.images = Images(items[:held] or items, side), Images(items[held:], side)
         self.used = torch.zeros(shape.codes, dtype=torch.bool, device=self.device)
 
     def batch(self) -> Tensor:
