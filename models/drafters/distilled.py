@@ -7,8 +7,8 @@ teacher's for that noise, always, and after every verification it drafts again f
 tokens alone, so it needs nothing from the target but its embeddings.
 
 A draft is made in at most `refine` passes of the network over all its places. Before the first, places hold nothing;
-each pass gives every place a law given the guesses before it, and the argmax of law and noise is the next guess. It
-ends early at a guess that repeats itself, which is what drafting one place after another would have given.
+each pass gives every place a law given the guesses before it, and the argmax of law and noise is the next guess. On a
+CPU, where it can be looked at for nothing, a guess that repeats itself ends this early: further passes would repeat it.
 
 Rules with random numbers of their own get noise of the drafter's, and with it draws from the reported laws: a place's
 law is read off guesses before it only, which do not depend on its own numbers.
@@ -142,7 +142,7 @@ class DistilledDrafter(Drafter):
             if own_BD is not None:
                 drawn_BD = torch.where(own_BD == FREE, drawn_BD, own_BD)
             before_BD = torch.cat([pending, drawn_BD[:, :-1]], dim=1)
-            if number and torch.equal(before_BD, value_BD):
+            if number and value_BD.device.type == "cpu" and torch.equal(before_BD, value_BD):
                 break
             value_BD, kind_BD[:, 1:] = before_BD, GUESSED
         return drawn_BD, None if known.coins is None else law
