@@ -27,7 +27,7 @@ from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledC
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
 from visspec.recipes import distilled_card, distilled_data, distilled_draw, painter_distilled
-from visspec.sampling import Gumbel
+from visspec.sampling import Gumbel, warp
 from visspec.types import FREE, Request, Sampling, Verdict
 
 V = 3  # codes that the drafter of the law tests knows
@@ -287,6 +287,29 @@ def test_rows_leave_with_their_memory_and_their_numbers_and_no_more_is_drafted_t
     assert used.propose(state, 9).levels == 2  # of 16 codes 3 are left, of which one is the rule's own
     state.tokens[0][:] = [1] * 15
     assert used.propose(state, 9).levels == 0
+
+
+@torch.inference_mode()
+def test_a_draft_that_has_settled_is_what_the_network_says_behind_itself():
+    """Drafts, and laws for rules that judge draws, are those of the network over the draft itself, in one pass."""
+    ids, attention = prompts(3)
+    used = drafter(refine=9)
+    with torch.no_grad():
+        used.head.kinds.normal_(std=0.3)
+    for rule in (Exact(), Rejection()):
+        state, scores = open_request(ImageAR(family()), rule, request(ids, attention))
+        used.start(state, scores)
+        draft, known = used.propose(state, 7), state.memory
+        assert 2 < state.calls["draft_pass"] < 9
+        element, memory, mask = seen(known, [0, 0, 0], 7)
+        kind = torch.where(element == 0, KNOWN, GUESSED)
+        x, _ = used.head(used.table[draft.value[:, :-1]], kind, element, memory, mask)
+        law = warp(used.head.logits(x), state.request.sampling)
+        drawn = (law + (known.coins or state.noise).window(7)[..., :24]).argmax(dim=-1)
+        assert torch.equal(drawn, draft.value[:, 1:])
+        if draft.q is not None:
+            torch.testing.assert_close(draft.q.p[:, 1:], law.softmax(dim=-1), rtol=1e-4, atol=1e-6)
+        state.calls.clear()
 
 
 def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting():
