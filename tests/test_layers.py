@@ -190,6 +190,7 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "feature_layout.py": ["packed_rows", "packed_rows", "extend", "extend", "slots_of"],  # of prompts and lessons
     "feature_drafting.py": ["rollout", "rollout", "rollout"],
     "block_training.py": ["rollout"],
+    "diffusion_training.py": ["rollout", "rollout"],
     "small_model.py": ["_is_content"],
     "lowres.py": ["small"],
     "wavefront.py": ["__init__"],

@@ -62,13 +62,13 @@ def borrowed(codes: int = CODES) -> MultiScaleVAE:
     named = {name: fitted(name, tensor) for name, (_, tensor) in rename(taming, stock_rules(levels)).items()}
     model = MultiScaleVAE(shape).eval()
     for conv in (model.quant_conv, model.post_quant_conv):
-        conv.weight.copy_(torch.eye(shape.size)[:, :, None, None])
-        conv.bias.zero_()
+        torch.nn.init.dirac_(conv.weight)
+        torch.nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
     own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(("encoder", "decoder"))}
     model.load_state_dict(named | own)
-    for smooth in model.quantize.quant_resi["qresi_ls"]:
+    for smooth in (part for part in model.quantize.quant_resi.modules() if isinstance(part, torch.nn.Conv2d)):
         torch.nn.init.dirac_(smooth.weight)
-        smooth.bias.zero_()
+        torch.nn.init.zeros_(smooth.bias)  # type: ignore[arg-type]
     return model.requires_grad_(False)
 
 
