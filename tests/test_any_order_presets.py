@@ -34,7 +34,7 @@ def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):
     for one, two in zip(plain.tokens, fast.tokens):
         assert torch.equal(one, two)
     assert fast.stats[0].faults == 0 and fast.stats[0].rounds <= plain.stats[0].rounds
-    assert not preset.drafter.startswith("ahead") or fast.stats[0].rounds < plain.stats[0].rounds  # nothing repeats in random codes
+    assert not preset.drafter.startswith("ahead") or fast.stats[0].rounds < plain.stats[0].rounds
     assert saving.named("order", zoo.ORDERS, preset.order) == preset.order and preset.source
 
 
