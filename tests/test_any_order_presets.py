@@ -34,7 +34,7 @@ def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):
     for one, two in zip(plain.tokens, fast.tokens):
         assert torch.equal(one, two)
     assert fast.stats[0].faults == 0 and fast.stats[0].rounds <= plain.stats[0].rounds
-    assert preset.drafter != "ahead" or fast.stats[0].rounds < plain.stats[0].rounds  # nothing repeats in random codes
+    assert not preset.drafter.startswith("ahead") or fast.stats[0].rounds < plain.stats[0].rounds
     assert saving.named("order", zoo.ORDERS, preset.order) == preset.order and preset.source
 
 
@@ -58,7 +58,7 @@ def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone
     assert rows["gumbel"]["promises_tokens"] and rows["gumbel"]["identical"] == 1
     assert not any(rows[name]["promises_tokens"] for name in zoo.ANY_ORDER_PRESETS)
     assert all(rows[name]["guarantee"] == "exact" and rows[name]["drafter"] for name in zoo.ANY_ORDER_PRESETS)
-    assert bench_image.chosen("assd")[1] == "ahead/exact/spread"
+    assert bench_image.chosen("assd")[1] == "ahead:levels=4/exact/spread"
 
 
 # --- the included painter ---------------------------------------------------------------------------------------------

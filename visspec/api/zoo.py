@@ -186,8 +186,10 @@ SCALE_PRESETS = {  # of next-scale painters; drafter and refiner are the include
 
 
 ANY_ORDER_PRESETS = {  # of models that draw in any order, beside those of `PRESETS` that they take
-    "assd": Preset("ahead", "exact", "ASSD (ICLR 2026), one pass a round; codes far from each other first", "spread"),
-    "assd-raster": Preset("ahead", "exact", "the same row by row", "raster"),
+    "assd": Preset(
+        "ahead:levels=4", "exact", "ASSD (ICLR 2026), one pass a round; codes far from each other first", "spread"
+    ),
+    "assd-raster": Preset("ahead:levels=4", "exact", "the same row by row", "raster"),
     "assd-ngram": Preset("neighbours", "exact", "ASSD with a context n-gram as drafter", "spread"),
 }
 
