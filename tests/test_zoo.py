@@ -52,8 +52,8 @@ DRAFTERS = {  # of the tiny image model, from options
         DistilledDrafter.for_model(made("janus").family, layers=1).head, made("janus").family, **options
     ),
 }
-# tests of their own have the drafters of vectors and the rules that judge them, a checkpoint's heads, and any order
-ELSEWHERE = {"continuous", "mar", "mtp", "ahead", "neighbours"}
+# tests of their own have the drafters of vectors and of scales with their rules, a checkpoint's heads, and any order
+ELSEWHERE = {"continuous", "mar", "mtp", "ahead", "neighbours", "var"}
 TOKENS_ALONE = {"distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
 ANY_ORDER = {"spread", "halton"}  # orders of `test_any_order`
 CODE_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Categorical]
