@@ -324,7 +324,8 @@ def _accept_tree_kernel(  # noqa: C901
                     extra = tl.maximum(extra, tl.max(tl.where(kept, summed, 0.0), 0))
                     total += tl.sum(weight, 0)
                     if ONCE:  # an accepted node's marks are not read again
-                        tl.store(used_at + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=near_ok & kept & valid)
+                        spoken_for = (near_ok & kept & valid) != 0  # an int where the interpreter made `valid` one
+                        tl.store(used_at + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=spoken_for)
                     k += BLOCK_K
                     limit = tl.where(total <= bound, limit, 0)
             exact = tl.where(valid, exact, 0.0)
@@ -350,7 +351,7 @@ def _accept_tree_kernel(  # noqa: C901
                 spent += tl.where(valid, px, 0.0)
                 if ONCE:
                     if not DRAWN:
-                        tl.store(used_at + safe, cur + 1, mask=valid)
+                        tl.store(used_at + safe, cur + 1, mask=valid != 0)
                     tl.debug_barrier()
                 if DRAWN:
                     before = tl.where(nodes == n, left, before)
