@@ -62,6 +62,8 @@ class BlockModel(Shaped):
     it does not fit the target.
     """
 
+    apart = True  # whether nothing but the pass tells what a place is: neither `_following` nor `_expected` do
+
     def __init__(
         self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24, form: Block | None = None
     ):
@@ -145,8 +147,6 @@ class BlockModel(Shaped):
             more_BV = self._following(token)
             token = chain.add(logits_BV if more_BV is None else logits_BV + more_BV, self._expected(hidden_Bd, token))
         return chain.finish()
-
-    apart = True  # whether nothing but the pass tells what a place is: neither `_following` nor `_expected` do
 
     def _following(self, token: Tensor) -> Tensor | None:
         """What a token (...) adds to the logits of the next place, (..., V); None: nothing."""

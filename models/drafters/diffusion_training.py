@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec import hub
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters.block_training import DECAY
 from visspec.models.drafters.dflash import bare
@@ -23,7 +22,7 @@ from visspec.models.nets.diffusion_lm import DiffusionConfig, DiffusionHead
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
 
 
-class DiffusionDrafter(DiffusionModel):
+class DiffusionDrafter(checkpoint.Saved, DiffusionModel):
     """A drafter around a `DiffusionHead`, for one loaded target, whose embedding and head it uses. Options as those of
     `DiffusionModel`. Raises ValueError if the network was made for another target.
     """
@@ -56,14 +55,6 @@ class DiffusionDrafter(DiffusionModel):
     def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> DiffusionDrafter:
         """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
         return cls(checkpoint.read(folder, DiffusionHead, lambda config: check_target(config, model)), model, **options)
-
-    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
-        checkpoint.write(folder, self.head, provenance, dtype)
-
-    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
-        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
-        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec import hub
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.grammar import held
@@ -49,7 +48,7 @@ class Known:
     coins: Gumbel | None  # the drafter's random numbers, for rules with their own
 
 
-class DistilledDrafter(Drafter):
+class DistilledDrafter(checkpoint.Saved, Drafter):
     """A drafter around a `DistilledHead`, for one image model (or its `Family`).
 
     levels: places of a draft (default: the configuration's); refine: passes of the network for one. Raises ValueError
@@ -82,14 +81,6 @@ class DistilledDrafter(Drafter):
         return cls(
             checkpoint.read(folder, DistilledHead, lambda config: check_target(config, family)), family, **options
         )
-
-    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
-        checkpoint.write(folder, self.head, provenance, dtype)
-
-    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
-        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
-        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
 
     def attach(self, target: Family) -> None:
         """Follow a target to its device; the network keeps its own dtype."""

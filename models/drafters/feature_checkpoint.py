@@ -27,6 +27,20 @@ NAMES = {
 }
 
 
+class Saved:
+    """A drafter whose checkpoint folder is its network, `head`."""
+
+    head: Any
+
+    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
+        write(folder, self.head, provenance, dtype)
+
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
+        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
+
+
 def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
     """A `kind.config_class` of a network of this kind. Raises ValueError for unknown, missing and mistyped entries."""
     data = read_json(check_folder(folder), CONFIG)

@@ -12,14 +12,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec import hub
 from visspec.cache import to_device
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
@@ -33,7 +31,7 @@ GROWING = threading.Lock()  # so that a shorter table never replaces a longer on
 FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
 
 
-class FeatureDrafting(Shaped):
+class FeatureDrafting(checkpoint.Saved, Shaped):
     """A drafter with a `FeatureHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
     of at most `nodes` nodes; `shaped` sets others.
 
@@ -61,14 +59,6 @@ class FeatureDrafting(Shaped):
     def trained(self) -> Tensor:
         """A weight of the network, for device and dtype."""
         return next(self.head.parameters())
-
-    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
-        checkpoint.write(folder, self.head, provenance, dtype)
-
-    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
-        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
-        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
 
     @torch.no_grad()
     def refresh(self) -> None:
