@@ -117,6 +117,21 @@ def test_drafts_are_those_of_the_module(kind, monkeypatch):
     assert found[0] == found[1]
 
 
+def test_the_prompt_is_read_before_the_first_draft(monkeypatch):
+    target, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    drafter, found = BlockDrafter.for_model(target, layers=2, block=4), []
+    inner = drafter._pass
+
+    def read(memory, pending, position_B, places=None):
+        found.append((places, sum(features.shape[1] for _, features, _ in memory.waiting)))
+        return inner(memory, pending, position_B, places)
+
+    monkeypatch.setattr(drafter, "_pass", read)
+    visspec.accelerate(target, drafter, adaptive=False).generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert found[0] == (0, inputs["input_ids"].shape[1]) and found[1] == (None, 0)
+    assert all(places is None and 0 < count <= 4 for places, count in found[2:]) and len(found) > 2
+
+
 def test_a_fold_follows_the_weights():
     drafter = BlockModel(block_assistant(), muse_glimmer())
     first = drafter._folded()

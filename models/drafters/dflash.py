@@ -132,6 +132,8 @@ class BlockModel(Shaped):
             position_BL = torch.arange(position_BL.shape[1], device=position_BL.device).expand(rows, -1)
             state.memory.offset = state.position - to_device(counts, state.position.device)
         state.memory.waiting.append((position_BL, features, counts))
+        if self._folded() is not None:  # others read it with the first block
+            self._pass(state.memory, state.pending, state.position, places=0)
 
     def propose(self, state: State, depth: int) -> Draft:
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
@@ -178,21 +180,24 @@ class BlockModel(Shaped):
         everything = logits.new_full((*logits.shape[:-1], self.vocab), float("-inf"))
         return everything.index_copy_(-1, form.ids, logits)
 
-    def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor) -> Tensor:
-        """Reads what the target has accepted since the last pass, and returns the block's hidden states (B, K, d)."""
+    def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor, places: int | None = None) -> Tensor:
+        """Reads what the target has accepted since the last pass, and returns the hidden states (B, K, d) of the block,
+        or of its first `places`; of none only where the network is folded.
+        """
+        block = self.block if places is None else places
         slots, like = memory.cache.slots, next(self.assistant.parameters())
         rows = len(slots.lengths)
         position_BC, context_BCF, counts = packed(memory.waiting) if memory.waiting else self._nothing(rows, position_B)
         memory.waiting = []
         width = context_BCF.shape[1]
-        extent = slots.open(width + self.block, pending.device)
-        ids_BK = torch.full((rows, self.block), self.mask, dtype=pending.dtype, device=pending.device)
-        ids_BK[:, 0] = pending
-        ahead_BK = position_B[:, None] + torch.arange(self.block, device=pending.device)
+        extent = slots.open(width + block, pending.device)
+        ids_BK = torch.full((rows, block), self.mask, dtype=pending.dtype, device=pending.device)
+        ids_BK[:, :1] = pending[:, None]
+        ahead_BK = position_B[:, None] + torch.arange(block, device=pending.device)
         given: dict[str, Any] = {
             "noise_embeds": self._embedded(ids_BK).to(like),
             "context_hidden_states": context_BCF.to(like),
-            "attention_mask": self._masks(slots.lengths, counts, width, extent, like),
+            "attention_mask": self._masks(slots.lengths, counts, width, block, extent, like),
             "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
             "past_key_values": memory.cache,
         }
@@ -220,7 +225,7 @@ class BlockModel(Shaped):
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
 
     def _masks(
-        self, lengths: list[int], counts: list[int], width: int, extent: int, like: Tensor
+        self, lengths: list[int], counts: list[int], width: int, block: int, extent: int, like: Tensor
     ) -> dict[str, Tensor | None]:
         """By kind of layer, (B, 1, K, S): the context of each row, and the block. None where nothing is hidden."""
         even = min(counts) == width and min(lengths) == max(lengths)
@@ -228,12 +233,12 @@ class BlockModel(Shaped):
             return dict.fromkeys(("full_attention", "sliding_attention"))
         length_B1, count_B1 = (to_device(n, like.device)[:, None] for n in (lengths, counts))
         slot = torch.arange(extent, device=like.device)
-        own = (slot >= length_B1 + width) & (slot < length_B1 + width + self.block)
+        own = (slot >= length_B1 + width) & (slot < length_B1 + width + block)
         seen_BS = (slot < length_B1 + count_B1) | own
         index_BS = torch.where(slot < length_B1 + count_B1, slot, slot - width + count_B1)
-        query_BK = length_B1 + count_B1 + torch.arange(self.block, device=like.device)
+        query_BK = length_B1 + count_B1 + torch.arange(block, device=like.device)
         near_BKS = self._near(query_BK, index_BS)
-        full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, self.block, -1)
+        full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, block, -1)
         sliding = full.masked_fill(~near_BKS[:, None], torch.finfo(like.dtype).min)
         return {"full_attention": full, "sliding_attention": sliding}
 
@@ -266,7 +271,7 @@ class BlockModel(Shaped):
         for memory in (mine, theirs):  # keys and values of all rows are there, and nothing waits
             if memory.waiting:
                 some = state.pending.new_zeros(len(memory.cache.slots.lengths))
-                self._pass(memory, some, some)
+                self._pass(memory, some, some, None if self._folded() is None else 0)
         mine.cache.join(theirs.cache, take)
         if mine.offset is not None and theirs.offset is not None:
             mine.offset = torch.cat([mine.offset, theirs.offset[take]])

@@ -93,7 +93,7 @@ class BlockPass:
         past_key_values: Any,
     ) -> Tensor:  # fmt: skip
         """Hidden states (B, K, d). noise_embeds (B, K, d), context (B, C, F), positions (B, C + K) of both; masks by
-        kind of layer, or None where nothing is hidden.
+        kind of layer, or None where nothing is hidden. K may be 0: the context is read for later passes.
         """
         x_BKd, known = noise_embeds, context_hidden_states.shape[1]
         angle_BTP = position_ids[..., None].float() * self.frequency_P
@@ -114,6 +114,8 @@ class BlockPass:
                 key = torch.cat([keys_BCLGE[:, :, index], key], dim=1)
                 value = torch.cat([both[:, :, index, 1], value], dim=1)
             key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), index)
+            if not x_BKd.shape[1]:
+                continue
             mixed = F.scaled_dot_product_attention(
                 query.transpose(1, 2), key, value, attn_mask=attention_mask[self.kinds[index]],
                 enable_gqa=self.heads != self.shared,
