@@ -113,15 +113,15 @@ def shipped() -> Iterator[Case]:
     """The painter under every preset, and the captioner with its drafter under every rule that takes it."""
     from visspec import ImagePipeline, accelerate
     from visspec.api import loading as targets
-    from visspec.api import zoo
+    from visspec.api import presets, zoo
     from visspec.api.captions import prepare
     from visspec.eval.world.render import to_image
     from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
 
     pipe = ImagePipeline.from_pretrained("painter")
     pipe.set_progress_bar_config(disable=True)
-    for name in zoo.PRESETS:
-        drafter, rule, _, order, _ = zoo.PRESETS[name]
+    for name in presets.CODES:
+        drafter, rule, _, order, _ = presets.CODES[name]
         for temperature in (0.7, 0.0) if rule == "exact" else (0.7,):
             out = pipe(
                 ["a photo of a red cross left of a blue ring", "a photo of three stars"], seed=3, drafter=drafter,

@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.test_any_order_painter import TEXTS, fresh
 from visspec import ImagePipeline
-from visspec.api import saving, zoo
+from visspec.api import presets, saving, zoo
 from visspec.cli import bench_image
 from visspec.cli.main import main
 from visspec.recipes.painter_build import build_processor
@@ -26,7 +26,7 @@ def pipe():
     return made
 
 
-@pytest.mark.parametrize("name", zoo.ANY_ORDER_PRESETS)
+@pytest.mark.parametrize("name", presets.ANY_ORDER)
 def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):
     preset = zoo.preset(name)
     plain = pipe(TEXTS, seed=2, drafter="none", acceptance="exact", order=preset.order)
@@ -39,9 +39,9 @@ def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):
 
 
 def test_other_painters_refuse_them_and_their_names_are_their_own():
-    assert not set(zoo.ANY_ORDER_PRESETS) & (set(zoo.PRESETS) | set(zoo.VECTOR_PRESETS))
+    assert not set(presets.ANY_ORDER) & (set(presets.CODES) | set(presets.VECTORS))
     made = ImagePipeline.from_pretrained("painter")
-    for name in zoo.ANY_ORDER_PRESETS:
+    for name in presets.ANY_ORDER:
         with pytest.raises(ValueError, match="any-order models"):
             made.pairing(**zoo.method(str(zoo.preset(name))))
 
@@ -54,10 +54,10 @@ def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone
     assert main(argv) == 0
     said = capsys.readouterr().out
     rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
-    assert {"plain", "gumbel", *zoo.ANY_ORDER_PRESETS} <= set(rows) and "left out: distilled" in said
+    assert {"plain", "gumbel", *presets.ANY_ORDER} <= set(rows) and "left out: distilled" in said
     assert rows["gumbel"]["promises_tokens"] and rows["gumbel"]["identical"] == 1
-    assert not any(rows[name]["promises_tokens"] for name in zoo.ANY_ORDER_PRESETS)
-    assert all(rows[name]["guarantee"] == "exact" and rows[name]["drafter"] for name in zoo.ANY_ORDER_PRESETS)
+    assert not any(rows[name]["promises_tokens"] for name in presets.ANY_ORDER)
+    assert all(rows[name]["guarantee"] == "exact" and rows[name]["drafter"] for name in presets.ANY_ORDER)
     assert bench_image.chosen("assd")[1] == "ahead:levels=4/exact/spread"
 
 

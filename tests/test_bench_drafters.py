@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.test_cli import refused
-from visspec.api import zoo
+from visspec.api import presets, zoo
 from visspec.cli.bench_drafters import about, parsed
 from visspec.cli.main import main
 
@@ -37,7 +37,7 @@ def test_what_a_preset_sees_is_said(tmp_path):
     source = zoo.CHECKPOINTS / "captioner-vispec" / "model.safetensors"
     (tmp_path / "model.safetensors").write_bytes(source.read_bytes())
     found = about(f"{tmp_path}:width=3")
-    assert found["sees_image"] == zoo.TRAINED["msd"].sees and found["training_s"] == 7.5
+    assert found["sees_image"] == presets.TRAINED["msd"].sees and found["training_s"] == 7.5
 
 
 @pytest.mark.parametrize("given,why", [("vispec", "has no name"), ("=x", "has no name"), ("a=", "has no name")])

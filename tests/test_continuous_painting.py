@@ -9,7 +9,7 @@ import torch
 
 from tests.test_continuous_painter import SMALL, TINY
 from visspec import ImagePipeline
-from visspec.api import zoo
+from visspec.api import presets, zoo
 from visspec.cli import bench_image, bench_image_table
 from visspec.laws import Denoising, Steps, asked
 from visspec.models.drafters.continuous import ContinuousDrafter
@@ -135,9 +135,9 @@ def test_calls_are_counted(pipe, small):
     assert chains > 0 and rest == 0 and out.traces[0].calls["head"] > 0
 
 
-@pytest.mark.parametrize("name", zoo.VECTOR_PRESETS)
+@pytest.mark.parametrize("name", presets.VECTORS)
 def test_a_preset_draws(pipe, small, name):
-    preset = zoo.preset(name, vectors=True)
+    preset = zoo.preset(name, "vectors")
     drafts = "none" if preset.drafter == "none" else drafter(small, pipe, levels=2)
     out = drawn(pipe, PROMPTS[:2], drafter=drafts, acceptance=preset.acceptance)
     assert all(bool(tokens.isfinite().all()) for tokens in out.tokens)
@@ -299,4 +299,4 @@ def test_the_bench_of_vectors(pipe):
 def test_prompts_of_some_tasks():
     rows = bench_image.spread(10, ["colors", "single_object"])
     assert len(rows) == 10 and {row["tag"] for row in rows} == {"colors", "single_object"}
-    assert bench_image.chosen("coupled", vectors=True)[1] == str(zoo.VECTOR_PRESETS["coupled"])
+    assert bench_image.chosen("coupled", "vectors")[1] == str(presets.VECTORS["coupled"])

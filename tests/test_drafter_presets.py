@@ -10,7 +10,7 @@ from PIL import Image
 import visspec
 from tests.published import begun
 from tests.tiny import llama, model_of, prompt, shapes
-from visspec.api import zoo
+from visspec.api import presets, zoo
 from visspec.loop.decode import open_request
 from visspec.models.drafters.block_training import DECAY, BlockDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
@@ -49,12 +49,12 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "data.jsonl", seen
 
 
-@pytest.mark.parametrize("name", zoo.TRAINED)
+@pytest.mark.parametrize("name", presets.TRAINED)
 def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     more = {"draft_vocab": 40, "head_rank": 5} if name == "eagle3" else {}
     found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
     assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
-    model, preset = model_of("llava"), zoo.TRAINED[name]
+    model, preset = model_of("llava"), presets.TRAINED[name]
     fresh = zoo.drafter_class(preset.kind).for_model(model, **of_preset(name, model, more)[0])
     options = ",".join(f"{key}={value}" for key, value in preset.draft.items())
     drafter, _ = zoo.drafter(f"{tmp_path / 'out'}:{options}".rstrip(":"), model)
@@ -90,7 +90,7 @@ def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
     for resume in (False, True):
         train_drafter.run("x", data[0], tmp_path / "out", preset="eagle", **{**TINY, "steps": 3}, resume=resume)
     drafter = train_drafter.fresh_or_resumed(
-        model_of("llava"), tmp_path / "out", True, 0, EagleDrafter, zoo.TRAINED["eagle"].draft
+        model_of("llava"), tmp_path / "out", True, 0, EagleDrafter, presets.TRAINED["eagle"].draft
     )
     assert seen == [EAGLE] and drafter.paths == EAGLE
 
@@ -348,7 +348,7 @@ def test_layers_are_a_quarter_of_the_targets_or_as_asked():
 
 def test_the_table_names_fields_that_exist():
     configs = {"eagle-head": EagleConfig, "block-head": BlockConfig, "diffusion-lm": DiffusionConfig}
-    for preset in zoo.TRAINED.values():
+    for preset in presets.TRAINED.values():
         fields = set(configs[preset.kind].__dataclass_fields__)
         assert set(preset.network) <= fields and set(preset.plan) <= set(Plan.__dataclass_fields__)
         assert set(preset.draft) <= {"width", "nodes", "tree"} and preset.source and preset.sees

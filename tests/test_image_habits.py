@@ -28,7 +28,7 @@ from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
-from visspec.api import image_call, saving, zoo
+from visspec.api import image_call, presets, saving, zoo
 from visspec.api.images import ImagePipeline
 from visspec.loop.orders import ZipAR
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
@@ -437,7 +437,7 @@ def test_every_rule_of_the_table_can_be_written():
 
 
 def test_presets_can_be_saved():
-    for preset in zoo.PRESETS.values():
+    for preset in presets.CODES.values():
         assert saving.named("drafter", zoo.DRAFTERS | zoo.SHIPPED, preset.drafter) == preset.drafter
         assert saving.named("acceptance", zoo.ACCEPTANCE, preset.acceptance) == preset.acceptance
         assert preset.order is None or saving.named("order", zoo.ORDERS, preset.order) == preset.order

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from tests import tiny_images
-from visspec.api import grid, requests, zoo
+from visspec.api import grid, presets, requests, zoo
 from visspec.api.images import ImagePipeline, image_seeds
 from visspec.cli import main as cli
 from visspec.models.drafters.jacobi import Jacobi
@@ -225,7 +225,7 @@ def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
 
 
 def test_presets_are_pairs_the_zoo_knows():
-    for name, preset in zoo.PRESETS.items():
+    for name, preset in presets.CODES.items():
         assert zoo.parse(preset.drafter)[0] in zoo.DRAFTERS | zoo.SHIPPED and preset.source, name
         zoo.acceptance(preset.acceptance)
         assert zoo.order(preset.order) is None or not zoo.order(preset.order).raster

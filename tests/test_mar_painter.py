@@ -11,7 +11,7 @@ from tests.doubles import altered
 from tests.test_continuous_painter import SMALL
 from tests.test_image_nets import one_sentence
 from visspec import ImagePipeline
-from visspec.api import zoo
+from visspec.api import presets, zoo
 from visspec.api.loading import load_image_model
 from visspec.cli import bench_image
 from visspec.models.drafters.mar import SmallMAR
@@ -122,10 +122,10 @@ def test_a_drafter_of_another_kind_is_refused_before_work_starts(pipe, sizes, me
 
 
 def test_presets_have_the_drafter_of_the_painter(pipe):
-    drafters = {name: zoo.preset(name, True, pipe.model).drafter for name in zoo.VECTOR_PRESETS}
+    drafters = {name: zoo.preset(name, "vectors", pipe.model).drafter for name in presets.VECTORS}
     assert set(drafters.values()) == {"none", "painter-mar-drafter"}
-    assert zoo.preset("coupled", True).drafter == "painter-continuous-drafter"
-    assert bench_image.chosen("coupled", True, pipe.model)[1].startswith("painter-mar-drafter/")
+    assert zoo.preset("coupled", "vectors").drafter == "painter-continuous-drafter"
+    assert bench_image.chosen("coupled", "vectors", pipe.model)[1].startswith("painter-mar-drafter/")
 
 
 # --- several tokens in a pass -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from tests.doubles import altered
 from tests.test_image_nets import one_sentence
 from visspec import ImagePipeline
-from visspec.api import zoo
+from visspec.api import presets, zoo
 from visspec.api.loading import load_image_model
 from visspec.cli import bench_image, bench_others, bench_sweep
 from visspec.cli.main import main
@@ -207,11 +207,10 @@ def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
 
 def test_presets_of_scales():
     names = {"plain", "scales", "repaired", "code", "scalekv"}
-    assert set(zoo.SCALE_PRESETS) == names == set(zoo.presets(maps=True))
-    assert zoo.presets(vectors=True) is zoo.VECTOR_PRESETS and zoo.presets() is zoo.PRESETS
-    assert zoo.preset("code", maps=True).parts["refiner"] == "painter-var-small"
+    assert set(presets.MAPS) == names
+    assert zoo.preset("code", "maps").parts["refiner"] == "painter-var-small"
     with pytest.raises(ValueError, match="preset: got 'gumbel', expected one of plain, scales"):
-        zoo.preset("gumbel", maps=True)
+        zoo.preset("gumbel", "maps")
 
 
 def test_other_targets_are_rows_of_the_bench(pipe):
@@ -248,7 +247,7 @@ def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
 
 
 def test_what_draws_no_scales_has_no_rows_of_them():
-    family = type("Family", (), {"vectors": False, "maps": False, "name": "janus"})
+    family = type("Family", (), {"draws": "codes", "name": "janus"})
     other = type("Pipe", (), {"family": family})
     for options, name in (((3,), ()), "handover"), (((), (0.1,)), "share"):
         with pytest.raises(ValueError, match=rf"^--{name}: got .*, expected none: janus draws no scales") as error:
@@ -486,8 +485,8 @@ def test_the_shipped_pair_draws_in_every_way(included):
     assert all(torch.equal(a, b) for a, b in zip(drafted.tokens, plain.tokens)) and drafted.traces[0].faults == 0
     repaired = included(texts, drafter="painter-var-small", acceptance="repaired", **options)
     assert repaired.stats[0].guarantee == "exact" and repaired.traces[0].faults == 0
-    whole = zoo.preset("code", maps=True).parts | {"handover": 8}
-    for parts, same in ((whole, True), (zoo.preset("code", maps=True).parts, False)):
+    whole = zoo.preset("code", "maps").parts | {"handover": 8}
+    for parts, same in ((whole, True), (zoo.preset("code", "maps").parts, False)):
         out = included.parted(parts)(texts, **options)
         assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens)) == same
         assert out.stats[0].guarantee == "exact for the declared target"

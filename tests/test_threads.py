@@ -28,6 +28,7 @@ from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
 from visspec.models.targets import probe
 from visspec.models.targets.hooks import Watch
+from visspec.models.targets.masks import Masks
 from visspec.types import Scores
 
 THREADS = 8
@@ -370,3 +371,19 @@ def test_what_nobody_changed_is_not_put_back():
     with probe.untouched(model):
         model.extra = 1
     assert not hasattr(model, "extra") and isinstance(model._forward_hooks, Hooks)
+
+
+def test_masks_are_counted_while_other_threads_add_theirs():
+    masks, tree = Masks(torch.float32), trees.chain(3)
+
+    class Busy:
+        """A mask at which another thread comes in between."""
+
+        shape = (1, 1, 1, 0)
+
+        def numel(self):
+            masks._bias[-len(masks._bias)] = (tree, torch.zeros(1))
+            return 1
+
+    masks._bias = {0: (tree, Busy()), 1: (tree, torch.zeros(1))}
+    assert masks._shared(tree, 5).shape[-1] == 5 + tree.size

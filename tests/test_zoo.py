@@ -9,7 +9,7 @@ from tests.doubles import new_tokens, stock
 from tests.test_image_targets import CASES, draw, made
 from tests.tiny import model_of, prompt, shapes
 from visspec.accept.captured import Captured
-from visspec.api import zoo
+from visspec.api import presets, zoo
 from visspec.laws import Categorical
 from visspec.loop.pairing import check, pair
 from visspec.models.drafters.block_training import BlockDrafter
@@ -113,7 +113,7 @@ def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
     listed = {zoo.load(reference) for reference in FAMILIES.values()}
     # tests of their own have those of vectors (`test_continuous_painting`, `test_continuous_families`), of scales
     # (`test_scales`) and of any order (`test_any_order`)
-    codes = {family for family in listed if not (family.vectors or family.maps or family.any_order)}
+    codes = {family for family in listed if family.draws == "codes"}
     assert codes == families, "an image family without a tiny model"
 
 
@@ -205,7 +205,7 @@ def test_an_order_decides_every_place_and_knows_no_batch(name):
     assert zoo.order(text).raster == (tokens == draw(made("janus"), ROWS, temperature=1.0)[0])
 
 
-@pytest.mark.parametrize("name", zoo.PRESETS)
+@pytest.mark.parametrize("name", presets.CODES)
 def test_a_preset_draws(name):
     preset = zoo.preset(name)
     text = preset.acceptance

@@ -44,7 +44,7 @@ class ContinuousImages(Worded):
     model's. denoising_steps: of a vector, in place of the model's; fewer make another law, faster.
     """
 
-    vectors = True
+    draws = "vectors"
     default_drafter = "none"
     default_rule = "coupled"
     codes = 0

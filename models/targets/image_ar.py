@@ -117,11 +117,9 @@ class Family:
     processor: Any = None  # texts -> ids; None if prompts are ids
     codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
     default_guidance: float = 1.0
-    vectors: bool = False  # whether its tokens are vectors, not codes
+    draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places and from a part (inpainting)
     parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
-    maps: bool = False  # whether its nodes are maps of codes
     labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
-    any_order: bool = False  # whether its codes come in any order of their places, and from a part of them (inpainting)
     default_drafter: str = "jacobi"
     default_rule: str = "exact"
     default_order: str | None = None

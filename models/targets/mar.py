@@ -73,7 +73,7 @@ class MARImages(Family):
 
     name = "mar"
     codes = 0
-    vectors = parallel = True
+    draws, parallel = "vectors", True
     default_drafter, default_rule = "none", "coupled"
 
     def __init__(

@@ -52,7 +52,8 @@ class Masks:
         else:
             own = self.additive(tree.ancestor, self.groups)
             buffer = torch.cat([own.new_zeros(*own.shape[:3], length + length // 4 + GROW), own], dim=-1)
-            if sum(other.numel() for _, other in self._bias.values()) + buffer.numel() > MOST_KEPT:
+            kept = list(self._bias.values())  # other threads add to it
+            if sum(other.numel() for _, other in kept) + buffer.numel() > MOST_KEPT:
                 self._bias.clear()
             self._bias[id(tree)] = (tree, buffer)
         return buffer[..., buffer.shape[-1] - tree.size - length :]

@@ -33,7 +33,7 @@ class NextStepImages(Family):
 
     name = "nextstep"
     codes = 0
-    vectors = True
+    draws = "vectors"
     default_guidance = GUIDANCE
     default_drafter, default_rule = "none", "coupled"
 

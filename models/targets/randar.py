@@ -38,7 +38,7 @@ class RandARImages(LlamaGenImages):
     """Prompts as LlamaGen has them. Images come in any order of their places, and from a part of their codes."""
 
     name = "randar"
-    any_order = True
+    draws = "any order"
     default_drafter, default_order = "ahead", "halton"
     model: RandAR
 

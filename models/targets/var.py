@@ -127,7 +127,7 @@ class VARImages(Family):
     """
 
     name = "var"
-    maps = True
+    draws = "maps"
     default_drafter, default_rule = "none", "scales"
     default_guidance = GUIDANCE
     autoencoder: tuple[type, str] = MultiScaleVAE, "VAR's autoencoder (visspec.models.nets.layouts_var.load_var_vae)"

@@ -54,7 +54,7 @@ def picture_of(
     ValueError in one sentence, before any pass of the model; pictures are encoded here.
     """
     for name, given, other in (("image", image, mask), ("mask_image", mask, image)):
-        if given is not None and not family.any_order:
+        if given is not None and family.draws != "any order":
             kind = type(given).__name__
             raise ValueError(
                 f"{name}: got one ({kind}), expected none: images of {family.name} are drawn from texts alone"

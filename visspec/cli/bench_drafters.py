@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from visspec.api import loading, zoo
+from visspec.api import loading, presets, zoo
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.checkpoint import read_shapes
@@ -128,7 +128,7 @@ def about(spec: str) -> dict[str, Any]:
         return dict.fromkeys(("parameters", "training_s", "sees_image"))
     told = folder / "provenance.json"
     made = json.loads(told.read_text()) if told.is_file() else {}
-    preset = zoo.TRAINED.get(str(made.get("preset")))
+    preset = presets.TRAINED.get(str(made.get("preset")))
     return {
         "parameters": sum(math.prod(shape) for shape in read_shapes(folder).values()),
         "training_s": (made.get("training") or {}).get("seconds"),

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from visspec.api import zoo
+from visspec.api import presets, zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.checkpoint import read_json
 from visspec.cli.arguments import add_drawing, positive
@@ -93,11 +93,11 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code,
         compile=arguments.compile,
     )  # fmt: skip
-    vectors, maps = pipe.family.vectors, pipe.family.maps
-    named = arguments.method or zoo.presets(vectors, maps, pipe.family.any_order)
+    draws = pipe.family.draws
+    named = arguments.method or presets.IMAGES[draws]
     others = fewer_steps(pipe, arguments.denoising_steps or ()) | fewer_passes(pipe, arguments.iterations or ())
     others |= composed(pipe, named, arguments.handover or (), arguments.share or ())
-    methods = dict(chosen(m, vectors, pipe.model, maps) for m in named if m not in others)
+    methods = dict(chosen(m, draws, pipe.model) for m in named if m not in others)
     if not arguments.method and arguments.sweep is None:
         methods = fitting(pipe, methods)
     if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
@@ -140,11 +140,11 @@ def spread(count: int, tasks: Sequence[str] | None = None, place: World | None =
     return rows[:: max(1, len(rows) // count)][:count]
 
 
-def chosen(method: str, vectors: bool = False, model: Any = None, maps: bool = False) -> tuple[str, str]:
+def chosen(method: str, draws: str = "any order", model: Any = None) -> tuple[str, str]:
     """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:
-        return name, str(zoo.preset(name, vectors, model, maps))
+        return name, str(zoo.preset(name, draws, model))
     if "/" not in pair:
         raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
     return name, pair
@@ -246,7 +246,7 @@ def bench(
             "cache": stock.cache, "seconds_per_image": sum(r.seconds for r in runs["stock"]) / max(len(texts), 1),
             "nfe": pipe.family.layout().positions,
         },
-        "law": None if pipe.family.vectors else law_of(pipe, texts[:LAWS], options, seed),
+        "law": None if pipe.family.draws == "vectors" else law_of(pipe, texts[:LAWS], options, seed),
         "guidance_scale": sampling.guidance, "temperature": sampling.temperature,
         "provenance": provenance(pipe.model, seed=seed),
     }  # fmt: skip

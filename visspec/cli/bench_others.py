@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from visspec.api import zoo
+from visspec.api import presets, zoo
 from visspec.api.images import ImagePipeline
 from visspec.models.targets.image_ar import Family
 
@@ -23,7 +23,7 @@ def fewer_steps(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePi
     """Pipelines of the same model whose head takes other numbers of steps, by the names of their rows: what faster
     sampling is to be compared with. Raises ValueError for a painter of codes.
     """
-    if counts and not pipe.family.vectors:
+    if counts and pipe.family.draws != "vectors":
         raise ValueError(f"--denoising-steps: got {counts[0]}, expected none: {pipe.family.name} draws codes")
     found = {}
     for count in counts:
@@ -56,14 +56,14 @@ def composed(
     CoDe with other numbers of scales and ScaleKV with other shares of the cache. Raises ValueError for a painter that
     draws no scales, and for what its family refuses.
     """
-    table = zoo.presets(pipe.family.vectors, pipe.family.maps)
-    if not pipe.family.maps:
+    table = presets.IMAGES[pipe.family.draws]
+    if pipe.family.draws != "maps":
         for option, values in (("handover", handovers), ("share", shares)):
             if values:
                 raise ValueError(f"--{option}: got {values[0]}, expected none: {pipe.family.name} draws no scales")
     wanted = {name: table[name].parts for name in named if name in table and table[name].parts}
-    if pipe.family.maps:
-        code = zoo.preset("code", maps=True).parts
+    if pipe.family.draws == "maps":
+        code = presets.MAPS["code"].parts
         wanted |= {f"code, {n} scales": code | {"handover": n} for n in handovers}
         wanted |= {f"scalekv, {share:g}": {"budget": share} for share in shares}
     found = {name: pipe.parted(parts) for name, parts in wanted.items()}
@@ -74,4 +74,4 @@ def composed(
 
 def undrafted(pipe: ImagePipeline) -> str:
     """The "drafter/rule" of plain decoding."""
-    return str(zoo.preset("plain", pipe.family.vectors, maps=pipe.family.maps))
+    return str(zoo.preset("plain", pipe.family.draws))

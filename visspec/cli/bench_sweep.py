@@ -118,7 +118,7 @@ def flatness(p_NV: torch.Tensor) -> torch.Tensor:
 
 def law_of(pipe: Any, texts: Sequence[str], options: dict[str, Any], seed: int) -> dict[str, float]:
     """Mean entropy in nats, top-1 and top-10 mass of the laws of codes, as sampled, over plainly drawn images."""
-    rule = NotedMaps() if pipe.family.maps else Noted()
+    rule = NotedMaps() if pipe.family.draws == "maps" else Noted()
     drawn = {"drafter": "none", "acceptance": rule, "output_type": "latent", **options}
     pipe(list(texts), seed=[1000 * seed + i for i in range(len(texts))], batch_size=len(texts), **drawn)
     mean = torch.cat(rule.seen).mean(0).tolist()

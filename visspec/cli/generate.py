@@ -143,7 +143,7 @@ def pipeline(arguments: argparse.Namespace) -> ImagePipeline:
         trust_remote_code=arguments.trust_remote_code,
     )  # fmt: skip
     if arguments.preset is not None:
-        found = zoo.preset(arguments.preset, pipe.family.vectors, maps=pipe.family.maps)
+        found = zoo.preset(arguments.preset, pipe.family.draws)
         pipe = pipe.parted(found.parts)
     return pipe
 
@@ -162,11 +162,11 @@ def first_number(folder: Path) -> int:
 
 def check_method(arguments: argparse.Namespace) -> None:
     """Raises ValueError for a preset that is not known, or that has options beside it."""
-    from visspec.api import zoo
+    from visspec.api import presets, zoo
 
     if arguments.preset is None:
         return
-    if arguments.preset not in zoo.VECTOR_PRESETS | zoo.SCALE_PRESETS:  # which one it is, the model tells
+    if not any(arguments.preset in table for table in presets.IMAGES.values()):  # which one it is, the model tells
         zoo.preset(arguments.preset)
     for name in CHOSEN:
         if (value := getattr(arguments, name)) is not None:
@@ -178,7 +178,7 @@ def method(arguments: argparse.Namespace, pipe: ImagePipeline) -> dict[str, Any]
     from visspec.api import zoo
 
     if arguments.preset is not None:
-        return zoo.method(str(zoo.preset(arguments.preset, pipe.family.vectors, pipe.model, pipe.family.maps)))
+        return zoo.method(str(zoo.preset(arguments.preset, pipe.family.draws, pipe.model)))
     return {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
 
 

@@ -13,7 +13,7 @@ def run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from visspec.api import zoo
+    from visspec.api import presets, zoo
     from visspec.models.targets.families import FAMILIES
 
     view = Table("kind", "name", Column("what it is", overflow="fold"))
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> None:
             view.add_row(kind, name, what)
     for name, (kind, *_, what) in zoo.SHIPPED.items():
         view.add_row("drafter", name, f"{what} {kind}, shipped with the package")
-    tables = zoo.PRESETS, zoo.ANY_ORDER_PRESETS, zoo.VECTOR_PRESETS, zoo.SCALE_PRESETS
+    tables = presets.CODES, presets.ANY_ORDER, presets.VECTORS, presets.MAPS
     for name, preset in (item for table in tables for item in table.items()):
         parts = "".join(f", {part}={value}" for part, value in preset.parts.items())
         view.add_row("preset", name, f"{preset.source} ({preset}{parts})")

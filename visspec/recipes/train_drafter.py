@@ -140,7 +140,7 @@ def run(
 ) -> list[dict]:
     """Train and save a drafter; `plan` are further fields of `visspec.train.loop.Plan`. Returns the validations.
 
-    preset: a published drafter (`zoo.TRAINED`), whose network, plan and trees are taken where nothing else is said;
+    preset: a published drafter (`presets.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
     block, layers: places of a pass, and layers, of a preset that predicts several.
 
