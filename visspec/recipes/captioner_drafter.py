@@ -30,21 +30,22 @@ from visspec.types import Request
 
 FIRST_SEED = 3 << 28  # scenes of neither stage of the captioner's own training, still below the held-out ones
 MAX_NEW_TOKENS = 160
-GREEDY_SHARE = 8  # one batch of so many is answered greedily
 QUESTION_SHARE = 16  # one batch of so many asks questions, which have short answers
 
 
 class Scenes:
-    """Batches of requests about rendered scenes: a pure function of their number."""
+    """Batches of requests about rendered scenes: a pure function of their number. One of `greedy` is answered greedily,
+    the others at temperature 1.
+    """
 
-    def __init__(self, model, processor, world: World, rows: int, first: int = FIRST_SEED):
+    def __init__(self, model, processor, world: World, rows: int, first: int = FIRST_SEED, greedy: int = 8):
         self.model, self.processor, self.rows, self.first = model, processor, rows, first
-        self.world = world
+        self.world, self.greedy = world, greedy
 
     def __call__(self, number: int) -> Request:
         rng = np.random.default_rng(self.first + number)
         asking = number % QUESTION_SHARE == QUESTION_SHARE - 1
-        return self.request(number, 0.0 if number % GREEDY_SHARE == GREEDY_SHARE - 2 else 1.0, rng, asking)
+        return self.request(number, 0.0 if number % self.greedy == self.greedy - 2 else 1.0, rng, asking)
 
     def request(self, number: int, temperature: float, rng: np.random.Generator, asking: bool = False) -> Request:
         """One batch. All rows share a prompt length where they can: unpadded batches decode faster."""
@@ -87,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose scenes the captioner describes")
     parser.add_argument("--latents", type=int, default=8, help="elements that an image run is compressed to")
+    parser.add_argument("--greedy", type=int, default=8, help="one batch of so many is answered greedily")
     parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="hidden states of the target to draft on")
     return parser
 
@@ -103,9 +105,13 @@ def main(arguments: list[str] | None = None) -> None:
         image_latents=options.latents, feature_layers=tuple(options.layers), levels=options.levels,
         intermediate=options.middle,
     )  # fmt: skip
-    record = provenance(model, seed=options.seed, recipe="captioner_drafter", batch=options.batch)
+    if options.greedy < 2:
+        raise ValueError(f"--greedy: got {options.greedy}, expected at least 2")
+    record = provenance(
+        model, seed=options.seed, recipe="captioner_drafter", batch=options.batch, greedy=options.greedy
+    )
     validate = Validation(model, drafter, held_out(model, processor, seen, 8, 1))
-    scenes = Scenes(model, processor, seen, options.batch)
+    scenes = Scenes(model, processor, seen, options.batch, greedy=options.greedy)
     train(validate.target, drafter, scenes, plan_of(options), options.out, record, validate, options.resume)
     if options.export:
         export(options.out, options.export, model, options.levels)
