@@ -3,14 +3,14 @@
 `sdpa`'s entry (`folding`) hands on calls whose mask is one of two tensors that no other caller gives, small enough to
 be made anew at every pass:
 
-* a chain, (1, P, 3, B + 1) int32: where each row's queries begin, where its keys do, and how many keys it has. These are
-  the arguments of `torch.nn.attention.varlen`, causal from the last key on;
+* a chain, (1, P, 3, B + 1) int32: where each row's queries begin, where its keys do, and how many keys it has, which
+  are the arguments of `torch.nn.attention.varlen`, causal from the last key on;
 * a tree, (B, 1, N + 1, W) uint8: in the first line each row's length and first slot, two int32; below it the ancestors
   of each node, for `kernels.tree_attention`.
 
 Keys and values are read from the stores by slot: neither repeated for the heads that share them, nor copied. P is the
-distance of two rows in a store, in vectors; a layer whose store has another is given a mask. All of this is in shapes
-and in these tensors alone, so that a recorded pass can be replayed with others.
+distance of two rows in a store, in vectors; a layer whose store has another is given a mask. Nothing else depends on a
+pass, so that a recorded one can be replayed.
 B rows, H query heads, K key heads, N nodes, S slots, E head size.
 """
 
@@ -43,8 +43,6 @@ WORDS = {
     VARLEN: "torch's varlen_attn for chains, tree_attention for trees, no mask",
     TREE: "tree_attention, no mask",
 }
-HALF = (torch.float16, torch.bfloat16)
-SIZES = 8, 256  # of heads in varlen_attn: multiples of the first up to the second
 _starts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of `SlotCache.padding`
 _here = threading.local()  # `road`: that of the pass which this thread runs
 
@@ -70,10 +68,7 @@ class Road:
         """What the layers of a pass are given in place of a mask, after `slots.open`; None where they need a mask:
         padding inside prompts, and compiled passes.
         """
-        if self.name == MASK or slots.steady:
-            return None
-        start_B = starts(slots)
-        if start_B is None:
+        if self.name == MASK or slots.steady or (start_B := starts(slots)) is None:
             return None
         _here.road = self
         if self.name == VARLEN and tree.chain and ("seqused_k" in _takes(varlen_attn) or len(start_B) == 1):
@@ -97,14 +92,9 @@ def starts(slots: SlotCache) -> list[int] | None:
 
 def chain_of(lengths: list[int], start_B: list[int], nodes: int, pitch: int, device: torch.device) -> Tensor:
     """(1, pitch, 3, B + 1) int32; every chain is a row's `nodes` newest keys. The second dimension takes no memory."""
-    rows = range(len(lengths))
-    table = (
-        [row * nodes for row in (*rows, len(rows))],
-        [row * pitch + start for row, start in zip(rows, start_B)] + [len(rows) * pitch],
-        [length + nodes - start for length, start in zip(lengths, start_B)] + [0],
-    )
-    if len(rows) == 1:
-        table[1][1] = start_B[0] + table[2][0]  # one row's keys end there, also for a varlen_attn without `seqused_k`
+    first = [row * pitch + start for row, start in enumerate(start_B)]
+    used = [length + nodes - start for length, start in zip(lengths, start_B)]
+    table = [n * nodes for n in range(len(used) + 1)], [*first, first[-1] + used[-1]], [*used, 0]
     return to_device(table, device, torch.int32).expand(1, pitch, -1, -1)
 
 
@@ -118,7 +108,7 @@ def tree_of(lengths: list[int], start_B: list[int], tree: Tree) -> Tensor:
 
 
 def is_told(mask: Tensor, query: Tensor) -> bool:
-    """Whether a mask of four dimensions is one of ours."""
+    """Whether a 4-D mask is one of ours."""
     if mask.dtype == torch.int32:
         return mask.shape[1] > 1 and mask.shape[2:] == (3, query.shape[0] + 1)
     return mask.dtype == torch.uint8 and mask.shape[:3] == (query.shape[0], 1, query.shape[2] + 1)
@@ -139,9 +129,7 @@ def attend(
             raise  # says nothing of the machine
         except Exception as error:
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    road = getattr(_here, "road", None)
-    if road is not None:
-        road.refuse(why)
+    getattr(_here, "road", Road()).refuse(why)
     return stock(seen(told, query.shape[2], key.shape[2]))
 
 
@@ -150,30 +138,26 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, told: Tensor, scaling: flo
     the stride of heads: a key's number is its row's first one and its slot.
     """
     rows, heads, nodes, size = query.shape
-    took, causal = _takes(varlen_attn), (-1, 0)
     check(query, key, value, told.shape[1])
-    tables = told[0, 0]
-    options: dict[str, Any] = {"enable_gqa": heads != key.shape[1]} if "enable_gqa" in took else {}
-    options |= {"window_size": causal} if "window_size" in took else {"is_causal": True}
-    if "seqused_k" in took:
-        options["seqused_k"] = tables[2, :rows]
-    if "scale" in took:
-        options["scale"] = scaling
-    elif scaling is not None and scaling != size**-0.5:
+    took, tables = _takes(varlen_attn), told[0, 0]
+    if "scale" not in took and scaling not in (None, size**-0.5):
         raise ValueError(f"scaling: got {scaling:g}, expected one over the root of {size}")
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in took else {"is_causal": True}
+    wanted = {"enable_gqa": heads != key.shape[1], "seqused_k": tables[2, :rows], "scale": scaling}
+    options = causal | {name: value for name, value in wanted.items() if name in took}
     flat_q = query.transpose(1, 2).reshape(rows * nodes, heads, size)
-    packed = flat_q, laid(key), laid(value), tables[0], tables[1], nodes, key.shape[2]
-    return varlen_attn(*packed, **options).view(rows, nodes, heads, size)
+    out: Any = varlen_attn(flat_q, laid(key), laid(value), tables[0], tables[1], nodes, key.shape[2], **options)
+    return out.view(rows, nodes, heads, size)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, pitch: int) -> None:
     """Raises ValueError for keys and values that are no view of a store."""
-    rows, heads, _, size = key.shape
+    size = query.shape[3]
     for name, states in (("key", key), ("value", value)):
-        strides = states.stride()
-        dense = states.shape == key.shape and strides[3] == 1 and strides[2] == size and strides[1] % size == 0
-        if not dense or query.shape[3] != size or (rows > 1 and strides[0] != pitch * size):
-            raise ValueError(f"{name}: got strides {strides} of {tuple(states.shape)}, expected those of a store")
+        strides, shape = states.stride(), tuple(states.shape)
+        dense = shape == tuple(key.shape) and shape[3] == size and strides[2:] == (size, 1) and strides[1] % size == 0
+        if not dense or (shape[0] > 1 and strides[0] != pitch * size):
+            raise ValueError(f"{name}: got strides {strides} of {shape}, expected those of a store")
 
 
 def laid(states: Tensor) -> Tensor:
@@ -185,32 +169,31 @@ def laid(states: Tensor) -> Tensor:
 
 def by_tree(query: Tensor, key: Tensor, value: Tensor, told: Tensor, scaling: float | None) -> Tensor:
     """Any tree by our own kernel."""
-    length_B2, ancestor_BNN = parts(told)
-    out = kernels.tree_attention(
-        query, key, value, length_B2[:, 0], ancestors=ancestor_BNN, start=length_B2[:, 1], scaling=scaling
-    )
-    return out.transpose(1, 2).contiguous()
+    length_B, start_B, ancestor_BNN = parts(told)
+    attended = kernels.tree_attention(query, key, value, length_B, None, ancestor_BNN, start_B, scaling)
+    return attended.transpose(1, 2).contiguous()
 
 
-def parts(told: Tensor) -> tuple[Tensor, Tensor]:
-    """Lengths and first slots (B, 2) int32, ancestors (B, N, N) bool, as views."""
-    size = told.shape[2] - 1
-    return told[:, 0, 0, :8].view(torch.int32), told[:, 0, 1:, :size].view(torch.bool)
+def parts(told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lengths and first slots (B,) int32, ancestors (B, N, N) bool, as views."""
+    length_B, start_B = told[:, 0, 0, :8].view(torch.int32).unbind(1)
+    return length_B, start_B, told[:, 0, 1:, : told.shape[2] - 1].view(torch.bool)
 
 
 def seen(told: Tensor, nodes: int, extent: int) -> Tensor:
     """The mask that is told otherwise: (B, 1, N, S) bool."""
     slot = torch.arange(extent, device=told.device)
     if told.dtype == torch.int32:
-        rows = told.shape[3] - 1
-        start_B1 = (told[0, 0, 1, :rows] - torch.arange(rows, device=told.device) * told.shape[1])[:, None]
-        end_BN = start_B1 + told[0, 0, 2, :rows, None] - nodes + torch.arange(1, nodes + 1, device=told.device)
-        return ((slot >= start_B1)[:, None] & (slot < end_BN[..., None]))[:, None]
-    length_B2, ancestor_BNN = parts(told)
-    own = slot - length_B2[:, :1]
+        row = torch.arange(told.shape[3] - 1, device=told.device)
+        start_B = told[0, 0, 1, : len(row)] - row * told.shape[1]
+        length_B = start_B + told[0, 0, 2, : len(row)] - nodes
+        ancestor_BNN = torch.ones(len(row), nodes, nodes, dtype=torch.bool, device=told.device).tril()
+    else:
+        length_B, start_B, ancestor_BNN = parts(told)
+    own = slot - length_B[:, None]
     related = ancestor_BNN.gather(2, own.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1))
     inside = (own >= 0) & (own < nodes)
-    return (((own < 0) & (slot >= length_B2[:, 1:]))[:, None] | (related & inside[:, None]))[:, None]
+    return (((own < 0) & (slot >= start_B[:, None]))[:, None] | (related & inside[:, None]))[:, None]
 
 
 @lru_cache(maxsize=8)
@@ -223,12 +206,11 @@ def of_device(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     """(the road of a device for weights of a dtype, why it is the mask)."""
     if device.type != "cuda":
         return MASK, "no CUDA device"
-    if dtype not in HALF:
+    if dtype not in (torch.float16, torch.bfloat16):
         return MASK, f"weights in {str(dtype).removeprefix('torch.')}, not in 16 bits"
     if triton is None:
         return MASK, "no Triton"
-    ragged = {"seqused_k"} <= _takes(varlen_attn)
-    return (VARLEN if ragged else TREE), ""
+    return (VARLEN if "seqused_k" in _takes(varlen_attn) else TREE), ""
 
 
 def choose(decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.device, wanted: str | None = None) -> Road:
@@ -241,25 +223,26 @@ def choose(decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.devi
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if name == MASK:
         return Road(MASK, keys, why)
     if text._attn_implementation != "sdpa":
-        return Road(MASK, keys, f"attention {text._attn_implementation}, not sdpa")
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if kinds or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
-        return Road(MASK, keys, "layers that do not attend to all keys")
-    if name == VARLEN and (size % SIZES[0] or size > SIZES[1]):
+        why = f"attention {text._attn_implementation}, not sdpa"
+    elif kinds or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
+        why = "layers that do not attend to all keys"
+    elif not asks(decoder):
+        why = "attention of the model's own"
+    if name == VARLEN and (size % 8 or size > 256):  # which FlashAttention does not take
         name = TREE
-    return Road(name, keys) if asks(decoder) else Road(MASK, keys, "attention of the model's own")
+    return Road(MASK if why else name, keys, why)
 
 
 def asks(decoder: nn.Module) -> bool:
     """Whether every layer with shared heads asks the registry for its attention, and any layer does."""
-    found = False
+    asking = set()
     for module in decoder.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        asked = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-        if not asked and isinstance(getattr(module, "num_key_value_groups", None), int):
-            return False
-        found = found or asked
-    return found
+        asked = "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
+        if asked or isinstance(getattr(module, "num_key_value_groups", None), int):
+            asking.add(asked)
+    return asking == {True}
