@@ -245,6 +245,15 @@ def test_refused_models_take_the_mask(name, why, on):
     assert road.name == ragged.MASK and road.why == why and not seen
 
 
+def test_layers_that_keep_a_state_take_the_mask(on):
+    on(ragged.VARLEN)
+    decoder, text = model_of("llama").get_decoder(), tf.LlamaConfig(**TEXT, attn_implementation="sdpa")
+    device = torch.device("cpu")
+    assert ragged.choose(decoder, text, torch.float32, device).name == ragged.VARLEN
+    text.layer_types = ["linear_attention", "full_attention"]
+    assert ragged.choose(decoder, text, torch.float32, device).why == "layers that do not attend to all keys"
+
+
 class Own(tf.models.llama.modeling_llama.LlamaAttention):
     """Attention that does not ask the registry."""
 
@@ -328,10 +337,10 @@ def test_more_than_a_softmax_goes_to_stock_with_a_mask(on):
     key, value = slots.write(0, torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8))
     query, bias = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 3, 8)
     mask = visibility(trees.chain(2).ancestor, slots.lengths, None, extent)[:, None]
-    for function, pair, more in (
-        (plain_varlen, (key, value), {"position_bias": bias}),
-        (without_lengths, (key, value), {"scaling": 0.3}),
-        (plain_varlen, (key.contiguous(), value.contiguous()), {}),
+    for function, pair, more, why in (
+        (plain_varlen, (key, value), {"position_bias": bias}, "more than a softmax over keys"),
+        (without_lengths, (key, value), {"scaling": 0.3}, "scaling: got 0.3"),
+        (plain_varlen, (key.contiguous(), value.contiguous()), {}, "key: got strides"),
     ):
         on(ragged.VARLEN, function)
         road = ragged.Road(ragged.VARLEN, 2)
@@ -340,7 +349,7 @@ def test_more_than_a_softmax_goes_to_stock_with_a_mask(on):
         one.keys, one.lengths, one.nodes = slots.keys, slots.lengths[:rows], 3
         told = road(one, trees.chain(2), extent)
         given = query[:rows], pair[0][:rows], pair[1][:rows]
-        with pytest.warns(RuntimeWarning, match="attention: got"):
+        with pytest.warns(RuntimeWarning, match=f"attention: got .*{why}"):
             found, _ = entry(module, *given, told, **more)
         wanted, _ = entry.stock(module, *given, mask[:rows], **more)
         assert torch.equal(found, wanted) and road.name == ragged.MASK

@@ -71,7 +71,7 @@ class Road:
         if self.name == MASK or slots.steady or (start_B := starts(slots)) is None:
             return None
         _here.road = self
-        if self.name == VARLEN and tree.chain and ("seqused_k" in _takes(varlen_attn) or len(start_B) == 1):
+        if self.name == VARLEN and tree.chain and ("seqused_k" in takes(varlen_attn) or len(start_B) == 1):
             room = slots.keys[0].shape[2] if slots.keys else extent
             return chain_of(slots.lengths, start_B, tree.size, room * self.keys, tree.depth.device)
         return tree_of(slots.lengths, start_B, tree)
@@ -139,7 +139,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, told: Tensor, scaling: flo
     """
     rows, heads, nodes, size = query.shape
     check(query, key, value, told.shape[1])
-    took, tables = _takes(varlen_attn), told[0, 0]
+    took, tables = takes(varlen_attn), told[0, 0]
     if "scale" not in took and scaling not in (None, size**-0.5):
         raise ValueError(f"scaling: got {scaling:g}, expected one over the root of {size}")
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in took else {"is_causal": True}
@@ -197,8 +197,8 @@ def seen(told: Tensor, nodes: int, extent: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _takes(function: Callable | None) -> frozenset[str]:
-    """Names of its arguments."""
+def takes(function: Callable | None) -> frozenset[str]:
+    """Names of a function's arguments."""
     return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
 
 
@@ -210,7 +210,7 @@ def of_device(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
         return MASK, f"weights in {str(dtype).removeprefix('torch.')}, not in 16 bits"
     if triton is None:
         return MASK, "no Triton"
-    return (VARLEN if "seqused_k" in _takes(varlen_attn) else TREE), ""
+    return (VARLEN if "seqused_k" in takes(varlen_attn) else TREE), ""
 
 
 def choose(decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.device, wanted: str | None = None) -> Road:
