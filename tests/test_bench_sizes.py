@@ -60,6 +60,24 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
     assert "random weights" in out and "ms a token" not in out  # ratios on a CPU
 
 
+def test_a_gpu_gets_times(monkeypatch):
+    """The fields that a CPU has not, as if this were a GPU."""
+    case = tiny(batch=1)
+    monkeypatch.setattr(bench_sizes.Case, "wait", lambda self: None)
+    monkeypatch.setattr(bench_sizes, "copy_bandwidth", lambda device, clock: 1e9)
+    case.cuda = True
+    rows = [{"size": "tiny", "layers": 2} | row for row in case.rows([0.8], 1)]
+    weights = 4 * sum(p.numel() for p in case.model.parameters())
+    for row in rows:
+        assert row["over_bytes"] == pytest.approx(row["pass_ms"] * 1e6 / weights)
+        assert 0 < row["host_share"] <= 1 and row["ms_per_token"] > 0
+        assert (row["ms_per_round"] is not None) == (row["arm"] in ("plain", "oracle 0.8"))
+        assert row["compiled"] == (row["arm"] == "transformers_static")
+    assert rows[3]["ms_per_round"] / rows[3]["ms_per_token"] == pytest.approx(rows[3]["tau"], rel=0.05)
+    view = bench_sizes.table({"rows": rows, "prompt": 12, "max_new_tokens": 40})
+    assert [column.header for column in view.columns][-4:] == ["ms a token", "pass, ms", "host", "over bytes"]
+
+
 def test_proportions_are_those_of_the_model():
     heads = {name: (size.heads, size.keys) for name, size in bench_sizes.SIZES.items()}
     assert heads["qwen2.5-vl-7b"] == (28, 4) and heads["llava-1.6-7b"] == (32, 32)
@@ -78,6 +96,12 @@ def test_sizes_are_those_of_the_models():
     assert found == pytest.approx(
         {"llava-1.6-7b": 6.74, "qwen2.5-vl-7b": 7.62, "janus-pro-7b": 6.21, "llamagen-xl": 0.77}, abs=0.02
     )
+
+
+def test_what_the_host_has_issued_is_not_waited_for():
+    waits, clock = [], iter(range(100))
+    assert bench_sizes.issued(lambda: next(clock), lambda: waits.append(next(clock)), repeats=3) < 1e-3
+    assert waits == [0, 2, 4]  # in front of each call only
 
 
 def test_the_oracle_errs_as_often_as_it_is_told():

@@ -9,8 +9,10 @@ stock pass. Arms run in turn, behind prompts of random ids; B rows, L levels of 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2C
 
 import visspec
 from visspec import tree as trees
+from visspec.accept.exact import Exact
 from visspec.cache import to_device
 from visspec.cli.arguments import positive
 from visspec.cli.bench_prompts import alternated
@@ -32,6 +35,7 @@ from visspec.eval.speed.kernels_clock import clock_of
 from visspec.eval.speed.paired import Run
 from visspec.files import write_json
 from visspec.laws import categorical
+from visspec.loop.decode import open_request
 from visspec.provenance import provenance
 from visspec.types import Draft, Drafter, DrafterTraits, Request, State
 
@@ -162,7 +166,7 @@ def bench_sizes(
     }  # fmt: skip
 
 
-def _fitting(size: Size, changes: dict[str, int]) -> dict[str, int]:
+def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
     """The changes, with key heads in the size's own proportion to query heads."""
     heads = changes.get("heads", size.heads)
     return {**changes, "keys": max(1, heads * size.keys // size.heads)}
@@ -241,15 +245,13 @@ class Case:
         found = self.plain.run(**self.options(ids, new))
         return found.output, found.state
 
-    def drafted(self, acceptance: float, prompt: int) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
-        oracle = Oracle(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
+    def drafted(self, acceptance: float, prompt: int) -> Run:
+        self.drafter.oracle = Oracle(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
+        return self.timed(self.quickly, prompt)
 
-        def call(ids: Tensor, new: int) -> tuple[Tensor, Any]:
-            self.drafter.oracle = oracle
-            found = self.fast.run(**self.options(ids, new))
-            return found.output, found.state
-
-        return call
+    def quickly(self, ids: Tensor, new: int) -> tuple[Tensor, Any]:
+        found = self.fast.run(**self.options(ids, new))
+        return found.output, found.state
 
     def options(self, ids: Tensor, new: int) -> dict[str, Any]:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
@@ -272,10 +274,13 @@ class Case:
         return Run(seconds[1], tokens, seconds[0], times, rounds)
 
     def rows(self, acceptance: Sequence[float], repeats: int) -> list[dict[str, Any]]:
-        arms = {STOCK: lambda p: self.timed(self.stock, p), STATIC: lambda p: self.timed(self.with_static_cache, p)}
-        arms[PLAIN] = lambda p: self.timed(self.ours, p)
+        arms: dict[str, Callable[[int], Run]] = {
+            STOCK: partial(self.timed, self.stock),
+            STATIC: partial(self.timed, self.with_static_cache),
+            PLAIN: partial(self.timed, self.ours),
+        }
         for a in acceptance:
-            arms[f"oracle {a:g}"] = lambda p, a=a: self.timed(self.drafted(a, p), p)
+            arms[f"oracle {a:g}"] = partial(self.drafted, a)
         runs, failures = speed.interleave(arms, list(range(repeats)), warmup=1)
         passes = self.passes()
         rows = []
@@ -319,8 +324,7 @@ class Case:
         """A pass over one node and one over a draft, alone: seconds, and what the host has of it."""
         target, ids, answer = self.plain.target, self.ids(0), self.answer(0)
         options = {"attention_mask": torch.ones_like(ids), "use_cache": True}
-        state, _ = target.prefill(Request(options, ids, self.new))
-        state.pending = answer[:, 0]
+        state, _ = open_request(target, Exact(), Request(options, ids, self.new))
         single = trees.undrafted(state.pending)
         deep = min(self.levels, self.new - 1)
         chain = trees.chain_draft(state.pending, answer[:, 1 : 1 + deep])
@@ -330,15 +334,29 @@ class Case:
         error = ((found - whole).norm(dim=-1) / spread).max()
         calls = {1: lambda: target.verify(state, single), 2: lambda: target.verify(state, chain)}
         seconds = alternated(calls, 9, self.wait)
-        record = {"seconds": seconds[1], "verify_over_plain": seconds[2] / seconds[1], "law_error": float(error)}
+        record: dict[str, Any] = {
+            "seconds": seconds[1],
+            "verify_over_plain": seconds[2] / seconds[1],
+            "law_error": float(error),
+        }
         record |= dict.fromkeys(("pass_ms", "host_share", "over_bytes"))
         if self.cuda:
-            issued = alternated(calls, 9, lambda: None)
             weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
             bandwidth = copy_bandwidth(self.model.device, clock_of(self.model.device))
-            record |= {"pass_ms": 1e3 * seconds[1], "host_share": min(1.0, issued[1] / seconds[1])}
-            record["over_bytes"] = seconds[1] * bandwidth / weights
+            record |= {"pass_ms": 1e3 * seconds[1], "over_bytes": seconds[1] * bandwidth / weights}
+            record["host_share"] = min(1.0, issued(calls[1], self.wait) / seconds[1])
         return record
+
+
+def issued(call: Callable[[], Any], wait: Callable[[], None], repeats: int = 9) -> float:
+    """Median seconds until a call returns, whether the device has done it or not."""
+    seconds = []
+    for _ in range(repeats):
+        wait()
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def expected_tau(acceptance: float, levels: int) -> float:
