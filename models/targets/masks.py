@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from visspec.cache import GROW, SlotCache, additive, packed, to_device, visibility
-from visspec.models.targets.ragged import Road
+from visspec.models.targets.ragged import MASK, Road
 from visspec.types import Tree
 
 STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
@@ -34,13 +34,15 @@ class Masks:
     def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor | dict[str, Tensor] | None:
         """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
         if not self.window:
+            single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady
+            if single and (self.groups == 1 or self.road.name != MASK):
+                return None
             told = self.road(slots, tree, extent)
             if told is not None:
                 return told
             if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1:
                 return laid(self._ragged(slots, tree, extent), slots.steady)
-            bare = tree.size == self.groups == 1 and not slots.steady
-            return None if bare else laid(self._shared(tree, slots.length), slots.steady)
+            return laid(self._shared(tree, slots.length), slots.steady)
         seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
         full = self.additive(seen_RNS, self.groups)
         sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window), self.groups)
