@@ -10,8 +10,8 @@ the slots are split among programs (flash decoding, Dao et al. 2023): each keeps
 second launch merges them. The tree is given by `parent`, or by the mask that `growth.ancestors` makes of it.
 B rows, H query heads, G key heads, N nodes, S slots, F features.
 
-Only `visspec bench kernels` calls it so far: draft passes fold heads under `sdpa` (`models/targets/folding.py`), with a
-mask for the tree. It is kept for trees on a GPU, where that mask is bandwidth, and is to be measured there first.
+Draft passes call it on a GPU (`models/targets/ragged.py`), where a mask for the tree is bandwidth; elsewhere they fold
+heads under `sdpa` (`models/targets/folding.py`), with such a mask. It has not been measured on a GPU.
 """
 
 import torch
@@ -77,7 +77,7 @@ def tree_attention_torch(q, k, v, length, ancestors, start, scaling):
 @jit
 def _tree_attention_kernel(
     q, k, v, length, start, ancestors, part, high, mass,
-    H, G, N, F, scale, kb, kg, ks, vb, vg, vs, SPLITS,
+    H, G, N, F, scale, kb, kg, ks, vb, vg, vs, lb, sb, ab, an, SPLITS,
     START: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
@@ -95,10 +95,10 @@ def _tree_attention_kernel(
     tile = tl.load(query, mask=live[:, None] & (f[None, :] < F), other=0.0)
     if UPCAST:
         tile = tile.to(tl.float32)
-    used = tl.load(length + b).to(tl.int32)
+    used = tl.load(length + b * lb).to(tl.int32)
     first = tl.full((), 0, tl.int32)
     if START:
-        first = tl.load(start + b).to(tl.int32)
+        first = tl.load(start + b * sb).to(tl.int32)
     blocks = (used + N + BLOCK_S - 1) // BLOCK_S
     each = (blocks + SPLITS - 1) // SPLITS
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -120,7 +120,7 @@ def _tree_attention_kernel(
         score = tl.dot(tile, keys, input_precision="ieee") * scale
         own = s - used
         in_tree = (own >= 0) & (own < N)
-        relation = ancestors + (b * N + node)[:, None] * N + own[None, :]
+        relation = ancestors + (b * ab + node * an)[:, None] + own[None, :]
         related = tl.load(relation, mask=live[:, None] & in_tree[None, :], other=0) != 0
         prefix = (s < used) & (s >= first)
         allowed = (prefix[None, :] | related) & live[:, None]
@@ -184,9 +184,13 @@ def tree_attention_triton(q, k, v, length, ancestors, start, scaling, splits=Non
     out = torch.empty(B, H, N, F, dtype=torch.float32, device=q.device)
     # The interpreter computes 16-bit products wrongly; tensor cores accumulate them in fp32.
     upcast = q.dtype in (torch.float32, torch.float64) or triton.knobs.runtime.interpret
+    first = length if start is None else start
+    if ancestors.stride(2) != 1:
+        ancestors = ancestors.contiguous()
     _tree_attention_kernel[(B * G, blocks, splits)](
-        q, k, v, length, length if start is None else start, ancestors.to(torch.int8).contiguous(), part, high, mass,
-        H, G, N, F, F**-0.5 if scaling is None else scaling, *k.stride()[:3], *v.stride()[:3], splits,
+        q, k, v, length, first, ancestors.view(torch.int8), part, high, mass,
+        H, G, N, F, F**-0.5 if scaling is None else scaling, *k.stride()[:3], *v.stride()[:3],
+        length.stride(0), first.stride(0), *ancestors.stride()[:2], splits,
         START=start is not None, UPCAST=upcast, BLOCK_M=block_m, BLOCK_S=block_s, BLOCK_F=block_f,
         num_warps=8, num_stages=2,
     )  # fmt: skip

@@ -8,6 +8,8 @@ import struct
 import subprocess
 import sys
 import zlib
+from datetime import date
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -321,6 +323,67 @@ def test_the_doctor_asks_for_triton_where_there_is_a_cuda_device(monkeypatch, ca
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["doctor"]) == 0  # without Triton a CUDA tensor is refused: no other kernel takes its place
     assert "triton is MISSING: needed" in capsys.readouterr().out
+
+
+class Card:
+    """What torch says of a GPU."""
+
+    version, room = (9, 0), 232448
+
+    @classmethod
+    def get_device_capability(cls):
+        return cls.version
+
+    @classmethod
+    def get_device_properties(cls, index):
+        return SimpleNamespace(shared_memory_per_block_optin=cls.room)
+
+
+def on_a_card(monkeypatch, **changes):
+    """The doctor's lines about kernels with such a GPU."""
+    from visspec.cli import doctor
+
+    card = type("Other", (Card,), changes)
+    for name in ("get_device_capability", "get_device_properties"):
+        monkeypatch.setattr(f"torch.cuda.{name}", getattr(card, name))
+    monkeypatch.setattr("visspec.provenance.driver_version", lambda: "570.1")
+    return doctor.kernel_lines(True)
+
+
+def test_the_doctor_has_a_line_for_each_kernel(monkeypatch):
+    from visspec import kernels
+    from visspec.cli import doctor
+
+    names = [name for name in kernels.__all__ if name != "FILES"]
+    plain = doctor.kernel_lines(False)
+    assert plain[1 : 1 + len(names)] == [f"  {name}: torch path" for name in names]
+    said = "\n".join(plain)
+    assert "CUDA graphs: none without a CUDA device" in said and "attend by: a mask over stored keys" in said
+    lines = on_a_card(monkeypatch)
+    assert lines[0].startswith("driver 570.1, CUDA ") and lines[0].endswith(f"{date.today()}")
+    assert [line.split(":")[0] for line in lines[2 : 2 + len(names)]] == [f"  {name}" for name in names]
+    assert "  tree_attention: Triton on CUDA capability 9.0, 96.0 of 227 KB of shared memory" in lines
+    assert "  codebook_neighbours: Triton on CUDA capability 9.0" in lines  # nobody knows its shared memory
+    assert "draft passes of 16-bit models attend by: torch's varlen_attn" in "\n".join(lines)
+
+
+def test_the_doctor_names_kernels_that_do_not_fit(monkeypatch):
+    lines = on_a_card(monkeypatch, version=(7, 5), room=65536)
+    assert "  tree_attention: will not run in every form: it needs 96.0 of 64 KB of shared memory" in lines
+    assert "  accept_tree: Triton on CUDA capability 7.5, 0.2 of 64 KB of shared memory" in lines
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "  accept_tree: interpreted (TRITON_INTERPRET=1), for tests only" in on_a_card(monkeypatch)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "  accept_tree: will not run" in on_a_card(monkeypatch)
+
+
+def test_the_doctor_knows_a_torch_without_varlen_attn(monkeypatch):
+    from visspec.cli import doctor
+    from visspec.models.targets import ragged
+
+    monkeypatch.setattr(ragged, "varlen_attn", None)
+    assert "torch.nn.attention.varlen: not in this torch" in doctor.kernel_lines(False)
+    assert "attend by: tree_attention, no mask" in "\n".join(on_a_card(monkeypatch))
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["caption", "--help"], ["nope"]])

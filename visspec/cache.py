@@ -20,13 +20,13 @@ GROW = 128  # extra slots allocated at least, so that the cache is copied rarely
 AT_ONCE = 4096  # slots, or as many as the prompt has: an answer's room that is allocated with the prompt, at most
 
 
-def to_device(values: Sequence, device: torch.device | str) -> Tensor:
+def to_device(values: Sequence, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
     """Copy Python numbers to a tensor on `device`. The copy is from pinned memory and doesn't block; a copy from
     pageable memory would synchronise with the device.
     """
     if torch.device(device).type != "cuda":
-        return torch.tensor(values, device=device)
-    return torch.tensor(values, device="cpu", pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(values, device=device, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def packed(x: Tensor) -> Tensor:

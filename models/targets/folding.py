@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from visspec.models.targets import ragged
 from visspec.models.targets.hooks import HOOKING
 
 NAME = "sdpa"
@@ -33,23 +34,35 @@ def register() -> None:
 
 
 def folding(stock: Callable) -> Callable:
-    """`stock`, except for masks with more rows than there are queries."""
+    """`stock`, except for masks with more rows than there are queries and for what `ragged` gives in their place."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
+        if ragged.is_told(attention_mask, query):
+
+            def masked(mask: Tensor) -> tuple[Tensor, Any]:
+                return stock(module, query, key, value, mask, *args, **kwargs)
+
+            return ragged.attend(
+                masked, query, key, value, attention_mask, not _more(args, kwargs), kwargs.get("scaling")
+            )
         nodes, share = query.shape[2], query.shape[1] // key.shape[1]
         if attention_mask.shape[2] <= nodes:
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
-        more = args or kwargs.get("dropout") or any(kwargs.get(name) is not None for name in MORE)
-        if more or share == 1 or attention_mask.shape[2] < share * nodes:
+        if _more(args, kwargs) or share == 1 or attention_mask.shape[2] < share * nodes:
             return stock(module, query, key, value, attention_mask[:, :, :nodes], *args, **kwargs)
         return folded(query, key, value, attention_mask[:, :, : share * nodes], kwargs.get("scaling")), None
 
     attention.stock = stock  # type: ignore[attr-defined]
     return attention
+
+
+def _more(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for more than a softmax over keys."""
+    return bool(args or kwargs.get("dropout") or any(kwargs.get(name) is not None for name in MORE))
 
 
 def folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:

@@ -23,7 +23,7 @@ from visspec import tree as trees
 from visspec.cache import SlotCache, gathered, packed, to_device
 from visspec.laws import Categorical
 from visspec.loop.tape import Ids
-from visspec.models.targets import folding, probe, rotary
+from visspec.models.targets import folding, probe, ragged, rotary
 from visspec.models.targets.compiled import compiled
 from visspec.models.targets.hooks import Watch
 from visspec.models.targets.masks import STATEFUL, Masks
@@ -54,7 +54,7 @@ class HFDecoder(Target):
 
     def __init__(
         self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False, check: bool = True,
-        compile: bool = False,
+        compile: bool = False, attention: str | None = None,
     ):  # fmt: skip
         self.model = model
         self.capabilities = describe(model, features)
@@ -63,7 +63,11 @@ class HFDecoder(Target):
         mixed = bool(getattr(text, "layer_types", None))  # such models need a mask per layer type
         self.decoder = model.get_decoder()
         shared = folding.groups(self.decoder, text._attn_implementation)
-        self.masks = Masks(_dtype(self.decoder), _sliding_window(text), mixed, shared)
+        dtype, wanted = _dtype(self.decoder), attention or (None if check else ragged.MASK)
+        road = ragged.choose(self.decoder, text, dtype, self.device, wanted)
+        if road.name != ragged.MASK:
+            folding.register()
+        self.masks = Masks(dtype, _sliding_window(text), mixed, shared, road)
         # the last layer's output is the decoder's output, unless the decoder has its own head
         headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
         self.watched = tuple(features) == LAST and not headed

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from visspec.cache import GROW, SlotCache, additive, packed, to_device, visibility
+from visspec.models.targets.ragged import MASK, Road
 from visspec.types import Tree
 
 STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
@@ -20,19 +21,28 @@ MOST_KEPT = 1 << 24  # numbers in all shared masks together
 class Masks:
     """Builds the mask of a pass; shared shapes come from a buffer. `window` 0 means full attention in every layer;
     `mixed` models take a dictionary with a mask for each kind of layer. `groups` is G, 1 for masks of N rows.
+    `road`: what attention is told in place of a mask, if it is another one (`ragged`).
     """
 
-    def __init__(self, dtype: torch.dtype, window: int = 0, mixed: bool = False, groups: int = 1):
+    def __init__(
+        self, dtype: torch.dtype, window: int = 0, mixed: bool = False, groups: int = 1, road: Road | None = None
+    ):
         self.dtype, self.window, self.mixed, self.groups = dtype, window, mixed, groups
+        self.road = road or Road()
         self._bias: dict[int, tuple[Tree, Tensor]] = {}
 
     def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor | dict[str, Tensor] | None:
         """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
         if not self.window:
+            single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady
+            if single and (self.groups == 1 or self.road.name != MASK):
+                return None
+            told = self.road(slots, tree, extent)
+            if told is not None:
+                return told
             if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1:
                 return laid(self._ragged(slots, tree, extent), slots.steady)
-            bare = tree.size == self.groups == 1 and not slots.steady
-            return None if bare else laid(self._shared(tree, slots.length), slots.steady)
+            return laid(self._shared(tree, slots.length), slots.steady)
         seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
         full = self.additive(seen_RNS, self.groups)
         sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window), self.groups)

@@ -25,7 +25,7 @@ from visspec import tree as trees
 from visspec.cache import SlotCache
 from visspec.laws import categorical
 from visspec.loop.tape import Ids
-from visspec.models.targets import rotary
+from visspec.models.targets import ragged, rotary
 from visspec.models.targets.hooks import HOOKING
 from visspec.models.targets.recurrent import state_layers
 from visspec.models.targets.slot_layers import SlotLayer, SlotLayers
@@ -51,6 +51,7 @@ class Answer(NamedTuple):
     padding: bool = True  # whether rows padded at the left are continued as they would be without padding
     error: float = 0.0  # by how much a node's law differs from that of the same tokens one by one, of its spread
     folds: bool = True  # whether its attention takes masks with a row for every head of a group (`folding`)
+    needs_mask: str = ""  # why it can't be told lengths and trees in place of a mask (`ragged`)
 
 
 _answers: dict[tuple, Answer] = {}
@@ -64,18 +65,25 @@ def check(target: HFDecoder) -> Answer:
     if target.device.type == "meta":
         return Answer()  # no numbers, nothing to ask
     parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
-    key = parts, target.masks.groups, model.dtype, target.device.type, repr(model.config.to_dict())
+    road = target.masks.road
+    key = parts, target.masks.groups, road.name, model.dtype, target.device.type, repr(model.config.to_dict())
     answer = _answers.get(key)
     if answer is None:
         with HOOKING, untouched(model):  # one thread at a time asks, and no hooks come or go meanwhile
+            told = road.name != ragged.MASK
             answer = _asked(target)
+            if told and (answer.fault is not None or road.name == ragged.MASK):  # or it has refused in the middle
+                road.refuse("other laws of a draft's nodes without a mask")
+                answer = _asked(target)._replace(needs_mask=road.why)
             if answer.fault is not None and target.masks.groups > 1:
                 target.masks.groups = 1
-                answer = _asked(target)._replace(folds=False)
+                answer = _asked(target)._replace(folds=False, needs_mask=answer.needs_mask)
                 LOGGER.info("%s: keys are repeated for heads that share them", type(model).__name__)
             _answers[key] = answer
     if not answer.folds:
         target.masks.groups = 1
+    if answer.needs_mask:
+        road.name, road.why = ragged.MASK, answer.needs_mask
     if answer.fault is not None:
         raise ValueError(answer.fault)
     if answer.error > EXACT and _exact(model):
@@ -97,7 +105,7 @@ def _asked(target: HFDecoder) -> Answer:
             error, limit = _difference(together, apart, exact)
             if error > limit:
                 return Answer(_unlike(name, error))
-        tree_RPV = _in_a_tree(target)
+        tree_RPV = _in_a_draft(target)
         # others only where the first differs: models that let a prompt see its own end are causal step by step alone
         once, one_by_one = (len(PATH),), (1,) * len(PATH)
         for widths, padding in ((once, True), (one_by_one, True), (one_by_one, False)):
@@ -107,7 +115,9 @@ def _asked(target: HFDecoder) -> Answer:
                 path_RPV = torch.cat([_alone(target, row, widths) for row in range(2)])
             error, limit = _difference(tree_RPV, path_RPV, exact)
             if error <= limit:
-                return Answer(padding=padding, error=error)
+                if target.masks.road.name == ragged.VARLEN:  # which takes another way for chains
+                    error, limit = _difference(_in_a_draft(target, chain=True), path_RPV, exact)
+                return Answer(_unlike(name, error) if error > limit else None, padding=padding, error=error)
     except (MemoryError, torch.OutOfMemoryError):
         raise  # says nothing of the model
     except Exception as raised:
@@ -222,10 +232,13 @@ def _tokens(target: HFDecoder) -> Tensor:
     return torch.tensor([[ordinary[n % len(ordinary)] for n in range(size)]], device=target.device)
 
 
-def _in_a_tree(target: HFDecoder) -> Tensor:
-    """Logits of the path's nodes, from a pass over the tree: (R, P, V)."""
+def _in_a_draft(target: HFDecoder, chain: bool = False) -> Tensor:
+    """Logits of the path's nodes, from a pass over the tree, or over the path alone as a chain: (R, P, V)."""
+    parent, path = _shape(target)
     tokens_RN = _tokens(target).repeat(2, 1)
-    tree = trees.static(_shape(target)[0], str(target.device))
+    if chain:
+        tokens_RN, parent, path = tokens_RN[:, path], tuple(range(-1, len(path) - 1)), tuple(range(len(path)))
+    tree = trees.static(parent, str(target.device))
     request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
     values_RSE = _values(target)
     cache = target.cache(2)
@@ -237,7 +250,7 @@ def _in_a_tree(target: HFDecoder) -> Tensor:
     state = State(request, tokens_RN[:, 0], position, cache, [0, 1], Ids(request, 2))
     logits_RNV = categorical(target.verify(state, Draft(tokens_RN, tree)).law).logits
     cache.check_written(target.model, target.cached)
-    return logits_RNV[:, _shape(target)[1]]
+    return logits_RNV[:, path]
 
 
 def _shape(target: HFDecoder) -> tuple[tuple[int, ...], tuple[int, ...]]:

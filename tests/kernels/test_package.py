@@ -99,7 +99,7 @@ for name, dtype, sizes in (("bf16", torch.bfloat16, (64, 128, 256)), ("fp32", to
     for F in sizes:
         block_m, block_s = attention.tiles(dtype, F)
         built = build(attention._tree_attention_kernel, f"*{name} " * 3 + "*i64 *i64 *i8 *fp32 *fp32 *fp32 "
-                      "i32 i32 i32 i32 fp32 i32 i32 i32 i32 i32 i32 i32",
+                      "i32 i32 i32 i32 fp32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32",
                       "q k v ancestors part high mass F kb kg ks vb vg vs", dict(num_warps=8, num_stages=2),
                       START=True, UPCAST=name == "fp32", BLOCK_M=block_m, BLOCK_S=block_s, BLOCK_F=F)
         assert spilled(built) == 0, (name, F, spilled(built))

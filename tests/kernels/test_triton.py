@@ -209,6 +209,24 @@ def test_tree_attention(case, splits=2):
     assert torch.allclose(attention.tree_attention_triton(**arguments, splits=splits), wanted, atol=tolerance)
 
 
+def test_tree_attention_of_lengths_and_trees_that_are_views():
+    """As draft passes hand them over: columns of a table, and corners of a larger one."""
+    arguments = to_device(attention.random_case(1, rows=3, nodes=5, padded=True))
+    own = growth.ancestors(arguments.pop("parent"))
+    table = torch.stack([arguments.pop("length"), arguments.pop("start"), torch.full((3,), 99, device=DEVICE)], dim=1)
+    wide = torch.ones(3, 7, 9, dtype=torch.bool, device=DEVICE)
+    wide[:, 1:6, 2:7] = own
+    given = {"length": table[:, 0], "start": table[:, 1], "scaling": None}
+    wanted = attention.reference(**arguments, **given, ancestors=own)
+    for seen in (wide[:, 1:6, 2:7], own.transpose(1, 2).contiguous().transpose(1, 2)):
+        found = attention.tree_attention_triton(**arguments, **given, ancestors=seen)
+        assert torch.allclose(found, wanted, atol=1e-5)
+    one = attention.tree_attention_triton(**arguments, **given, ancestors=own[:1].expand(3, -1, -1))
+    assert torch.allclose(
+        one, attention.reference(**arguments, **given, ancestors=own[:1].expand(3, -1, -1)), atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("case", losses.CASES, ids=ids(losses.CASES))
 def test_draft_losses(case):
     draft, target = losses.random_case(0, **case).values()

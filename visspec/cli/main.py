@@ -28,6 +28,7 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "bench workers": "captions by one process and by several, through Ray Data",
     "bench image": "methods of image generation against stock generate",
     "bench prompts": "passes and the whole loop behind long prompts, against transformers",
+    "bench sizes": "passes and loops at the sizes of real models, with random weights and an oracle drafter",
     "bench memory": "peak memory, plain and accelerated, each in its own process",
     "bench kernels": "time and bandwidth of each kernel",
     "train": "train",

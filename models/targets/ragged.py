@@ -1,0 +1,248 @@
+"""Attention of draft passes without a mask over stored keys: layers are told lengths and the tree instead.
+
+`sdpa`'s entry (`folding`) hands on calls whose mask is one of two tensors that no other caller gives, small enough to
+be made anew at every pass:
+
+* a chain, (1, P, 3, B + 1) int32: where each row's queries begin, where its keys do, and how many keys it has, which
+  are the arguments of `torch.nn.attention.varlen`, causal from the last key on;
+* a tree, (B, 1, N + 1, W) uint8: in the first line each row's length and first slot, two int32; below it the ancestors
+  of each node, for `kernels.tree_attention`.
+
+Keys and values are read from the stores by slot: neither repeated for the heads that share them, nor copied. P is the
+distance of two rows in a store, in vectors; a layer whose store has another is given a mask. Nothing else depends on a
+pass, so that a recorded one can be replayed.
+B rows, H query heads, K key heads, N nodes, S slots, E head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from visspec import kernels
+from visspec.cache import SlotCache, to_device
+from visspec.kernels.common import triton
+from visspec.types import Tree
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None  # type: ignore[assignment]
+
+MASK, VARLEN, TREE = "mask", "varlen", "tree"
+WORDS = {
+    MASK: "a mask over stored keys",
+    VARLEN: "torch's varlen_attn for chains, tree_attention for trees, no mask",
+    TREE: "tree_attention, no mask",
+}
+_starts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of `SlotCache.padding`
+_here = threading.local()  # `road`: that of the pass which this thread runs
+
+
+class Road:
+    """How the draft passes of one target tell attention what a node sees; `name` is MASK, VARLEN or TREE. `keys` is K.
+
+    A failure makes it MASK for good, which a warning says: of the pass that fails too, the tokens are the same.
+    """
+
+    def __init__(self, name: str = MASK, keys: int = 0, why: str = ""):
+        self.name, self.keys, self.why = name, keys, why
+
+    def __str__(self) -> str:
+        return WORDS[self.name] + (f" ({self.why})" if self.why else "")
+
+    def refuse(self, why: str) -> None:
+        if self.name != MASK:
+            self.name, self.why = MASK, why
+            warnings.warn(f"attention: got {why}, expected none; draft passes take a mask", RuntimeWarning, 2)
+
+    def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor | None:
+        """What the layers of a pass are given in place of a mask, after `slots.open`; None where they need a mask:
+        padding inside prompts, and compiled passes.
+        """
+        if self.name == MASK or slots.steady or (start_B := starts(slots)) is None:
+            return None
+        _here.road = self
+        if self.name == VARLEN and tree.chain and ("seqused_k" in takes(varlen_attn) or len(start_B) == 1):
+            room = slots.keys[0].shape[2] if slots.keys else extent
+            return chain_of(slots.lengths, start_B, tree.size, room * self.keys, tree.depth.device)
+        return tree_of(slots.lengths, start_B, tree)
+
+
+def starts(slots: SlotCache) -> list[int] | None:
+    """Each row's first slot that is no padding; None where there is padding behind it. It waits for the device once
+    for each set of padded rows.
+    """
+    padding = slots.padding
+    if padding is None:
+        return [0] * len(slots.lengths)
+    if padding not in _starts:
+        real = padding.tolist()
+        _starts[padding] = [row.count(False) for row in real] if all(row == sorted(row) for row in real) else None
+    return _starts[padding]
+
+
+def chain_of(lengths: list[int], start_B: list[int], nodes: int, pitch: int, device: torch.device) -> Tensor:
+    """(1, pitch, 3, B + 1) int32; every chain is a row's `nodes` newest keys. The second dimension takes no memory."""
+    first = [row * pitch + start for row, start in enumerate(start_B)]
+    used = [length + nodes - start for length, start in zip(lengths, start_B)]
+    table = [n * nodes for n in range(len(used) + 1)], [*first, first[-1] + used[-1]], [*used, 0]
+    return to_device(table, device, torch.int32).expand(1, pitch, -1, -1)
+
+
+def tree_of(lengths: list[int], start_B: list[int], tree: Tree) -> Tensor:
+    """(B, 1, N + 1, W) uint8, W being N or the next numbers that take two int32 and are aligned."""
+    device, size = tree.ancestor.device, tree.size
+    told = tree.ancestor.new_zeros(len(lengths), 1, size + 1, max(8, -(-size // 4) * 4), dtype=torch.uint8)
+    told[:, 0, 0, :8] = to_device(list(zip(lengths, start_B)), device, torch.int32).view(torch.uint8)
+    told[:, 0, 1:, :size] = tree.ancestor
+    return told
+
+
+def is_told(mask: Tensor, query: Tensor) -> bool:
+    """Whether a 4-D mask is one of ours."""
+    if mask.dtype == torch.int32:
+        return mask.shape[1] > 1 and mask.shape[2:] == (3, query.shape[0] + 1)
+    return mask.dtype == torch.uint8 and mask.shape[:3] == (query.shape[0], 1, query.shape[2] + 1)
+
+
+def attend(
+    stock: Callable, query: Tensor, key: Tensor, value: Tensor, told: Tensor, plain: bool, scaling: float | None
+) -> tuple[Tensor, Any]:
+    """Attention of (B, H, N, E) queries to (B, K, S, E) keys: (B, N, H, E). plain: it is a softmax over keys and no
+    more. stock(mask): transformers' own function, which takes over where it isn't, and where ours fails.
+    """
+    why = "attention that is more than a softmax over keys"
+    if plain:
+        try:
+            way = varlen if told.dtype == torch.int32 else by_tree
+            return way(query, key, value, told, scaling), None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # says nothing of the machine
+        except Exception as error:
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    getattr(_here, "road", Road()).refuse(why)
+    return stock(seen(told, query.shape[2], key.shape[2]))
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, told: Tensor, scaling: float | None) -> Tensor:
+    """A chain a row through `varlen_attn`. The stores are one sequence of vectors, in which a row's heads are apart by
+    the stride of heads: a key's number is its row's first one and its slot.
+    """
+    rows, heads, nodes, size = query.shape
+    check(query, key, value, told.shape[1])
+    took, tables = takes(varlen_attn), told[0, 0]
+    if "scale" not in took and scaling not in (None, size**-0.5):
+        raise ValueError(f"scaling: got {scaling:g}, expected one over the root of {size}")
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in took else {"is_causal": True}
+    wanted = {"enable_gqa": heads != key.shape[1], "seqused_k": tables[2, :rows], "scale": scaling}
+    options = causal | {name: value for name, value in wanted.items() if name in took}
+    flat_q = query.transpose(1, 2).reshape(rows * nodes, heads, size)
+    out: Any = varlen_attn(flat_q, laid(key), laid(value), tables[0], tables[1], nodes, key.shape[2], **options)
+    return out.view(rows, nodes, heads, size)
+
+
+def check(query: Tensor, key: Tensor, value: Tensor, pitch: int) -> None:
+    """Raises ValueError for keys and values that are no view of a store."""
+    size = query.shape[3]
+    for name, states in (("key", key), ("value", value)):
+        strides, shape = states.stride(), tuple(states.shape)
+        dense = shape == tuple(key.shape) and shape[3] == size and strides[2:] == (size, 1) and strides[1] % size == 0
+        if not dense or (shape[0] > 1 and strides[0] != pitch * size):
+            raise ValueError(f"{name}: got strides {strides} of {shape}, expected those of a store")
+
+
+def laid(states: Tensor) -> Tensor:
+    """(T, K, E): the memory of a store as overlapping rows; T reaches to the end of the last row's first head."""
+    rows, heads, extent, size = states.shape
+    last = (rows - 1) * states.stride(0) // size if rows > 1 else 0
+    return states.as_strided((last + extent, heads, size), (size, states.stride(1), 1))
+
+
+def by_tree(query: Tensor, key: Tensor, value: Tensor, told: Tensor, scaling: float | None) -> Tensor:
+    """Any tree by our own kernel."""
+    length_B, start_B, ancestor_BNN = parts(told)
+    attended = kernels.tree_attention(query, key, value, length_B, None, ancestor_BNN, start_B, scaling)
+    return attended.transpose(1, 2).contiguous()
+
+
+def parts(told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lengths and first slots (B,) int32, ancestors (B, N, N) bool, as views."""
+    length_B, start_B = told[:, 0, 0, :8].view(torch.int32).unbind(1)
+    return length_B, start_B, told[:, 0, 1:, : told.shape[2] - 1].view(torch.bool)
+
+
+def seen(told: Tensor, nodes: int, extent: int) -> Tensor:
+    """The mask that is told otherwise: (B, 1, N, S) bool."""
+    slot = torch.arange(extent, device=told.device)
+    if told.dtype == torch.int32:
+        row = torch.arange(told.shape[3] - 1, device=told.device)
+        start_B = told[0, 0, 1, : len(row)] - row * told.shape[1]
+        length_B = start_B + told[0, 0, 2, : len(row)] - nodes
+        ancestor_BNN = torch.ones(len(row), nodes, nodes, dtype=torch.bool, device=told.device).tril()
+    else:
+        length_B, start_B, ancestor_BNN = parts(told)
+    own = slot - length_B[:, None]
+    related = ancestor_BNN.gather(2, own.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1))
+    inside = (own >= 0) & (own < nodes)
+    return (((own < 0) & (slot >= start_B[:, None]))[:, None] | (related & inside[:, None]))[:, None]
+
+
+@lru_cache(maxsize=8)
+def takes(function: Callable | None) -> frozenset[str]:
+    """Names of a function's arguments."""
+    return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
+
+
+def of_device(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """(the road of a device for weights of a dtype, why it is the mask)."""
+    if device.type != "cuda":
+        return MASK, "no CUDA device"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return MASK, f"weights in {str(dtype).removeprefix('torch.')}, not in 16 bits"
+    if triton is None:
+        return MASK, "no Triton"
+    return (VARLEN if "seqused_k" in takes(varlen_attn) else TREE), ""
+
+
+def choose(decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.device, wanted: str | None = None) -> Road:
+    """The road of a decoder: that of the device, or `wanted`, where all its layers attend to all keys and ask the
+    registry for their attention. text: its configuration.
+    """
+    name, why = of_device(device, dtype) if wanted is None else (wanted, "")
+    if name not in WORDS:
+        raise ValueError(f"attention: got {name!r}, expected one of {', '.join(WORDS)}")
+    heads = text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if name == MASK:
+        return Road(MASK, keys, why)
+    if text._attn_implementation != "sdpa":
+        why = f"attention {text._attn_implementation}, not sdpa"
+    elif kinds or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
+        why = "layers that do not attend to all keys"
+    elif not asks(decoder):
+        why = "attention of the model's own"
+    if name == VARLEN and (size % 8 or size > 256):  # which FlashAttention does not take
+        name = TREE
+    return Road(MASK if why else name, keys, why)
+
+
+def asks(decoder: nn.Module) -> bool:
+    """Whether every layer with shared heads asks the registry for its attention, and any layer does."""
+    asking = set()
+    for module in decoder.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        asked = "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
+        if asked or isinstance(getattr(module, "num_key_value_groups", None), int):
+            asking.add(asked)
+    return asking == {True}

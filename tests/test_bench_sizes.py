@@ -1,0 +1,152 @@
+"""`visspec bench sizes`: tiny layers in place of each model's, on a CPU."""
+
+import json
+
+import pytest
+import torch
+
+from visspec import tree as trees
+from visspec.cli import bench_sizes
+from visspec.cli.main import main
+from visspec.models.targets import masks
+from visspec.types import Request
+
+OPTIONS = "--tiny --prompt 12 --max-new-tokens 72 --repeats 2 --dtype float32 --levels 5".split()
+COMMON = {
+    "bench", "guarantee", "drafter", "acceptance", "n_prompts", "max_new_tokens", "temperature", "seed", "identical",
+    "compared", "provenance", "rows",
+}  # fmt: skip
+ROW = {
+    "size", "layers", "arm", "batch_size", "tau", "expected_tau", "given_acceptance", "speedup", "speedup_ci95",
+    "speedup_decode_only", "decode_over_transformers_static", "decode_over_plain", "identical", "compared", "law_error",
+    "attention", "compiled", "failures", "ms_per_token", "ms_per_round", "pass_ms", "host_share", "over_bytes",
+}  # fmt: skip
+DRAFTED = {"ideal_speedup", "measured_over_ideal", "verify_over_plain", "draft_over_plain", "host_over_plain"}
+ARMS = ["transformers_generate", "transformers_static", "plain", "oracle 0.6", "oracle 0.9", "oracle 1"]
+
+
+def tiny(name="qwen2.5-vl-7b", batch=2, **changes):
+    size = bench_sizes.SIZES[name]
+    size = size._replace(**bench_sizes._fitting(size, {**bench_sizes.TINY, **changes}))
+    return bench_sizes.Case(size.model("cpu", torch.float32, 120), batch, 12, 40, 5)
+
+
+def test_it_writes_what_it_measured(tmp_path, capsys):
+    file = tmp_path / "sizes.json"
+    argv = [*OPTIONS, "--sizes", "qwen2.5-vl-7b", "llamagen-xl", "--batch", "1", "3", "--acceptance", "0.6", "0.9", "1"]
+    assert main(["bench", "sizes", *argv, "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    rows = record["rows"]
+    assert record.keys() >= COMMON and record["bench"] == "sizes" and record["random_weights"]
+    assert record["provenance"]["dtype"] == "float32" and record["identical"] == record["compared"] == 2 * 2 * 4 * 6
+    assert [(r["size"], r["batch_size"]) for r in rows[::6]] == [
+        (name, batch) for name in ("qwen2.5-vl-7b", "llamagen-xl") for batch in (1, 3)
+    ]
+    assert [r["arm"] for r in rows] == ARMS * 4
+    for row in rows:
+        assert row.keys() >= ROW and not row["failures"] and row["law_error"] < 1e-4 and row["layers"] == 2
+        assert row["identical"] == row["compared"] == 2 * row["batch_size"] and row["speedup"] > 0
+        assert all(row[name] is None for name in ("ms_per_token", "pass_ms", "host_share", "over_bytes"))
+        drafted = row["arm"].startswith("oracle")
+        assert (row["tau"] is not None) == drafted == (row.keys() >= DRAFTED)
+    for a, wanted in ((0.6, 2.38), (0.9, 4.69)):
+        found = [row for row in rows if row["given_acceptance"] == a]
+        assert all(abs(row["expected_tau"] - wanted) < 0.01 for row in found)
+        rounds = sum(row["compared"] * 71 / row["tau"] for row in found)  # 71: the first token is the prefill's
+        assert abs(sum(row["compared"] * 71 for row in found) / rounds - wanted) < 0.35
+    surely = [row["tau"] for row in rows if row["given_acceptance"] == 1]
+    assert surely == [pytest.approx(71 / 12)] * 4  # six a pass, the last one shorter
+    out = capsys.readouterr().out
+    assert "random weights" in out and "ms a token" not in out  # ratios on a CPU
+
+
+def test_a_gpu_gets_times(monkeypatch):
+    """The fields that a CPU has not, as if this were a GPU."""
+    case = tiny(batch=1)
+    monkeypatch.setattr(bench_sizes.Case, "wait", lambda self: None)
+    monkeypatch.setattr(bench_sizes, "copy_bandwidth", lambda device, clock: 1e9)
+    case.cuda = True
+    rows = [{"size": "tiny", "layers": 2} | row for row in case.rows([0.8], 1)]
+    weights = 4 * sum(p.numel() for p in case.model.parameters())
+    for row in rows:
+        assert row["over_bytes"] == pytest.approx(row["pass_ms"] * 1e6 / weights)
+        assert 0 < row["host_share"] <= 1 and row["ms_per_token"] > 0
+        assert (row["ms_per_round"] is not None) == (row["arm"] in ("plain", "oracle 0.8"))
+        assert row["compiled"] == (row["arm"] == "transformers_static")
+    assert rows[3]["ms_per_round"] / rows[3]["ms_per_token"] == pytest.approx(rows[3]["tau"], rel=0.05)
+    view = bench_sizes.table({"rows": rows, "prompt": 12, "max_new_tokens": 40})
+    assert [column.header for column in view.columns][-4:] == ["ms a token", "pass, ms", "host", "over bytes"]
+
+
+def test_proportions_are_those_of_the_model():
+    heads = {name: (size.heads, size.keys) for name, size in bench_sizes.SIZES.items()}
+    assert heads["qwen2.5-vl-7b"] == (28, 4) and heads["llava-1.6-7b"] == (32, 32)
+    config = tiny(heads=14).model.config
+    assert (config.num_attention_heads, config.num_key_value_heads) == (14, 2)
+
+
+def test_sizes_are_those_of_the_models():
+    """Billions of weights, counted without making them."""
+    found = {}
+    for name, size in bench_sizes.SIZES.items():
+        with torch.device("meta"):
+            config = size.config(256)
+            model = size.build()(config)
+        found[name] = sum(p.numel() for p in model.parameters()) / 1e9
+    assert found == pytest.approx(
+        {"llava-1.6-7b": 6.74, "qwen2.5-vl-7b": 7.62, "janus-pro-7b": 6.21, "llamagen-xl": 0.77}, abs=0.02
+    )
+
+
+def test_what_the_host_has_issued_is_not_waited_for():
+    waits, clock = [], iter(range(100))
+    assert bench_sizes.issued(lambda: next(clock), lambda: waits.append(next(clock)), repeats=3) < 1e-3
+    assert waits == [0, 2, 4]  # in front of each call only
+
+
+def test_the_oracle_errs_as_often_as_it_is_told():
+    answer = torch.randint(50, (4, 2000), generator=torch.Generator().manual_seed(0))
+    for acceptance in (0.0, 0.25, 0.8, 1.0):
+        drafts = bench_sizes.Oracle(answer, acceptance, 50, seed=3).drafts_BT
+        assert abs(float((drafts == answer).float().mean()) - acceptance) < 0.02
+        assert 0 <= int(drafts.min()) and int(drafts.max()) < 50
+
+
+def test_laws_are_compared_as_tokens_may_not_show_an_error(monkeypatch):
+    """The next id mostly follows whatever a node attends to; its law does not."""
+    assert tiny().passes()["law_error"] < 1e-4
+    case = tiny()
+    blind = lambda self, tree, length: self.additive(torch.ones(1, tree.size, length + tree.size, dtype=bool), 7)  # noqa: E731
+    monkeypatch.setattr(masks.Masks, "_shared", blind)
+    assert case.passes()["law_error"] > 1e-2
+
+
+def test_drafts_of_rows_that_are_apart_are_of_their_own_place():
+    case = tiny()
+    options = {"attention_mask": torch.ones_like(case.ids(0)), "use_cache": True}
+    with torch.inference_mode():
+        state, _ = case.plain.target.prefill(Request(options, case.ids(0), 40))
+    answer = case.answer(0)
+    state.tokens[0][:], state.tokens[1][:] = answer[0, :3].tolist(), answer[1, :6].tolist()
+    state.pending = torch.stack([answer[0, 2], answer[1, 5]])
+    draft = bench_sizes.Oracle(answer, 1.0, 128).propose(state, 4)
+    assert draft.tree is trees.chain(4) and draft.value.tolist() == [answer[0, 2:7].tolist(), answer[1, 5:10].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--sizes", "gpt"], "llamagen-xl"),
+        (["--acceptance", "1.2"], "got 1.2, expected a probability"),
+        (["--layers", "0"], "expected a whole number of at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(argv, said, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "sizes", *argv])
+    assert said in capsys.readouterr().err
+
+
+def test_one_token_has_no_decoding(capsys):
+    assert main(["bench", "sizes", "--tiny", "--max-new-tokens", "1"]) == 2
+    assert "max_new_tokens: got 1, expected at least 2" in capsys.readouterr().err
