@@ -21,7 +21,7 @@ TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
     {"laws", "kernels"},
     {"types"},
-    {"cache", "checkpoint", "files", "hub", "provenance"},
+    {"cache", "checkpoint", "files", "hub", "provenance", "replay"},
     {"tree"},
     {"sampling", "grammar"},
     {"accept"},

@@ -33,9 +33,17 @@ class Masks:
                 return laid(self._ragged(slots, tree, extent), slots.steady)
             bare = tree.size == self.groups == 1 and not slots.steady
             return None if bare else laid(self._shared(tree, slots.length), slots.steady)
-        seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
+        return self.whole(tree.ancestor, tree.depth, slots.lengths, slots.padding, extent)
+
+    def whole(
+        self, ancestor: Tensor, depth: Tensor, lengths: list[int] | Tensor, padding: Tensor | None, extent: int
+    ) -> Tensor | dict[str, Tensor]:
+        """The mask with nothing kept from other passes; lengths (R,) may be a tensor, which the host doesn't read."""
+        seen_RNS = visibility(ancestor, lengths, padding, extent)
         full = self.additive(seen_RNS, self.groups)
-        sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window), self.groups)
+        if not self.window:
+            return full
+        sliding = self.additive(seen_RNS & nearby(depth, lengths, extent, self.window), self.groups)
         mixed: dict[str, Any] = {"full_attention": full, "sliding_attention": sliding, **dict.fromkeys(STATEFUL)}
         return mixed if self.mixed else sliding
 
@@ -123,7 +131,7 @@ def aligned(bias: Tensor, spare: bool = False) -> Tensor:
     return new.copy_(bias)
 
 
-def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tensor:
+def nearby(depth: Tensor, lengths: list[int] | Tensor, extent: int, window: int) -> Tensor:
     """Sliding windows, (R, N, extent) bool: a node attends to the last `window` tokens on its path."""
     length_R = to_device(lengths, depth.device)
     rows, size = len(lengths), depth.shape[-1]
