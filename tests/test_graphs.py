@@ -1,4 +1,4 @@
-"""Passes recorded as graphs give the tokens and the logits of passes that are not, with a stand-in that needs no GPU."""
+"""Passes recorded as graphs give the tokens and logits of passes that are not, with a stand-in that needs no GPU."""
 
 from __future__ import annotations
 
