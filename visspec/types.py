@@ -377,9 +377,13 @@ class Drafter:
 
     traits = DrafterTraits()
     passes: Any = None  # its compiled calls, if it has any
+    recorder: Any = None  # its calls recorded as CUDA graphs, if they are
 
     def compile(self) -> None:
         """Called after `attach` where compiled passes were asked for; by default a drafter runs as it is."""
+
+    def record(self) -> None:
+        """Called where the target's passes are recorded; by default a drafter runs as it is."""
 
     def attach(self, target: Any) -> None:
         """Called with the model (for images its family) when a pairing is built, and again after its device or dtype

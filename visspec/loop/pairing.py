@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from visspec.accept.captured import Captured
+from visspec.laws import Categorical
 from visspec.loop.guard import Guarded
 from visspec.loop.orders import Islands, Raster
 from visspec.loop.pace import Pace
@@ -27,9 +29,8 @@ class Pairing:
     @property
     def passes(self) -> list[Any]:
         """What was compiled or recorded, of the target and of the drafter."""
-        drafter = None if self.drafter is None else self.drafter.inner.passes
-        found = self.target.passes, self.target.recorder, drafter
-        return [passes for passes in found if passes is not None]
+        both = self.target, *([] if self.drafter is None else [self.drafter.inner])
+        return [passes for one in both for passes in (one.passes, one.recorder) if passes is not None]
 
     @property
     def guarantee(self) -> str:
@@ -94,10 +95,15 @@ def pair(
             drafter.compile()
     traits = DrafterTraits() if drafter is None else drafter.traits
     target = make_target(traits)
-    if graphs is not False and not compile:
+    if compile and graphs:
+        said = "graphs: got True beside compile=True, expected one of them; passes are compiled"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
+    elif graphs is not False and not compile:
         target.record(graphs)
-    if target.recorder is not None and not isinstance(rule, Captured):
+    if target.recorder is not None and rule.traits.law is Categorical and not isinstance(rule, Captured):
         rule = Captured(rule)
+    if target.recorder is not None and drafter is not None:
+        drafter.record()
     rule.bind(target.capabilities)
     check(drafter, rule, target)
     guarded = None
