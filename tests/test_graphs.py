@@ -557,3 +557,56 @@ def test_targets_that_record_nothing_say_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Target().record(None)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cuda_graphs_give_the_tokens_of_eager_passes(dtype, monkeypatch):
+    """Over three buckets, with rows of different length; again, without a new recording; and in eight threads."""
+    monkeypatch.setattr(graphs, "FIRST", 32)
+    model = llama(seed=9).to("cuda", dtype)
+    inputs = {name: x.cuda() for name, x in prompt("llama", shapes("llama")["ragged"]).items()}
+    asked = [{**inputs, "max_new_tokens": 80, **how} for how in ({"do_sample": False}, {"do_sample": True, "seed": 3})]
+    plain, quick = (visspec.accelerate(model, "ngram", adaptive=False, graphs=g) for g in (False, True))
+    want = [plain.generate(**each) for each in asked]
+    recorder = quick.target.recorder
+    if dtype == torch.float32:  # others round by the number of slots
+        assert all(torch.equal(quick.generate(**each), one) for each, one in zip(asked, want))
+    found = [quick.generate(**each) for each in asked]
+    made = recorder.graphs
+    assert made > 2 and not recorder.refused and quick.rule.recordings
+
+    def job():
+        assert all(torch.equal(quick.generate(**each), one) for each, one in zip(asked, found))
+
+    job()
+    assert recorder.graphs == made
+    together([job] * 8)
+    assert not recorder.refused and quick.rule.most
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_pass_that_waits_is_noticed_on_a_gpu():
+    """And the process goes on as before."""
+    model = llama(seed=9).cuda()
+    mlp = model.model.layers[1].mlp
+    inner = mlp.forward
+
+    class Asking(type(mlp)):
+        def forward(self, x):
+            return inner(x) if float(x.abs().sum()) > -1 else x
+
+    mlp.__class__ = Asking
+    quick, asked = visspec.accelerate(model, None), {**ASKED, "input_ids": ASKED["input_ids"].cuda()}
+    asked["max_new_tokens"] = 40
+    said, output = told(lambda: quick.generate(**asked))
+    assert len(said) == 1 and "a synchronizing operation" in said[0]
+    assert torch.equal(output, model.generate(**asked))
