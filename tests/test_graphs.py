@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import visspec
+from tests import test_compiled as compiling
 from tests import test_image_targets as images
+from tests import test_stream as streaming
 from tests.doubles import Grower, Hostile, Oracle, TreeOracle, fast, new_tokens, stock
 from tests.replays import Standin, recording
 from tests.test_recurrent import model_of as recurrent
@@ -23,9 +25,11 @@ from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
 from visspec.accept.captured import Captured
 from visspec.accept.exact import Exact
 from visspec.api.images import ImagePipeline
-from visspec.models.drafters.eagle import FeatureDrafter
+from visspec.models.drafters import feature_drafting
+from visspec.models.drafters.eagle import FeatureDrafter, config_for
 from visspec.models.drafters.jacobi import Jacobi
-from visspec.models.targets import graphs
+from visspec.models.nets.feature_head import FeatureHead
+from visspec.models.targets import lending
 from visspec.models.targets.image_ar import ImageAR
 from visspec.types import Target
 
@@ -35,8 +39,8 @@ IMAGES = sorted(images.CASES)
 
 @pytest.fixture
 def standin(monkeypatch) -> Standin:
-    monkeypatch.setattr(graphs, "WORTH", 1)
-    monkeypatch.setattr(graphs, "FIRST", 16)
+    monkeypatch.setattr(lending, "WORTH", 1)
+    monkeypatch.setattr(lending, "FIRST", 16)
     return recording(monkeypatch)
 
 
@@ -203,7 +207,7 @@ def slots_of(stores):
 
 @pytest.mark.filterwarnings("error")
 def test_beyond_the_largest_bucket_it_runs_eager(standin, monkeypatch):
-    monkeypatch.setattr(graphs, "LARGEST", 32)
+    monkeypatch.setattr(lending, "LARGEST", 32)
     model = llama(seed=7)
     inputs = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(0))}
     asked = {**inputs, "max_new_tokens": 60, "do_sample": False}
@@ -272,7 +276,7 @@ def test_stores_are_back_when_nothing_holds_them(standin):
 
 
 def test_few_stores_and_recordings_are_kept(standin, monkeypatch):
-    monkeypatch.setattr(graphs, "IDLE", 1)
+    monkeypatch.setattr(lending, "IDLE", 1)
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     recorder = quick.target.recorder
@@ -289,16 +293,16 @@ def test_few_stores_and_recordings_are_kept(standin, monkeypatch):
 
 @pytest.mark.parametrize("rows, room", [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24)])
 def test_capacities(rows, room):
-    assert graphs.capacity(rows) == room
+    assert lending.capacity(rows) == room
 
 
 def test_buckets():
-    assert graphs.buckets(4096) == [256, 512, 1024, 2048, 4096] and graphs.buckets(300) == [256, 512]
-    assert graphs.buckets(None)[-1] == graphs.buckets(1 << 20)[-1] == graphs.LARGEST and graphs.buckets(8) == [256]
+    assert lending.buckets(4096) == [256, 512, 1024, 2048, 4096] and lending.buckets(300) == [256, 512]
+    assert lending.buckets(None)[-1] == lending.buckets(1 << 20)[-1] == lending.LARGEST and lending.buckets(8) == [256]
 
 
 def test_a_short_request_records_nothing_and_uses_what_there_is(standin, monkeypatch):
-    monkeypatch.setattr(graphs, "WORTH", 8)
+    monkeypatch.setattr(lending, "WORTH", 8)
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     recorder, seen = quick.target.recorder, eager_passes(quick.target)
@@ -309,6 +313,123 @@ def test_a_short_request_records_nothing_and_uses_what_there_is(standin, monkeyp
         assert (recorder.graphs, len(seen)) == (graphs_made, eager), new
     two = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "do_sample": False, "max_new_tokens": 7}
     assert torch.equal(quick.generate(**two), model.generate(**two)) and recorder.graphs == 1
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def chains_of(model, **options):
+    return FeatureDrafter(FeatureHead(config_for(model, **options)), model)
+
+
+GREEDY = {"max_new_tokens": 15, "do_sample": False}
+SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("levels", [8, 6])
+@pytest.mark.parametrize("options", [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}])
+def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
+    """Of a round two calls, of which one reads what was accepted: greedy and sampled, ragged rows and such that end."""
+    if "table" in options:  # as for a large vocabulary
+        monkeypatch.setattr(feature_drafting, "FOLD_LIMIT", 0)
+    model = model_of("llava")
+    drafter = chains_of(model, **{k: v for k, v in options.items() if k != "table"})
+    eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels, graphs=False)
+    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels)
+    own = quick.drafter.inner.recorder
+    for rows in ("one", "ragged", "several", "one"):
+        inputs = prompt("llava", shapes("llava")[rows])
+        for more in (GREEDY, SAMPLED):
+            found, want = (compiling.drafted(each, inputs, **more) for each in (quick, eager))
+            assert found == want, rows
+    made, replays = own.graphs, standin.replays
+    assert made and not own.refused and quick.pairing.passes == [quick.target.recorder, own]
+    found = compiling.drafted(quick, inputs, **GREEDY)
+    assert found == compiling.drafted(eager, inputs, **GREEDY) and own.graphs == made
+    launches = [2 + -(-depth // 4) for depth, _ in found[1]]
+    assert standin.replays - replays == sum(launches) + 1  # with the verdict on the prompt's token
+    assert max(launches) == 4
+    assert len(free(own)) == len({stores.number for stores in free(own)}) and quick.last_state.memory.lent is None
+
+
+def test_drafts_of_rows_that_join(standin):
+    model = model_of("llava")
+    quick = visspec.accelerate(model, chains_of(model), adaptive=False)
+    entries = streaming.prompts("llava")
+    assert streaming.together(quick, entries) == streaming.alone(quick, entries)
+    assert quick.drafter.inner.recorder.graphs and not quick.drafter.inner.recorder.refused
+
+
+def test_drafts_in_threads(standin, hurried):
+    model = model_of("llava")
+    quick, eager = (visspec.accelerate(model, chains_of(model), adaptive=False, graphs=g) for g in (None, False))
+    jobs = []
+    for i in range(6):
+        inputs = prompt("llava", shapes("llava")[("one", "ragged", "several")[i % 3]])
+        more = (GREEDY, SAMPLED)[i % 2]
+        want = compiling.drafted(eager, inputs, **more)[0]
+
+        def job(inputs=inputs, more=more, want=want):
+            result = quick.run(**inputs, **more)
+            assert result.state.tokens == want and result.stats.faults == 0
+
+        jobs.append(job)
+    together(jobs * 2)
+    assert quick.drafter.inner.recorder.graphs and not quick.drafter.inner.recorder.refused
+
+
+def test_drafts_that_are_not_recorded(standin):
+    """Trees, stops, laws with top-k: as ever."""
+    model = model_of("llava")
+    inputs = prompt("llava", shapes("llava")["one"])
+    head = FeatureHead(config_for(model))
+    for drafter, more in (
+        (FeatureDrafter(head, model), {"do_sample": True, "top_k": 5, "seed": 1}),
+        (FeatureDrafter(head, model, width=2), {"do_sample": False}),
+        (FeatureDrafter(head, model).shaped(entropy=0.5), {"do_sample": False}),
+    ):
+        eager, quick = (
+            visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=graph) for graph in (False, None)
+        )
+        found = compiling.drafted(quick, inputs, max_new_tokens=12, **more)
+        assert found == compiling.drafted(eager, inputs, max_new_tokens=12, **more)
+        own = quick.drafter.inner.recorder
+        assert quick.target.recorder.graphs and (own is None or own.graphs == 0)
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
+    """At the first call, or in the middle of a draft."""
+    monkeypatch.setattr(lending, "WORTH", 1)
+    recording(monkeypatch)
+    model = model_of("llava")
+    drafter, inputs = chains_of(model), prompt("llava", shapes("llava")["ragged"])
+    eager, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, None))
+    own, calls = quick.drafter.inner.recorder, []
+    record = Standin()
+
+    def failing(call):
+        calls.append(call)
+        if len(calls) == last:
+            raise RuntimeError("no graphs here")
+        return record(call)
+
+    own.record = failing
+    said, found = told(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
+    assert said == ["graphs: drafts of FeatureDrafter are not recorded, it runs eager: RuntimeError: no graphs here"]
+    assert found == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
+    assert not own.recordings and not free(own) and not quick.target.recorder.refused
+
+
+def test_a_drafter_that_learns_is_recorded_anew(standin):
+    drafter = chains_of(model_of("llava"))
+    drafter.record()
+    first = drafter.recorder
+    drafter.record()
+    assert drafter.recorder is first and copy.copy(drafter).recorder is None
+    drafter.refresh()
+    assert drafter.recorder is not first and drafter.recorder.levels.qkv is drafter.fold.qkv
 
 
 # --- what can't be recorded -------------------------------------------------------------------------------------------
@@ -329,8 +450,8 @@ ASKED = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 20, "do_sa
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("CUDA: no room")])
 def test_a_capture_that_fails(at, error, monkeypatch):
     """At once or later, of a pass or of a verdict: said once, the same tokens, and nothing is kept of it."""
-    monkeypatch.setattr(graphs, "WORTH", 1)
-    monkeypatch.setattr(graphs, "FIRST", 8)
+    monkeypatch.setattr(lending, "WORTH", 1)
+    monkeypatch.setattr(lending, "FIRST", 8)
     made = recording(monkeypatch, {at: error})
     model = llama(seed=9)
     quick = visspec.accelerate(model, "ngram", adaptive=False)
@@ -349,7 +470,7 @@ def test_a_capture_that_fails(at, error, monkeypatch):
 
 def test_no_memory_for_stores(standin, monkeypatch):
     """Idle ones are freed first; then it runs eager."""
-    allocated, calls, kept = graphs._allocated, [], []
+    allocated, calls, kept = lending.allocated, [], []
 
     def short(kind):
         calls.append(kind)
@@ -357,7 +478,7 @@ def test_no_memory_for_stores(standin, monkeypatch):
             raise torch.OutOfMemoryError("CUDA: no room")
         return allocated(kind)
 
-    monkeypatch.setattr(graphs, "_allocated", short)
+    monkeypatch.setattr(lending, "allocated", short)
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED))  # outgrows the first stores: the second try
@@ -570,7 +691,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_cuda_graphs_give_the_tokens_of_eager_passes(dtype, monkeypatch):
     """Over three buckets, with rows of different length; again, without a new recording; and in eight threads."""
-    monkeypatch.setattr(graphs, "FIRST", 32)
+    monkeypatch.setattr(lending, "FIRST", 32)
     model = llama(seed=9).to("cuda", dtype)
     inputs = {name: x.cuda() for name, x in prompt("llama", shapes("llama")["ragged"]).items()}
     asked = [{**inputs, "max_new_tokens": 80, **how} for how in ({"do_sample": False}, {"do_sample": True, "seed": 3})]

@@ -15,7 +15,7 @@ from tests.doubles import Double, Oracle, fast, stock
 from tests.replays import recording
 from tests.tiny import prompt, shapes
 from visspec import tree as trees
-from visspec.models.targets import graphs
+from visspec.models.targets import lending
 from visspec.types import Draft
 
 ROOT = Path(visspec.__file__).parent.parent
@@ -322,7 +322,7 @@ def test_one_synchronisation_a_round(name, kind, options, monkeypatch):
 def test_one_synchronisation_a_round_of_recorded_passes(options, monkeypatch):
     for shape, drafter in itertools.product(("one", "ragged"), (Chain, Fixed)):
         with monkeypatch.context() as patch:
-            patch.setattr(graphs, "WORTH", 1)
+            patch.setattr(lending, "WORTH", 1)
             made = recording(patch)
             for found in waits_per_round("qwen2_5_vl", drafter(), shape, patch, warm=True, **options):
                 assert found == ["tolist"], found

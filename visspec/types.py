@@ -399,6 +399,9 @@ class Drafter:
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Called after each round, or as `traits.observes` says."""
 
+    def finish(self, state: State) -> None:
+        """Called when a request has ended, unless an exception ended it."""
+
     def select(self, state: State, keep: list[int]) -> None:
         """Drop all live rows but these."""
 

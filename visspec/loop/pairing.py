@@ -14,6 +14,8 @@ from visspec.loop.orders import Islands, Raster
 from visspec.loop.pace import Pace
 from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
 
+SHAPES = 64  # of drafts whose verdicts are recorded
+
 
 @dataclass(frozen=True, eq=False)
 class Pairing:
@@ -101,7 +103,7 @@ def pair(
     elif graphs is not False and not compile:
         target.record(graphs)
     if target.recorder is not None and rule.traits.law is Categorical and not isinstance(rule, Captured):
-        rule = Captured(rule)
+        rule = Captured(rule, SHAPES)
     if target.recorder is not None and drafter is not None:
         drafter.record()
     rule.bind(target.capabilities)
