@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from visspec import replay
 
@@ -29,28 +30,41 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 class Tape(TorchDispatchMode):
-    """Records what is called in its context."""
+    """Records what is called in its context. Of tensors from elsewhere it keeps the memory, and no right to it: a
+    replay fails where nobody else holds it any more.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple] = []
         self.made: set[int] = set()  # storages
+        self.outer: dict[int, list[Tensor]] = {}  # by storage
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kept = tree_map_only(Tensor, self._alias, (args, kwargs or {}))
         output = function(*args, **(kwargs or {}))
         given = {storage(x) for x in tensors((args, kwargs))}
-        new = [x for x in tensors(output) if storage(x) not in given]
-        self.made |= {storage(x) for x in new}
+        new = [(n, x) for n, x in enumerate(tensors(output)) if storage(x) not in given]
+        self.made |= {storage(x) for _, x in new}
         if new or function._schema.is_mutable:  # anything else is a view
-            self.steps.append((function, args, kwargs or {}, output, new))
+            self.steps.append((function, *kept, new))
         return output
 
+    def _alias(self, x: Tensor) -> Tensor:
+        if storage(x) in self.made:
+            return x
+        alias = x.detach()
+        self.outer.setdefault(storage(x), []).append(alias)
+        return alias
+
     def replay(self) -> None:
-        for function, args, kwargs, output, new in self.steps:
-            again = function(*args, **kwargs)
-            for old, value in zip(tensors(output), tensors(again)):
-                if any(old is x for x in new):
-                    old.copy_(value)
+        for where, aliases in self.outer.items():
+            uses = torch._C._storage_Use_Count(where) - 1  # that of the number itself
+            assert uses > len(aliases), f"a recording reads memory of {tuple(aliases[0].shape)} that was freed"
+        for function, args, kwargs, new in self.steps:
+            again = tensors(function(*args, **kwargs))
+            for n, old in new:
+                old.copy_(again[n])
 
 
 class Standin:

@@ -129,13 +129,14 @@ class Recorded(Lending):
         want = eager().float()
         self.make_room()
         inputs = [x.clone(memory_format=torch.contiguous_format) for x in told]
-        rows, ahead = len(cache.slots.lengths), torch.arange(nodes, device=want.device)
+        rows = len(cache.slots.lengths)
         # a cache of its own, whose length on the host is not the request's: what depends on that differs below
         scratch = cache.over(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
 
         def call() -> Sequence[Tensor | None]:
             given, (length, depth, ancestor, *padding) = inputs[:count], inputs[count:]
-            scratch.slots.open_at(length[:, None] + ahead, stores.slots)
+            # what is made outside of the call, other than inputs and stores, would be freed behind the recording
+            scratch.slots.open_at(length[:, None] + torch.arange(nodes, device=length.device), stores.slots)
             real = padding[0] if padding else None
             return forward(scratch, self.masks.whole(ancestor, depth, length, real, stores.slots), *given)
 
