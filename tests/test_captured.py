@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.doubles import drafted
+from tests.replays import Standin
 from tests.test_image_targets import made
 from visspec import kernels
 from visspec import tree as trees
@@ -151,7 +152,7 @@ def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, device[0]))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: f"stream of {device[0]}")
-    monkeypatch.setattr("visspec.accept.captured.cuda_graph", lambda call, *shared: seen.append(shared) or rerun(call))
+    monkeypatch.setattr("visspec.replay.cuda_graph", lambda call, *shared: seen.append(shared) or rerun(call))
     captured = Captured(zoo.acceptance("exact"))
     rerun.count = 0
     captured.record = captured._graph
@@ -160,3 +161,19 @@ def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):
     device[0] = 1
     captured._graph(lambda: Verdict(*[torch.zeros(1)] * 3))
     assert seen[-1] == ((0, 1), "stream of 1")
+
+
+def test_the_stand_in_notices_memory_that_was_freed():
+    kept, buffer = torch.ones(3), torch.ones(3)
+
+    def record():
+        gone = torch.ones(3)
+        return Standin()(lambda: kept + buffer + gone)
+
+    _, replay = record()
+    with pytest.raises(AssertionError, match=r"memory of \(3,\) that was freed"):
+        replay()
+    output, replay = Standin()(lambda: kept + buffer.view(3, 1)[:, 0])
+    buffer += 1
+    replay()
+    assert output.tolist() == [3.0] * 3

@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import visspec
 from tests.doubles import Double, Oracle, fast, stock
+from tests.replays import recording
 from tests.tiny import prompt, shapes
 from visspec import tree as trees
+from visspec.models.targets import lending
 from visspec.types import Draft
 
 ROOT = Path(visspec.__file__).parent.parent
@@ -21,7 +23,7 @@ TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
     {"laws", "kernels"},
     {"types"},
-    {"cache", "checkpoint", "files", "hub", "provenance"},
+    {"cache", "checkpoint", "files", "hub", "provenance", "replay"},
     {"tree"},
     {"sampling", "grammar"},
     {"accept"},
@@ -289,9 +291,11 @@ def counted(read, found):
     return wrapped
 
 
-def waits_per_round(name, drafter, shape, monkeypatch, **options):
-    """What the host waits for between one verification and the next."""
+def waits_per_round(name, drafter, shape, monkeypatch, warm=False, **options):
+    """What the host waits for between one verification and the next. warm: of a second request."""
     model, marks = fast(name, drafter), []
+    if warm:
+        model.generate(**prompt(name, shapes(name)[shape]), max_new_tokens=16, **options)
     verify = model.target.verify
     with Waits() as mode:
         monkeypatch.setattr(model.target, "verify", lambda *a: (marks.append(len(mode.found)), verify(*a))[1])
@@ -312,6 +316,17 @@ def test_one_synchronisation_a_round(name, kind, options, monkeypatch):
         drafter = {"none": None, "ngram": "ngram", "chain": Chain(), "tree": Fixed(), "oracle": oracle}[kind]
         for found in waits_per_round(name, drafter, shape, monkeypatch, **options):
             assert found == ["tolist"], found
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 5}], ids=["greedy", "sampled"])
+def test_one_synchronisation_a_round_of_recorded_passes(options, monkeypatch):
+    for shape, drafter in itertools.product(("one", "ragged"), (Chain, Fixed)):
+        with monkeypatch.context() as patch:
+            patch.setattr(lending, "WORTH", 1)
+            made = recording(patch)
+            for found in waits_per_round("qwen2_5_vl", drafter(), shape, patch, warm=True, **options):
+                assert found == ["tolist"], found
+            assert made.count and made.replays
 
 
 def test_synchronisations_are_counted(monkeypatch):

@@ -79,42 +79,42 @@ def failing(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=
 
 @pytest.fixture
 def on(monkeypatch):
-    """Sets the road that targets take by themselves, and `varlen_attn`; counts calls: (road, nodes)."""
+    """Sets the backend that targets take by themselves, and `varlen_attn`; counts calls: (backend, nodes)."""
     seen: list[tuple[str, int]] = []
     monkeypatch.setattr(probe, "_answers", {})
-    for name, road in (("varlen", ragged.VARLEN), ("by_tree", ragged.TREE)):
+    for name, backend in (("varlen", ragged.VARLEN), ("by_tree", ragged.TREE)):
         plain = getattr(ragged, name)
-        call = lambda q, *rest, plain=plain, road=road: seen.append((road, q.shape[2])) or plain(q, *rest)  # noqa: E731
+        call = lambda q, *rest, plain=plain, backend=backend: seen.append((backend, q.shape[2])) or plain(q, *rest)  # noqa: E731
         monkeypatch.setattr(ragged, name, call)
 
-    def take(road, varlen_attn=plain_varlen):
+    def take(backend, varlen_attn=plain_varlen):
         monkeypatch.setattr(ragged, "varlen_attn", varlen_attn)
-        monkeypatch.setattr(ragged, "of_device", lambda device, dtype: (road, ""))
+        monkeypatch.setattr(ragged, "of_device", lambda device, dtype: (backend, ""))
         return seen
 
     return take
 
 
 def test_masks_stay_where_there_is_no_gpu():
-    road = HFDecoder(model_of("llama")).masks.road
-    assert road.name == ragged.MASK and str(road) == "a mask over stored keys (no CUDA device)"
+    backend = HFDecoder(model_of("llama")).masks.backend
+    assert backend.name == ragged.MASK and str(backend) == "a mask over stored keys (no CUDA device)"
 
 
 @pytest.mark.parametrize("shape", ["one", "ragged"])
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_vl"])
-@pytest.mark.parametrize("road", TOLD)
-def test_greedy_output_equals_stock(road, name, shape, on, monkeypatch):
-    built_masks, seen, counts = [], on(road), set()
+@pytest.mark.parametrize("backend", TOLD)
+def test_greedy_output_equals_stock(backend, name, shape, on, monkeypatch):
+    built_masks, seen, counts = [], on(backend), set()
     monkeypatch.setattr(masks, "visibility", lambda *args: built_masks.append(1) or visibility(*args))
     expected, inputs = stock(name, shape), prompt(name, shapes(name)[shape])
     for drafter in (
         None, Oracle(expected), TreeOracle(expected, 0.3), TreeOracle(expected, 0.3, per_row=True), Grower(expected),
     ):  # fmt: skip
         accelerated = visspec.accelerate(model_of(name), drafter, adaptive=False)
-        assert accelerated.target.masks.road.name == road
+        assert accelerated.target.masks.backend.name == backend
         seen.clear()
         assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
-        assert {way for way, nodes in seen if nodes in (1, 6)} <= {road}
+        assert {way for way, nodes in seen if nodes in (1, 6)} <= {backend}
         assert {way for way, nodes in seen if nodes in (9, 11)} <= {ragged.TREE}
         counts |= {nodes for _, nodes in seen}
     # chains, grown trees, two children a level; single nodes of one row have no mask to be spared
@@ -132,9 +132,9 @@ def test_every_family_is_told(name, on):
 
 @pytest.mark.parametrize("keys", [1, 2, 4])
 @pytest.mark.parametrize("rows", [["9"], ["9", "4", "12"]])
-@pytest.mark.parametrize("road", TOLD)
-def test_head_layouts_and_padding(road, rows, keys, on):
-    seen, model = on(road), llama(num_key_value_heads=keys)
+@pytest.mark.parametrize("backend", TOLD)
+def test_head_layouts_and_padding(backend, rows, keys, on):
+    seen, model = on(backend), llama(num_key_value_heads=keys)
     inputs = prompt("llama", rows)
     expected = new_tokens(model.generate(**inputs, **GREEDY), inputs)
     for drafter in (None, Oracle(expected), TreeOracle(expected, 0.4)):
@@ -142,7 +142,7 @@ def test_head_layouts_and_padding(road, rows, keys, on):
         seen.clear()
         assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
         assert bool(seen) == (drafter is not None or len(rows) > 1)
-        assert accelerated.target.masks.road.name == road
+        assert accelerated.target.masks.backend.name == backend
 
 
 @settings(max_examples=80, deadline=None)
@@ -150,9 +150,9 @@ def test_head_layouts_and_padding(road, rows, keys, on):
 def test_rounds_of_a_store_equal_those_with_masks(data):
     """Random rounds: chains and trees, padding at the left, commits of branches, rows that leave, stores that grow."""
     rows, keys = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2]))
-    share, road = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(TOLD))
+    share, backend = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(TOLD))
     size, g = 8, torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    slots, told_by = SlotCache(rows, lean=data.draw(st.booleans())), ragged.Road(road, keys)
+    slots, told_by = SlotCache(rows, lean=data.draw(st.booleans())), ragged.Backend(backend, keys)
     states = lambda heads, nodes: torch.randn(len(slots.lengths), nodes, heads, size, generator=g).transpose(1, 2)  # noqa: E731
     slots.open(6, "cpu")
     slots.write(0, states(keys, 6), states(keys, 6))
@@ -180,7 +180,7 @@ def test_rounds_of_a_store_equal_those_with_masks(data):
             wanted = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
             assert found.shape == wanted.shape and found.is_contiguous()
             assert torch.allclose(found, wanted, atol=1e-5)
-            assert told_by.name == road
+            assert told_by.name == backend
             paths = torch.where(tree.ancestor[:, -1:], torch.arange(nodes), -1)[:, 0].expand(live, -1).tolist()
             slots.commit([[n for n in path if n >= 0] for path in paths])
             if live > 1 and data.draw(st.booleans()):
@@ -192,22 +192,22 @@ def test_rounds_of_a_store_equal_those_with_masks(data):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("nodes", [1, 6, 64])
 @pytest.mark.parametrize(("heads", "keys", "size"), [(32, 32, 128), (28, 4, 128), (20, 20, 64)])
-@pytest.mark.parametrize("road", TOLD)
-def test_what_a_gpu_runs_equals_the_mask(road, heads, keys, size, nodes):
+@pytest.mark.parametrize("backend", TOLD)
+def test_what_a_gpu_runs_equals_the_mask(backend, heads, keys, size, nodes):
     """torch's `varlen_attn` and our compiled kernel on a ragged store, in bfloat16."""
     device, g = torch.device("cuda"), torch.Generator("cuda").manual_seed(0)
     states = lambda heads, nodes: torch.randn(  # noqa: E731
         3, nodes, heads, size, generator=g, device=device, dtype=torch.bfloat16
     ).transpose(1, 2)
-    if ragged.of_device(device, torch.bfloat16)[0] == ragged.TREE and road == ragged.VARLEN:
+    if ragged.of_device(device, torch.bfloat16)[0] == ragged.TREE and backend == ragged.VARLEN:
         pytest.skip("varlen_attn of this torch takes no lengths")
-    slots, told_by = SlotCache(3), ragged.Road(road, keys)
+    slots, told_by = SlotCache(3), ragged.Backend(backend, keys)
     slots.open(700, device)
     slots.write(0, states(keys, 700), states(keys, 700))
     slots.commit([list(range(n)) for n in (700, 350, 41)])
     slots.padding = torch.arange(700, device=device)[None] >= torch.tensor([[0], [33], [7]], device=device)
     tree = trees.chain(nodes - 1, "cuda")
-    if road == ragged.TREE:
+    if backend == ragged.TREE:
         tree = trees.from_parents((torch.arange(nodes, device=device)[None].repeat(3, 1) - 1) // 2, nodes)
     extent = slots.open(nodes, device)
     told, query = told_by(slots, tree, extent), states(heads, nodes)
@@ -217,7 +217,7 @@ def test_what_a_gpu_runs_equals_the_mask(road, heads, keys, size, nodes):
     assert torch.equal(ragged.seen(told, nodes, extent), mask.expand(3, -1, -1, -1))
     wide = [x.repeat_interleave(heads // keys, 1).float() for x in (key, value)]
     wanted = F.scaled_dot_product_attention(query.float(), *wide, attn_mask=mask).transpose(1, 2)
-    assert told_by.name == road and float((found.float() - wanted).abs().max()) < 2e-2
+    assert told_by.name == backend and float((found.float() - wanted).abs().max()) < 2e-2
 
 
 def test_nothing_of_a_store_is_copied(on):
@@ -228,7 +228,7 @@ def test_nothing_of_a_store_is_copied(on):
     slots.open(5, "cpu")
     slots.write(0, torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8))
     slots.commit([[0, 1, 2, 3, 4], [0, 1], [0, 1, 2]])
-    told = ragged.Road(ragged.VARLEN, 2)(slots, trees.chain(2), slots.open(3, "cpu"))
+    told = ragged.Backend(ragged.VARLEN, 2)(slots, trees.chain(2), slots.open(3, "cpu"))
     key, value = slots.write(0, torch.randn(3, 2, 3, 8), torch.randn(3, 2, 3, 8))
     query = torch.randn(3, 3, 4, 8).transpose(1, 2)
     ragged.varlen(query, key, value, told, None)
@@ -249,7 +249,7 @@ def test_older_forms_of_varlen_attn(older, on):
         accelerated = visspec.accelerate(model_of("llama"), Oracle(expected), adaptive=False)
         assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
         by_tree = older is without_lengths and shape == "ragged"  # rows of different length need `seqused_k`
-        assert accelerated.target.masks.road.name == ragged.VARLEN
+        assert accelerated.target.masks.backend.name == ragged.VARLEN
         assert {ragged.TREE if by_tree else ragged.VARLEN} <= {name for name, _ in seen}
 
 
@@ -261,7 +261,7 @@ def test_padding_inside_a_prompt_takes_the_mask(on):
     accelerated = fast("llama", TreeOracle(expected, 0.3))
     seen.clear()
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
-    assert not seen and accelerated.target.masks.road.name == ragged.VARLEN
+    assert not seen and accelerated.target.masks.backend.name == ragged.VARLEN
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,8 @@ def test_padding_inside_a_prompt_takes_the_mask(on):
 )
 def test_refused_models_take_the_mask(name, why, on):
     seen = on(ragged.VARLEN)
-    road = HFDecoder(model_of(name)).masks.road
-    assert road.name == ragged.MASK and road.why == why and not seen
+    backend = HFDecoder(model_of(name)).masks.backend
+    assert backend.name == ragged.MASK and backend.why == why and not seen
 
 
 def test_layers_that_keep_a_state_take_the_mask(on):
@@ -314,7 +314,7 @@ def test_attention_of_a_models_own_takes_the_mask(kind, on):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):  # asked, then known
-            assert HFDecoder(model).masks.road.name == ragged.MASK
+            assert HFDecoder(model).masks.backend.name == ragged.MASK
     inputs, expected = prompt("llama", shapes("llama")["ragged"]), stock("llama", "ragged")
     accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
@@ -323,11 +323,11 @@ def test_attention_of_a_models_own_takes_the_mask(kind, on):
 def test_a_varlen_attn_that_answers_otherwise_is_found_by_the_probe(on):
     on(ragged.VARLEN, from_the_first_key)
     with pytest.warns(RuntimeWarning, match="other laws of a draft's nodes without a mask"):
-        road = HFDecoder(model_of("llama")).masks.road
-    assert road.name == ragged.MASK
+        backend = HFDecoder(model_of("llama")).masks.backend
+    assert backend.name == ragged.MASK
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # known by now
-        again = HFDecoder(model_of("llama")).masks.road
+        again = HFDecoder(model_of("llama")).masks.backend
     assert again.name == ragged.MASK and "without a mask" in str(again)
 
 
@@ -338,8 +338,8 @@ def test_what_fails_gives_the_same_tokens_and_says_so_once(on, monkeypatch):
     monkeypatch.setattr(ragged, "varlen_attn", failing)
     with pytest.warns(RuntimeWarning, match="attention: got RuntimeError: FlashAttention only supports") as said:
         assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
-    road = accelerated.target.masks.road
-    assert len(said) == 1 and road.name == ragged.MASK and "Ampere" in str(road) and "more" not in str(road)
+    backend = accelerated.target.masks.backend
+    assert len(said) == 1 and backend.name == ragged.MASK and "Ampere" in str(backend) and "more" not in str(backend)
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
 
 
@@ -353,7 +353,7 @@ def test_running_out_of_memory_is_not_hidden(on, monkeypatch):
     monkeypatch.setattr(kernels, "tree_attention", full, raising=False)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         accelerated.generate(**inputs, **GREEDY)
-    assert accelerated.target.masks.road.name == ragged.TREE
+    assert accelerated.target.masks.backend.name == ragged.TREE
 
 
 def test_more_than_a_softmax_goes_to_stock_with_a_mask(on):
@@ -376,23 +376,23 @@ def test_more_than_a_softmax_goes_to_stock_with_a_mask(on):
         (plain_varlen, (key.contiguous(), value.contiguous()), {}, "key: got strides"),
     ):
         on(ragged.VARLEN, function)
-        road = ragged.Road(ragged.VARLEN, 2)
+        backend = ragged.Backend(ragged.VARLEN, 2)
         rows = 1 if function is without_lengths else 2
         one = SlotCache(rows)
         one.keys, one.lengths, one.nodes = slots.keys, slots.lengths[:rows], 3
-        told = road(one, trees.chain(2), extent)
+        told = backend(one, trees.chain(2), extent)
         given = query[:rows], pair[0][:rows], pair[1][:rows]
         with pytest.warns(RuntimeWarning, match=f"attention: got .*{why}"):
             found, _ = entry(module, *given, told, **more)
         wanted, _ = entry.stock(module, *given, mask[:rows], **more)
-        assert torch.equal(found, wanted) and road.name == ragged.MASK
+        assert torch.equal(found, wanted) and backend.name == ragged.MASK
 
 
 def test_a_single_node_of_equal_rows_takes_neither():
     """transformers' own functions are at their best without a mask."""
     slots = SlotCache(2)
-    for road, nothing in ((ragged.TREE, True), (ragged.MASK, False)):
-        made = masks.Masks(torch.float32, groups=2, road=ragged.Road(road, 2))
+    for backend, nothing in ((ragged.TREE, True), (ragged.MASK, False)):
+        made = masks.Masks(torch.float32, groups=2, backend=ragged.Backend(backend, 2))
         slots.lengths, slots.padding = [4, 4], None
         single, pair = trees.chain(0), trees.chain(1)
         assert (made(slots, single, slots.open(1, "cpu")) is None) == nothing
@@ -451,8 +451,8 @@ def test_the_road_of_a_device(monkeypatch):
 
 def test_heads_that_varlen_attn_does_not_take(on):
     on(ragged.VARLEN)
-    assert HFDecoder(llama(head_dim=12)).masks.road.name == ragged.TREE
-    assert HFDecoder(llama(head_dim=264)).masks.road.name == ragged.TREE
+    assert HFDecoder(llama(head_dim=12)).masks.backend.name == ragged.TREE
+    assert HFDecoder(llama(head_dim=264)).masks.backend.name == ragged.TREE
 
 
 def test_a_road_of_another_name_is_refused():
@@ -464,7 +464,7 @@ def test_without_the_probe_there_are_masks(on):
     seen = on(ragged.VARLEN)
     accelerated, inputs = visspec.accelerate(model_of("llama"), None, probe=False), prompt("llama", ["9"])
     accelerated.generate(**inputs, **GREEDY)
-    assert not seen and accelerated.target.masks.road.name == ragged.MASK
+    assert not seen and accelerated.target.masks.backend.name == ragged.MASK
 
 
 def test_first_slots_are_read_from_the_device_once(monkeypatch):

@@ -20,10 +20,12 @@ GROW = 128  # extra slots allocated at least, so that the cache is copied rarely
 AT_ONCE = 4096  # slots, or as many as the prompt has: an answer's room that is allocated with the prompt, at most
 
 
-def to_device(values: Sequence, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(values: Sequence | Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
     """Copy Python numbers to a tensor on `device`. The copy is from pinned memory and doesn't block; a copy from
-    pageable memory would synchronise with the device.
+    pageable memory would synchronise with the device. A tensor, which is there already, is returned as it is.
     """
+    if isinstance(values, Tensor):
+        return values
     if torch.device(device).type != "cuda":
         return torch.tensor(values, device=device, dtype=dtype)
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
@@ -73,6 +75,7 @@ class SlotCache:
         self.spare = 0  # rows that are allocated behind each store's: those of rows that have left
         self.mask: Any = None  # what `masks` keeps from pass to pass
         self.steady = False
+        self.lent: Any = None  # what keeps stores that were lent (`models.targets.graphs`) from others
         self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
         self._start = self._extent = 0
 
@@ -236,11 +239,11 @@ def widened(store: Tensor, rows: int) -> Tensor:
     return store.as_strided((rows, *store.shape[1:]), store.stride(), store.storage_offset())
 
 
-def visibility(tree_ancestor: Tensor, lengths: list[int], padding_BS: Tensor | None, extent: int) -> Tensor:
+def visibility(tree_ancestor: Tensor, lengths: list[int] | Tensor, padding_BS: Tensor | None, extent: int) -> Tensor:
     """Attention mask of the draft nodes: (B, N, extent) bool, true where a node attends to a slot.
 
     Committed slots of its row that are not padding (`padding_BS`: true for real prompt slots, S prompt slots), and its
-    ancestors and itself among the slots written in this pass. tree_ancestor is (1|B, N, N).
+    ancestors and itself among the slots written in this pass. tree_ancestor is (1|B, N, N), lengths (B,).
     """
     device, size = tree_ancestor.device, tree_ancestor.shape[-1]
     length_B = to_device(lengths, device)

@@ -8,6 +8,7 @@ Records are frozen; `State` is the only mutable object of a request.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -282,6 +283,18 @@ class Target:
 
     capabilities: Capabilities
     passes: Any = None  # its compiled passes, if it has any
+    recorder: Any = None  # its passes recorded as CUDA graphs, if they are
+
+    def record(self, asked: bool | None) -> None:
+        """Called once where passes may be recorded as CUDA graphs (None: where that pays), before any request; by
+        default they run as they are, which a warning says if it was asked for.
+        """
+        if asked:
+            warnings.warn(
+                f"graphs: got {type(self).__name__}, expected a target whose passes are recorded; it runs eager",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     @property
     def device(self) -> torch.device:
@@ -319,6 +332,9 @@ class Target:
     def pads(self) -> bool:
         """Whether prompts of different length can be prefilled together, each row as it is alone."""
         return False
+
+    def finish(self, state: State) -> None:
+        """Called when a request has ended, unless an exception ended it: give back what it borrowed."""
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Add the live rows `take` of another request behind the live rows; `other` is not changed.
@@ -361,9 +377,13 @@ class Drafter:
 
     traits = DrafterTraits()
     passes: Any = None  # its compiled calls, if it has any
+    recorder: Any = None  # its calls recorded as CUDA graphs, if they are
 
     def compile(self) -> None:
         """Called after `attach` where compiled passes were asked for; by default a drafter runs as it is."""
+
+    def record(self) -> None:
+        """Called where the target's passes are recorded; by default a drafter runs as it is."""
 
     def attach(self, target: Any) -> None:
         """Called with the model (for images its family) when a pairing is built, and again after its device or dtype
@@ -378,6 +398,9 @@ class Drafter:
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Called after each round, or as `traits.observes` says."""
+
+    def finish(self, state: State) -> None:
+        """Called when a request has ended, unless an exception ended it."""
 
     def select(self, state: State, keep: list[int]) -> None:
         """Drop all live rows but these."""

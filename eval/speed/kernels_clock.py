@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from visspec.accept.captured import cuda_graph
+from visspec.replay import cuda_graph
 
 WARM = 2  # warm-up calls, in which kernels are compiled
 BEST_OF = 3

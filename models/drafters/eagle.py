@@ -20,7 +20,7 @@ from visspec import tree as trees
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.drafters.feature_levels import Chains, ahead
+from visspec.models.drafters.feature_levels import Chains, Replays, ahead
 from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.feature_head import FeatureHead, HeadConfig
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
@@ -90,24 +90,36 @@ class FeatureDrafter(FeatureDrafting):
         if self.passes is None and self.width == 1 and self.stop is None:
             self.passes = Chains(self)
 
+    def record(self) -> None:
+        """Draft chains in recordings, trees as ever."""
+        if self.passes is None and self.recorder is None and self.width == 1 and self.stop is None:
+            self.recorder = Replays(self)
+
     def refresh(self) -> None:
         super().refresh()
         if self.passes is not None:
             self.passes = Chains(self)
+        if self.recorder is not None:
+            self.recorder = Replays(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "passes"}
+        return {name: value for name, value in vars(self).items() if name not in ("passes", "recorder")}
+
+    def finish(self, state: State) -> None:
+        if self.recorder is not None and state.memory is not None:
+            self.recorder.finish(state.memory)
 
     def propose(self, state: State, depth: int) -> Draft:
-        if self.passes is None or self.stop is not None:
+        calls = self.passes or self.recorder
+        if calls is None or self.stop is not None:
             return super().propose(state, depth)
         memory: Memory = state.memory
         more = ahead(memory, depth)
         memory.reserve(memory.end + more)
         memory.table = self._turns_to(max(memory.positions) + more)
-        if not self.passes.fits(state):
+        if not calls.fits(state, more):
             return super().propose(state, depth)
-        return trees.chain_draft(state.pending, self.passes.draft(state, depth))
+        return trees.chain_draft(state.pending, calls.draft(state, depth))
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.memory.join(other.memory, take)

@@ -105,6 +105,8 @@ class EagleDrafter(FeatureDrafter):
     def compile(self) -> None:
         """Drafts run as ever: their graphs are made for the network of `FeatureDrafter`."""
 
+    record = compile
+
     @property
     def ids(self) -> Tensor | None:
         return self.head.ids

@@ -1,8 +1,9 @@
-"""Chains of a feature drafter through `torch.compile`: a block of elements and the next ids, `GROUP` in one call.
+"""Chains of a feature drafter, compiled or recorded: a block of elements and the next ids, `GROUP` in one call.
 
 A level of a small network is two dozen kernels of a few microseconds each, and as much work on the host. The calls of a
 draft differ in nothing but sizes: the first takes the elements that wait, the others the last id of the one before.
-One graph serves blocks of one element, one longer blocks; several rows have two of their own.
+Through `torch.compile` one graph serves blocks of one element, one longer blocks; several rows have two of their own.
+As CUDA graphs (`models.targets.lending`) blocks are padded to few lengths, and attention is to a store's slots.
 
 Shapes: B rows, T elements of a block, K = `GROUP` levels, S slots, H heads, E head size, C = E / 2 rotations, P
 positions, d hidden size, V vocabulary.
@@ -20,6 +21,8 @@ from visspec.cache import packed, to_device
 from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.feature_head import TINY, Folded, unit
 from visspec.models.targets.compiled import Graphs, close
+from visspec.models.targets.lending import Lending, buckets, said
+from visspec.replay import REPLAYING, Recording, stream
 from visspec.types import State
 
 GROUP = 4  # levels of a call; a draft of other depths computes up to GROUP - 1 levels for nothing
@@ -123,39 +126,42 @@ def normed(x: Tensor) -> Tensor:
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=TINY)
 
 
-class Chains(Graphs):
-    """Drafts of a drafter's `Levels`, compiled. One that can't be compiled drafts as it does, which a warning says."""
+class Calls:
+    """Drafts of a drafter's `Levels`, in calls of them that subclasses make."""
+
+    call: Any
+    name: str
 
     def __init__(self, drafter: Any):
-        super().__init__(type(drafter).__name__)
+        super().__init__(type(drafter).__name__)  # type: ignore[call-arg]  # of the class beside this one
         self.levels = Levels(drafter.config.heads, drafter.fold, drafter.embed, drafter.lm_head)
         self.vocab, self.head = drafter.config.vocab, drafter.head if drafter.config.reduced else None
-        self.call = self.compile(self.levels.forward)
-        weight = drafter.lm_head.weight
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            self.refuse("a packed LM head")
-
-    def fits(self, state: State) -> bool:
-        """Whether the next draft of a request goes through graphs; they are made first if the request is a long one."""
-        several = len(state.rows) > 1
-        return maximal(state) and self.serve(several, state, lambda: self._warm_up(several, state))
 
     def draft(self, state: State, depth: int) -> Tensor:
         """Ids (B, depth) below the pending ones; the elements that wait are read. The memory has room for them."""
         memory: Memory = state.memory
         token_BT, feature_BTF, counts = memory.take()
         feature_BTd, length = self._reduced(feature_BTF), -(-depth // GROUP) * GROUP
+        token_BT, feature_BTd = self._block(token_BT, feature_BTd)
         numbers_BTV, scale = self._numbers(state, length)
         told_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
         fixed = self._fixed(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
         found = []
         for start in range(0, length, GROUP):
             given = map(packed, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
-            ids_BK, feature_BTd, told_3B = self.call(*given, told_3B, *fixed, scale)
+            ids_BK, feature_BTd, told_3B = self._called(memory, *given, told_3B, *fixed, scale)
             found.append(ids_BK)
             token_BT = ids_BK[:, -1:]
         memory.advance(counts)
         return torch.cat(found, dim=1)[:, :depth]
+
+    def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
+        """The elements that wait, as a call takes them."""
+        return token_BT, feature_BTd
+
+    def _called(self, memory: Memory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """What `Levels` gives."""
+        return self.call(*given)
 
     def _fixed(self, memory: Memory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
         """What is the same for all calls of a draft, which writes `more` elements: the store, its extent, rotations and
@@ -179,6 +185,21 @@ class Chains(Graphs):
             return torch.zeros(len(state.rows), levels, self.vocab, device=device), scale
         return state.noise.window(levels)[:, :, : self.vocab], scale
 
+
+class Chains(Calls, Graphs):
+    """Drafts, compiled. A drafter that can't be compiled drafts as it does, which a warning says."""
+
+    def __init__(self, drafter: Any):
+        super().__init__(drafter)
+        self.call = self.compile(self.levels.forward)
+        if _packed(drafter):
+            self.refuse("a packed LM head")
+
+    def fits(self, state: State, more: int) -> bool:
+        """Whether the next draft of a request goes through graphs; they are made first if the request is a long one."""
+        several = len(state.rows) > 1
+        return maximal(state) and self.serve(several, state, lambda: self._warm_up(several, state))
+
     def _warm_up(self, several: bool, state: State) -> None:
         """Make the two graphs for this number of rows and compare what they give, on a copy of the request's memory."""
         memory, rows = state.memory, len(state.rows)
@@ -194,6 +215,100 @@ class Chains(Graphs):
                 close(got, want, feature_BTd.dtype)
 
 
+class Replays(Calls, Lending):
+    """Drafts, recorded. Their keys and values are lent; a drafter that can't be recorded drafts as it does."""
+
+    def __init__(self, drafter: Any):
+        super().__init__(drafter)
+        self.fixed = not _packed(drafter)
+
+    def fits(self, state: State, more: int) -> bool:
+        """Whether the next draft of a request, of `more` elements, goes through recordings."""
+        memory: Memory = state.memory
+        wanted = next((size for size in buckets(None) if size >= memory.end + more), None)
+        device = memory.kv.device
+        if self.refused or wanted is None or self.recorder(device) is None or not (self.fixed and maximal(state)):
+            return False
+        if not (self.recordings or self.due(state.request)) or torch.is_autocast_enabled(device.type):
+            return False
+        with REPLAYING:
+            try:
+                kept = memory.lent
+                memory.lent, (kv,) = self.settled(kept, [memory.kv], 1, memory.end, wanted, stream(device))
+                if memory.lent is not kept:
+                    memory.settle(kv, memory.lent.stores.kind[0] - len(kv))
+            except Exception as error:
+                self._fail(error)
+        return not self.refused
+
+    def finish(self, memory: Memory) -> None:
+        """A request has ended: its store goes back."""
+        if memory.lent is not None:
+            memory.settle(memory.kv.new_empty(len(memory.kv), 0, *memory.kv.shape[2:]), 0)
+            memory.lent = None
+
+    def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
+        more = padded(token_BT.shape[1]) - token_BT.shape[1]  # behind the last of a row, where levels are written
+        return F.pad(token_BT, (0, more)), F.pad(feature_BTd, (0, 0, 0, more))
+
+    def _called(self, memory: Memory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        token_BT, feature_BTd, numbers_BKV, told_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = given
+        held = [token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale]
+        weights = (turns_PC2, self.levels.embed.weight, self.levels.lm_head.weight)
+        key = (memory.lent.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in held))
+        with REPLAYING, torch.cuda.device_of(kv_BSHE):
+            if self.refused:
+                return self._plain(*given)
+            try:
+                made = self.recordings.pop(key, None)
+                if made is None:
+                    made = self._made(held, kv_BSHE, weights)
+                else:
+                    made.fill(held)
+                    made.replay()
+            except Exception as error:
+                self._fail(error)
+                return self._plain(*given)
+            self.recordings[key] = made
+            ids_BK, feature_B1d, told_3B = made.output
+            return ids_BK.clone(), feature_B1d.clone(), told_3B.clone()
+
+    def _plain(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self.levels(*given[:5], given[4].shape[1], *given[6:])
+
+    def _made(self, held: list[Tensor], kv_BSHE: Tensor, weights: tuple[Tensor, ...]) -> Recording:
+        """A recording, replayed once. Raises ValueError if it gives anything else than the function."""
+        inputs = [x.clone() for x in held]
+        token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale = inputs
+        fixed = kv_BSHE, kv_BSHE.shape[1], weights[0]
+
+        def call() -> tuple[Tensor, Tensor, Tensor]:
+            return self.levels(token_BT, feature_BTd, numbers_BKV, told_3B, *fixed, shift_Bd, scale)
+
+        want = call()[1].float()
+        self.make_room()
+        record = self.recorder(kv_BSHE.device)
+        assert record is not None
+        made = Recording([*inputs, *weights], *record(call))  # weights are held with their addresses
+        made.replay()
+        close(made.output[1].float(), want, kv_BSHE.dtype)
+        self.graphs += 1
+        return made
+
+    def _fail(self, error: Exception) -> None:
+        self.refuse(f"drafts of {self.name} are not recorded, it runs eager: {said(error)}")
+
+
+def _packed(drafter: Any) -> bool:
+    weight = drafter.lm_head.weight
+    return not isinstance(weight, Tensor) or not weight.is_floating_point()
+
+
+def padded(width: int) -> int:
+    """Elements of a block of `width` that is recorded."""
+    return 1 << (width - 1).bit_length()
+
+
 def maximal(state: State) -> bool:
     """Whether drafted ids of a request are maxima of logits, with the position's own noise where there is some."""
     sampling = state.request.sampling
@@ -204,4 +319,4 @@ def maximal(state: State) -> bool:
 
 def ahead(memory: Memory, depth: int) -> int:
     """Elements that a draft, or a warm-up, may write behind those that were read."""
-    return max(sum(token.shape[1] for token, _, _ in memory.waiting), BLOCK + 1) + depth + GROUP
+    return max(padded(sum(token.shape[1] for token, _, _ in memory.waiting)), BLOCK + 1) + depth + GROUP

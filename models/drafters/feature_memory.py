@@ -8,6 +8,8 @@ Shapes: B rows, T elements, S slots, H heads, E head size, C = E / 2 rotations, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,6 +34,7 @@ class Memory:
         self.kv = torch.empty(0)
         self.limit = MAX_NODES  # levels of the next draft, see `shapes`
         self.spare = 0  # rows allocated behind those of `kv`: of rows that have left
+        self.lent: Any = None  # what keeps a store that was lent (`models.targets.lending`) from others
         self.table = torch.empty(0)  # rotations by position, as far as this draft goes
 
     def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:
@@ -46,6 +49,11 @@ class Memory:
             self.lengths = list(lengths)
             self._measure()
         self.kv[:, start:end] = kv_BTHE
+
+    def settle(self, kv_BSHE: Tensor, spare: int) -> None:
+        """Go on in another store, which holds what this one does, with `spare` rows behind."""
+        self.kv, self.spare = kv_BSHE, spare
+        self._view()
 
     def _view(self) -> None:
         self._keys = self.kv[:, :, : self.heads].transpose(1, 2)

@@ -53,8 +53,13 @@ class SmallModel(Shaped):
         if self.passes is None:
             self.passes = self.target.passes = compiled(self.target.model, self.target.decoder)
 
+    def record(self) -> None:
+        if self.recorder is None:
+            self.target.record(None)
+            self.recorder = self.target.recorder
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "passes": None}
+        return {**vars(self), "passes": None, "recorder": None}
 
     def start(self, state: State, scores: Scores) -> None:
         request = state.request

@@ -204,14 +204,14 @@ def form(decoder: nn.Module) -> tuple:
     """What graphs of a decoder take for granted: its modules, their mode and hooks, and the kind of their weights."""
     found: list[Any] = []
     for module in decoder.modules():
-        found += (id(module), module.training, module is not decoder and bool(_foreign(module)))
+        found += (id(module), module.training, module is not decoder and bool(foreign(module)))
         for weight in (*module._parameters.values(), *module._buffers.values()):
             if weight is not None:
                 found += (weight.dtype, weight.device, weight.shape)
     return tuple(found)
 
 
-def _foreign(module: nn.Module) -> list:
+def foreign(module: nn.Module) -> list:
     """A module's hooks that transformers did not put up."""
     if not (module._forward_pre_hooks or module._forward_hooks):
         return []
@@ -223,7 +223,7 @@ def _hooked(decoder: nn.Module) -> str:
     """The first module inside a decoder with a foreign hook; empty if there is none. Those of the decoder itself are
     called as ever, outside the graph.
     """
-    return next((name for name, module in decoder.named_modules() if module is not decoder and _foreign(module)), "")
+    return next((name for name, module in decoder.named_modules() if module is not decoder and foreign(module)), "")
 
 
 def dummy(pending: Tensor, nodes: int) -> Draft:

@@ -25,10 +25,11 @@ from visspec.laws import Categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import folding, probe, ragged, rotary
 from visspec.models.targets.compiled import compiled
+from visspec.models.targets.graphs import recorded
 from visspec.models.targets.hooks import Watch
 from visspec.models.targets.masks import STATEFUL, Masks
 from visspec.models.targets.recurrent import state_layers
-from visspec.models.targets.slot_layers import SlotLayers, cached_layers
+from visspec.models.targets.slot_layers import SlotLayers, cached_layers, restarts
 from visspec.models.targets.thinned import Thinned
 from visspec.sampling import process
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
@@ -64,10 +65,10 @@ class HFDecoder(Target):
         self.decoder = model.get_decoder()
         shared = folding.groups(self.decoder, text._attn_implementation)
         dtype, wanted = _dtype(self.decoder), attention or (None if check else ragged.MASK)
-        road = ragged.choose(self.decoder, text, dtype, self.device, wanted)
-        if road.name != ragged.MASK:
+        backend = ragged.choose(self.decoder, text, dtype, self.device, wanted)
+        if backend.name != ragged.MASK:
             folding.register()
-        self.masks = Masks(dtype, _sliding_window(text), mixed, shared, road)
+        self.masks = Masks(dtype, _sliding_window(text), mixed, shared, backend)
         # the last layer's output is the decoder's output, unless the decoder has its own head
         headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
         self.watched = tuple(features) == LAST and not headed
@@ -81,7 +82,11 @@ class HFDecoder(Target):
         self.thinned = Thinned(model, self.decoder)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "passes": None}
+        return {**vars(self), "passes": None, "recorder": None}
+
+    def record(self, asked: bool | None) -> None:
+        text = self.model.config.get_text_config()
+        self.recorder = recorded(asked, self.model, self.decoder, self.masks, text, bool(self.states))
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +105,10 @@ class HFDecoder(Target):
         if length == 0:
             length = inputs["inputs_embeds"].shape[1]
         self._check_request(request, length)
-        cache = self.cache(rows, request.max_new_tokens, lean=bool(request.each))
+        if self.recorder is not None:
+            self.recorder.open()
+        lean = bool(request.each) or (self.recorder is not None and self.recorder.due(request))
+        cache = self.cache(rows, request.max_new_tokens, lean)
         cache.slots.open(length, self.device)
         if self.passes is not None:
             self.passes.open(cache.slots)
@@ -174,6 +182,16 @@ class HFDecoder(Target):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows. Scores for (B, N)."""
+        found = None
+        if self.recorder is not None:
+            given = draft.value, state.position[:, None] + draft.tree.depth
+            found = self.recorder.run(state, draft.tree, given, self._whole, lambda: self._eager(state, draft)[0])
+        logits, features = found or self._eager(state, draft)
+        aux = {"raw": logits} if state.request.keep_raw else {}
+        return Scores(Categorical(process(logits, draft, state)), features, aux)
+
+    def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None]:
+        """Logits and features (B, N) of a pass that is not recorded."""
         model = self.model
         if self.passes is not None:
             model = self.passes.choice(state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
@@ -183,9 +201,7 @@ class HFDecoder(Target):
         else:
             (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft)
         logits, features = _of(output.logits, own_BN), self._features(output, seen)
-        features = None if features is None else _of(features, own_BN)
-        aux = {"raw": logits} if state.request.keep_raw else {}
-        return Scores(Categorical(process(logits, draft, state)), features, aux)
+        return logits, None if features is None else _of(features, own_BN)
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
         slots: SlotCache = state.cache.slots
@@ -210,17 +226,29 @@ class HFDecoder(Target):
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
         turning = self._steps(state.cache, tree) if state.cache.moves else nullcontext()
-        with Watch(self.decoder) if self.watched else nullcontext({}) as seen, turning:
+        ids = packed(draft.value) if slots.steady else draft.value
+        with turning:
+            mask, positions = self.masks(slots, tree, extent), state.position[:, None] + tree.depth
+            return self._forward(model, state.cache, mask, ids, positions)
+
+    def _forward(
+        self, model: Any, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor
+    ) -> tuple[Any, dict[str, Any]]:
+        with Watch(self.decoder) if self.watched else nullcontext({}) as seen:
             output = model(
-                input_ids=packed(draft.value) if slots.steady else draft.value,
-                attention_mask=self.masks(slots, tree, extent),
-                position_ids=state.position[:, None] + tree.depth,
-                past_key_values=state.cache,
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
                 **self._outputs,
             )
         return output, seen
+
+    def _whole(self, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, seen = self._forward(self.model, cache, mask, ids, positions)
+        return output.logits, self._features(output, seen)
 
     def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.Steps:
         """Each node's sequence length, for models whose rotary frequencies depend on it."""
@@ -233,6 +261,10 @@ class HFDecoder(Target):
         if state.cache.past is not None:
             state.cache.past.commit(outcome, draft.tree.size)
         state.cache.slots.commit(outcome.path)
+
+    def finish(self, state: State) -> None:
+        if self.recorder is not None:
+            self.recorder.finish(state.cache.slots, state.request.keep_cache)
 
     def select(self, state: State, keep: list[int]) -> None:
         state.cache.select(keep, aside=state.request.keep_cache)
@@ -362,18 +394,6 @@ def driven(model: nn.Module) -> nn.Module:
         if name in names and isinstance(child, GenerationMixin):
             return child
     raise ValueError(f"model: {type(model).__name__} has a generate of its own, expected transformers' loop")
-
-
-def restarts(model: Any, cached: int, length: int) -> bool:
-    """Whether input preparation drops a cache of `cached` tokens at `length` ids."""
-    cache = SlotLayers(1)
-    cache.slots.lengths = [cached]
-    ids = torch.zeros(1, 1, dtype=torch.long).expand(1, length)
-    try:
-        arguments = model.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
-    except Exception:  # it needs arguments of a generate call
-        return False
-    return arguments.get("past_key_values") is not cache
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

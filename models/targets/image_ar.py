@@ -26,6 +26,7 @@ from visspec.laws import Categorical
 from visspec.loop.tape import Ids
 from visspec.models.targets import folding
 from visspec.models.targets.compiled import Passes, compiled
+from visspec.models.targets.graphs import Recorded, recorded
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process, warp
@@ -123,6 +124,7 @@ class Family:
     default_drafter: str = "jacobi"
     default_rule: str = "exact"
     default_order: str | None = None
+    recorder: Recorded | None = None  # of the decoder's passes, shared by its targets
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
 
     def made(self, traits: DrafterTraits, compile: bool) -> Target:
@@ -320,6 +322,8 @@ class ImageAR(Target):
         cache.slots.open(length, self.device)
         if self.passes is not None:
             self.passes.open(cache.slots)
+        if self.recorder is not None:
+            self.recorder.open()
         padded = not bool(prompt.attention.all())
         newest = torch.full((rows,), length - 1, device=self.device)
         pending, tape = self._opened(request)
@@ -346,11 +350,39 @@ class ImageAR(Target):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, both guidance rows of each. Scores for (B, N)."""
+        found = None if self.recorder is None else self._recorded(self.recorder, state, draft)
+        hidden = self._eager(state, draft) if found is None else found
+        return self._scores(state, draft, hidden, hidden)
+
+    def _eager(self, state: State, draft: Draft) -> Tensor:
+        """Hidden states (R, N, d) of a pass that is not recorded."""
         decoder = self.family.decoder
         if self.passes is not None:
             decoder = self.passes.choice(state, lambda decoder, dummy: self._pass(decoder, state, dummy))
-        hidden = self._pass(decoder, state, draft)
-        return self._scores(state, draft, hidden, hidden)
+        return self._pass(decoder, state, draft)
+
+    def _recorded(self, recorder: Recorded, state: State, draft: Draft) -> Tensor | None:
+        """The same of one that is, if it is."""
+        twice, index = _twice(state), state.position[:, None] + draft.tree.depth
+        tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeated(draft.tree, twice)
+        embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
+        given = embeds, self.family.places(index.repeat(twice, 1), state)
+
+        def forward(cache: SlotLayers, mask: Any, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
+            return (self._run(embeds, mask, places, cache),)
+
+        found = recorder.run(state, tree, given, forward, lambda: self._eager(state, draft))
+        return None if found is None else found[0]
+
+    def record(self, asked: bool | None) -> None:
+        decoder = self.family.decoder
+        if self.family.recorder is None:
+            self.family.recorder = recorded(asked, decoder, decoder, self.masks, decoder.config)
+        self.recorder = self.family.recorder
+
+    def finish(self, state: State) -> None:
+        if self.recorder is not None:
+            self.recorder.finish(state.cache.slots, keep=False)
 
     def _pass(self, decoder: Any, state: State, draft: Draft) -> Tensor:
         """Hidden states (R, N, d) of a pass over a draft."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from visspec.cache import GROW, SlotCache, additive, packed, to_device, visibility
-from visspec.models.targets.ragged import MASK, Road
+from visspec.models.targets.ragged import MASK, Backend
 from visspec.types import Tree
 
 STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
@@ -21,31 +21,39 @@ MOST_KEPT = 1 << 24  # numbers in all shared masks together
 class Masks:
     """Builds the mask of a pass; shared shapes come from a buffer. `window` 0 means full attention in every layer;
     `mixed` models take a dictionary with a mask for each kind of layer. `groups` is G, 1 for masks of N rows.
-    `road`: what attention is told in place of a mask, if it is another one (`ragged`).
+    `backend`: what attention is told in place of a mask, if it is another one (`ragged`).
     """
 
     def __init__(
-        self, dtype: torch.dtype, window: int = 0, mixed: bool = False, groups: int = 1, road: Road | None = None
+        self, dtype: torch.dtype, window: int = 0, mixed: bool = False, groups: int = 1, backend: Backend | None = None
     ):
         self.dtype, self.window, self.mixed, self.groups = dtype, window, mixed, groups
-        self.road = road or Road()
+        self.backend = backend or Backend()
         self._bias: dict[int, tuple[Tree, Tensor]] = {}
 
     def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor | dict[str, Tensor] | None:
         """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
         if not self.window:
             single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady
-            if single and (self.groups == 1 or self.road.name != MASK):
+            if single and (self.groups == 1 or self.backend.name != MASK):
                 return None
-            told = self.road(slots, tree, extent)
+            told = self.backend(slots, tree, extent)
             if told is not None:
                 return told
             if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1:
                 return laid(self._ragged(slots, tree, extent), slots.steady)
             return laid(self._shared(tree, slots.length), slots.steady)
-        seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
+        return self.whole(tree.ancestor, tree.depth, slots.lengths, slots.padding, extent)
+
+    def whole(
+        self, ancestor: Tensor, depth: Tensor, lengths: list[int] | Tensor, padding: Tensor | None, extent: int
+    ) -> Tensor | dict[str, Tensor]:
+        """The mask with nothing kept from other passes; lengths (R,) may be a tensor, which the host doesn't read."""
+        seen_RNS = visibility(ancestor, lengths, padding, extent)
         full = self.additive(seen_RNS, self.groups)
-        sliding = self.additive(seen_RNS & nearby(tree.depth, slots.lengths, extent, self.window), self.groups)
+        if not self.window:
+            return full
+        sliding = self.additive(seen_RNS & nearby(depth, lengths, extent, self.window), self.groups)
         mixed: dict[str, Any] = {"full_attention": full, "sliding_attention": sliding, **dict.fromkeys(STATEFUL)}
         return mixed if self.mixed else sliding
 
@@ -134,7 +142,7 @@ def aligned(bias: Tensor, spare: bool = False) -> Tensor:
     return new.copy_(bias)
 
 
-def nearby(depth: Tensor, lengths: list[int], extent: int, window: int) -> Tensor:
+def nearby(depth: Tensor, lengths: list[int] | Tensor, extent: int, window: int) -> Tensor:
     """Sliding windows, (R, N, extent) bool: a node attends to the last `window` tokens on its path."""
     length_R = to_device(lengths, depth.device)
     rows, size = len(lengths), depth.shape[-1]

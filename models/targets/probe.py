@@ -65,16 +65,16 @@ def check(target: HFDecoder) -> Answer:
     if target.device.type == "meta":
         return Answer()  # no numbers, nothing to ask
     parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
-    road = target.masks.road
-    key = parts, target.masks.groups, road.name, model.dtype, target.device.type, repr(model.config.to_dict())
+    backend = target.masks.backend
+    key = parts, target.masks.groups, backend.name, model.dtype, target.device.type, repr(model.config.to_dict())
     answer = _answers.get(key)
     if answer is None:
         with HOOKING, untouched(model):  # one thread at a time asks, and no hooks come or go meanwhile
-            told = road.name != ragged.MASK
+            told = backend.name != ragged.MASK
             answer = _asked(target)
-            if told and (answer.fault is not None or road.name == ragged.MASK):  # or it has refused in the middle
-                road.refuse("other laws of a draft's nodes without a mask")
-                answer = _asked(target)._replace(needs_mask=road.why)
+            if told and (answer.fault is not None or backend.name == ragged.MASK):  # or it has refused in the middle
+                backend.refuse("other laws of a draft's nodes without a mask")
+                answer = _asked(target)._replace(needs_mask=backend.why)
             if answer.fault is not None and target.masks.groups > 1:
                 target.masks.groups = 1
                 answer = _asked(target)._replace(folds=False, needs_mask=answer.needs_mask)
@@ -83,7 +83,7 @@ def check(target: HFDecoder) -> Answer:
     if not answer.folds:
         target.masks.groups = 1
     if answer.needs_mask:
-        road.name, road.why = ragged.MASK, answer.needs_mask
+        backend.name, backend.why = ragged.MASK, answer.needs_mask
     if answer.fault is not None:
         raise ValueError(answer.fault)
     if answer.error > EXACT and _exact(model):
@@ -115,7 +115,7 @@ def _asked(target: HFDecoder) -> Answer:
                 path_RPV = torch.cat([_alone(target, row, widths) for row in range(2)])
             error, limit = _difference(tree_RPV, path_RPV, exact)
             if error <= limit:
-                if target.masks.road.name == ragged.VARLEN:  # which takes another way for chains
+                if target.masks.backend.name == ragged.VARLEN:  # which takes another way for chains
                     error, limit = _difference(_in_a_draft(target, chain=True), path_RPV, exact)
                 return Answer(_unlike(name, error) if error > limit else None, padding=padding, error=error)
     except (MemoryError, torch.OutOfMemoryError):

@@ -44,10 +44,10 @@ WORDS = {
     TREE: "tree_attention, no mask",
 }
 _starts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of `SlotCache.padding`
-_here = threading.local()  # `road`: that of the pass which this thread runs
+_here = threading.local()  # `backend`: that of the pass which this thread runs
 
 
-class Road:
+class Backend:
     """How the draft passes of one target tell attention what a node sees; `name` is MASK, VARLEN or TREE. `keys` is K.
 
     A failure makes it MASK for good, which a warning says: of the pass that fails too, the tokens are the same.
@@ -70,7 +70,7 @@ class Road:
         """
         if self.name == MASK or slots.steady or (start_B := starts(slots)) is None:
             return None
-        _here.road = self
+        _here.backend = self
         if self.name == VARLEN and tree.chain and ("seqused_k" in takes(varlen_attn) or len(start_B) == 1):
             room = slots.keys[0].shape[2] if slots.keys else extent
             return chain_of(slots.lengths, start_B, tree.size, room * self.keys, tree.depth.device)
@@ -129,7 +129,7 @@ def attend(
             raise  # says nothing of the machine
         except Exception as error:
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    getattr(_here, "road", Road()).refuse(why)
+    getattr(_here, "backend", Backend()).refuse(why)
     return stock(seen(told, query.shape[2], key.shape[2]))
 
 
@@ -203,7 +203,7 @@ def takes(function: Callable | None) -> frozenset[str]:
 
 
 def of_device(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """(the road of a device for weights of a dtype, why it is the mask)."""
+    """(the backend of a device for weights of a dtype, why it is the mask)."""
     if device.type != "cuda":
         return MASK, "no CUDA device"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -213,8 +213,10 @@ def of_device(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     return (VARLEN if "seqused_k" in takes(varlen_attn) else TREE), ""
 
 
-def choose(decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.device, wanted: str | None = None) -> Road:
-    """The road of a decoder: that of the device, or `wanted`, where all its layers attend to all keys and ask the
+def choose(
+    decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.device, wanted: str | None = None
+) -> Backend:
+    """The backend of a decoder: that of the device, or `wanted`, where all its layers attend to all keys and ask the
     registry for their attention. text: its configuration.
     """
     name, why = of_device(device, dtype) if wanted is None else (wanted, "")
@@ -225,7 +227,7 @@ def choose(decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.devi
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if name == MASK:
-        return Road(MASK, keys, why)
+        return Backend(MASK, keys, why)
     if text._attn_implementation != "sdpa":
         why = f"attention {text._attn_implementation}, not sdpa"
     elif kinds or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
@@ -234,7 +236,7 @@ def choose(decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.devi
         why = "attention of the model's own"
     if name == VARLEN and (size % 8 or size > 256):  # which FlashAttention does not take
         name = TREE
-    return Road(MASK if why else name, keys, why)
+    return Backend(MASK if why else name, keys, why)
 
 
 def asks(decoder: nn.Module) -> bool:

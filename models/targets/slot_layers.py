@@ -62,6 +62,14 @@ class SlotLayers(Cache):
         states = states or {}
         super().__init__(layers=[states.get(i) or SlotLayer(self.slots, i) for i in range(max(states, default=-1) + 2)])
 
+    def over(self, stores: list[torch.Tensor], rows: int, length: int) -> SlotLayers:
+        """A cache of the same layers whose rows of `length` slots are in other stores, keys first and then values."""
+        new, half = SlotLayers(rows), len(stores) // 2
+        new.slots.keys, new.slots.values = [s[:rows] for s in stores[:half]], [s[:rows] for s in stores[half:]]
+        new.slots.lengths, new.written = [length] * rows, dict(self.written)
+        new.layers = [SlotLayer(new.slots, i) for i in range(len(self.layers))]
+        return new
+
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         place = self.written.get(layer_idx)
         if place is None:
@@ -161,3 +169,15 @@ def cached_layers(config: Any) -> dict[int, int]:
     """Layers in which transformers' own cache keeps keys and values for a configuration, each with its window or 0."""
     layers = enumerate(DynamicCache(config=config).layers)
     return {i: getattr(layer, "sliding_window", 0) for i, layer in layers if isinstance(layer, CacheLayerMixin)}
+
+
+def restarts(model: Any, cached: int, length: int) -> bool:
+    """Whether input preparation drops a cache of `cached` tokens at `length` ids."""
+    cache = SlotLayers(1)
+    cache.slots.lengths = [cached]
+    ids = torch.zeros(1, 1, dtype=torch.long).expand(1, length)
+    try:
+        arguments = model.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
+    except Exception:  # it needs arguments of a generate call
+        return False
+    return arguments.get("past_key_values") is not cache

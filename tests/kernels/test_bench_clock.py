@@ -4,15 +4,16 @@ The stand-in device has a time of its own: a plain call takes 50 us on it, a rep
 """
 
 import contextlib
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from visspec.accept.captured import check_waits
 from visspec.eval.speed import kernels as bench
 from visspec.eval.speed import kernels_clock as clocks
 from visspec.eval.speed.kernels_jobs import Job
+from visspec.replay import check_waits
 
 PLAIN, REPLAY, FLUSH = 50e-6, 10e-6, 25e-6
 
@@ -147,7 +148,6 @@ def asked(monkeypatch):
     stream = SimpleNamespace(wait_stream=lambda other: None)
     graph = SimpleNamespace(replay=lambda: asked.append("replay"))
     fakes = {
-        "get_sync_debug_mode": lambda: 1, "set_sync_debug_mode": noting("mode"),
         "Stream": lambda *a, **k: stream, "current_stream": lambda *a: stream, "stream": lambda s: within("stream"),
         "CUDAGraph": lambda *a, **k: graph, "graph": lambda g, *a, **k: within("capture"),
         "Event": noting("event", "an event"), "synchronize": noting("synchronize"),
@@ -171,16 +171,32 @@ def test_what_is_recorded_is_replayed(asked):
     assert asked[-1] == ("synchronize", "cpu")
 
 
-def test_waits_are_errors_while_it_is_checked_for_them(asked):
-    check_waits(lambda: asked.append("call"))
-    assert asked == [("mode", "error"), "call", ("mode", 1)]
+WAITS = {
+    "read": lambda x: float(x.sum()), "asked": lambda x: bool(x.any()), "mask": lambda x: x[x > 0],
+    "where": lambda x: torch.where(x > 0), "set": lambda x: x.clone().index_put_((x > 0,), x.sum()),
+    "unique": torch.unique, "nonzero": torch.nonzero, "equal": lambda x: torch.equal(x, x),
+    "away": lambda x: x.to("meta"), "there": lambda x: torch.tensor([1.0], device="meta"),
+}  # fmt: skip
 
-    def waiting():
-        raise RuntimeError("called a synchronizing CUDA operation")
 
-    with pytest.raises(RuntimeError, match="synchronizing"):
-        check_waits(waiting)
-    assert asked[-1] == ("mode", 1)
+@pytest.mark.parametrize("what", WAITS)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_waits_are_errors_while_it_is_checked_for_them(what, mode):
+    """In this thread: the others go on reading."""
+    x, read = torch.arange(3.0), []
+    with mode():
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            check_waits(lambda: WAITS[what](x))
+        WAITS[what](x)
+
+    def calm():
+        other = threading.Thread(target=lambda: read.append(float(x.sum())))
+        other.start()
+        other.join()
+        return x[torch.tensor([0, 2, 2])].clamp(min=1) + torch.where(x > 0, x, 1.0)
+
+    check_waits(calm)
+    assert read == [3.0]
 
 
 def test_the_clock_is_the_devices():

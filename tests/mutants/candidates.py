@@ -32,7 +32,7 @@ AXES = {  # their plain integers are dimensions: another one ends in an error at
     "gather", "scatter", "scatter_", "scatter_add_", "scatter_reduce", "index_add_", "index_fill", "transpose", "sum",
     "flatten", "prod", "any", "all", "cumsum", "cumprod", "view", "expand", "unsqueeze", "unbind", "max", "min", "size",
 }  # fmt: skip
-GPU_ONLY = {"cuda_graph", "check_waits"}
+GPU_ONLY = {"cuda_graph"}
 
 
 NAMED = [  # name, file, what it replaces, by what

@@ -13,78 +13,29 @@ once and the rule runs without capture.
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visspec.laws import Categorical, categorical
+from visspec.replay import REPLAYING, Call, Recording, Recordings, stream
 from visspec.tree import bounded, branch
 from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
-Call = Callable[[], Verdict]
-REPLAYING = threading.Lock()  # buffers are filled, replayed and copied out by one thread at a time
 
-
-def cuda_graph(call: Call, pool: Any = None, aside: Any = None) -> tuple[Verdict, Callable[[], None]]:
-    """Capture a call. Graphs may share a memory pool, because only the verdict is needed after a replay and it is
-    copied before the next one. Recordings of one pool are made on one stream, `aside`, of the current device. Returns
-    the verdict, which every replay overwrites, and the replay. Raises as `check_waits` does.
-    """
-    aside, now = aside or torch.cuda.Stream(), torch.cuda.current_stream()
-    aside.wait_stream(now)
-    with torch.cuda.stream(aside):
-        call()  # compiles kernels, opens libraries
-        check_waits(call)
-    now.wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.stream(now),
-        torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"),
-    ):
-        verdict = call()
-    return verdict, graph.replay
-
-
-def check_waits(call: Call) -> None:
-    """Raises RuntimeError if a call synchronises. Checked before the capture, because a failed capture can leave the
-    allocator of older versions of torch unusable.
-    """
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-@dataclass
-class Recording:
-    """Buffers that a recorded verification reads, its verdict's, and the replay."""
-
-    inputs: list[Tensor]
-    verdict: Verdict
-    replay: Callable[[], None]
-
-
-class Captured(Acceptance):
+class Captured(Recordings, Acceptance):
     """`rule` in recordings, one for each of the first `most` shapes. `record` stands in for `cuda_graph` in tests."""
 
     def __init__(self, rule: Acceptance, most: int = 16, record: Callable[[Call], tuple] | None = None):
-        if most < 1:
-            raise ValueError(f"most: got {most}, expected at least 1")
-        self.rule, self.most, self.record = rule, most, record
-        self.traits = rule.traits
-        self.recordings: dict[tuple, Recording] = {}
-        self.shared: dict[Any, tuple] = {}  # a pool of memory and a stream, of all recordings for one stream
+        super().__init__(most, record)
+        self.rule, self.traits = rule, rule.traits
 
     def bind(self, capabilities) -> None:
         """Binds the rule; graphs for another target are discarded."""
-        self.recordings, self.shared = {}, {}  # a pool ends with the last recording in it
+        self.forget()
         self.rule = copy.copy(self.rule)  # the caller may bind it to another target
         self.rule.bind(capabilities)
 
@@ -97,7 +48,7 @@ class Captured(Acceptance):
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
         logits = categorical(scores.law).logits
-        record = self.record or (self._graph if logits.is_cuda else None)
+        record = self.recorder(logits.device)
         if record is None or self.traits.remembers:
             return self.rule(draft, scores, noise)
         tree = draft.tree
@@ -108,16 +59,14 @@ class Captured(Acceptance):
         shapes = tuple((tuple(x.shape), x.dtype, x.device) for x in given)
         has = tuple(x is not None for x in more)
         kind = None if noise is None else type(noise)
-        # work on different streams is not ordered, so each stream has its own graphs
-        queue = _stream(logits.device) if logits.is_cuda else 0
+        queue = stream(logits.device)
         key = (shapes, tree.levels, tree.chain, branch(tree), has, kind, queue)  # all the host tells it
         with REPLAYING:
             held = self._held(record, given, key)
             if held is not None:
-                for buffer, value in zip(held.inputs, given):
-                    buffer.copy_(value)
+                held.fill(given)
                 held.replay()
-                parts: Iterator[Any] = (None if x is None else x.clone() for x in vars(held.verdict).values())
+                parts: Iterator[Any] = (None if x is None else x.clone() for x in vars(held.output).values())
                 return Verdict(*parts)
         return self.rule(draft, scores, noise)
 
@@ -133,12 +82,6 @@ class Captured(Acceptance):
                 self.most = 0
         return self.recordings.get(key)
 
-    def _graph(self, call: Call) -> tuple[Verdict, Callable[[], None]]:
-        here = torch.cuda.current_device(), _stream()
-        if here not in self.shared:
-            self.shared[here] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        return cuda_graph(call, *self.shared[here])
-
     def _recorded(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
         _, levels, chain, most, has, kind, _ = key
         inputs = [x.clone() for x in given]
@@ -150,8 +93,3 @@ class Captured(Acceptance):
         with torch.cuda.device_of(logits):
             verdict, replay = record(lambda: self.rule(draft, Scores(Categorical(logits)), noise))
         return Recording(inputs, verdict, replay)
-
-
-def _stream(device: torch.device | None = None) -> int:
-    """The stream that work for a device, or the current one, is queued on; 0 before there is any."""
-    return torch.cuda.current_stream(device).cuda_stream if torch.cuda.is_initialized() else 0

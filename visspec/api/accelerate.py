@@ -39,6 +39,7 @@ def accelerate(
     tokenizer: Any = None,
     probe: bool = True,
     compile: bool = False,
+    graphs: bool | None = None,
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
@@ -52,6 +53,9 @@ def accelerate(
     compile: run passes over drafts, and the drafter's own, through `torch.compile`. The first request for 32 tokens or
         more takes the time to compile (tens of seconds to minutes), shorter ones before it run uncompiled; the model
         itself is not changed.
+    graphs: record passes over drafts, and verdicts, as CUDA graphs: one launch each. None (default): on a CUDA device,
+        for attention of "sdpa" and weights in float16, bfloat16 or float32, unless `compile`; True: as None, and a
+        warning says why where it is not so; False: never. What can't be recorded runs eager, with the same tokens.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
     file = str(drafter) if isinstance(drafter, (str, Path)) else ""
@@ -61,7 +65,7 @@ def accelerate(
         preset = read_preset(file, model)
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
-    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile)
+    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile, graphs)
 
 
 def speculative(drafter: str | Drafter | Sequence[Any] | None = "ngram", **options) -> Speculative:
@@ -91,10 +95,10 @@ class Accelerated(Copied):
 
     def __init__(
         self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True,
-        compile=False,
+        compile=False, graphs=None,
     ):  # fmt: skip
         self.model, self.tokenizer = model, tokenizer
-        self._asked = (drafter, acceptance, levels, adaptive, probe, compile)
+        self._asked = (drafter, acceptance, levels, adaptive, probe, compile, graphs)
         self._made = (self._fits(), self._pair())
         self.last_stats: Any = None  # a Stats after the first call
         self.last_state: Any = None  # its finished State
@@ -177,7 +181,7 @@ class Accelerated(Copied):
         return self._paired(spec)
 
     def _paired(self, spec: Any) -> Pairing:
-        _, acceptance, levels, adaptive, probe, compile = self._asked
+        _, acceptance, levels, adaptive, probe, compile, graphs = self._asked
         model = driven(self.model)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
@@ -187,7 +191,7 @@ class Accelerated(Copied):
             drafter, name = zoo.drafter(spec, model)
             return pair(
                 drafter, name, own_rule(acceptance), model, make_target, levels=levels, adaptive=adaptive,
-                compile=compile,
+                compile=compile, graphs=graphs,
             )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:

@@ -31,7 +31,8 @@ from visspec.models.targets.families import family_of, prompt_of
 from visspec.models.targets.image_ar import Family
 from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State, Target
 
-PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile")  # of the constructor
+# of the constructor
+PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile", "graphs")
 KEPT = (*PARTS, "_progress", "_home")  # copied
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class ImagePipeline(Copied):
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
     default; "zipar:window=4" does not use a drafter; of any-order models "halton" by default, "spread", "raster" or a
-    list of places. compile: as in `visspec.accelerate`. Raises ValueError if the parts are incompatible.
+    list of places. compile, graphs: as in `visspec.accelerate`. Raises ValueError if the parts are incompatible.
     """
 
     model: Any
@@ -60,10 +61,11 @@ class ImagePipeline(Copied):
         parts: dict[str, Any] | None = None,
         order: str | Order | None = None,
         compile: bool = False,
+        graphs: bool | None = None,
     ):
         self.model, self.processor, self.parts = model, processor, parts or {}
         self.drafter, self.acceptance, self.levels, self.order = drafter, acceptance, levels, order
-        self.compile = compile
+        self.compile, self.graphs = compile, graphs
         self.last_output = ImageOutput()  # finished images of the latest call, also if it was interrupted
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
@@ -335,7 +337,7 @@ class ImagePipeline(Copied):
         adaptive = isinstance(rule, Acceptance) and not rule.traits.judges_draws
         return pair(
             found, name, rule, self.family, make_target, levels=self.levels, adaptive=adaptive, compile=self.compile,
-            order=zoo.order(self.family.default_order if order is None else order),
+            graphs=self.graphs, order=zoo.order(self.family.default_order if order is None else order),
         )  # fmt: skip
 
     def _drafter(self, spec) -> tuple[Any, str]:

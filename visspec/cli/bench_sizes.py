@@ -306,7 +306,7 @@ class Case:
             "compared": len(found) * self.batch,
             "ms_per_token": 1e3 * each[0] / max(len(found) * (self.new - 1), 1) if self.cuda else None,
             "ms_per_round": 1e3 * each[0] / rounds[0] if self.cuda and rounds[0] else None,
-            "compiled": name == STATIC and self.cuda, "attention": str(self.fast.target.masks.road),
+            "compiled": name == STATIC and self.cuda, "attention": str(self.fast.target.masks.backend),
         }  # fmt: skip
         for other in (STATIC, PLAIN):
             row[f"decode_over_{other}"] = speed.compare(runs[other], found)["speedup_decode_only"]

@@ -86,7 +86,7 @@ def kernel_lines(cuda: bool) -> list[str]:
     return [
         *lines,
         f"torch.nn.attention.varlen: {attends}",
-        f"draft passes of 16-bit models attend by: {ragged.Road(name, why=why)}",
+        f"draft passes of 16-bit models attend by: {ragged.Backend(name, why=why)}",
         f"CUDA graphs: {'recorded on this device where asked for' if cuda else 'none without a CUDA device'}",
     ]
 

@@ -76,6 +76,7 @@ class Guarded(Drafter):
 
     def finish(self, state: State) -> None:
         """After the request: count the invalid nodes, and warn once."""
+        self._try(state, self.inner.finish, _shown(state))
         refused = 0 if state.refused is None else int(state.refused)
         state.trace.faults += refused
         if refused:

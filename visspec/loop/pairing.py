@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from visspec.accept.captured import Captured
+from visspec.laws import Categorical
 from visspec.loop.guard import Guarded
 from visspec.loop.orders import Islands, Raster
 from visspec.loop.pace import Pace
 from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
+
+SHAPES = 64  # of drafts whose verdicts are recorded
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +30,9 @@ class Pairing:
 
     @property
     def passes(self) -> list[Any]:
-        """What was compiled, of the target and of the drafter."""
-        drafter = None if self.drafter is None else self.drafter.inner.passes
-        return [passes for passes in (self.target.passes, drafter) if passes is not None]
+        """What was compiled or recorded, of the target and of the drafter."""
+        both = self.target, *([] if self.drafter is None else [self.drafter.inner])
+        return [passes for one in both for passes in (one.passes, one.recorder) if passes is not None]
 
     @property
     def guarantee(self) -> str:
@@ -55,7 +60,8 @@ class Pairing:
         return self.finish(self.order.decode(self.target, self.drafter, self.rule, request, self.pace))
 
     def finish(self, state: State) -> State:
-        """Count the drafter's faults, also after an interrupted request."""
+        """Count the drafter's faults, also after an interrupted request; the target gives back what it borrowed."""
+        self.target.finish(state)
         if self.drafter is not None:
             self.drafter.finish(state)
         return state
@@ -72,13 +78,14 @@ def pair(
     levels: int | None = None,
     adaptive: bool = True,
     compile: bool = False,
+    graphs: bool | None = False,
 ) -> Pairing:
     """Check and build a pairing. `rule` is bound here, so pass a copy.
 
     subject: passed to the drafter's `attach`, a model or a family; make_target builds the target for a drafter's
     traits. order None: islands if both drafter and rule support whole images, else raster. levels: maximum draft depth.
-    adaptive: draft less if that is measured to be faster. compile: tell the drafter too. Raises ValueError in one
-    sentence.
+    adaptive: draft less if that is measured to be faster. compile: tell the drafter too. graphs: record the target's
+    passes, and verdicts with them (None: where that pays). Raises ValueError in one sentence.
     """
     if drafter is not None and not isinstance(drafter, Drafter):
         raise ValueError(f"drafter: got {drafter!r}, expected a visspec.Drafter or the name of one")
@@ -90,6 +97,15 @@ def pair(
             drafter.compile()
     traits = DrafterTraits() if drafter is None else drafter.traits
     target = make_target(traits)
+    if compile and graphs:
+        said = "graphs: got True beside compile=True, expected one of them; passes are compiled"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
+    elif graphs is not False and not compile:
+        target.record(graphs)
+    if target.recorder is not None and rule.traits.law is Categorical and not isinstance(rule, Captured):
+        rule = Captured(rule, SHAPES)
+    if target.recorder is not None and drafter is not None:
+        drafter.record()
     rule.bind(target.capabilities)
     check(drafter, rule, target)
     guarded = None

@@ -1,0 +1,733 @@
+"""Passes recorded as graphs give the tokens and logits of passes that are not, with a stand-in that needs no GPU."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import visspec
+from tests import test_compiled as compiling
+from tests import test_image_targets as images
+from tests import test_stream as streaming
+from tests.doubles import Grower, Hostile, Oracle, TreeOracle, fast, new_tokens, stock
+from tests.replays import Standin, recording
+from tests.test_recurrent import model_of as recurrent
+from tests.test_threads import hurried as hurried
+from tests.test_threads import together
+from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
+from visspec.accept.captured import Captured
+from visspec.accept.exact import Exact
+from visspec.api.images import ImagePipeline
+from visspec.models.drafters import feature_drafting
+from visspec.models.drafters.eagle import FeatureDrafter, config_for
+from visspec.models.drafters.jacobi import Jacobi
+from visspec.models.nets.feature_head import FeatureHead
+from visspec.models.targets import lending
+from visspec.models.targets.image_ar import ImageAR
+from visspec.types import Target
+
+NEW = 24
+IMAGES = sorted(images.CASES)
+
+
+@pytest.fixture
+def standin(monkeypatch) -> Standin:
+    monkeypatch.setattr(lending, "WORTH", 1)
+    monkeypatch.setattr(lending, "FIRST", 16)
+    return recording(monkeypatch)
+
+
+def greedy(model, name, shape, **options):
+    inputs = prompt(name, shapes(name)[shape])
+    return new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options), inputs)
+
+
+DRAFTERS = {
+    "none": lambda answers: None,
+    "ngram": lambda answers: "ngram",
+    "chain": lambda answers: Oracle(answers),
+    "tree": lambda answers: TreeOracle(answers, wrong=0.3),
+    "tree a row": lambda answers: TreeOracle(answers, wrong=0.3, per_row=True),
+    "grown": lambda answers: Grower(answers, seed=1),
+    "hostile": lambda answers: Hostile(),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_tokens(kind, standin):
+    for shape in ("one", "ragged", "even"):
+        model = fast("llama", DRAFTERS[kind](stock("llama", shape)))
+        assert greedy(model, "llama", shape) == stock("llama", shape)
+        recorder = model.target.recorder
+        assert recorder.graphs > 0 and not recorder.refused
+        assert standin.replays > len(model.last_state.trace.rounds)
+
+
+def eager_passes(target) -> list[int]:
+    """The sizes of a target's passes that are not recorded, from now on."""
+    seen, inner = [], target._eager
+    target._eager = lambda state, draft: seen.append(draft.tree.size) or inner(state, draft)
+    return seen
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"gemma2"}))
+def test_every_family_in_every_shape(name, standin):
+    """Pictures, videos, padding and sliding windows. Eager passes are those that recordings are compared with."""
+    for shape in shapes(name):
+        model = fast(name, TreeOracle(stock(name, shape), wrong=0.3))
+        seen, recorder = eager_passes(model.target), model.target.recorder
+        assert greedy(model, name, shape) == stock(name, shape), shape
+        assert len(seen) == recorder.graphs > 0 and not recorder.refused
+        assert recorder in model.pairing.passes
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_image_family(name, temperature, standin, monkeypatch):
+    """Guidance, left padding, positions of their own; the rows as they are alone."""
+    case, seen, used = images.made(name), [], []
+
+    def recorded(family):
+        target = ImageAR(family)
+        target.record(None)
+        seen.append(eager_passes(target))
+        used.append(target.recorder)
+        return target
+
+    plain = images.draw(case, [0, 1, 2], Jacobi(5), temperature=temperature)[0]
+    monkeypatch.setattr(images, "ImageAR", recorded)
+    monkeypatch.setattr(case.family, "recorder", None)
+    for rule in ("exact", Captured(Exact())):
+        assert images.draw(case, [0, 1, 2], Jacobi(5), rule, temperature)[0] == plain
+        assert images.draw(case, [2], Jacobi(5), rule, temperature)[0] == plain[2:]
+    assert len(set(used)) == 1 and not used[0].refused  # the family's
+    assert sum(map(len, seen)) == used[0].graphs > 0 and not seen[2]
+
+
+# --- what else a request is -------------------------------------------------------------------------------------------
+
+
+def both(model, drafter, *options, **more):
+    """Results of the same calls, eager and recorded."""
+    plain, quick = (visspec.accelerate(model, drafter(), adaptive=False, graphs=g, **more) for g in (False, None))
+    assert plain.target.recorder is None
+    return [[fast.run(**o) for o in options] for fast in (plain, quick)], quick
+
+
+def test_logits_features_and_what_is_kept(standin):
+    """Of trees that are drafted from features, with padding; the cache goes on after other requests."""
+    model = llama(seed=3)
+    inputs = prompt("llama", shapes("llama")["ragged"])
+    asked = {**inputs, "max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    drafter = lambda: FeatureDrafter(FeatureDrafter.for_model(model).head, model, width=2, nodes=6)  # noqa: E731
+    options = [asked | {"output_logits": True}, asked, asked]
+    ((plain, *_), (first, *others)), quick = both(model, drafter, *options)
+    assert torch.equal(plain.output.sequences, first.output.sequences)
+    torch.testing.assert_close(torch.stack(first.output.logits), torch.stack(plain.output.logits), rtol=1e-5, atol=1e-5)
+    assert first.state.trace.rounds == plain.state.trace.rounds
+    for other in (first, *others):
+        for mine, theirs in zip(other.output.past_key_values.layers, plain.output.past_key_values.layers):
+            torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(mine.values, theirs.values, rtol=1e-5, atol=1e-5)
+    assert quick.target.recorder.graphs > 0 and quick.last_stats.faults == 0
+
+
+def test_sampling_with_seeds(standin):
+    model = llama(seed=3)
+    inputs = prompt("llama", shapes("llama")["ragged"])
+    asked = [{**inputs, "max_new_tokens": 20, "do_sample": True, "seed": seed} for seed in (1, 2)]
+    (plain, found), quick = both(model, lambda: Hostile(seed=1), *asked, acceptance="rejection")
+    assert [r.state.tokens for r in plain] == [r.state.tokens for r in found]
+    assert plain[0].state.tokens != plain[1].state.tokens
+    assert isinstance(quick.rule, Captured) and quick.rule.recordings and quick.last_stats.acceptance == "Rejection"
+
+
+def test_rows_leave_one_after_the_other(standin):
+    """The last rows take the place of those that have left; longer ones go on alone."""
+    answers = stock("llama", "ragged")
+    ends = [answers[0][15], answers[1][5], answers[2][10]]
+    inputs = prompt("llama", shapes("llama")["ragged"])
+    options = {**inputs, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": ends}
+    for drafter in (None, "ngram", TreeOracle(answers, wrong=0.2, per_row=True)):
+        quick = fast("llama", drafter)
+        assert torch.equal(quick.generate(**options), model_of("llama").generate(**options))
+        assert len({key[2][0] for key in quick.target.recorder.recordings}) > 1  # other numbers of rows
+
+
+def test_rows_join(standin):
+    """A row's tokens are those it has alone, wherever it enters, with stores that take it in."""
+    model = llama(seed=5)
+    quick = visspec.accelerate(model, "ngram", adaptive=False)
+    entries = []
+    for i, length in enumerate((12, 3, 30, 7, 21, 5, 16, 9)):
+        ids = torch.randint(5, 60, (1, length), generator=torch.Generator().manual_seed(i))
+        entries.append({"input_ids": ids, "max_new_tokens": (6, 20, 3, 14)[i % 4], "do_sample": False})
+    want = [model.generate(**entry)[0, entry["input_ids"].shape[1] :].tolist() for entry in entries]
+    seen = eager_passes(quick.target)
+    answers = sorted(quick.stream(entries, slots=3, ahead=2), key=lambda answer: answer.id)
+    assert [answer.tokens for answer in answers] == want
+    recorder = quick.target.recorder
+    assert len(seen) == recorder.graphs > 0 and not recorder.refused
+    gc.collect()
+    assert len(recorder.returned) + len(recorder.idle) > 0
+
+
+def test_a_request_outgrows_its_bucket_and_the_next_one_finds_the_recordings(standin):
+    model = llama(seed=7)
+    inputs = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(0))}
+    asked = {**inputs, "max_new_tokens": 90, "do_sample": False}
+    quick = visspec.accelerate(model, None)
+    recorder = quick.target.recorder
+    want = model.generate(**asked)
+    for _ in range(3):
+        assert torch.equal(quick.generate(**asked), want)
+        assert recorder.graphs == 4 and standin.count == 4 + len(quick.rule.recordings)
+        assert sorted(held for held in map(slots_of, free(recorder))) == [16, 32, 64, 128]
+    assert recorder.buckets == [16, 32, 64, 128, 256, 512]
+
+
+def free(recorder):
+    return [*recorder.idle, *recorder.returned]
+
+
+def slots_of(stores):
+    assert all(store.shape[2] == stores.slots for store in stores.tensors)
+    return stores.slots
+
+
+@pytest.mark.filterwarnings("error")
+def test_beyond_the_largest_bucket_it_runs_eager(standin, monkeypatch):
+    monkeypatch.setattr(lending, "LARGEST", 32)
+    model = llama(seed=7)
+    inputs = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(0))}
+    asked = {**inputs, "max_new_tokens": 60, "do_sample": False}
+    quick = visspec.accelerate(model, None)
+    seen = eager_passes(quick.target)
+    assert torch.equal(quick.generate(**asked), model.generate(**asked))
+    assert quick.target.recorder.graphs == 2 and len(seen) == 2 + (9 + 60 - 1) - 32
+    assert len(free(quick.target.recorder)) == 2
+
+
+def test_threads(standin, hurried):
+    model = llama(seed=9)
+    quick, jobs = visspec.accelerate(model, "ngram", adaptive=False), []
+    for i in range(8):
+        ids = torch.randint(5, 60, (1 + i % 2, 5 + 4 * (i % 3)), generator=torch.Generator().manual_seed(i))
+        asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
+
+        want = model.generate(**asked)
+
+        def job(asked=asked, want=want):
+            for _ in range(3):
+                assert torch.equal(quick.generate(**asked), want)
+
+        jobs.append(job)
+    together(jobs)
+    assert not quick.target.recorder.refused
+
+
+def test_what_another_request_left_is_not_seen(standin):
+    """Masked slots are multiplied by 0: what is no number must not stand there."""
+    model = llama(seed=9)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    quick, asked = visspec.accelerate(model, None), {**inputs, "max_new_tokens": 20, "do_sample": False}
+    want = quick.generate(**asked)
+    for stores in free(quick.target.recorder):
+        for tensor in stores.tensors:
+            with torch.inference_mode():
+                tensor.fill_(float("nan"))
+    made = quick.target.recorder.graphs
+    assert torch.equal(quick.generate(**asked), want) and quick.target.recorder.graphs == made
+
+
+def test_stores_are_back_when_nothing_holds_them(standin):
+    """Also those of a request that an exception ended."""
+    quick = visspec.accelerate(llama(seed=9), None)
+    asked = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 20, "do_sample": False}
+    quick.generate(**asked)
+    recorder, verify = quick.target.recorder, quick.target.verify
+    number, made = {stores.number for stores in free(recorder)}, recorder.graphs
+    calls = []
+
+    def failing(state, draft):
+        calls.append(draft)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return verify(state, draft)
+
+    quick.target.verify = failing
+    with pytest.raises(KeyboardInterrupt):
+        quick.generate(**asked)
+    del quick.target.verify
+    gc.collect()
+    assert {stores.number for stores in free(recorder)} == number
+    quick.generate(**asked)
+    assert recorder.graphs == made
+
+
+def test_few_stores_and_recordings_are_kept(standin, monkeypatch):
+    monkeypatch.setattr(lending, "IDLE", 1)
+    model = llama(seed=9)
+    quick = visspec.accelerate(model, None)
+    recorder = quick.target.recorder
+    recorder.most = 2
+    for rows, length in ((1, 3), (2, 20), (3, 40), (9, 5), (1, 3)):
+        asked = {"input_ids": torch.full((rows, length), 7), "max_new_tokens": 6, "do_sample": False}
+        asked["attention_mask"] = torch.ones_like(asked["input_ids"])
+        assert torch.equal(quick.generate(**asked), model.generate(**asked))
+        assert len(recorder.recordings) <= 2 and len(recorder.idle) <= 2
+        alive = {stores.number for stores in free(recorder)}
+        assert {key[0] for key in recorder.recordings} <= alive
+    assert recorder.graphs > 4
+
+
+@pytest.mark.parametrize("rows, room", [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24)])
+def test_capacities(rows, room):
+    assert lending.capacity(rows) == room
+
+
+def test_buckets():
+    assert lending.buckets(4096) == [256, 512, 1024, 2048, 4096] and lending.buckets(300) == [256, 512]
+    assert lending.buckets(None)[-1] == lending.buckets(1 << 20)[-1] == lending.LARGEST and lending.buckets(8) == [256]
+
+
+def test_a_short_request_records_nothing_and_uses_what_there_is(standin, monkeypatch):
+    monkeypatch.setattr(lending, "WORTH", 8)
+    model = llama(seed=9)
+    quick = visspec.accelerate(model, None)
+    recorder, seen = quick.target.recorder, eager_passes(quick.target)
+    asked = {"input_ids": torch.tensor([[5, 6, 7]]), "do_sample": False}
+    for new, graphs_made, eager in ((7, 0, 6), (12, 1, 7), (7, 1, 7)):
+        found = quick.generate(**asked, max_new_tokens=new)
+        assert torch.equal(found, model.generate(**asked, max_new_tokens=new))
+        assert (recorder.graphs, len(seen)) == (graphs_made, eager), new
+    two = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "do_sample": False, "max_new_tokens": 7}
+    assert torch.equal(quick.generate(**two), model.generate(**two)) and recorder.graphs == 1
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def chains_of(model, **options):
+    return FeatureDrafter(FeatureHead(config_for(model, **options)), model)
+
+
+GREEDY = {"max_new_tokens": 15, "do_sample": False}
+SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("levels", [8, 6])
+@pytest.mark.parametrize("options", [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}])
+def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
+    """Of a round two calls, of which one reads what was accepted: greedy and sampled, ragged rows and such that end."""
+    if "table" in options:  # as for a large vocabulary
+        monkeypatch.setattr(feature_drafting, "FOLD_LIMIT", 0)
+    model = model_of("llava")
+    drafter = chains_of(model, **{k: v for k, v in options.items() if k != "table"})
+    eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels, graphs=False)
+    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels)
+    own = quick.drafter.inner.recorder
+    for rows in ("one", "ragged", "several", "one"):
+        inputs = prompt("llava", shapes("llava")[rows])
+        for more in (GREEDY, SAMPLED):
+            found, want = (compiling.drafted(each, inputs, **more) for each in (quick, eager))
+            assert found == want, rows
+    made, replays = own.graphs, standin.replays
+    assert made and not own.refused and quick.pairing.passes == [quick.target.recorder, own]
+    found = compiling.drafted(quick, inputs, **GREEDY)
+    assert found == compiling.drafted(eager, inputs, **GREEDY) and own.graphs == made
+    launches = [2 + -(-depth // 4) for depth, _ in found[1]]
+    assert standin.replays - replays == sum(launches) + 1  # with the verdict on the prompt's token
+    assert max(launches) == 4
+    assert len(free(own)) == len({stores.number for stores in free(own)}) and quick.last_state.memory.lent is None
+
+
+def test_drafts_of_rows_that_join(standin):
+    model = model_of("llava")
+    quick = visspec.accelerate(model, chains_of(model), adaptive=False)
+    entries = streaming.prompts("llava")
+    assert streaming.together(quick, entries) == streaming.alone(quick, entries)
+    assert quick.drafter.inner.recorder.graphs and not quick.drafter.inner.recorder.refused
+
+
+def test_drafts_in_threads(standin, hurried):
+    model = model_of("llava")
+    quick, eager = (visspec.accelerate(model, chains_of(model), adaptive=False, graphs=g) for g in (None, False))
+    jobs = []
+    for i in range(6):
+        inputs = prompt("llava", shapes("llava")[("one", "ragged", "several")[i % 3]])
+        more = (GREEDY, SAMPLED)[i % 2]
+        want = compiling.drafted(eager, inputs, **more)[0]
+
+        def job(inputs=inputs, more=more, want=want):
+            result = quick.run(**inputs, **more)
+            assert result.state.tokens == want and result.stats.faults == 0
+
+        jobs.append(job)
+    together(jobs * 2)
+    assert quick.drafter.inner.recorder.graphs and not quick.drafter.inner.recorder.refused
+
+
+def test_drafts_that_are_not_recorded(standin):
+    """Trees, stops, laws with top-k: as ever."""
+    model = model_of("llava")
+    inputs = prompt("llava", shapes("llava")["one"])
+    head = FeatureHead(config_for(model))
+    for drafter, more in (
+        (FeatureDrafter(head, model), {"do_sample": True, "top_k": 5, "seed": 1}),
+        (FeatureDrafter(head, model, width=2), {"do_sample": False}),
+        (FeatureDrafter(head, model).shaped(entropy=0.5), {"do_sample": False}),
+    ):
+        eager, quick = (
+            visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=graph) for graph in (False, None)
+        )
+        found = compiling.drafted(quick, inputs, max_new_tokens=12, **more)
+        assert found == compiling.drafted(eager, inputs, max_new_tokens=12, **more)
+        own = quick.drafter.inner.recorder
+        assert quick.target.recorder.graphs and (own is None or own.graphs == 0)
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
+    """At the first call, or in the middle of a draft."""
+    monkeypatch.setattr(lending, "WORTH", 1)
+    recording(monkeypatch)
+    model = model_of("llava")
+    drafter, inputs = chains_of(model), prompt("llava", shapes("llava")["ragged"])
+    eager, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, None))
+    own, calls = quick.drafter.inner.recorder, []
+    record = Standin()
+
+    def failing(call):
+        calls.append(call)
+        if len(calls) == last:
+            raise RuntimeError("no graphs here")
+        return record(call)
+
+    own.record = failing
+    said, found = told(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
+    assert said == ["graphs: drafts of FeatureDrafter are not recorded, it runs eager: RuntimeError: no graphs here"]
+    assert found == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
+    assert not own.recordings and not free(own) and not quick.target.recorder.refused
+
+
+def test_a_drafter_that_learns_is_recorded_anew(standin):
+    drafter = chains_of(model_of("llava"))
+    drafter.record()
+    first = drafter.recorder
+    drafter.record()
+    assert drafter.recorder is first and copy.copy(drafter).recorder is None
+    drafter.refresh()
+    assert drafter.recorder is not first and drafter.recorder.levels.qkv is drafter.fold.qkv
+
+
+# --- what can't be recorded -------------------------------------------------------------------------------------------
+
+
+def told(call):
+    """What is said of graphs in a call, and its result."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    return [str(w.message) for w in caught if str(w.message).startswith(("graphs:", "acceptance:"))], result
+
+
+ASKED = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 20, "do_sample": False}
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("CUDA: no room")])
+def test_a_capture_that_fails(at, error, monkeypatch):
+    """At once or later, of a pass or of a verdict: said once, the same tokens, and nothing is kept of it."""
+    monkeypatch.setattr(lending, "WORTH", 1)
+    monkeypatch.setattr(lending, "FIRST", 8)
+    made = recording(monkeypatch, {at: error})
+    model = llama(seed=9)
+    quick = visspec.accelerate(model, "ngram", adaptive=False)
+    said, outputs = told(lambda: [quick.generate(**ASKED) for _ in range(3)])
+    assert all(torch.equal(output, model.generate(**ASKED)) for output in outputs)
+    recorder, seen = quick.target.recorder, eager_passes(quick.target)
+    assert len(said) == 1 and str(error) in said[0] and made.count > at
+    if said[0].startswith("graphs:"):
+        assert said[0].startswith("graphs: passes of LlamaForCausalLM are not recorded, it runs eager: ")
+        assert recorder.refused and not recorder.recordings and not free(recorder) and not recorder.shared
+        quick.generate(**ASKED)
+        assert len(seen) == len(quick.last_state.trace.rounds)
+    else:
+        assert not recorder.refused and not quick.rule.most
+
+
+def test_no_memory_for_stores(standin, monkeypatch):
+    """Idle ones are freed first; then it runs eager."""
+    allocated, calls, kept = lending.allocated, [], []
+
+    def short(kind):
+        calls.append(kind)
+        if len(calls) in (2, 3 if kept else 0):
+            raise torch.OutOfMemoryError("CUDA: no room")
+        return allocated(kind)
+
+    monkeypatch.setattr(lending, "allocated", short)
+    model = llama(seed=9)
+    quick = visspec.accelerate(model, None)
+    assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED))  # outgrows the first stores: the second try
+    assert len(calls) == 3 and not quick.target.recorder.refused
+    calls.clear()
+    kept.append(True)
+    quick = visspec.accelerate(model, None)
+    said, output = told(lambda: quick.generate(**ASKED))
+    assert torch.equal(output, model.generate(**ASKED)) and len(said) == 1 and "no room" in said[0]
+    assert quick.target.recorder.refused and not free(quick.target.recorder)
+
+
+class Counting(torch.nn.Module):
+    """An MLP that looks at the length of the cache on the host, which a graph can't follow."""
+
+    def __init__(self, inner, cache):
+        super().__init__()
+        self.inner, self.cache = inner, cache
+
+    def forward(self, x):
+        return self.inner(x) * (1 + 0.2 * (self.cache[0].get_seq_length() % 5))
+
+
+def test_a_model_that_counts_on_the_host_is_noticed(standin):
+    model, cache = llama(seed=9), []
+    layer = model.model.layers[0]
+    layer.mlp = Counting(layer.mlp, cache)
+    plainly = type(model.model).forward
+
+    class Noting(type(model.model)):
+        @functools.wraps(plainly)
+        def forward(self, *args, **kwargs):
+            cache[:] = [kwargs["past_key_values"]]
+            return plainly(self, *args, **kwargs)
+
+    model.model.__class__ = Noting
+    plain, quick = (visspec.accelerate(model, None, probe=False, graphs=graph) for graph in (False, None))
+    want = plain.generate(**ASKED)
+    said, output = told(lambda: quick.generate(**ASKED))
+    assert torch.equal(output, want)
+    assert len(said) == 1 and "its output differs by" in said[0]
+
+
+def test_a_pass_that_waits_is_noticed(standin):
+    model = llama(seed=9)
+    mlp = model.model.layers[1].mlp
+    inner = mlp.forward
+
+    class Asking(type(mlp)):
+        def forward(self, x):
+            return inner(x) if float(x.abs().sum()) > -1 else x
+
+    mlp.__class__ = Asking
+    quick = visspec.accelerate(model, None)
+    said, output = told(lambda: quick.generate(**ASKED))
+    assert len(said) == 1 and "a synchronizing operation" in said[0]
+    assert torch.equal(output, model.generate(**ASKED))
+
+
+@pytest.mark.parametrize("where", ["", "model", "model.layers.0.mlp", "lm_head"])
+def test_a_hook_is_called(where, standin):
+    model, seen = llama(seed=9), []
+    quick = visspec.accelerate(model, None)
+    assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.recordings
+    hook = model.get_submodule(where).register_forward_hook(lambda *call: seen.append(call))
+    said, _ = told(lambda: quick.generate(**ASKED))
+    assert len(seen) == ASKED["max_new_tokens"]
+    hook.remove()
+    name = where or "LlamaForCausalLM"
+    assert said == [
+        f"graphs: got LlamaForCausalLM with hooks on {name}, expected one without: they would not be called"
+    ]
+
+
+def test_hooks_on_what_passes_do_not_go_through(standin):
+    model = model_of("llava")
+    hook = model.model.vision_tower.register_forward_hook(lambda *call: None)
+    quick = fast("llava", None)
+    said, _ = told(lambda: greedy(quick, "llava", "one"))
+    hook.remove()
+    assert not said and quick.target.recorder.graphs
+
+
+def test_other_weights_are_recorded_anew(standin):
+    model = llama(seed=9)
+    quick = visspec.accelerate(model, None)
+    quick.generate(**ASKED)
+    made = quick.target.recorder.graphs
+    model.model.layers[0].mlp.down_proj.weight.data *= -3.0  # in place: what is recorded reads it
+    assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.graphs == made
+    model.lm_head.weight = torch.nn.Parameter(llama(seed=10).lm_head.weight.detach())
+    assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.graphs > made
+
+
+def test_modes_in_which_passes_run_eager(standin):
+    model = llama(seed=9)
+    quick = visspec.accelerate(model, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        said, _ = told(lambda: quick.generate(**ASKED))
+    model.train()
+    said += told(lambda: quick.generate(**ASKED))[0]
+    model.eval()
+    assert not said and quick.target.recorder.graphs == 0
+    quick.generate(**ASKED)
+    assert quick.target.recorder.graphs > 0
+
+
+def offloaded():
+    model = llama()
+    model._hf_hook = SimpleNamespace(execution_device="cpu")
+    return model
+
+
+REFUSED = {
+    "eager attention": (lambda: model_of("gemma2"), "Gemma2ForCausalLM with attention of 'eager', expected 'sdpa'"),
+    "float64": (lambda: llama().double(), "LlamaForCausalLM of torch.float64, expected one of torch.float16, torch."),
+    "rope": (
+        lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
+        "LlamaForCausalLM with rotary frequencies that depend on the length, expected one without",
+    ),
+    "states": (lambda: recurrent("qwen3_5"), "Qwen3_5ForCausalLM with layers that keep a state, expected one without"),
+    "offloaded": (offloaded, "LlamaForCausalLM with weights that are moved or on several devices, expected all of"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_models_that_are_not_recorded(what, standin):
+    """Said where it was asked for."""
+    make, words = REFUSED[what]
+    model = make()
+    for asked in (None, True, False):
+        said, quick = told(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
+        assert quick.target.recorder is None and not isinstance(quick.rule, Captured)
+        assert [sentence.startswith(f"graphs: got {words}") for sentence in said] == [True] * bool(asked), said
+        assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED))
+
+
+def test_on_a_cpu_nothing_is_recorded():
+    model = llama(seed=9)
+    for asked in (None, False, True):
+        said, quick = told(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
+        assert quick.target.recorder is None and quick.pairing.passes == []
+        said += told(lambda quick=quick: quick.generate(**ASKED))[0]
+        wanted = ["graphs: got a model on cpu, expected one on a CUDA device; it runs eager"]
+        assert said == wanted * bool(asked)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_copies_keep_the_option_and_record_anew(standin):
+    quick = visspec.accelerate(llama(seed=9), None, graphs=False)
+    assert copy.copy(quick).target.recorder is None and copy.deepcopy(quick).target.recorder is None
+    quick = visspec.accelerate(llama(seed=9), None)
+    want = quick.generate(**ASKED)
+    for other in (copy.copy(quick), copy.deepcopy(quick), pickle.loads(pickle.dumps(quick))):
+        assert other.target.recorder is not quick.target.recorder and not other.target.recorder.graphs
+        assert torch.equal(other.generate(**ASKED), want) and other.target.recorder.graphs
+    assert copy.copy(quick.target).recorder is None
+
+
+def test_compiled_passes_are_not_recorded(standin):
+    model = llama(seed=9)
+    for asked in (None, True):
+        said, quick = told(lambda asked=asked: visspec.accelerate(model, None, graphs=asked, compile=True))
+        assert quick.target.recorder is None and quick.target.passes is not None
+        wanted = ["graphs: got True beside compile=True, expected one of them; passes are compiled"]
+        assert said == wanted * bool(asked)
+
+
+def test_a_small_model_is_recorded_too(standin):
+    model, small = llama(seed=9), llama(seed=10)
+    quick = visspec.accelerate(model, small, adaptive=False)
+    seen = eager_passes(quick.drafter.inner.target)
+    assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.last_stats.faults == 0
+    own = quick.drafter.inner.recorder
+    assert own.graphs == len(seen) > 0 and quick.pairing.passes == [quick.target.recorder, own]
+
+
+def test_images(standin, pipe):
+    made = ImagePipeline(**{**pipe.components, "graphs": None})
+    made.set_progress_bar_config(disable=True)
+    asked = {"prompt": ["a photo of a circle", "a photo of two stars"], "seed": 3, "output_type": "latent"}
+    for drafter in ("jacobi", None):
+        off = ImagePipeline(**{**pipe.components, "graphs": False})
+        off.set_progress_bar_config(disable=True)
+        plain, found = (each(**asked, drafter=drafter) for each in (off, made))
+        assert all(torch.equal(a, b) for a, b in zip(plain.tokens, found.tokens))
+        assert off.family.recorder is None
+    assert made.family.recorder.graphs > 0 and not made.family.recorder.refused
+    assert copy.copy(made).graphs is None and copy.copy(off).graphs is False
+
+
+def test_targets_that_record_nothing_say_so():
+    with pytest.warns(RuntimeWarning, match="graphs: got Target, expected a target whose passes are recorded; it runs"):
+        Target().record(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Target().record(None)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cuda_graphs_give_the_tokens_of_eager_passes(dtype, monkeypatch):
+    """Over three buckets, with rows of different length; again, without a new recording; and in eight threads."""
+    monkeypatch.setattr(lending, "FIRST", 32)
+    model = llama(seed=9).to("cuda", dtype)
+    inputs = {name: x.cuda() for name, x in prompt("llama", shapes("llama")["ragged"]).items()}
+    asked = [{**inputs, "max_new_tokens": 80, **how} for how in ({"do_sample": False}, {"do_sample": True, "seed": 3})]
+    plain, quick = (visspec.accelerate(model, "ngram", adaptive=False, graphs=g) for g in (False, True))
+    want = [plain.generate(**each) for each in asked]
+    recorder = quick.target.recorder
+    if dtype == torch.float32:  # others round by the number of slots
+        assert all(torch.equal(quick.generate(**each), one) for each, one in zip(asked, want))
+    found = [quick.generate(**each) for each in asked]
+    made = recorder.graphs
+    assert made > 2 and not recorder.refused and quick.rule.recordings
+
+    def job():
+        assert all(torch.equal(quick.generate(**each), one) for each, one in zip(asked, found))
+
+    job()
+    assert recorder.graphs == made
+    together([job] * 8)
+    assert not recorder.refused and quick.rule.most
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_pass_that_waits_is_noticed_on_a_gpu():
+    """And the process goes on as before."""
+    model = llama(seed=9).cuda()
+    mlp = model.model.layers[1].mlp
+    inner = mlp.forward
+
+    class Asking(type(mlp)):
+        def forward(self, x):
+            return inner(x) if float(x.abs().sum()) > -1 else x
+
+    mlp.__class__ = Asking
+    quick, asked = visspec.accelerate(model, None), {**ASKED, "input_ids": ASKED["input_ids"].cuda()}
+    asked["max_new_tokens"] = 40
+    said, output = told(lambda: quick.generate(**asked))
+    assert len(said) == 1 and "a synchronizing operation" in said[0]
+    assert torch.equal(output, model.generate(**asked))
