@@ -14,7 +14,7 @@ from visspec.types import Request
 OPTIONS = "--tiny --prompt 12 --max-new-tokens 72 --repeats 2 --dtype float32 --levels 5".split()
 COMMON = {
     "bench", "guarantee", "drafter", "acceptance", "n_prompts", "max_new_tokens", "temperature", "seed", "identical",
-    "compared", "provenance", "rows",
+    "compared", "provenance", "rows", "failures",
 }  # fmt: skip
 ROW = {
     "size", "layers", "arm", "batch_size", "tau", "expected_tau", "given_acceptance", "speedup", "speedup_ci95",
@@ -158,6 +158,25 @@ def test_drafts_of_rows_that_are_apart_are_of_their_own_place():
     state.pending = torch.stack([answer[0, 2], answer[1, 5]])
     draft = bench_sizes.Oracle(answer, 1.0, 128).propose(state, 4)
     assert draft.tree is trees.chain(4) and draft.value.tolist() == [answer[0, 2:7].tolist(), answer[1, 5:10].tolist()]
+
+
+def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
+    ours = bench_sizes.Case.ours
+
+    def full(self, ids, new):
+        if self.batch == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return ours(self, ids, new)
+
+    monkeypatch.setattr(bench_sizes.Case, "ours", full)
+    record = bench_sizes.bench_sizes(
+        ["llamagen-xl"], [3, 1], [0.5], prompt=8, max_new_tokens=6, repeats=1, changes=bench_sizes.TINY,
+        dtype=torch.float32,
+    )  # fmt: skip
+    assert [row["batch_size"] for row in record["rows"]] == [1] * 4
+    (failure,) = record["failures"]
+    assert failure.startswith("llamagen-xl, batch 3: prompt 0: OutOfMemoryError: CUDA")
+    assert failure in bench_sizes.table(record).caption
 
 
 @pytest.mark.parametrize(
