@@ -8,20 +8,27 @@ import torch
 from visspec import tree as trees
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
-from visspec.models.targets import masks
+from visspec.models.targets import masks, ragged
 from visspec.types import Request
 
 OPTIONS = "--tiny --prompt 12 --max-new-tokens 72 --repeats 2 --dtype float32 --levels 5".split()
 COMMON = {
     "bench", "guarantee", "drafter", "acceptance", "n_prompts", "max_new_tokens", "temperature", "seed", "identical",
-    "compared", "provenance", "rows",
+    "compared", "provenance", "rows", "failures",
 }  # fmt: skip
 ROW = {
     "size", "layers", "arm", "batch_size", "tau", "expected_tau", "given_acceptance", "speedup", "speedup_ci95",
     "speedup_decode_only", "decode_over_transformers_static", "decode_over_plain", "identical", "compared", "law_error",
     "attention", "compiled", "failures", "ms_per_token", "ms_per_round", "pass_ms", "host_share", "over_bytes",
 }  # fmt: skip
-DRAFTED = {"ideal_speedup", "measured_over_ideal", "verify_over_plain", "draft_over_plain", "host_over_plain"}
+DRAFTED = {
+    "ideal_speedup",
+    "measured_over_ideal",
+    "verify_over_plain",
+    "draft_over_plain",
+    "host_over_plain",
+    "over_pass",
+}
 ARMS = ["transformers_generate", "transformers_static", "plain", "oracle 0.6", "oracle 0.9", "oracle 1"]
 
 
@@ -46,9 +53,16 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
     for row in rows:
         assert row.keys() >= ROW and not row["failures"] and row["law_error"] < 1e-4 and row["layers"] == 2
         assert row["identical"] == row["compared"] == 2 * row["batch_size"] and row["speedup"] > 0
-        assert all(row[name] is None for name in ("ms_per_token", "pass_ms", "host_share", "over_bytes"))
+        assert all(
+            row[name] is None for name in ("ms_per_token", "ms_per_round", "pass_ms", "host_share", "over_bytes")
+        )
+        assert not row["compiled"] and row["attention"] == "a mask over stored keys (no CUDA device)"
         drafted = row["arm"].startswith("oracle")
         assert (row["tau"] is not None) == drafted == (row.keys() >= DRAFTED)
+        if drafted:
+            cost = row["verify_over_plain"] + row["draft_over_plain"] + row["host_over_plain"]
+            assert row["ideal_speedup"] == pytest.approx(row["tau"] / cost)
+            assert row["over_pass"] == pytest.approx(row["measured_over_ideal"] * row["ideal_speedup"])
     for a, wanted in ((0.6, 2.38), (0.9, 4.69)):
         found = [row for row in rows if row["given_acceptance"] == a]
         assert all(abs(row["expected_tau"] - wanted) < 0.01 for row in found)
@@ -58,6 +72,18 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
     assert surely == [pytest.approx(71 / 12)] * 4  # six a pass, the last one shorter
     out = capsys.readouterr().out
     assert "random weights" in out and "ms a token" not in out  # ratios on a CPU
+
+
+@pytest.mark.parametrize("way", ["mask", "tree"])
+def test_a_way_of_attention_can_be_asked_for(way, monkeypatch):
+    seen, by_tree = [], ragged.by_tree
+    monkeypatch.setattr(ragged, "by_tree", lambda *args: seen.append(1) or by_tree(*args))
+    record = bench_sizes.bench_sizes(
+        ["qwen2.5-vl-7b"], [2], [0.5], prompt=8, max_new_tokens=12, repeats=1, changes=bench_sizes.TINY,
+        dtype=torch.float32, attention=way,
+    )  # fmt: skip
+    assert bool(seen) == (way == "tree") and record["identical"] == record["compared"] == 8
+    assert all(row["attention"] == ragged.WORDS[way] and row["law_error"] < 1e-4 for row in record["rows"])
 
 
 def test_a_gpu_gets_times(monkeypatch):
@@ -73,7 +99,8 @@ def test_a_gpu_gets_times(monkeypatch):
         assert 0 < row["host_share"] <= 1 and row["ms_per_token"] > 0
         assert (row["ms_per_round"] is not None) == (row["arm"] in ("plain", "oracle 0.8"))
         assert row["compiled"] == (row["arm"] == "transformers_static")
-    assert rows[3]["ms_per_round"] / rows[3]["ms_per_token"] == pytest.approx(rows[3]["tau"], rel=0.05)
+    assert rows[3]["ms_per_round"] / rows[3]["ms_per_token"] == pytest.approx(rows[3]["tau"])
+    assert rows[3]["over_pass"] == pytest.approx(rows[3]["pass_ms"] / rows[3]["ms_per_token"])
     view = bench_sizes.table({"rows": rows, "prompt": 12, "max_new_tokens": 40})
     assert [column.header for column in view.columns][-4:] == ["ms a token", "pass, ms", "host", "over bytes"]
 
@@ -131,6 +158,25 @@ def test_drafts_of_rows_that_are_apart_are_of_their_own_place():
     state.pending = torch.stack([answer[0, 2], answer[1, 5]])
     draft = bench_sizes.Oracle(answer, 1.0, 128).propose(state, 4)
     assert draft.tree is trees.chain(4) and draft.value.tolist() == [answer[0, 2:7].tolist(), answer[1, 5:10].tolist()]
+
+
+def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
+    ours = bench_sizes.Case.ours
+
+    def full(self, ids, new):
+        if self.batch == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return ours(self, ids, new)
+
+    monkeypatch.setattr(bench_sizes.Case, "ours", full)
+    record = bench_sizes.bench_sizes(
+        ["llamagen-xl"], [3, 1], [0.5], prompt=8, max_new_tokens=6, repeats=1, changes=bench_sizes.TINY,
+        dtype=torch.float32,
+    )  # fmt: skip
+    assert [row["batch_size"] for row in record["rows"]] == [1] * 4
+    (failure,) = record["failures"]
+    assert failure.startswith("llamagen-xl, batch 3: prompt 0: OutOfMemoryError: CUDA")
+    assert failure in bench_sizes.table(record).caption
 
 
 @pytest.mark.parametrize(

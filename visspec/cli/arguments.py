@@ -29,6 +29,17 @@ def temperature(text: str) -> float:
     return value
 
 
+def probability(text: str) -> float:
+    """An argparse type, as `positive`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a probability")
+    return value
+
+
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Where and in which dtype a model runs."""
     parser.add_argument(

@@ -27,7 +27,7 @@ import visspec
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.cache import to_device
-from visspec.cli.arguments import positive
+from visspec.cli.arguments import positive, probability
 from visspec.cli.bench_prompts import alternated
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.kernels import copy_bandwidth
@@ -36,6 +36,7 @@ from visspec.eval.speed.paired import Run
 from visspec.files import write_json
 from visspec.laws import categorical
 from visspec.loop.decode import open_request
+from visspec.models.targets import folding, ragged
 from visspec.provenance import provenance
 from visspec.types import Draft, Drafter, DrafterTraits, Request, State
 
@@ -90,7 +91,7 @@ TINY = {"hidden": 64, "inner": 96, "heads": 4, "vocabulary": 128, "layers": 2}
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--acceptance", type=share, nargs="+", default=[0.5, 0.7, 0.8, 0.9],
+    parser.add_argument("--acceptance", type=probability, nargs="+", default=[0.5, 0.7, 0.8, 0.9],
                         help="probability that a drafted token is the target's own")  # fmt: skip
     parser.add_argument("--levels", type=positive, default=6, help="of a draft, which is a chain")
     parser.add_argument("--prompt", type=positive, default=640, help="ids of a prompt; an image takes some 600")
@@ -99,21 +100,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, help="instead of the model's own number, to see whether it runs")
     parser.add_argument("--tiny", action="store_true", help="a few small layers in place of each model's")
     parser.add_argument("--compile", action="store_true", help="our passes compiled, too")
+    parser.add_argument("--attention", choices=["mask", "varlen", "tree"], help="of our passes; default: the device's")
     parser.add_argument("--threads", type=positive, help="torch threads")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--json", type=Path)
-
-
-def share(text: str) -> float:
-    """An argparse type: a probability."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a probability")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -125,7 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
     record = bench_sizes(
         arguments.sizes, arguments.batch, arguments.acceptance, levels=arguments.levels, prompt=arguments.prompt,
         max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, changes=changes, device=arguments.device,
-        dtype=getattr(torch, arguments.dtype), compile=arguments.compile,
+        dtype=getattr(torch, arguments.dtype), compile=arguments.compile, attention=arguments.attention,
     )  # fmt: skip
     Console().print(table(record))
     write_json(arguments.json, record)
@@ -135,34 +126,39 @@ def bench_sizes(
     sizes: Sequence[str] = tuple(SIZES), batches: Sequence[int] = (1, 8, 32), acceptance: Sequence[float] = (0.8,), *,
     levels: int = 6, prompt: int = 640, max_new_tokens: int = 128, repeats: int = 3,
     changes: dict[str, int] | None = None, device: str = "cpu", dtype: torch.dtype = torch.bfloat16,
-    compile: bool = False,
+    compile: bool = False, attention: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One row for each size, batch and arm: transformers' `generate`, the same with a static cache (compiled on a GPU),
     our loop without a drafter, and with oracles. Raises ValueError for fewer than two tokens.
 
     speedup: whole calls over transformers' generate, decode_over_*: without the prompt. tau of `expected_tau`;
-    ideal_speedup: tau / (v + c + o) in passes over one node, o being the part of our plain round that is no pass.
+    ideal_speedup: tau / (v + c + o) in passes over one node, o being the part of our plain round that is no pass;
+    over_pass: what was measured in that unit. attention: how our passes attend, None for the device's own choice.
     identical of compared: rows equal to transformers'. On a GPU only: pass_ms, host_share (the part of a pass until the
     host has issued it) and over_bytes (a pass over reading its weights at copy bandwidth).
     """
     if max_new_tokens < 2:
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 2")
-    rows, where = [], {}
+    rows, where, failures = [], {}, []
     for name in sizes:
         size = SIZES[name]._replace(**_fitting(SIZES[name], changes or {}))
         model = size.model(device, dtype, prompt + max_new_tokens + levels + 1)
         where = provenance(model, repeats=repeats)
         for batch in tqdm(batches, desc=f"bench sizes {name}", leave=False):
-            case = Case(model, batch, prompt, max_new_tokens, levels, compile)
-            rows += [{"size": name, "layers": size.layers} | row for row in case.rows(acceptance, repeats)]
-        del model, case
-        if where.get("cuda"):
-            torch.cuda.empty_cache()
+            try:
+                case: Any = Case(model, batch, prompt, max_new_tokens, levels, compile, attention)
+                rows += [{"size": name, "layers": size.layers} | row for row in case.rows(acceptance, repeats)]
+            except RuntimeError as error:  # of memory, mostly; what has been measured stays
+                failures.append(f"{name}, batch {batch}: {error}")
+            case = None
+            if where.get("cuda"):
+                torch.cuda.empty_cache()
+        del model
     return {
         "bench": "sizes", "guarantee": "exact", "drafter": "oracle", "acceptance": "exact", "temperature": 0.0,
         "seed": 0, "n_prompts": repeats, "prompt": prompt, "max_new_tokens": max_new_tokens, "levels": levels,
         "identical": sum(row["identical"] for row in rows), "compared": sum(row["compared"] for row in rows),
-        "random_weights": True, "changes": changes or {}, "rows": rows, "provenance": where,
+        "random_weights": True, "changes": changes or {}, "failures": failures, "rows": rows, "provenance": where,
     }  # fmt: skip
 
 
@@ -207,7 +203,10 @@ class Known(Drafter):
 class Case:
     """One model at one batch size. A prompt is its number, which seeds its ids."""
 
-    def __init__(self, model: Any, batch: int, length: int, new: int, levels: int, compile: bool = False):
+    def __init__(
+        self, model: Any, batch: int, length: int, new: int, levels: int, compile: bool = False,
+        attention: str | None = None,
+    ):  # fmt: skip
         self.model, self.batch, self.length, self.new, self.levels = model, batch, length, new, levels
         self.cuda = model.device.type == "cuda"
         self.vocabulary = model.config.vocab_size
@@ -216,6 +215,11 @@ class Case:
         self.plain = visspec.accelerate(model, None, compile=compile)
         self.drafter = Known(levels)
         self.fast = visspec.accelerate(model, self.drafter, adaptive=False, levels=levels, compile=compile)
+        for target in (self.plain.target, self.fast.target):
+            if attention is not None:
+                folding.register()
+                text = model.config.get_text_config()
+                target.masks.road = ragged.choose(target.decoder, text, model.dtype, model.device, attention)
 
     def ids(self, prompt: int) -> Tensor:
         generator = torch.Generator().manual_seed(prompt)
@@ -282,8 +286,9 @@ class Case:
         for a in acceptance:
             arms[f"oracle {a:g}"] = partial(self.drafted, a)
         runs, failures = speed.interleave(arms, list(range(repeats)), warmup=1)
-        passes = self.passes()
-        rows = []
+        if not runs[STOCK]:
+            raise RuntimeError(failures[0])
+        passes, rows = self.passes(), []
         for name, found in runs.items():
             wanted = name.removeprefix("oracle ")
             rows.append(self.row(name, found, runs, passes, float(wanted) if wanted != name else None))
@@ -314,9 +319,10 @@ class Case:
             v = passes["verify_over_plain"]
             c = sum(run.stages.get("draft", 0.0) for run in found) / max(rounds[0], 1) / passes["seconds"]
             o = max(0.0, each[1] / max(rounds[1], 1) / passes["seconds"] - 1)
-            ideal = reach / (v + c + o) * (1 + o)  # over our plain loop, whose rounds take 1 + o
-            row |= {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o, "ideal_speedup": ideal}
-            row["measured_over_ideal"] = row[f"decode_over_{PLAIN}"] / ideal
+            over = passes["seconds"] * len(found) * (self.new - 1) / each[0]
+            row |= {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o, "over_pass": over}
+            row["ideal_speedup"] = reach / (v + c + o)
+            row["measured_over_ideal"] = over / row["ideal_speedup"]
         return row | {key: passes[key] for key in ("pass_ms", "host_share", "over_bytes", "law_error")}
 
     @torch.inference_mode()
@@ -334,12 +340,8 @@ class Case:
         error = ((found - whole).norm(dim=-1) / spread).max()
         calls = {1: lambda: target.verify(state, single), 2: lambda: target.verify(state, chain)}
         seconds = alternated(calls, 9, self.wait)
-        record: dict[str, Any] = {
-            "seconds": seconds[1],
-            "verify_over_plain": seconds[2] / seconds[1],
-            "law_error": float(error),
-        }
-        record |= dict.fromkeys(("pass_ms", "host_share", "over_bytes"))
+        record: dict[str, Any] = dict.fromkeys(("pass_ms", "host_share", "over_bytes"))
+        record |= {"seconds": seconds[1], "verify_over_plain": seconds[2] / seconds[1], "law_error": float(error)}
         if self.cuda:
             weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
             bandwidth = copy_bandwidth(self.model.device, clock_of(self.model.device))
@@ -368,24 +370,26 @@ def table(record: dict[str, Any]) -> Table:
     """A rich table; absolute times on a GPU only."""
     timed = any(row["ms_per_token"] is not None for row in record["rows"])
     view = Table(title=f"real sizes, random weights; {record['prompt']} + {record['max_new_tokens']} ids")
-    columns = ["size", "batch", "arm", "tau (expected)", "speed-up", "over static", "over plain", "tau/(v+c+o)", "same"]
+    columns = ["size", "batch", "arm", "tau (expected)", "speed-up", "over static", "over plain"]
+    columns += ["over pass", "tau/(v+c+o)", "same"]
     for column in columns + (["ms a token", "pass, ms", "host", "over bytes"] if timed else []):
         named = column in ("size", "arm")
         view.add_column(column, justify="left" if named else "right", no_wrap=named)
     for row in record["rows"]:
         number = lambda key, form="{:.2f}", row=row: "" if row.get(key) is None else form.format(row[key])  # noqa: E731
         reach = "" if row["tau"] is None else f"{row['tau']:.2f} ({row['expected_tau']:.2f})"
-        cells = [
-            row["size"],
-            str(row["batch_size"]),
-            row["arm"].removeprefix("transformers_"),
-            reach,
+        cells = [row["size"], str(row["batch_size"]), row["arm"].removeprefix("transformers_"), reach]
+        cells += [
             number("speedup"),
+            number(f"decode_over_{STATIC}"),
+            number(f"decode_over_{PLAIN}"),
+            number("over_pass"),
         ]
-        cells += [number(f"decode_over_{STATIC}"), number(f"decode_over_{PLAIN}"), number("ideal_speedup")]
+        cells.append(number("ideal_speedup"))
         cells.append(f"{row['identical']}/{row['compared']}")
         if timed:
             cells += [number("ms_per_token"), number("pass_ms"), number("host_share"), number("over_bytes")]
         view.add_row(*cells)
-    view.caption = "speed-up: whole calls over transformers' generate; the next two without the prompt"
+    view.caption = "speed-up: whole calls over transformers' generate; the next three without the prompt"
+    view.caption += "".join(f"\nfailed: {failure}" for failure in record.get("failures", ()))
     return view
