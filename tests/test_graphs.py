@@ -130,8 +130,9 @@ def test_logits_features_and_what_is_kept(standin):
     inputs = prompt("llama", shapes("llama")["ragged"])
     asked = {**inputs, "max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
     drafter = lambda: FeatureDrafter(FeatureDrafter.for_model(model).head, model, width=2, nodes=6)  # noqa: E731
-    options = [asked | {"output_logits": True}, asked, asked]
-    ((plain, *_), (first, *others)), quick = both(model, drafter, *options)
+    another = {**asked, **prompt("llama", shapes("llama")["ragged"], seed=1)}
+    options = [asked | {"output_logits": True}, another, asked]
+    ((plain, *_), (first, _, *others)), quick = both(model, drafter, *options)
     assert torch.equal(plain.output.sequences, first.output.sequences)
     torch.testing.assert_close(torch.stack(first.output.logits), torch.stack(plain.output.logits), rtol=1e-5, atol=1e-5)
     assert first.state.trace.rounds == plain.state.trace.rounds
@@ -180,6 +181,32 @@ def test_rows_join(standin):
     assert len(seen) == recorder.graphs > 0 and not recorder.refused
     gc.collect()
     assert len(recorder.returned) + len(recorder.idle) > 0
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["ngram", "features"])
+def test_rows_join_later(learned, standin):
+    """In spare rows of the stores as long as there are some, and in larger ones then."""
+    model = model_of("llava")
+    quick = visspec.accelerate(model, chains_of(model) if learned else "ngram", adaptive=False)
+    rows = [streaming.prompts("llava")[n] | {"max_new_tokens": 30, "do_sample": False} for n in (0, 1, 2, 0, 1)]
+    want = [quick.run(**row).state.tokens[0] for row in rows]
+    quick = copy.copy(quick)
+    recorders = [quick.target.recorder, *([quick.drafter.inner.recorder] if learned else [])]
+    moved = []
+    for recorder in recorders:
+        free_ones = recorder._free
+        recorder._free = lambda kind, free_ones=free_ones: moved.append(kind[:2]) or free_ones(kind)
+
+    def queue():
+        for waiting, row in zip((0, 0, 0, 2, 2), rows):  # three rows at once, and two that come later
+            yield from [None] * waiting
+            yield row
+
+    answers = sorted(quick.stream(queue(), slots=5), key=lambda answer: answer.id)
+    assert [answer.tokens for answer in answers] == want
+    capacities = [capacity for capacity, _ in moved]
+    assert sorted(set(capacities)) == [4, 8] and not any(recorder.refused for recorder in recorders)
+    assert capacities == sorted(capacities)[: len(moved)] or learned
 
 
 def test_a_request_outgrows_its_bucket_and_the_next_one_finds_the_recordings(standin):
@@ -311,6 +338,12 @@ def test_a_short_request_records_nothing_and_uses_what_there_is(standin, monkeyp
         found = quick.generate(**asked, max_new_tokens=new)
         assert torch.equal(found, model.generate(**asked, max_new_tokens=new))
         assert (recorder.graphs, len(seen)) == (graphs_made, eager), new
+    verify, rooms = quick.target.verify, []
+    quick.target.verify = lambda state, draft: rooms.append(state.cache.slots.keys[0].shape[2]) or verify(state, draft)
+    for new in (7, 8):  # a prompt that moves into other stores takes no room for its answer
+        quick.generate(**asked, max_new_tokens=new)
+    assert rooms[0] > 7 and rooms[6:8] == [3, 16]
+    del quick.target.verify
     two = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "do_sample": False, "max_new_tokens": 7}
     assert torch.equal(quick.generate(**two), model.generate(**two)) and recorder.graphs == 1
 
@@ -426,6 +459,10 @@ def test_a_drafter_that_learns_is_recorded_anew(standin):
     drafter = chains_of(model_of("llava"))
     drafter.record()
     first = drafter.recorder
+    blocks = {n: first._block(torch.ones(2, n).long(), torch.ones(2, n, 4)) for n in (1, 2, 3, 5)}
+    assert {n: (token.tolist()[0], len(feature[0])) for n, (token, feature) in blocks.items()} == {
+        1: ([1], 1), 2: ([1, 1], 2), 3: ([1, 1, 1, 0], 4), 5: ([1, 1, 1, 1, 1, 0, 0, 0], 8)
+    }  # fmt: skip
     drafter.record()
     assert drafter.recorder is first and copy.copy(drafter).recorder is None
     drafter.refresh()

@@ -205,7 +205,8 @@ def test_host_copies_are_where_they_should_be():
     core = ("loop/decode", "tree", "cache", "sampling", "loop/guard", "grammar", "loop/wavefront")
     files = [ROOT / "visspec" / f"{n}.py" for n in core]
     files += sorted((ROOT / "models" / "drafters").glob("*.py"))
-    files += [ROOT / "models" / "targets" / f"{n}.py" for n in ("masks", "slot_layers", "folding", "ragged")]
+    own = ("masks", "slot_layers", "folding", "ragged", "graphs", "lending")
+    files += [ROOT / "models" / "targets" / f"{n}.py" for n in own]
     for file in (*files, *(ROOT / "visspec" / "accept").glob("*.py")):
         for function in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)):
             for _, name in calls(function):

@@ -89,7 +89,6 @@ class Recorded(Lending):
                 self.refuse(f"passes of {self.name} are not recorded, it runs eager: {said(error)}")
                 return None
             self.recordings[key] = held  # the newest are the last
-            slots.mask = None  # it is of an earlier pass
             return [None if x is None else x.clone() for x in held.output]
 
     def finish(self, slots: SlotCache, keep: bool) -> None:

@@ -219,7 +219,7 @@ class Case:
             if attention is not None:
                 folding.register()
                 text = model.config.get_text_config()
-                target.masks.road = ragged.choose(target.decoder, text, model.dtype, model.device, attention)
+                target.masks.backend = ragged.choose(target.decoder, text, model.dtype, model.device, attention)
 
     def ids(self, prompt: int) -> Tensor:
         generator = torch.Generator().manual_seed(prompt)
