@@ -23,9 +23,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, StaticCache
 
-import visspec
 from visspec import tree as trees
 from visspec.accept.exact import Exact
+from visspec.api.accelerate import accelerate
 from visspec.cache import to_device
 from visspec.cli.arguments import positive, probability
 from visspec.cli.bench_prompts import alternated
@@ -212,9 +212,9 @@ class Case:
         self.vocabulary = model.config.vocab_size
         self.static: Any = None
         self.known: dict[int, Tensor] = {}
-        self.plain = visspec.accelerate(model, None, compile=compile)
+        self.plain = accelerate(model, None, compile=compile)
         self.drafter = Known(levels)
-        self.fast = visspec.accelerate(model, self.drafter, adaptive=False, levels=levels, compile=compile)
+        self.fast = accelerate(model, self.drafter, adaptive=False, levels=levels, compile=compile)
         for target in (self.plain.target, self.fast.target):
             if attention is not None:
                 folding.register()
