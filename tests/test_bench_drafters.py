@@ -25,7 +25,7 @@ def test_it_writes_what_it_counted(tmp_path, capsys, timed):
         assert ("speedup" in row) == ("draft_over_plain" in row) == timed
     for row in (short, path):  # every pass was over a draft
         assert row["reached_by_depth"][0] == round(2 * (row["nfe"] - 1))
-    assert short["tau"] > 4 > lookup["tau"] and short["levels"] == 16
+    assert short["tau"] > 4 > lookup["tau"] and short["levels"] == 20
     assert short["parameters"] == path["parameters"] and 5e5 < short["parameters"] < 9e5 and short["training_s"] > 60
     assert lookup["parameters"] is lookup["training_s"] is lookup["sees_image"] is None
     assert "tau at the whole depth" in " ".join(capsys.readouterr().out.split())

@@ -228,6 +228,8 @@ class BlockModel(Shaped):
         self, lengths: list[int], counts: list[int], width: int, block: int, extent: int, like: Tensor
     ) -> dict[str, Tensor | None]:
         """By kind of layer, (B, 1, K, S): the context of each row, and the block. None where nothing is hidden."""
+        if not block:
+            return dict.fromkeys(("full_attention", "sliding_attention"))
         even = min(counts) == width and min(lengths) == max(lengths)
         if even and ("sliding_attention" not in self.kinds or (extent <= self.reach and not self.form.causal)):
             return dict.fromkeys(("full_attention", "sliding_attention"))

@@ -222,21 +222,21 @@ def choose(
     name, why = of_device(device, dtype) if wanted is None else (wanted, "")
     if name not in WORDS:
         raise ValueError(f"attention: got {name!r}, expected one of {', '.join(WORDS)}")
-    heads = text.num_attention_heads
+    if name == MASK:
+        return Backend(MASK, why=why)
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if text._attn_implementation != "sdpa":
+        return Backend(MASK, why=f"attention {text._attn_implementation}, not sdpa")
+    if kinds or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
+        return Backend(MASK, why="layers that do not attend to all keys")
+    if not asks(decoder):
+        return Backend(MASK, why="attention of the model's own")
+    heads = text.num_attention_heads  # of one size in all layers: those that have several have windows
     keys = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if name == MASK:
-        return Backend(MASK, keys, why)
-    if text._attn_implementation != "sdpa":
-        why = f"attention {text._attn_implementation}, not sdpa"
-    elif kinds or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
-        why = "layers that do not attend to all keys"
-    elif not asks(decoder):
-        why = "attention of the model's own"
     if name == VARLEN and (size % 8 or size > 256):  # which FlashAttention does not take
         name = TREE
-    return Backend(MASK if why else name, keys, why)
+    return Backend(name, keys)
 
 
 def asks(decoder: nn.Module) -> bool:
