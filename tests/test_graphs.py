@@ -568,8 +568,8 @@ def test_a_model_that_counts_on_the_host_is_noticed(standin):
     assert len(said) == 1 and "its output differs by" in said[0]
 
 
-def test_a_pass_that_waits_is_noticed(standin):
-    model = llama(seed=9)
+def asking(model):
+    """The model, with a layer that reads a number of its input on the host."""
     mlp = model.model.layers[1].mlp
     inner = mlp.forward
 
@@ -578,6 +578,11 @@ def test_a_pass_that_waits_is_noticed(standin):
             return inner(x) if float(x.abs().sum()) > -1 else x
 
     mlp.__class__ = Asking
+    return model
+
+
+def test_a_pass_that_waits_is_noticed(standin):
+    model = asking(llama(seed=9))
     quick = visspec.accelerate(model, None)
     said, output = told(lambda: quick.generate(**ASKED))
     assert len(said) == 1 and "a synchronizing operation" in said[0]
@@ -763,15 +768,7 @@ def test_cuda_graphs_give_the_tokens_of_eager_passes(dtype, monkeypatch):
 @pytest.mark.gpu
 def test_a_pass_that_waits_is_noticed_on_a_gpu():
     """And the process goes on as before."""
-    model = llama(seed=9).cuda()
-    mlp = model.model.layers[1].mlp
-    inner = mlp.forward
-
-    class Asking(type(mlp)):
-        def forward(self, x):
-            return inner(x) if float(x.abs().sum()) > -1 else x
-
-    mlp.__class__ = Asking
+    model = asking(llama(seed=9).cuda())
     quick, asked = visspec.accelerate(model, None), {**ASKED, "input_ids": ASKED["input_ids"].cuda()}
     asked["max_new_tokens"] = 40
     said, output = told(lambda: quick.generate(**asked))

@@ -53,6 +53,7 @@ class Block:
     ids: Tensor | None = None
 
 
+UNMASKED: dict[str, Tensor | None] = dict.fromkeys(("full_attention", "sliding_attention"))  # nothing is hidden
 NEEDED = ("block_size", "mask_token_id", "target_layer_ids")  # of the configuration
 
 
@@ -181,8 +182,8 @@ class BlockModel(Shaped):
         return everything.index_copy_(-1, form.ids, logits)
 
     def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor, places: int | None = None) -> Tensor:
-        """Reads what the target has accepted since the last pass, and returns the hidden states (B, K, d) of the block,
-        or of its first `places`; of none only where the network is folded.
+        """Reads what the target has accepted since the last pass, and returns the block's hidden states (B, K, d).
+        places: 0 reads alone, where the network is folded.
         """
         block = self.block if places is None else places
         slots, like = memory.cache.slots, next(self.assistant.parameters())
@@ -197,7 +198,7 @@ class BlockModel(Shaped):
         given: dict[str, Any] = {
             "noise_embeds": self._embedded(ids_BK).to(like),
             "context_hidden_states": context_BCF.to(like),
-            "attention_mask": self._masks(slots.lengths, counts, width, block, extent, like),
+            "attention_mask": self._masks(slots.lengths, counts, width, extent, like) if block else UNMASKED,
             "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
             "past_key_values": memory.cache,
         }
@@ -225,22 +226,20 @@ class BlockModel(Shaped):
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
 
     def _masks(
-        self, lengths: list[int], counts: list[int], width: int, block: int, extent: int, like: Tensor
+        self, lengths: list[int], counts: list[int], width: int, extent: int, like: Tensor
     ) -> dict[str, Tensor | None]:
         """By kind of layer, (B, 1, K, S): the context of each row, and the block. None where nothing is hidden."""
-        if not block:
-            return dict.fromkeys(("full_attention", "sliding_attention"))
         even = min(counts) == width and min(lengths) == max(lengths)
         if even and ("sliding_attention" not in self.kinds or (extent <= self.reach and not self.form.causal)):
-            return dict.fromkeys(("full_attention", "sliding_attention"))
+            return UNMASKED
         length_B1, count_B1 = (to_device(n, like.device)[:, None] for n in (lengths, counts))
         slot = torch.arange(extent, device=like.device)
-        own = (slot >= length_B1 + width) & (slot < length_B1 + width + block)
+        own = (slot >= length_B1 + width) & (slot < length_B1 + width + self.block)
         seen_BS = (slot < length_B1 + count_B1) | own
         index_BS = torch.where(slot < length_B1 + count_B1, slot, slot - width + count_B1)
-        query_BK = length_B1 + count_B1 + torch.arange(block, device=like.device)
+        query_BK = length_B1 + count_B1 + torch.arange(self.block, device=like.device)
         near_BKS = self._near(query_BK, index_BS)
-        full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, block, -1)
+        full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, self.block, -1)
         sliding = full.masked_fill(~near_BKS[:, None], torch.finfo(like.dtype).min)
         return {"full_attention": full, "sliding_attention": sliding}
 
