@@ -21,7 +21,7 @@ from visspec.cache import packed, to_device
 from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.feature_head import TINY, Folded, unit
 from visspec.models.targets.compiled import Graphs, close
-from visspec.models.targets.lending import Lending, buckets, said
+from visspec.models.targets.lending import Lending, said
 from visspec.replay import REPLAYING, Recording, stream
 from visspec.types import State
 
@@ -225,7 +225,7 @@ class Replays(Calls, Lending):
     def fits(self, state: State, more: int) -> bool:
         """Whether the next draft of a request, of `more` elements, goes through recordings."""
         memory: Memory = state.memory
-        wanted = next((size for size in buckets(None) if size >= memory.end + more), None)
+        wanted = self.bucket(memory.end + more)
         device = memory.kv.device
         if self.refused or wanted is None or self.recorder(device) is None or not (self.fixed and maximal(state)):
             return False

@@ -24,7 +24,7 @@ from visspec import replay
 from visspec.cache import SlotCache, to_device
 from visspec.models.targets import rotary
 from visspec.models.targets.compiled import close, foreign, form
-from visspec.models.targets.lending import Lending, Stores, buckets, said
+from visspec.models.targets.lending import Lending, Stores, said
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.replay import REPLAYING, Call, Recording, stream
@@ -39,8 +39,8 @@ class Recorded(Lending):
     """Passes of a model, or of the decoder of an image model, in recordings."""
 
     def __init__(self, model: nn.Module, decoder: nn.Module, masks: Masks, positions: int | None):
-        super().__init__(type(model).__name__)
-        self.model, self.decoder, self.masks, self.buckets = model, decoder, masks, buckets(positions)
+        super().__init__(type(model).__name__, positions)
+        self.model, self.decoder, self.masks = model, decoder, masks
         self.form: tuple = ()
 
     def open(self) -> None:
@@ -66,7 +66,7 @@ class Recorded(Lending):
         eager, as `eager` does, which a new recording is compared with.
         """
         slots: SlotCache = state.cache.slots
-        wanted = next((size for size in self.buckets if size >= slots.length + tree.size), None)
+        wanted = self.bucket(slots.length + tree.size)
         record = self.recorder(given[0].device)
         if self.refused or record is None or wanted is None or not (self.recordings or self.due(state.request)):
             return None

@@ -74,11 +74,16 @@ class Lending(Recordings):
 
     late = 0  # none is made but for its own call
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, positions: int | None = None):
         super().__init__(MOST)
         self.name, self.graphs, self.refused = name, 0, ""
+        self.buckets = buckets(positions)
         self.idle: list[Stores] = []
         self.returned: deque[Stores] = deque()
+
+    def bucket(self, slots: int) -> int | None:
+        """The smallest bucket with room for so many slots; None where there is none."""
+        return next((size for size in self.buckets if size >= slots), None)
 
     def due(self, request: Request) -> bool:
         """Whether calls are recorded for a request."""
