@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.cache import packed, to_device
+from visspec.kernels.common import next_power_of_2
 from visspec.models.drafters.feature_memory import Memory
 from visspec.models.nets.feature_head import TINY, Folded, unit
 from visspec.models.targets.compiled import Graphs, close
@@ -248,7 +249,9 @@ class Replays(Calls, Lending):
             memory.lent = None
 
     def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
-        more = padded(token_BT.shape[1]) - token_BT.shape[1]  # behind the last of a row, where levels are written
+        more = (
+            next_power_of_2(token_BT.shape[1]) - token_BT.shape[1]
+        )  # behind the last of a row, where levels are written
         return F.pad(token_BT, (0, more)), F.pad(feature_BTd, (0, 0, 0, more))
 
     def _called(self, memory: Memory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,11 +307,6 @@ def _packed(drafter: Any) -> bool:
     return not isinstance(weight, Tensor) or not weight.is_floating_point()
 
 
-def padded(width: int) -> int:
-    """Elements of a block of `width` that is recorded."""
-    return 1 << (width - 1).bit_length()
-
-
 def maximal(state: State) -> bool:
     """Whether drafted ids of a request are maxima of logits, with the position's own noise where there is some."""
     sampling = state.request.sampling
@@ -319,4 +317,4 @@ def maximal(state: State) -> bool:
 
 def ahead(memory: Memory, depth: int) -> int:
     """Elements that a draft, or a warm-up, may write behind those that were read."""
-    return max(padded(sum(token.shape[1] for token, _, _ in memory.waiting)), BLOCK + 1) + depth + GROUP
+    return max(next_power_of_2(sum(token.shape[1] for token, _, _ in memory.waiting)), BLOCK + 1) + depth + GROUP

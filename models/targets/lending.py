@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from visspec.kernels.common import next_power_of_2
 from visspec.replay import Recordings
 from visspec.types import Request
 
@@ -37,7 +38,7 @@ def buckets(positions: int | None) -> list[int]:
 
 def capacity(rows: int) -> int:
     """Rows of stores for so many: few sizes, so that rows may join and other batches find their recordings."""
-    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+    return next_power_of_2(rows) if rows <= 8 else -(-rows // 8) * 8
 
 
 @dataclass(eq=False)
