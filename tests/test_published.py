@@ -73,6 +73,45 @@ def vispec(queries=2):
     return config, tensors | drawn(more, 1)
 
 
+LLAVA = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "pad_token_id": 0, "pretraining_tp": 1,
+         "max_position_embeddings": 4096, "tie_word_embeddings": False, "torch_dtype": "float16"}  # fmt: skip
+QWEN = {"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "max_window_layers": 28, "rope_theta": 5000.0,
+        "sliding_window": 32768, "torch_dtype": "bfloat16", "use_sliding_window": False}  # fmt: skip
+
+
+def of_a_trainer(layout, name, kind, **more):
+    """A layout under the configuration that a trainer of MSD or ViSpec stores with it; sizes are ours."""
+    data, tensors = layout()
+    for key in ("rope_theta", "rope_scaling", "qkv_bias"):
+        data.pop(key, None)
+    return data | {"architectures": [name], "model_type": kind} | more, tensors
+
+
+def vispec_of_qwen():
+    return of_a_trainer(vispec, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", **QWEN, qkv_bias=True)
+
+
+def vispec_of_llava():
+    data, tensors = of_a_trainer(vispec, "LlavaNextForConditionalGeneration", "llava_next", **LLAVA, rope_scaling=None)
+    return data, {name: tensor for name, tensor in tensors.items() if not name.endswith("_proj.bias")}
+
+
+def msd_of_llava():
+    """Its vocabulary is that of LLaVA's own checkpoint, to which transformers' conversion adds ids of padding."""
+    more = {"mm_projector_type": "mlp2x_gelu", "mm_vision_select_layer": -2, "vocab_size": 90, "rope_scaling": None}
+    data, tensors = of_a_trainer(eagle_2, "LlavaLlamaForCausalLM", "llava", **LLAVA, **more)
+    return data, tensors | {"embed_tokens.weight": tensors["embed_tokens.weight"][:90].clone()}
+
+
+def msd_of_qwen():
+    """Its layer is Qwen2-VL's: fewer heads of keys, biases, and an input norm."""
+    more = {"vision_config": {"depth": 32}, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    layout, kind = of_a_trainer(eagle_2, "Qwen2VLForConditionalGeneration", "qwen2_vl", **QWEN, **more), "layers.0."
+    more = attention(kind, D, 2) | {f"{kind}self_attn.{n}_proj.bias": (SIZE * c,) for n, c in zip("qkv", (HEADS, 2, 2))}
+    more = drawn(more | {f"{kind}input_layernorm.weight": (D,)}, 5)
+    return layout[0] | {"num_key_value_heads": 2}, layout[1] | more
+
+
 def vocabulary():
     t2d = torch.zeros(V, dtype=torch.bool)
     t2d[IDS] = True
@@ -125,10 +164,23 @@ def facts(**more):
 
 SPLIT = {"fusion": "split", "positions": "target", "draft_vocab": FEW, "fc_bias": False, "kv_heads": 2,
          "images": "placeholders"}  # fmt: skip
-LAYOUTS = {  # what is written, its options, what that says, and the form it is written in again
+LAYOUTS = {  # what is written, its options, what that says, and the form it is written in again, if there is one
     "eagle": (eagle_2, {"images": "slots"}, facts(images="slots"), "eagle"),
     "msd": (eagle_2, {"images": "embeddings"}, facts(images="embeddings"), "eagle"),
     "vispec": (vispec, {}, facts(images="latents", image_latents=1, qkv_bias=True), "eagle"),
+    "vispec-qwen2.5-vl": (
+        vispec_of_qwen, {},
+        facts(family="qwen2_5_vl", image_ids=(90, 91), images="latents", image_latents=1, qkv_bias=True), "eagle",
+    ),
+    "vispec-llava-next": (
+        vispec_of_llava, {}, facts(family="llava_next", images="latents", image_latents=1, rope_theta=10000.0), "eagle",
+    ),
+    "msd-llava": (msd_of_llava, {"images": "embeddings"}, facts(images="embeddings", rope_theta=10000.0), "eagle"),
+    "msd-qwen2-vl": (
+        msd_of_qwen, {"images": "embeddings"},
+        facts(family="qwen2_vl", image_ids=(90, 91), images="embeddings", qkv_bias=True, kv_heads=2, norm_input=True),
+        None,
+    ),
     "eagle3": (
         eagle_3, {}, facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7), "eagle3",
     ),
@@ -152,25 +204,31 @@ def named(folder, options):
     return ":".join([str(folder), ",".join(f"{k}={v}" for k, v in options.items())]).rstrip(":")
 
 
+def whole(table, model):
+    """A table of embeddings, with the target's rows behind its own."""
+    return torch.cat([table, model.get_input_embeddings().weight.detach()[len(table) :]])
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_published_layout_drafts_as_its_description_says(tmp_path, name):
     layout, options, config, _ = LAYOUTS[name]
     data, tensors = layout()
-    model = model_of("llava")
+    kind = config.family
+    model = model_of(kind)
     drafter, _ = zoo.drafter(named(saved(tmp_path / "head", data, tensors), options), model)
     assert drafter.config == config
-    rows = shapes("llava")["ragged"]
-    inputs = prompt("llava", rows)
+    rows = shapes(kind)["ragged"]
+    inputs = prompt(kind, rows)
     target, state, answer = begun(drafter, model, inputs, NEW)
     weights = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
-    table = weights.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    table = whole(weights.get("embed_tokens.weight", torch.empty(0, D)), model)
     for _ in range(2):
         seen = []
         draft = Watched(drafter, seen).propose(state, 3)
         for b in range(len(rows)):
-            whole = known(target, model, single_row("llava", rows, inputs, b), answer[b, : len(state.tokens[b])])
-            want = eagle_logits(config, weights, table, model.lm_head, whole, draft.value[b, 1:3].tolist())
+            sequence = known(target, model, single_row(kind, rows, inputs, b), answer[b, : len(state.tokens[b])])
+            want = eagle_logits(config, weights, table, model.lm_head, sequence, draft.value[b, 1:3].tolist())
             got = torch.stack([level[b] for level in seen])
             torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
         one_round(target, drafter, state, answer)
@@ -180,7 +238,8 @@ def test_a_published_layout_drafts_as_its_description_says(tmp_path, name):
 def test_it_is_exact_in_ragged_batches_and_comes_back_from_its_own_form(tmp_path, name):
     layout, options, config, form = LAYOUTS[name]
     data, tensors = layout()
-    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    kind = config.family
+    model, inputs = model_of(kind), prompt(kind, shapes(kind)["ragged"])
     spec = named(saved(tmp_path / "head", data, tensors), options)
     fast = visspec.accelerate(model, spec, adaptive=False)
     assert fast.drafter.traits.levels == config.levels
@@ -191,11 +250,16 @@ def test_it_is_exact_in_ragged_batches_and_comes_back_from_its_own_form(tmp_path
     assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
     assert fast.last_stats.faults == 0
     drafter, _ = zoo.drafter(spec, model)
-    drafter.export(tmp_path / "again", form, "somewhere/target")
-    stored = load_file(tmp_path / "again" / "model.safetensors")
-    assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
-    again, _ = zoo.drafter(named(tmp_path / "again", options), model)
-    assert again.config == replace(config, levels=again.config.levels)
+    if form is None:
+        with pytest.raises(ValueError, match="got a drafter with norm_input True"):
+            drafter.export(tmp_path / "again", "eagle")
+    else:
+        drafter.export(tmp_path / "again", form, "somewhere/target")
+        stored = load_file(tmp_path / "again" / "model.safetensors")
+        tensors |= {key: whole(tensors[key], model) for key in tensors if key == "embed_tokens.weight"}
+        assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
+        again, _ = zoo.drafter(named(tmp_path / "again", options), model)
+        assert again.config == replace(config, levels=again.config.levels)
     drafter.save_pretrained(tmp_path / "ours", {})
     assert zoo.drafter(tmp_path / "ours", model)[0].config == config
 
@@ -319,6 +383,13 @@ def test_tensors_are_exactly_those_of_the_form(tmp_path):
             rest = {key: value for key, value in tensors.items() if key != name}
             assert refused(tmp_path, data, rest, options=options), name
         assert "more" in refused(tmp_path, data, tensors | {"layers.1.more": torch.ones(2)}, options=options)
+
+
+def test_only_padding_may_lack_in_a_vocabulary(tmp_path):
+    data, tensors = msd_of_llava()
+    for changes, count in (({"architectures": ["LlavaForConditionalGeneration"]}, 90), ({"vocab_size": 97}, 97)):
+        said = refused(tmp_path, data | changes, tensors, options={"images": "embeddings"})
+        assert f"made for a target of vocabulary {count}, got a model of 96" in said
 
 
 def test_maps_of_a_vocabulary_have_to_agree(tmp_path):
@@ -615,6 +686,35 @@ def test_a_vocabulary_of_a_block_drafter_has_to_fit(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("layout", "prefix"), [(eagle_2, "module."), (eagle_3, "model."), (z_lab, "module.model.")])
+def test_prefixes_of_wrappers_are_left_out(tmp_path, layout, prefix):
+    """`model.` not of all: some write `lm_head` and the maps of a vocabulary beside it."""
+    data, tensors = layout()
+    model, options = model_of("llava"), {"images": "slots"} if layout is eagle_2 else {}
+    plain, _ = zoo.drafter(named(saved(tmp_path / "plain", data, tensors), options), model)
+    outside = () if layout is eagle_2 else ("lm_head.weight", "d2t", "t2d")
+    names = {name: name if name in outside else prefix + name for name in tensors}
+    wrapped = {names[name]: tensor for name, tensor in tensors.items()}
+    drafter, _ = zoo.drafter(named(saved(tmp_path / "wrapped", data, wrapped), options), model)
+    networks = [getattr(d, "head", None) or d.assistant for d in (plain, drafter)]
+    for a, b in zip(*(network.state_dict().values() for network in networks), strict=True):
+        assert torch.equal(a, b)
+    if prefix == "model.":
+        both = wrapped | {"fc.weight": tensors["fc.weight"].clone()}
+        assert "with and without 'model.'" in refused(tmp_path, data, both, options=options)
+
+
+def test_sentences_name_tensors_as_the_file_does(tmp_path):
+    for (data, tensors), name in ((eagle_3(), "midlayer.hidden_norm.weight"), (z_lab(), "hidden_norm.weight")):
+        rest = {key: value for key, value in tensors.items() if key != name}
+        assert f"lacks tensor '{name}'" in refused(tmp_path, data, rest)
+        assert f"tensor '{name}' of" in refused(tmp_path, data, tensors | {name: torch.ones(3)})
+        with pytest.raises(ValueError, match=f"tensor '{name}' of .* has values that are not finite"):
+            zoo.drafter(
+                str(saved(tmp_path / name, data, tensors | {name: torch.full((D,), torch.nan)})), model_of("llava")
+            )
+
+
 def test_a_tree_over_a_block_is_no_wider_than_its_vocabulary(tmp_path):
     folder, model = saved(tmp_path / "head", *speculators_dflash()), model_of("llava")
     assert zoo.drafter(f"{folder}:tree=opt,nodes=36", model)[0].width == 36
@@ -673,6 +773,8 @@ def test_recognition_is_by_data(tmp_path):
         ({"architectures": ["LlamaForCausalLM"]}, eagle, ("eagle", "eagle")),
         ({"architectures": ["LlamaForCausalLM"]}, split, ("eagle", "eagle3")),
         ({"architectures": ["LlamaForCausalLM"]}, {"model.embed_tokens.weight"}, ("transformers", "")),
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, eagle, ("eagle", "eagle")),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, {"model.fc.weight"}, ("transformers", "")),
         ({"speculators_model_type": "dflash"}, eagle, ("dflash", "speculators")),
         ({"model_type": "gemma4_assistant"}, {"x"}, ("transformers", "")),
     ):

@@ -36,6 +36,7 @@ from visspec.models.drafters.eagle_layouts import (
     object_of,
     rope_of,
     speculators_config,
+    unprefixed,
 )  # fmt: skip
 from visspec.models.drafters.feature_checkpoint import CONFIG, WEIGHTS
 from visspec.models.nets.feature_head import MOST_LAYERS
@@ -72,15 +73,19 @@ def read(
     skipped = OF_THE_TARGET if form == "speculators" else ()
     own = {name for name in OWN_HEAD if form == "speculators" and name in shapes}
     names = {name: RENAMED.get(name, name) for name in shapes if name not in own and name not in skipped}
+    stored = {own: name for name, own in RENAMED.items()}
+
+    def named(own: str) -> str:
+        return stored.get(own, own)
+
     with torch.device("meta"):
-        check_shapes(
-            MuseGlimmerAssistantModel(config), {wanted: tuple(shapes[n]) for n, wanted in names.items()}, folder
-        )
+        found = {wanted: tuple(shapes[name]) for name, wanted in names.items()}
+        check_shapes(MuseGlimmerAssistantModel(config), found, folder, named)
     _check_head(folder, own, shapes, config.hidden_size, few, vocab)
     assistant: Any = MuseGlimmerAssistantModel(config)
     assistant = assistant.to(model.dtype).eval()
-    tensors = read_tensors(folder)
-    load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder)
+    tensors = unprefixed(read_tensors(folder), folder)
+    load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
     if "lm_head.weight" in own:
         block = Block(**{**vars(block), **_head(folder, tensors, few, vocab, model)})
     return BlockModel(assistant.to(model.device), model, width, nodes, block)

@@ -1,10 +1,11 @@
 """Published checkpoints of one-layer drafters, in and out: what their configuration says, and what their tensors are
 called.
 
-Forms: "eagle" (EAGLE-1 and 2, MSD, ViSpec: a Llama configuration, `layers.0.*` without an input norm, `fc` over
-[embedding; feature]), "eagle3" (EAGLE-3 and SpecForge: `midlayer.*`) and "speculators" (a nested configuration,
-`layers.0.*`). Which states of the target are read is counted in two ways: SpecForge's and SGLang's `eagle_config` names
-layers by number, whose outputs are read (hidden_states[i + 1]); speculators and vLLM name hidden_states[i] itself.
+Forms: "eagle" (EAGLE-1 and 2, MSD, ViSpec: a Llama configuration, or one named after the target; `layers.0.*` without
+an input norm, which MSD of Qwen2-VL has, and `fc` over [embedding; feature]), "eagle3" (EAGLE-3 and SpecForge:
+`midlayer.*`) and "speculators" (a nested configuration, `layers.0.*`). Which states of the target are read is counted
+in two ways: SpecForge's and SGLang's `eagle_config` names layers by number, whose outputs are read (hidden_states[i +
+1]); speculators and vLLM name hidden_states[i] itself.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from visspec.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shown
+from visspec.checkpoint import Value, check_shapes, check_wholes, load_strictly, read_tensors, shown, unwrapped
 from visspec.models.drafters.eagle_heads import EagleDrafter, check_target
 from visspec.models.drafters.feature_checkpoint import CONFIG, WEIGHTS
 from visspec.models.nets.eagle_config import SCALED, EagleConfig
 from visspec.models.nets.eagle_head import EagleHead
-from visspec.models.targets.hf_decoder import content_ids
+from visspec.models.targets.hf_decoder import content_ids, vocabulary
 
 FORMS = ("eagle", "eagle3", "speculators")
-MIDLAYER, LAYER = "midlayer.", "layers.0."
+MIDLAYER, LAYER, EMBEDDING = "midlayer.", "layers.0.", "embed_tokens.weight"
+LLAVA, PADDED = "LlavaLlamaForCausalLM", 64  # LLaVA's own class, and ids that it gains at most in transformers
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # which speculators may have saved too
 DEPTHS = {"eagle": 5, "eagle3": 7, "speculators": 5}  # drafted by their own defaults
 VERSION = "0.9.0"  # of speculators, whose layout is written
@@ -44,6 +46,10 @@ def read(
 
     Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
     """
+    missing = _padding(data, model)
+    if missing:
+        data = {**data, "vocab_size": vocabulary(model)}
+        shapes = {n: (s[0] + missing, *s[1:]) if n == EMBEDDING else s for n, s in shapes.items()}
     try:
         config = config_of(folder, form, data, shapes, model, images)
     except ValueError as error:
@@ -53,14 +59,42 @@ def read(
     names = {name: name.replace(MIDLAYER, LAYER, 1) if form == "eagle3" else name for name in shapes}
     whole = config.draft_vocab == config.vocab  # such heads may have maps that map nothing
     names = {a: b for a, b in names.items() if b not in OF_THE_TARGET and not (whole and b in ("d2t", "t2d"))}
+
+    def named(own: str) -> str:
+        return own.replace(LAYER, MIDLAYER, 1) if any(name.startswith(MIDLAYER) for name in shapes) else own
+
     with torch.device("meta"):
         head = EagleHead(config)
-    check_shapes(head, {own: tuple(shapes[name]) for name, own in names.items()}, folder)
+    check_shapes(head, {own: tuple(shapes[name]) for name, own in names.items()}, folder, named)
     head = head.to_empty(device="cpu").to(model.dtype)
-    tensors = read_tensors(folder)
-    load_strictly(head, {own: tensors[name] for name, own in names.items()}, folder)
+    tensors = unprefixed(read_tensors(folder), folder)
+    if missing and EMBEDDING in tensors:
+        rows: Any = model.get_input_embeddings().weight
+        added = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
+        tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], added])
+    load_strictly(head, {own: tensors[name] for name, own in names.items()}, folder, named)
     check_ids(head, folder)
     return EagleDrafter(head, model, **options)
+
+
+def unprefixed(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
+    """Tensors of a drafter, or their shapes, by its own names: without the prefixes of wrappers, and without `model.`.
+    Raises ValueError if two get the same name.
+    """
+    found = unwrapped(tensors, folder)
+    if "model.fc.weight" not in found:
+        return found
+    bare = {name.removeprefix("model."): value for name, value in found.items()}
+    if len(bare) < len(found):
+        raise ValueError(f"checkpoint: {folder} holds tensors with and without 'model.', expected one set of weights")
+    return bare
+
+
+def _padding(data: dict, model: PreTrainedModel) -> int:
+    """Ids that transformers' conversion of a target has behind those of LLaVA's own checkpoint, as MSD counts them."""
+    count = data.get("vocab_size")
+    missing = vocabulary(model) - count if type(count) is int and LLAVA in list_of(data.get("architectures")) else 0
+    return missing if 0 < missing <= PADDED else 0
 
 
 def check_ids(head: EagleHead, folder: Path) -> None:
@@ -102,7 +136,7 @@ def config_of(
         "mrope_section": section,
         "mrope_interleaved": interleaved,
         "image_ids": tuple(sorted(content_ids(model.config))),
-        "own_embedding": "embed_tokens.weight" in shapes,
+        "own_embedding": EMBEDDING in shapes,
         "fc_bias": "fc.bias" in shapes,
         "qkv_bias": any(name.endswith("q_proj.bias") for name in shapes if "self_attn" in name),
         "levels": _levels(form, data),
@@ -113,6 +147,7 @@ def config_of(
         return EagleConfig(
             **common | {"mrope_section": (), "mrope_interleaved": False},
             fusion="sum", positions="index", images=seen, image_latents=latents,
+            norm_input=f"{LAYER}input_layernorm.weight" in shapes,
         )  # fmt: skip
     ids = _states(folder, form, data, text.num_hidden_layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
