@@ -3,6 +3,7 @@
 """
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -311,6 +312,37 @@ def test_states_that_are_read_if_nothing_is_said(tmp_path):
         zoo.drafter(str(tmp_path / "head"), llama())
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_norm_output_of_specforge_has_two_meanings(tmp_path, asked):
+    """Levels behind the first read the normed state, or not; which, no key of the file says."""
+    data, tensors = eagle_3(norm_output=True)
+    spec = named(saved(tmp_path / "head", data, tensors), {} if asked is None else {"norm_output": asked})
+    model, inputs = model_of("llava"), prompt("llava", ["9"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        drafter, _ = zoo.drafter(spec, model)
+    assert ["head:norm_output=false" in str(w.message) for w in caught] == [True] * (asked is None)
+    config = facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7, norm_output=asked is not False)
+    assert drafter.config == config
+    target, state, answer = begun(drafter, model, inputs, NEW)
+    seen = []
+    draft = Watched(drafter, seen).propose(state, 3)
+    sequence = known(target, model, inputs, answer[0, : len(state.tokens[0])])
+    table = model.get_input_embeddings().weight
+    weights = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
+    wanted, other = (
+        eagle_logits(c, weights, table, model.lm_head, sequence, draft.value[0, 1:3].tolist()).log_softmax(-1)
+        for c in (config, replace(config, norm_output=not config.norm_output))
+    )
+    got = torch.stack([level[0] for level in seen]).log_softmax(-1)
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+    assert torch.allclose(wanted[0], other[0]) and float((wanted - other)[1:, IDS].abs().max()) > 0.1
+    for options in ({"norm_output": 3}, {"norm_output": "x"}):
+        with pytest.raises(ValueError, match="norm_output: got"):
+            zoo.drafter(named(tmp_path / "head", options), model)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -583,6 +615,33 @@ def block_logits(data, tensors, model, whole):
     logits = model.lm_head(x) * more.get("output_multiplier", 1.0)
     cap = more.get("final_logit_softcapping")
     return torch.tanh(logits / cap) * cap if cap else logits
+
+
+@pytest.mark.parametrize(("said", "asked", "causal"), [
+    ({}, None, True), ({}, True, True), ({}, False, False), ({"is_causal": False}, None, False),
+    ({"is_causal": False}, True, True),
+    ({"dflash_config": {"target_layer_ids": [1, 0], "mask_token_id": 4, "causal": False}}, None, False),
+])  # fmt: skip
+def test_whether_windows_hide_later_places_is_said_or_asked(tmp_path, said, asked, causal):
+    """A file of SpecForge and one of z-lab are the same; a warning names the option where nothing is said."""
+    folder = saved(tmp_path / "head", *z_lab(**WINDOWS, **said))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        drafter, _ = zoo.drafter(named(folder, {} if asked is None else {"causal": asked}), model_of("llava"))
+    assert drafter.form.causal is causal
+    assert ["head:causal=false" in str(w.message) for w in caught] == [True] * (not said and asked is None)
+    with pytest.raises(ValueError, match="causal: got 3, expected true or false"):
+        zoo.drafter(f"{folder}:causal=3", model_of("llava"))
+
+
+def test_layers_that_z_lab_reads_if_nothing_is_said(tmp_path):
+    data, _ = z_lab(dflash_config={"mask_token_id": 4}, num_target_layers=8)
+    model = llama(num_hidden_layers=8)
+    for count, read in ((1, (5,)), (2, (2, 6)), (4, (2, 3, 5, 6))):
+        layers = {"num_hidden_layers": count, "layer_types": ["full_attention"] * count}
+        tensors = dflash_tensors(count, count)
+        drafter, _ = zoo.drafter(str(saved(tmp_path / f"head-{count}", data | layers, tensors)), model)
+        assert drafter.traits.feature_layers == read
 
 
 @torch.inference_mode()

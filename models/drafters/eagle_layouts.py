@@ -11,6 +11,7 @@ in two ways: SpecForge's and SGLang's `eagle_config` names layers by number, who
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ SIZES = {
 
 def read(
     folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
-    images: str | None = None, **options: Any,
+    images: str | None = None, norm_output: bool | None = None, **options: Any,
 ) -> EagleDrafter:  # fmt: skip
     """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
     its tensors. images: what it sees of a picture, where the checkpoint does not tell (`nets.eagle_config.IMAGES`).
+    norm_output: whether an EAGLE-3 head reads its own normed states, in place of what the checkpoint says.
 
     Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
     """
@@ -51,7 +53,7 @@ def read(
         data = {**data, "vocab_size": vocabulary(model)}
         shapes = {n: (s[0] + missing, *s[1:]) if n == EMBEDDING else s for n, s in shapes.items()}
     try:
-        config = config_of(folder, form, data, shapes, model, images)
+        config = config_of(folder, form, _normed(folder, form, data, norm_output), shapes, model, images)
     except ValueError as error:
         said = str(error)
         raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
@@ -88,6 +90,23 @@ def unprefixed(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
     if len(bare) < len(found):
         raise ValueError(f"checkpoint: {folder} holds tensors with and without 'model.', expected one set of weights")
     return bare
+
+
+def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
+    """The configuration with `norm_output` as it is asked for. SpecForge wrote true for heads that it trained on states
+    without the norm (until its pull request 879); EAGLE 3.1, and engines that serve it, mean normed ones.
+    """
+    if asked is not None:
+        if not isinstance(asked, bool) or form == "eagle":
+            raise ValueError(f"norm_output: got {shown(asked)}, expected true or false, of an EAGLE-3 head")
+        return {**data, "norm_output": asked}
+    if form == "eagle3" and data.get("norm_output"):
+        warnings.warn(
+            f"drafter: norm_output of {folder} is true, read as EAGLE 3.1 means it; for a head that SpecForge trained"
+            f" before September 2026 ask for {folder.name}:norm_output=false",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+    return data
 
 
 def _padding(data: dict, model: PreTrainedModel) -> int:
