@@ -7,6 +7,8 @@ A drafter's configuration (`EagleConfig`) says which description; weights are a 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import visspec
 from visspec.loop.decode import open_request
@@ -28,10 +30,11 @@ class Weights(dict):
         return norm(x, self[f"{name}.weight"], eps)
 
 
-def rotated(x_THE: Tensor, angle_TC: Tensor) -> Tensor:
-    a, b = x_THE.chunk(2, dim=-1)
-    cos, sin = angle_TC.cos()[:, None], angle_TC.sin()[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def rotated(x_THE: Tensor, angle_TC: Tensor, factor: float = 1.0) -> Tensor:
+    """The first 2 C channels turned, the others as they are."""
+    a, b, rest = x_THE.tensor_split((angle_TC.shape[1], 2 * angle_TC.shape[1]), dim=-1)
+    cos, sin = factor * angle_TC.cos()[:, None], factor * angle_TC.sin()[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
@@ -61,11 +64,18 @@ def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
     )
     if config.qk_norm:
         query, key = (weights.norm(x, f"{named}self_attn.{p}_norm", config.eps) for x, p in ((query, "q"), (key, "k")))
-    half = config.head_size // 2
+    half = int(config.head_size * config.partial_rotary_factor) // 2
+    frequency, factor = config.rope_theta ** -(torch.arange(half) / half), 1.0
+    if config.rope_scaling:
+        given = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor}
+        rotary = LlamaRotaryEmbedding(
+            LlamaConfig(head_dim=config.head_size, rope_parameters=given | config.rope_scaling)
+        )
+        frequency, factor = rotary.inv_freq, rotary.attention_scaling
     row = [r for r, n in enumerate(config.mrope_section or (half, 0, 0)) for _ in range(n)]
-    angle = places[:, row].float() * config.rope_theta ** -(torch.arange(half) / half)
+    angle = places[:, row].float() * frequency
     before = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    mixed = attended(rotated(query, angle), rotated(key, angle), value, before)
+    mixed = attended(rotated(query, angle, factor), rotated(key, angle, factor), value, before)
     rest = rest + weights.linear(mixed, f"{named}self_attn.o_proj")
     rest = rest + mlp(weights, named, weights.norm(rest, f"{named}post_attention_layernorm", config.eps))
     return crossed(config, weights, rest, x.chunk(2, dim=-1)[1]) if config.fusion == "cross" else rest

@@ -165,6 +165,7 @@ def facts(**more):
 
 SPLIT = {"fusion": "split", "positions": "target", "draft_vocab": FEW, "fc_bias": False, "kv_heads": 2,
          "images": "placeholders"}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0}
 LAYOUTS = {  # what is written, its options, what that says, and the form it is written in again, if there is one
     "eagle": (eagle_2, {"images": "slots"}, facts(images="slots"), "eagle"),
     "msd": (eagle_2, {"images": "embeddings"}, facts(images="embeddings"), "eagle"),
@@ -184,6 +185,11 @@ LAYOUTS = {  # what is written, its options, what that says, and the form it is 
     ),
     "eagle3": (
         eagle_3, {}, facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7), "eagle3",
+    ),
+    "eagle3-yarn": (
+        lambda: eagle_3(rope_parameters={**YARN, "rope_theta": 5000.0, "partial_rotary_factor": 0.5}), {},
+        facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7, rope_scaling=YARN,
+              partial_rotary_factor=0.5), "eagle3",
     ),
     "speculators": (
         speculators_eagle_3, {},
@@ -365,7 +371,9 @@ def refused(tmp_path, data, tensors, model=None, options=None):
     ({"hidden_act": "gelu"}, "hidden_act of"),
     ({"num_attention_heads": None}, "num_attention_heads of"),
     ({"num_key_value_heads": 3}, "kv_heads: got 3, expected a divisor of the 4 heads"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "is 'yarn', expected default, linear, llama3, mrope"),
+    ({"rope_scaling": {"rope_type": "dynamic"}}, "is 'dynamic', expected default, linear, llama3, yarn, mrope"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings: got None"),
+    ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: got 1.5, expected an even number"),
     ({"rms_norm_eps": "x"}, "eps: got 'x', expected a finite number above 0"),
     ({"architectures": ["DFlash2DraftModel"]}, "is a checkpoint of 'DFlash2DraftModel', expected EAGLE-1, 2 or 3"),
     ({"architectures": ["MedusaModel"]}, "is a checkpoint of 'MedusaModel'"),
@@ -718,6 +726,7 @@ def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
     ({"is_causal": True}, "is_causal of"),
     ({"attention_bias": True}, "attention_bias of"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "is 'longrope', expected default"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
     ({"head_dim": 10**9}, "head_dim: got 1000000000, expected a whole number"),
 ])  # fmt: skip
 def test_a_block_drafter_that_says_something_else(tmp_path, changes, sentence):

@@ -108,12 +108,14 @@ def config_of(
     for name, value in sizes.items():
         check_whole(name, value, 1, MOST_LAYERS if name == "num_hidden_layers" else LARGEST)
     depth = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
-    theta, scaling, _, _ = rope_of(folder, layer)
+    theta, scaling, _, _, partial = rope_of(folder, layer)
+    if partial != 1:
+        raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shown(partial)}, expected 1.0")
     check_positive("rope_theta", theta)
     for name, factor in (scaling or {}).items():
         if name != "rope_type":
             check_positive(name, factor)
-    for name, wanted in (("attention_bias", False), ("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
+    for name, wanted in (("attention_bias", False), ("hidden_act", "silu")):
         if (found := layer.get(name) or wanted) != wanted:
             raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
     for name in ("block_size", "mask_token_id"):

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from visspec.checkpoint import Value, check_shapes, check_wholes, load_strictly, read_tensors, shown, unwrapped
 from visspec.models.drafters.eagle_heads import EagleDrafter, check_target
 from visspec.models.drafters.feature_checkpoint import CONFIG, WEIGHTS
-from visspec.models.nets.eagle_config import SCALED, EagleConfig
+from visspec.models.nets.eagle_config import SCALED, TUNED, EagleConfig
 from visspec.models.nets.eagle_head import EagleHead
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
 
@@ -141,7 +141,7 @@ def config_of(
     text: Any = model.config.get_text_config()
     sizes = {own: entry(folder, layer, name, int) for own, name in SIZES.items()}
     heads = sizes["heads"] or 1
-    theta, scaling, section, interleaved = rope_of(folder, layer)
+    theta, scaling, section, interleaved, partial = rope_of(folder, layer)
     common = {
         **sizes,
         "family": model.config.model_type,
@@ -152,6 +152,7 @@ def config_of(
         "eps": layer.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
+        "partial_rotary_factor": partial,
         "mrope_section": section,
         "mrope_interleaved": interleaved,
         "image_ids": tuple(sorted(content_ids(model.config))),
@@ -207,7 +208,6 @@ def _check_layer(folder: Path, layer: dict) -> None:
         ("hidden_act", layer.get("hidden_act", "silu"), "silu"),
         ("attention_bias", bool(layer.get("attention_bias")), False), ("mlp_bias", bool(layer.get("mlp_bias")), False),
         ("use_sliding_window", bool(sliding), False), ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
-        ("partial_rotary_factor", layer.get("partial_rotary_factor") or 1.0, 1.0),
     ):  # fmt: skip
         if found != wanted:
             raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
@@ -227,8 +227,10 @@ def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
             raise ValueError(f"drafter: {folder} is made for a target of the {name} {shown(wanted[0])}, got {found!r}")
 
 
-def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool]:
-    """(theta, scaling, sections of M-RoPE, whether they are interleaved), of both generations of configurations."""
+def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool, float]:
+    """(theta, scaling, sections of M-RoPE, whether they are interleaved, the share of channels that are rotated), of
+    both generations of configurations.
+    """
     given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ValueError(f"drafter: rope_scaling of {folder} is {shown(given)}, expected an object")
@@ -238,13 +240,18 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
     kind = given.pop("rope_type", old)
     section, interleaved = given.pop("mrope_section", ()), bool(given.pop("mrope_interleaved", False))
     kind = "default" if kind == "mrope" else kind
-    if kind not in SCALED:
+    if not isinstance(kind, str) or kind not in SCALED:
         raise ValueError(
             f"drafter: rope_scaling of {folder} is {shown(kind)}, expected {', '.join([*SCALED, 'mrope'])}"
         )
-    scaling = None if kind == "default" else {"rope_type": kind, **{n: given.get(n) for n in SCALED[kind]}}
+    factors = [*SCALED[kind], *(name for name in TUNED.get(kind, ()) if name in given)]
+    scaling = None if kind == "default" else {"rope_type": kind, **{name: given.get(name) for name in factors}}
+    if given.get("truncate", True) is not True:
+        raise ValueError(f"drafter: truncate of {folder} is {shown(given['truncate'])}, expected true")
     theta = float(theta) if isinstance(theta, int) else theta
-    return theta, scaling, check_wholes("mrope_section", section, 0, 1 << 14), interleaved
+    partial = given.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
+    partial = 1.0 if partial is None else float(partial) if type(partial) is int else partial
+    return theta, scaling, check_wholes("mrope_section", section, 0, 1 << 14), interleaved, partial
 
 
 def _states(folder: Path, form: str, data: dict, depth: int) -> tuple[int, ...]:
@@ -356,6 +363,7 @@ def described(config: EagleConfig, model: Any, form: str, verifier: str | None) 
         "rms_norm_eps": config.eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": _rope(config),
+        **({} if config.partial_rotary_factor == 1 else {"partial_rotary_factor": config.partial_rotary_factor}),
         "max_position_embeddings": model.config.get_text_config().max_position_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
