@@ -17,6 +17,7 @@ from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
 from tests.tiny import llama, model_of, prompt, shapes, single_row
 from visspec.api import zoo
+from visspec.models.drafters import published
 from visspec.models.drafters.dflash import Block, BlockModel
 from visspec.models.drafters.published import form_of
 from visspec.models.nets.eagle_config import EagleConfig
@@ -328,7 +329,8 @@ def test_norm_output_of_specforge_has_two_meanings(tmp_path, asked):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         drafter, _ = zoo.drafter(spec, model)
-    assert ["head:norm_output=false" in str(w.message) for w in caught] == [True] * (asked is None)
+    said = [w for w in caught if "norm_output" in str(w.message)]
+    assert ["head:norm_output=false" in str(w.message) for w in said] == [True] * (asked is None)
     config = facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7, norm_output=asked is not False)
     assert drafter.config == config
     target, state, answer = begun(drafter, model, inputs, NEW)
@@ -347,6 +349,45 @@ def test_norm_output_of_specforge_has_two_meanings(tmp_path, asked):
     for options in ({"norm_output": 3}, {"norm_output": "x"}):
         with pytest.raises(ValueError, match="norm_output: got"):
             zoo.drafter(named(tmp_path / "head", options), model)
+
+
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(("changes", "asked", "read", "warned"), [
+    ({"eagle_config": {AUX: [1, 3, 5]}}, None, (2, 4, 6), False), ({AUX: [1, 3, 5]}, None, (2, 4, 6), False),
+    ({"eagle_config": {AUX: [2, 4, 6]}}, None, (2, 4, 6), True), ({AUX: [2, 4, 6]}, None, (2, 4, 6), True),
+    ({"eagle_config": {AUX: [0, 3, 5]}}, None, (1, 4, 6), True), ({AUX: []}, None, (2, 4, 5), False),
+    ({"dflash_config": {AUX: [1, 2, 3]}}, None, (2, 3, 4), False),
+    ({"eagle_config": {AUX: []}}, None, (2, 4, 5), False),
+    ({AUX: [3, 4, 5], "eagle_config": {AUX: [1, 2, 3]}}, None, (3, 4, 5), True),
+    ({"eagle_config": {AUX: [2, 4, 6]}}, "0-3-7", (0, 3, 7), False), ({}, (1, 2, 3), (1, 2, 3), False),
+])  # fmt: skip
+def test_which_states_are_read_by_which_convention(tmp_path, caplog, changes, asked, read, warned):
+    """An error by one layer costs acceptance and nothing else: a line says what is read, and an option overrides it."""
+    data, tensors = eagle_3(**{"eagle_config": None} | changes)
+    folder, model = saved(tmp_path / "head", data, tensors), llama(num_hidden_layers=8)
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level("INFO", "visspec"):
+        warnings.simplefilter("always")
+        if isinstance(asked, tuple):
+            drafter = published.load(folder, model, layers=asked)
+        else:
+            drafter, _ = zoo.drafter(named(folder, {"layers": asked} if asked else {}), model)
+    assert drafter.config.feature_layers == read
+    assert [f"reads hidden states {list(read)}" in r.message for r in caplog.records] == [True]
+    assert [f"head:layers={'-'.join(map(str, read))}" in str(w.message) for w in caught] == [True] * warned
+    if read[0]:
+        drafter.export(tmp_path / "again", "eagle3")
+        assert zoo.drafter(str(tmp_path / "again"), model)[0].config.feature_layers == read
+
+
+def test_layers_that_are_asked_for_have_to_be_there(tmp_path):
+    data, tensors = eagle_3()
+    for value, sentence in (("x", "got 'x', expected numbers of hidden states"), ("0-2-1", "got 2, expected a whole")):
+        assert f"layers: {sentence}" in refused(tmp_path, data, tensors, options={"layers": value})
+    assert "has shape (32, 96), expected (32, 32)" in refused(tmp_path, data, tensors, options={"layers": 1})
+    data, tensors = eagle_2()
+    assert "layers: got 1, expected none" in refused(tmp_path, data, tensors, options={"layers": 1, "images": "none"})
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -405,6 +446,8 @@ def test_what_a_head_sees_has_to_be_known(tmp_path):
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0]}}, "has shape (32, 96), expected (32, 64)"),
     ({"target_model_type": "qwen3_vl"}, "is made for a target of the model_type 'qwen3_vl', got 'llava'"),
     ({"target_hidden_size": 48}, "hidden: got 32 and a target of 48"),
+    ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm of"),
+    ({"eagle_config": {"parallel_draft_step": 4}}, "is 4, expected 1"),
     ({"architectures": ["Eagle3DeepseekForCausalLM"]}, "is a checkpoint of 'Eagle3DeepseekForCausalLM'"),
     ({"norm_before_fc": True}, "lacks tensor 'input_norm.weight'"),
     ({"use_sliding_window": True}, "use_sliding_window of"),
@@ -442,6 +485,8 @@ def test_maps_of_a_vocabulary_have_to_agree(tmp_path):
 
 
 def test_speculators_names_its_target_and_its_algorithm(tmp_path):
+    data, tensors = eagle_3(target_model_type="llama")  # the part of the model that writes text
+    zoo.drafter(str(saved(tmp_path / "text", data, tensors)), model_of("llava"))
     data, tensors = speculators_eagle_3()
     said = refused(tmp_path, data, tensors, model_of("qwen2_5_vl"))
     assert "made for a target of the class 'LlavaForConditionalGeneration'" in said
