@@ -37,6 +37,16 @@ def rotated(x_THE: Tensor, angle_TC: Tensor, factor: float = 1.0) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
+def turning(head_size: int, theta: float, scaling: dict | None = None, share: float = 1.0) -> tuple[Tensor, float]:
+    """(angles per position, factor of what is turned) of a share of a head's channels; scaled, transformers' own."""
+    if scaling:
+        given = {"rope_theta": theta, "partial_rotary_factor": share, **scaling}
+        rotary = LlamaRotaryEmbedding(LlamaConfig(head_dim=head_size, rope_parameters=given))
+        return rotary.inv_freq, rotary.attention_scaling
+    half = int(head_size * share) // 2
+    return theta ** -(torch.arange(half) / half), 1.0
+
+
 def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
     """Grouped attention of (T, H, E) to (S, K, E), seen (T, S): (T, H * E)."""
     group = query.shape[1] // key.shape[1]
@@ -64,14 +74,8 @@ def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
     )
     if config.qk_norm:
         query, key = (weights.norm(x, f"{named}self_attn.{p}_norm", config.eps) for x, p in ((query, "q"), (key, "k")))
-    half = int(config.head_size * config.partial_rotary_factor) // 2
-    frequency, factor = config.rope_theta ** -(torch.arange(half) / half), 1.0
-    if config.rope_scaling:
-        given = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor}
-        rotary = LlamaRotaryEmbedding(
-            LlamaConfig(head_dim=config.head_size, rope_parameters=given | config.rope_scaling)
-        )
-        frequency, factor = rotary.inv_freq, rotary.attention_scaling
+    frequency, factor = turning(config.head_size, config.rope_theta, config.rope_scaling, config.partial_rotary_factor)
+    half = len(frequency)
     row = [r for r, n in enumerate(config.mrope_section or (half, 0, 0)) for _ in range(n)]
     angle = places[:, row].float() * frequency
     before = torch.ones(len(x), len(x), dtype=torch.bool).tril()
@@ -219,22 +223,21 @@ def eagle_logits(config, weights, table, decode, known, chain) -> Tensor:
 def dflash_hidden(weights, sizes, context: Tensor, block: Tensor, hidden: dict) -> Tensor:
     """The hidden states (K, d) of a block whose input embeddings are (K, d), behind a context (L, F) of the target's.
 
-    sizes: head_size, eps, theta. hidden: by layer, (K, L + K) bool, what a place does not see.
+    sizes: head_size, eps, theta, scaling. hidden: by layer, (K, L + K) bool, what a place does not see.
     """
     weights = Weights(weights)
-    head_size, eps, theta = sizes
+    head_size, eps, *rope = sizes
+    frequency, factor = turning(head_size, *rope)
     known, x = weights.norm(weights.linear(context, "fc"), "hidden_norm", eps), block
-    angle = torch.arange(len(known) + len(x))[:, None].float() * theta ** -(
-        torch.arange(head_size // 2) * 2 / head_size
-    )
+    angle = torch.arange(len(known) + len(x))[:, None].float() * frequency
     for n, mask in hidden.items():
         named = f"layers.{n}."
         own = weights.norm(x, f"{named}input_layernorm", eps)
         both = torch.cat([known, own])
         query = weights.linear(own, f"{named}self_attn.q_proj").unflatten(-1, (-1, head_size))
         key, value = (weights.linear(both, f"{named}self_attn.{p}_proj").unflatten(-1, (-1, head_size)) for p in "kv")
-        query = rotated(weights.norm(query, f"{named}self_attn.q_norm", eps), angle[len(known) :])
-        key = rotated(weights.norm(key, f"{named}self_attn.k_norm", eps), angle)
+        query = rotated(weights.norm(query, f"{named}self_attn.q_norm", eps), angle[len(known) :], factor)
+        key = rotated(weights.norm(key, f"{named}self_attn.k_norm", eps), angle, factor)
         x = x + weights.linear(attended(query, key, value, ~mask), f"{named}self_attn.o_proj")
         x = x + mlp(weights, named, weights.norm(x, f"{named}post_attention_layernorm", eps))
     return weights.norm(x, "norm", eps)

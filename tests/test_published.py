@@ -630,6 +630,7 @@ def speculators_dflash(anchor=False, few=True, **more):
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 BLOCKS = {
     "z-lab": (z_lab, "dflash"),
+    "z-lab-yarn": (lambda: z_lab(rope_scaling=YARN), "dflash"),
     "z-lab-windows": (lambda: z_lab(**WINDOWS), "dflash"),
     "z-lab-both-ways": (
         lambda: z_lab(**WINDOWS, is_causal=False, dflash_config={
@@ -660,7 +661,7 @@ def block_logits(data, tensors, model, whole):
         elif kind == "sliding_attention":
             later = (far >= 6) | ((far <= -6) if data.get("is_causal") is False else (far < 0))
         hidden[n] = later.expand(4, -1)
-    x = dflash_hidden(tensors, (SIZE, 1e-5, 5000.0), features, embedded, hidden)
+    x = dflash_hidden(tensors, (SIZE, 1e-5, 5000.0, layer["rope_scaling"]), features, embedded, hidden)
     x = x if data.get("sample_from_anchor") else x[1:]
     if "lm_head.weight" in tensors:
         few = x @ tensors["lm_head.weight"].T
