@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from visspec.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
 from visspec.models.nets.feature_head import MOST_LAYERS
@@ -180,13 +181,13 @@ class EagleConfig:
         scaling = self.rope_scaling
         if scaling is None:
             return
-        kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
-        known = isinstance(kind, str) and kind in SCALED
-        if not known or not SCALED[kind] <= set(scaling) - {"rope_type"} <= SCALED[kind] | TUNED.get(kind, set()):
+        kind: Any = scaling.get("rope_type") if isinstance(scaling, dict) else None
+        needed = SCALED.get(kind) if isinstance(kind, str) else None
+        if needed is None or not needed <= (names := set(scaling) - {"rope_type"}) <= needed | TUNED.get(kind, set()):
             raise ValueError(
                 f"rope_scaling: got {shown(scaling)}, expected the rope_type {', '.join(SCALED)} with its factors"
             )
-        for name in scaling.keys() - {"rope_type"}:
+        for name in names:
             check_positive(name, scaling[name])
 
     @property

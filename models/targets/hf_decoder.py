@@ -381,19 +381,18 @@ def vocabulary(model: Any) -> int:
     return size
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapted(model: Any) -> Any:
     """The model inside a `PeftModel`, with the adapter in its layers; any other model itself.
 
     Raises ValueError for an adapter that is not in the layers alone, such as virtual tokens before the prompt.
     """
-    peft: Any = model
-    if not hasattr(peft, "get_base_model") or not hasattr(peft, "active_peft_config"):
+    if not hasattr(model, "get_base_model") or not hasattr(model, "active_peft_config"):
         return model
-    config = peft.active_peft_config
+    config = model.active_peft_config
     if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
         kind = type(config).__name__
         raise ValueError(f"model: got an adapter of {kind}, expected one in the layers alone, such as LoRA")
-    return peft.get_base_model()
+    return model.get_base_model()
 
 
 def driven(model: nn.Module) -> nn.Module:
