@@ -7,6 +7,8 @@ A drafter's configuration (`EagleConfig`) says which description; weights are a 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import visspec
 from visspec.loop.decode import open_request
@@ -28,10 +30,21 @@ class Weights(dict):
         return norm(x, self[f"{name}.weight"], eps)
 
 
-def rotated(x_THE: Tensor, angle_TC: Tensor) -> Tensor:
-    a, b = x_THE.chunk(2, dim=-1)
-    cos, sin = angle_TC.cos()[:, None], angle_TC.sin()[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def rotated(x_THE: Tensor, angle_TC: Tensor, factor: float = 1.0) -> Tensor:
+    """The first 2 C channels turned, the others as they are."""
+    a, b, rest = x_THE.tensor_split((angle_TC.shape[1], 2 * angle_TC.shape[1]), dim=-1)
+    cos, sin = factor * angle_TC.cos()[:, None], factor * angle_TC.sin()[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def turning(head_size: int, theta: float, scaling: dict | None = None, share: float = 1.0) -> tuple[Tensor, float]:
+    """(angles per position, factor of what is turned) of a share of a head's channels; scaled, transformers' own."""
+    if scaling:
+        given = {"rope_theta": theta, "partial_rotary_factor": share, **scaling}
+        rotary = LlamaRotaryEmbedding(LlamaConfig(head_dim=head_size, rope_parameters=given))
+        return rotary.inv_freq, rotary.attention_scaling
+    half = int(head_size * share) // 2
+    return theta ** -(torch.arange(half) / half), 1.0
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
@@ -61,11 +74,12 @@ def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
     )
     if config.qk_norm:
         query, key = (weights.norm(x, f"{named}self_attn.{p}_norm", config.eps) for x, p in ((query, "q"), (key, "k")))
-    half = config.head_size // 2
+    frequency, factor = turning(config.head_size, config.rope_theta, config.rope_scaling, config.partial_rotary_factor)
+    half = len(frequency)
     row = [r for r, n in enumerate(config.mrope_section or (half, 0, 0)) for _ in range(n)]
-    angle = places[:, row].float() * config.rope_theta ** -(torch.arange(half) / half)
+    angle = places[:, row].float() * frequency
     before = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    mixed = attended(rotated(query, angle), rotated(key, angle), value, before)
+    mixed = attended(rotated(query, angle, factor), rotated(key, angle, factor), value, before)
     rest = rest + weights.linear(mixed, f"{named}self_attn.o_proj")
     rest = rest + mlp(weights, named, weights.norm(rest, f"{named}post_attention_layernorm", config.eps))
     return crossed(config, weights, rest, x.chunk(2, dim=-1)[1]) if config.fusion == "cross" else rest
@@ -209,22 +223,21 @@ def eagle_logits(config, weights, table, decode, known, chain) -> Tensor:
 def dflash_hidden(weights, sizes, context: Tensor, block: Tensor, hidden: dict) -> Tensor:
     """The hidden states (K, d) of a block whose input embeddings are (K, d), behind a context (L, F) of the target's.
 
-    sizes: head_size, eps, theta. hidden: by layer, (K, L + K) bool, what a place does not see.
+    sizes: head_size, eps, theta, scaling. hidden: by layer, (K, L + K) bool, what a place does not see.
     """
     weights = Weights(weights)
-    head_size, eps, theta = sizes
+    head_size, eps, *rope = sizes
+    frequency, factor = turning(head_size, *rope)
     known, x = weights.norm(weights.linear(context, "fc"), "hidden_norm", eps), block
-    angle = torch.arange(len(known) + len(x))[:, None].float() * theta ** -(
-        torch.arange(head_size // 2) * 2 / head_size
-    )
+    angle = torch.arange(len(known) + len(x))[:, None].float() * frequency
     for n, mask in hidden.items():
         named = f"layers.{n}."
         own = weights.norm(x, f"{named}input_layernorm", eps)
         both = torch.cat([known, own])
         query = weights.linear(own, f"{named}self_attn.q_proj").unflatten(-1, (-1, head_size))
         key, value = (weights.linear(both, f"{named}self_attn.{p}_proj").unflatten(-1, (-1, head_size)) for p in "kv")
-        query = rotated(weights.norm(query, f"{named}self_attn.q_norm", eps), angle[len(known) :])
-        key = rotated(weights.norm(key, f"{named}self_attn.k_norm", eps), angle)
+        query = rotated(weights.norm(query, f"{named}self_attn.q_norm", eps), angle[len(known) :], factor)
+        key = rotated(weights.norm(key, f"{named}self_attn.k_norm", eps), angle, factor)
         x = x + weights.linear(attended(query, key, value, ~mask), f"{named}self_attn.o_proj")
         x = x + mlp(weights, named, weights.norm(x, f"{named}post_attention_layernorm", eps))
     return weights.norm(x, "norm", eps)

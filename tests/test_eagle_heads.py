@@ -160,7 +160,7 @@ def one_round(target, drafter, state, answer):
 
 
 def test_wave_lengths_of_llama3():
-    """Those of transformers' own initialiser, which was written from the same description."""
+    """Those of transformers' own initialiser."""
     import transformers as tf
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -173,8 +173,9 @@ def test_wave_lengths_of_llama3():
         hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=scaling | {"rope_theta": 500.0}
     )
     want, factor = ROPE_INIT_FUNCTIONS["llama3"](theirs)
-    torch.testing.assert_close(frequencies(drafter.config, "cpu"), want)
-    assert factor == 1.0
+    found, ours = frequencies(drafter.config, "cpu")
+    torch.testing.assert_close(found, want)
+    assert factor == ours == 1.0
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """What a model is asked when it is wrapped: models that can't be verified are caught without naming them."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,6 +272,56 @@ def test_images_in_front_of_the_prompt(name):
         fast = visspec.accelerate(model, drafter, adaptive=False)
         assert torch.equal(fast.generate(**inputs, **limit), sequences)
     assert fast.last_stats.tau > 1.5
+
+
+class StandIn(torch.nn.Module):
+    """A `PeftModel` by its attributes: a model in a tuner, which is called through it. `tokens`: before the prompt."""
+
+    def __init__(self, model, tokens=0):
+        super().__init__()
+        self.base_model = model if tokens else torch.nn.ModuleDict({"model": model})
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=tokens > 0)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.get_base_model(), name)
+
+    def get_base_model(self):
+        return self.base_model if self.active_peft_config.is_prompt_learning else self.base_model["model"]
+
+    def generate(self, *args, **kwargs):
+        return self.get_base_model().generate(*args, **kwargs)
+
+
+def adapted(kind, model, tokens=0):
+    if kind == "stand-in":
+        return StandIn(model, tokens)
+    peft = pytest.importorskip("peft")
+    if tokens:
+        config = peft.PromptTuningConfig(num_virtual_tokens=tokens, task_type="CAUSAL_LM")
+    else:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("kind", ["stand-in", "peft"])
+def test_a_model_with_an_adapter(kind):
+    """In its layers; tokens before the prompt would be left out."""
+    model, inputs = adapted(kind, llama(3)), prompt("llama", ["9", "5"])
+    limit = {"max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(**inputs, **limit)
+    for drafter in ("ngram", TreeOracle(expected[:, inputs["input_ids"].shape[1] :].tolist(), 0.3)):
+        fast = visspec.accelerate(model, drafter, adaptive=False)
+        assert torch.equal(fast.generate(**inputs, **limit), expected)
+    assert fast.last_stats.tau > 1.5 and fast.model is model
+    ids = inputs["input_ids"][:1]
+    assert torch.equal(fast.generate(ids, **limit), model.generate(ids, **limit))
+    with pytest.raises(ValueError, match="adapter_names: got list, expected None"):
+        fast.generate(**inputs, **limit, adapter_names=["a", "b"])
+    with pytest.raises(ValueError, match=r"model: got an adapter of \w+, expected one in the layers"):
+        visspec.accelerate(adapted(kind, llama(3), tokens=3))
 
 
 def test_padding_that_is_continued_otherwise_is_refused():

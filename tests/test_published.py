@@ -3,6 +3,7 @@
 """
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
 from tests.tiny import llama, model_of, prompt, shapes, single_row
 from visspec.api import zoo
+from visspec.models.drafters import published
 from visspec.models.drafters.dflash import Block, BlockModel
 from visspec.models.drafters.published import form_of
 from visspec.models.nets.eagle_config import EagleConfig
@@ -73,6 +75,45 @@ def vispec(queries=2):
     return config, tensors | drawn(more, 1)
 
 
+LLAVA = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "pad_token_id": 0, "pretraining_tp": 1,
+         "max_position_embeddings": 4096, "tie_word_embeddings": False, "torch_dtype": "float16"}  # fmt: skip
+QWEN = {"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "max_window_layers": 28, "rope_theta": 5000.0,
+        "sliding_window": 32768, "torch_dtype": "bfloat16", "use_sliding_window": False}  # fmt: skip
+
+
+def of_a_trainer(layout, name, kind, **more):
+    """A layout under the configuration that a trainer of MSD or ViSpec stores with it; sizes are ours."""
+    data, tensors = layout()
+    for key in ("rope_theta", "rope_scaling", "qkv_bias"):
+        data.pop(key, None)
+    return data | {"architectures": [name], "model_type": kind} | more, tensors
+
+
+def vispec_of_qwen():
+    return of_a_trainer(vispec, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", **QWEN, qkv_bias=True)
+
+
+def vispec_of_llava():
+    data, tensors = of_a_trainer(vispec, "LlavaNextForConditionalGeneration", "llava_next", **LLAVA, rope_scaling=None)
+    return data, {name: tensor for name, tensor in tensors.items() if not name.endswith("_proj.bias")}
+
+
+def msd_of_llava():
+    """Its vocabulary is that of LLaVA's own checkpoint, to which transformers' conversion adds ids of padding."""
+    more = {"mm_projector_type": "mlp2x_gelu", "mm_vision_select_layer": -2, "vocab_size": 90, "rope_scaling": None}
+    data, tensors = of_a_trainer(eagle_2, "LlavaLlamaForCausalLM", "llava", **LLAVA, **more)
+    return data, tensors | {"embed_tokens.weight": tensors["embed_tokens.weight"][:90].clone()}
+
+
+def msd_of_qwen():
+    """Its layer is Qwen2-VL's: fewer heads of keys, biases, and an input norm."""
+    more = {"vision_config": {"depth": 32}, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    layout, kind = of_a_trainer(eagle_2, "Qwen2VLForConditionalGeneration", "qwen2_vl", **QWEN, **more), "layers.0."
+    more = attention(kind, D, 2) | {f"{kind}self_attn.{n}_proj.bias": (SIZE * c,) for n, c in zip("qkv", (HEADS, 2, 2))}
+    more = drawn(more | {f"{kind}input_layernorm.weight": (D,)}, 5)
+    return layout[0] | {"num_key_value_heads": 2}, layout[1] | more
+
+
 def vocabulary():
     t2d = torch.zeros(V, dtype=torch.bool)
     t2d[IDS] = True
@@ -125,12 +166,31 @@ def facts(**more):
 
 SPLIT = {"fusion": "split", "positions": "target", "draft_vocab": FEW, "fc_bias": False, "kv_heads": 2,
          "images": "placeholders"}  # fmt: skip
-LAYOUTS = {  # what is written, its options, what that says, and the form it is written in again
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0}
+LAYOUTS = {  # what is written, its options, what that says, and the form it is written in again, if there is one
     "eagle": (eagle_2, {"images": "slots"}, facts(images="slots"), "eagle"),
     "msd": (eagle_2, {"images": "embeddings"}, facts(images="embeddings"), "eagle"),
     "vispec": (vispec, {}, facts(images="latents", image_latents=1, qkv_bias=True), "eagle"),
+    "vispec-qwen2.5-vl": (
+        vispec_of_qwen, {},
+        facts(family="qwen2_5_vl", image_ids=(90, 91), images="latents", image_latents=1, qkv_bias=True), "eagle",
+    ),
+    "vispec-llava-next": (
+        vispec_of_llava, {}, facts(family="llava_next", images="latents", image_latents=1, rope_theta=10000.0), "eagle",
+    ),
+    "msd-llava": (msd_of_llava, {"images": "embeddings"}, facts(images="embeddings", rope_theta=10000.0), "eagle"),
+    "msd-qwen2-vl": (
+        msd_of_qwen, {"images": "embeddings"},
+        facts(family="qwen2_vl", image_ids=(90, 91), images="embeddings", qkv_bias=True, kv_heads=2, norm_input=True),
+        None,
+    ),
     "eagle3": (
         eagle_3, {}, facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7), "eagle3",
+    ),
+    "eagle3-yarn": (
+        lambda: eagle_3(rope_parameters={**YARN, "rope_theta": 5000.0, "partial_rotary_factor": 0.5}), {},
+        facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7, rope_scaling=YARN,
+              partial_rotary_factor=0.5), "eagle3",
     ),
     "speculators": (
         speculators_eagle_3, {},
@@ -152,25 +212,31 @@ def named(folder, options):
     return ":".join([str(folder), ",".join(f"{k}={v}" for k, v in options.items())]).rstrip(":")
 
 
+def whole(table, model):
+    """A table of embeddings, with the target's rows behind its own."""
+    return torch.cat([table, model.get_input_embeddings().weight.detach()[len(table) :]])
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_published_layout_drafts_as_its_description_says(tmp_path, name):
     layout, options, config, _ = LAYOUTS[name]
     data, tensors = layout()
-    model = model_of("llava")
+    kind = config.family
+    model = model_of(kind)
     drafter, _ = zoo.drafter(named(saved(tmp_path / "head", data, tensors), options), model)
     assert drafter.config == config
-    rows = shapes("llava")["ragged"]
-    inputs = prompt("llava", rows)
+    rows = shapes(kind)["ragged"]
+    inputs = prompt(kind, rows)
     target, state, answer = begun(drafter, model, inputs, NEW)
     weights = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
-    table = weights.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    table = whole(weights.get("embed_tokens.weight", torch.empty(0, D)), model)
     for _ in range(2):
         seen = []
         draft = Watched(drafter, seen).propose(state, 3)
         for b in range(len(rows)):
-            whole = known(target, model, single_row("llava", rows, inputs, b), answer[b, : len(state.tokens[b])])
-            want = eagle_logits(config, weights, table, model.lm_head, whole, draft.value[b, 1:3].tolist())
+            sequence = known(target, model, single_row(kind, rows, inputs, b), answer[b, : len(state.tokens[b])])
+            want = eagle_logits(config, weights, table, model.lm_head, sequence, draft.value[b, 1:3].tolist())
             got = torch.stack([level[b] for level in seen])
             torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
         one_round(target, drafter, state, answer)
@@ -180,7 +246,8 @@ def test_a_published_layout_drafts_as_its_description_says(tmp_path, name):
 def test_it_is_exact_in_ragged_batches_and_comes_back_from_its_own_form(tmp_path, name):
     layout, options, config, form = LAYOUTS[name]
     data, tensors = layout()
-    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    kind = config.family
+    model, inputs = model_of(kind), prompt(kind, shapes(kind)["ragged"])
     spec = named(saved(tmp_path / "head", data, tensors), options)
     fast = visspec.accelerate(model, spec, adaptive=False)
     assert fast.drafter.traits.levels == config.levels
@@ -191,11 +258,16 @@ def test_it_is_exact_in_ragged_batches_and_comes_back_from_its_own_form(tmp_path
     assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
     assert fast.last_stats.faults == 0
     drafter, _ = zoo.drafter(spec, model)
-    drafter.export(tmp_path / "again", form, "somewhere/target")
-    stored = load_file(tmp_path / "again" / "model.safetensors")
-    assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
-    again, _ = zoo.drafter(named(tmp_path / "again", options), model)
-    assert again.config == replace(config, levels=again.config.levels)
+    if form is None:
+        with pytest.raises(ValueError, match="got a drafter with norm_input True"):
+            drafter.export(tmp_path / "again", "eagle")
+    else:
+        drafter.export(tmp_path / "again", form, "somewhere/target")
+        stored = load_file(tmp_path / "again" / "model.safetensors")
+        tensors |= {key: whole(tensors[key], model) for key in tensors if key == "embed_tokens.weight"}
+        assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
+        again, _ = zoo.drafter(named(tmp_path / "again", options), model)
+        assert again.config == replace(config, levels=again.config.levels)
     drafter.save_pretrained(tmp_path / "ours", {})
     assert zoo.drafter(tmp_path / "ours", model)[0].config == config
 
@@ -247,6 +319,77 @@ def test_states_that_are_read_if_nothing_is_said(tmp_path):
         zoo.drafter(str(tmp_path / "head"), llama())
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_norm_output_of_specforge_has_two_meanings(tmp_path, asked):
+    """Levels behind the first read the normed state, or not; which, no key of the file says."""
+    data, tensors = eagle_3(norm_output=True)
+    spec = named(saved(tmp_path / "head", data, tensors), {} if asked is None else {"norm_output": asked})
+    model, inputs = model_of("llava"), prompt("llava", ["9"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        drafter, _ = zoo.drafter(spec, model)
+    said = [w for w in caught if "norm_output" in str(w.message)]
+    assert ["head:norm_output=false" in str(w.message) for w in said] == [True] * (asked is None)
+    config = facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7, norm_output=asked is not False)
+    assert drafter.config == config
+    target, state, answer = begun(drafter, model, inputs, NEW)
+    seen = []
+    draft = Watched(drafter, seen).propose(state, 3)
+    sequence = known(target, model, inputs, answer[0, : len(state.tokens[0])])
+    table = model.get_input_embeddings().weight
+    weights = {key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}
+    wanted, other = (
+        eagle_logits(c, weights, table, model.lm_head, sequence, draft.value[0, 1:3].tolist()).log_softmax(-1)
+        for c in (config, replace(config, norm_output=not config.norm_output))
+    )
+    got = torch.stack([level[0] for level in seen]).log_softmax(-1)
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+    assert torch.allclose(wanted[0], other[0]) and float((wanted - other)[1:, IDS].abs().max()) > 0.1
+    for options in ({"norm_output": 3}, {"norm_output": "x"}):
+        with pytest.raises(ValueError, match="norm_output: got"):
+            zoo.drafter(named(tmp_path / "head", options), model)
+
+
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(("changes", "asked", "read", "warned"), [
+    ({"eagle_config": {AUX: [1, 3, 5]}}, None, (2, 4, 6), False), ({AUX: [1, 3, 5]}, None, (2, 4, 6), False),
+    ({"eagle_config": {AUX: [2, 4, 6]}}, None, (2, 4, 6), True), ({AUX: [2, 4, 6]}, None, (2, 4, 6), True),
+    ({"eagle_config": {AUX: [0, 3, 5]}}, None, (1, 4, 6), True), ({AUX: []}, None, (2, 4, 5), False),
+    ({"dflash_config": {AUX: [1, 2, 3]}}, None, (2, 3, 4), False),
+    ({"eagle_config": {AUX: []}}, None, (2, 4, 5), False),
+    ({AUX: [3, 4, 5], "eagle_config": {AUX: [1, 2, 3]}}, None, (3, 4, 5), True),
+    ({"eagle_config": {AUX: [2, 4, 6]}}, "0-3-7", (0, 3, 7), False), ({}, (1, 2, 3), (1, 2, 3), False),
+])  # fmt: skip
+def test_which_states_are_read_by_which_convention(tmp_path, caplog, changes, asked, read, warned):
+    """An error by one layer costs acceptance and nothing else: a line says what is read, and an option overrides it."""
+    data, tensors = eagle_3(**{"eagle_config": None} | changes)
+    folder, model = saved(tmp_path / "head", data, tensors), llama(num_hidden_layers=8)
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level("INFO", "visspec"):
+        warnings.simplefilter("always")
+        if isinstance(asked, tuple):
+            drafter = published.load(folder, model, layers=asked)
+        else:
+            drafter, _ = zoo.drafter(named(folder, {"layers": asked} if asked else {}), model)
+    assert drafter.config.feature_layers == read
+    assert [f"reads hidden states {list(read)}" in r.message for r in caplog.records] == [True]
+    assert [f"head:layers={'-'.join(map(str, read))}" in str(w.message) for w in caught] == [True] * warned
+    if read[0]:
+        drafter.export(tmp_path / "again", "eagle3")
+        assert zoo.drafter(str(tmp_path / "again"), model)[0].config.feature_layers == read
+
+
+def test_layers_that_are_asked_for_have_to_be_there(tmp_path):
+    data, tensors = eagle_3()
+    for value, sentence in (("x", "got 'x', expected numbers of hidden states"), ("0-2-1", "got 2, expected a whole")):
+        assert f"layers: {sentence}" in refused(tmp_path, data, tensors, options={"layers": value})
+    assert "has shape (32, 96), expected (32, 32)" in refused(tmp_path, data, tensors, options={"layers": 1})
+    data, tensors = eagle_2()
+    assert "layers: got 1, expected none" in refused(tmp_path, data, tensors, options={"layers": 1, "images": "none"})
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +412,9 @@ def refused(tmp_path, data, tensors, model=None, options=None):
     ({"hidden_act": "gelu"}, "hidden_act of"),
     ({"num_attention_heads": None}, "num_attention_heads of"),
     ({"num_key_value_heads": 3}, "kv_heads: got 3, expected a divisor of the 4 heads"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "is 'yarn', expected default, linear, llama3, mrope"),
+    ({"rope_scaling": {"rope_type": "dynamic"}}, "is 'dynamic', expected default, linear, llama3, yarn, mrope"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings: got None"),
+    ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: got 1.5, expected an even number"),
     ({"rms_norm_eps": "x"}, "eps: got 'x', expected a finite number above 0"),
     ({"architectures": ["DFlash2DraftModel"]}, "is a checkpoint of 'DFlash2DraftModel', expected EAGLE-1, 2 or 3"),
     ({"architectures": ["MedusaModel"]}, "is a checkpoint of 'MedusaModel'"),
@@ -301,6 +446,8 @@ def test_what_a_head_sees_has_to_be_known(tmp_path):
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0]}}, "has shape (32, 96), expected (32, 64)"),
     ({"target_model_type": "qwen3_vl"}, "is made for a target of the model_type 'qwen3_vl', got 'llava'"),
     ({"target_hidden_size": 48}, "hidden: got 32 and a target of 48"),
+    ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm of"),
+    ({"eagle_config": {"parallel_draft_step": 4}}, "is 4, expected 1"),
     ({"architectures": ["Eagle3DeepseekForCausalLM"]}, "is a checkpoint of 'Eagle3DeepseekForCausalLM'"),
     ({"norm_before_fc": True}, "lacks tensor 'input_norm.weight'"),
     ({"use_sliding_window": True}, "use_sliding_window of"),
@@ -321,6 +468,13 @@ def test_tensors_are_exactly_those_of_the_form(tmp_path):
         assert "more" in refused(tmp_path, data, tensors | {"layers.1.more": torch.ones(2)}, options=options)
 
 
+def test_only_padding_may_lack_in_a_vocabulary(tmp_path):
+    data, tensors = msd_of_llava()
+    for changes, count in (({"architectures": ["LlavaForConditionalGeneration"]}, 90), ({"vocab_size": 97}, 97)):
+        said = refused(tmp_path, data | changes, tensors, options={"images": "embeddings"})
+        assert f"made for a target of vocabulary {count}, got a model of 96" in said
+
+
 def test_maps_of_a_vocabulary_have_to_agree(tmp_path):
     data, tensors = eagle_3()
     for change in ({"d2t": tensors["d2t"] + 90}, {"d2t": tensors["d2t"] * 0 - torch.arange(FEW)},
@@ -331,6 +485,8 @@ def test_maps_of_a_vocabulary_have_to_agree(tmp_path):
 
 
 def test_speculators_names_its_target_and_its_algorithm(tmp_path):
+    data, tensors = eagle_3(target_model_type="llama")  # the part of the model that writes text
+    zoo.drafter(str(saved(tmp_path / "text", data, tensors)), model_of("llava"))
     data, tensors = speculators_eagle_3()
     said = refused(tmp_path, data, tensors, model_of("qwen2_5_vl"))
     assert "made for a target of the class 'LlavaForConditionalGeneration'" in said
@@ -474,6 +630,7 @@ def speculators_dflash(anchor=False, few=True, **more):
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 BLOCKS = {
     "z-lab": (z_lab, "dflash"),
+    "z-lab-yarn": (lambda: z_lab(rope_scaling=YARN), "dflash"),
     "z-lab-windows": (lambda: z_lab(**WINDOWS), "dflash"),
     "z-lab-both-ways": (
         lambda: z_lab(**WINDOWS, is_causal=False, dflash_config={
@@ -504,7 +661,7 @@ def block_logits(data, tensors, model, whole):
         elif kind == "sliding_attention":
             later = (far >= 6) | ((far <= -6) if data.get("is_causal") is False else (far < 0))
         hidden[n] = later.expand(4, -1)
-    x = dflash_hidden(tensors, (SIZE, 1e-5, 5000.0), features, embedded, hidden)
+    x = dflash_hidden(tensors, (SIZE, 1e-5, 5000.0, layer["rope_scaling"]), features, embedded, hidden)
     x = x if data.get("sample_from_anchor") else x[1:]
     if "lm_head.weight" in tensors:
         few = x @ tensors["lm_head.weight"].T
@@ -512,6 +669,33 @@ def block_logits(data, tensors, model, whole):
     logits = model.lm_head(x) * more.get("output_multiplier", 1.0)
     cap = more.get("final_logit_softcapping")
     return torch.tanh(logits / cap) * cap if cap else logits
+
+
+@pytest.mark.parametrize(("said", "asked", "causal"), [
+    ({}, None, True), ({}, True, True), ({}, False, False), ({"is_causal": False}, None, False),
+    ({"is_causal": False}, True, True),
+    ({"dflash_config": {"target_layer_ids": [1, 0], "mask_token_id": 4, "causal": False}}, None, False),
+])  # fmt: skip
+def test_whether_windows_hide_later_places_is_said_or_asked(tmp_path, said, asked, causal):
+    """A file of SpecForge and one of z-lab are the same; a warning names the option where nothing is said."""
+    folder = saved(tmp_path / "head", *z_lab(**WINDOWS, **said))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        drafter, _ = zoo.drafter(named(folder, {} if asked is None else {"causal": asked}), model_of("llava"))
+    assert drafter.form.causal is causal
+    assert ["head:causal=false" in str(w.message) for w in caught] == [True] * (not said and asked is None)
+    with pytest.raises(ValueError, match="causal: got 3, expected true or false"):
+        zoo.drafter(f"{folder}:causal=3", model_of("llava"))
+
+
+def test_layers_that_z_lab_reads_if_nothing_is_said(tmp_path):
+    data, _ = z_lab(dflash_config={"mask_token_id": 4}, num_target_layers=8)
+    model = llama(num_hidden_layers=8)
+    for count, read in ((1, (5,)), (2, (2, 6)), (4, (2, 3, 5, 6))):
+        layers = {"num_hidden_layers": count, "layer_types": ["full_attention"] * count}
+        tensors = dflash_tensors(count, count)
+        drafter, _ = zoo.drafter(str(saved(tmp_path / f"head-{count}", data | layers, tensors)), model)
+        assert drafter.traits.feature_layers == read
 
 
 @torch.inference_mode()
@@ -588,6 +772,7 @@ def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
     ({"is_causal": True}, "is_causal of"),
     ({"attention_bias": True}, "attention_bias of"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "is 'longrope', expected default"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor of"),
     ({"head_dim": 10**9}, "head_dim: got 1000000000, expected a whole number"),
 ])  # fmt: skip
 def test_a_block_drafter_that_says_something_else(tmp_path, changes, sentence):
@@ -613,6 +798,35 @@ def test_a_vocabulary_of_a_block_drafter_has_to_fit(tmp_path):
     assert "names layer 2, expected some of 1..1" in refused(
         tmp_path, data | {"aux_hidden_state_layer_ids": [2]}, tensors
     )
+
+
+@pytest.mark.parametrize(("layout", "prefix"), [(eagle_2, "module."), (eagle_3, "model."), (z_lab, "module.model.")])
+def test_prefixes_of_wrappers_are_left_out(tmp_path, layout, prefix):
+    """`model.` not of all: some write `lm_head` and the maps of a vocabulary beside it."""
+    data, tensors = layout()
+    model, options = model_of("llava"), {"images": "slots"} if layout is eagle_2 else {}
+    plain, _ = zoo.drafter(named(saved(tmp_path / "plain", data, tensors), options), model)
+    outside = () if layout is eagle_2 else ("lm_head.weight", "d2t", "t2d")
+    names = {name: name if name in outside else prefix + name for name in tensors}
+    wrapped = {names[name]: tensor for name, tensor in tensors.items()}
+    drafter, _ = zoo.drafter(named(saved(tmp_path / "wrapped", data, wrapped), options), model)
+    networks = [getattr(d, "head", None) or d.assistant for d in (plain, drafter)]
+    for a, b in zip(*(network.state_dict().values() for network in networks), strict=True):
+        assert torch.equal(a, b)
+    if prefix == "model.":
+        both = wrapped | {"fc.weight": tensors["fc.weight"].clone()}
+        assert "with and without 'model.'" in refused(tmp_path, data, both, options=options)
+
+
+def test_sentences_name_tensors_as_the_file_does(tmp_path):
+    for (data, tensors), name in ((eagle_3(), "midlayer.hidden_norm.weight"), (z_lab(), "hidden_norm.weight")):
+        rest = {key: value for key, value in tensors.items() if key != name}
+        assert f"lacks tensor '{name}'" in refused(tmp_path, data, rest)
+        assert f"tensor '{name}' of" in refused(tmp_path, data, tensors | {name: torch.ones(3)})
+        with pytest.raises(ValueError, match=f"tensor '{name}' of .* has values that are not finite"):
+            zoo.drafter(
+                str(saved(tmp_path / name, data, tensors | {name: torch.full((D,), torch.nan)})), model_of("llava")
+            )
 
 
 def test_a_tree_over_a_block_is_no_wider_than_its_vocabulary(tmp_path):
@@ -673,6 +887,8 @@ def test_recognition_is_by_data(tmp_path):
         ({"architectures": ["LlamaForCausalLM"]}, eagle, ("eagle", "eagle")),
         ({"architectures": ["LlamaForCausalLM"]}, split, ("eagle", "eagle3")),
         ({"architectures": ["LlamaForCausalLM"]}, {"model.embed_tokens.weight"}, ("transformers", "")),
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, eagle, ("eagle", "eagle")),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, {"model.fc.weight"}, ("transformers", "")),
         ({"speculators_model_type": "dflash"}, eagle, ("dflash", "speculators")),
         ({"model_type": "gemma4_assistant"}, {"x"}, ("transformers", "")),
     ):

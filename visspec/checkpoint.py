@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,7 @@ LITEMA = "model_ema."  # prefix of names without dots
 AVERAGED = ("ema.", "ema_model.", LITEMA)  # prefixes of averaged weights in training checkpoints
 COUNTERS = ("decay", "num_updates")  # stored by LitEma with its weights
 LARGEST = 1 << 24  # upper limit of sizes in a configuration; products of two don't overflow
+Value = TypeVar("Value")  # a tensor, or its shape
 
 
 def shown(value: Any) -> str:
@@ -135,7 +136,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def unwrapped(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
+def unwrapped(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
     """Tensors by the model's own names, without the prefixes added by torch.compile (`_orig_mod.`), data parallelism
     (`module.`) and weight averaging (`ema.`).
 
@@ -150,7 +151,7 @@ def unwrapped(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Ten
     return plain or with_dots(averaged, {}, where)
 
 
-def weight_sets(tensors: Mapping[str, Tensor], where: str | Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def weight_sets(tensors: Mapping[str, Value], where: str | Path) -> tuple[dict[str, Value], dict[str, Value]]:
     """(weights, averaged weights) of a state dict, without the prefixes of wrappers; either may be empty.
 
     Averaged weights have one of the prefixes AVERAGED; LITEMA is kept, for `with_dots`. Raises ValueError if two
@@ -166,7 +167,7 @@ def weight_sets(tensors: Mapping[str, Tensor], where: str | Path) -> tuple[dict[
     return plain, _stripped(averaged, where)
 
 
-def with_dots(averaged: Mapping[str, Tensor], plain: Iterable[str], where: str | Path) -> dict[str, Tensor]:
+def with_dots(averaged: Mapping[str, Value], plain: Iterable[str], where: str | Path) -> dict[str, Value]:
     """Averaged weights with the names of the plain ones: LitEma removes the dots and the model's prefix (`model.`).
     Raises ValueError if the names can't be inferred from the plain weights.
     """
@@ -186,9 +187,9 @@ def with_dots(averaged: Mapping[str, Tensor], plain: Iterable[str], where: str |
     )
 
 
-def _stripped(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
+def _stripped(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
     """Remove `_orig_mod.` everywhere, and `module.` if all names begin with it."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Value] = {}
     for name, tensor in tensors.items():
         short = re.sub(r"(^|\.)_orig_mod\.", r"\1", name)
         if short in found:
@@ -217,24 +218,32 @@ def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) ->
         raise ValueError(f"checkpoint: tensor {name!r} of {where} has values beyond {dtype}, expected a wider dtype")
 
 
-def check_shapes(module: nn.Module, shapes: dict[str, tuple[int, ...]], where: str | Path) -> None:
-    """Raises ValueError unless names and shapes equal those of the module, which may be on `meta`."""
+def check_shapes(
+    module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str | Path, named: Callable[[str], str] = str
+) -> None:
+    """Raises ValueError unless names and shapes equal those of the module, which may be on `meta`. named: what the file
+    calls a tensor of the module, for the error message.
+    """
     wanted = module.state_dict()
     missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     if missing or extra:
         name, what = (missing[0], "lacks") if missing else (extra[0], "has the unknown")
-        raise ValueError(f"checkpoint: {where} {what} tensor {name!r}, expected exactly the module's {len(wanted)}")
+        raise ValueError(
+            f"checkpoint: {where} {what} tensor {named(name)!r}, expected exactly the module's {len(wanted)}"
+        )
     for name, found in shapes.items():
         if found != (expected := tuple(wanted[name].shape)):
-            raise ValueError(f"checkpoint: tensor {name!r} of {where} has shape {found}, expected {expected}")
+            raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {found}, expected {expected}")
 
 
-def load_strictly(module: nn.Module, tensors: dict[str, Tensor], where: str | Path) -> None:
-    """Copy tensors into a module with exactly these names and shapes, cast to the module's dtype."""
-    check_shapes(module, {name: tuple(value.shape) for name, value in tensors.items()}, where)
+def load_strictly(
+    module: nn.Module, tensors: Mapping[str, Tensor], where: str | Path, named: Callable[[str], str] = str
+) -> None:
+    """Copy tensors into a module with exactly these names and shapes, cast to the module's dtype. named: as above."""
+    check_shapes(module, {name: tuple(value.shape) for name, value in tensors.items()}, where, named)
     wanted = module.state_dict()
     for name, value in tensors.items():
-        check_values(name, value, wanted[name], where)
+        check_values(named(name), value, wanted[name], where)
     with torch.no_grad():
         for name, value in tensors.items():
             wanted[name].copy_(value)

@@ -8,6 +8,7 @@ Forms: "dflash" (z-lab and SpecForge: a Qwen3 configuration with `dflash_config`
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from visspec.models.drafters.eagle_layouts import (
     object_of,
     rope_of,
     speculators_config,
+    unprefixed,
 )  # fmt: skip
 from visspec.models.drafters.feature_checkpoint import CONFIG, WEIGHTS
 from visspec.models.nets.feature_head import MOST_LAYERS
@@ -53,15 +55,15 @@ SIZES = (
 
 def read(
     folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
-    width: int = 1, nodes: int = 24,
+    width: int = 1, nodes: int = 24, causal: bool | None = None,
 ) -> BlockModel:  # fmt: skip
     """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
-    its tensors.
+    its tensors. causal: whether windows hide later places of the block, where the checkpoint does not tell.
 
     Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
     """
     try:
-        config, block = config_of(folder, form, data, model)
+        config, block = config_of(folder, form, data, model, causal)
     except ValueError as error:
         said = str(error)
         raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
@@ -72,15 +74,19 @@ def read(
     skipped = OF_THE_TARGET if form == "speculators" else ()
     own = {name for name in OWN_HEAD if form == "speculators" and name in shapes}
     names = {name: RENAMED.get(name, name) for name in shapes if name not in own and name not in skipped}
+    stored = {own: name for name, own in RENAMED.items()}
+
+    def named(own: str) -> str:
+        return stored.get(own, own)
+
     with torch.device("meta"):
-        check_shapes(
-            MuseGlimmerAssistantModel(config), {wanted: tuple(shapes[n]) for n, wanted in names.items()}, folder
-        )
+        found = {wanted: tuple(shapes[name]) for name, wanted in names.items()}
+        check_shapes(MuseGlimmerAssistantModel(config), found, folder, named)
     _check_head(folder, own, shapes, config.hidden_size, few, vocab)
     assistant: Any = MuseGlimmerAssistantModel(config)
     assistant = assistant.to(model.dtype).eval()
-    tensors = read_tensors(folder)
-    load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder)
+    tensors = unprefixed(read_tensors(folder), folder)
+    load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
     if "lm_head.weight" in own:
         block = Block(**{**vars(block), **_head(folder, tensors, few, vocab, model)})
     return BlockModel(assistant.to(model.device), model, width, nodes, block)
@@ -91,7 +97,9 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 
-def config_of(folder: Path, form: str, data: dict, model: PreTrainedModel) -> tuple[MuseGlimmerAssistantConfig, Block]:
+def config_of(
+    folder: Path, form: str, data: dict, model: PreTrainedModel, causal: bool | None = None
+) -> tuple[MuseGlimmerAssistantConfig, Block]:
     """transformers' configuration of a checkpoint, and what else it says. Raises ValueError for what we don't have."""
     layer, more = layer_of(folder, form, data), object_of(data.get("dflash_config"))
     said = {**data, **more} if form == "dflash" else data
@@ -100,12 +108,14 @@ def config_of(folder: Path, form: str, data: dict, model: PreTrainedModel) -> tu
     for name, value in sizes.items():
         check_whole(name, value, 1, MOST_LAYERS if name == "num_hidden_layers" else LARGEST)
     depth = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
-    theta, scaling, _, _ = rope_of(folder, layer)
+    theta, scaling, _, _, partial = rope_of(folder, layer)
+    if partial != 1:
+        raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shown(partial)}, expected 1.0")
     check_positive("rope_theta", theta)
     for name, factor in (scaling or {}).items():
         if name != "rope_type":
             check_positive(name, factor)
-    for name, wanted in (("attention_bias", False), ("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
+    for name, wanted in (("attention_bias", False), ("hidden_act", "silu")):
         if (found := layer.get(name) or wanted) != wanted:
             raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
     for name in ("block_size", "mask_token_id"):
@@ -126,12 +136,12 @@ def config_of(folder: Path, form: str, data: dict, model: PreTrainedModel) -> tu
         layer_types=kinds,
         block_size=said["block_size"],
         mask_token_id=said["mask_token_id"],
-        target_layer_ids=_layers(folder, form, said, depth),
+        target_layer_ids=_layers(folder, form, said, depth, sizes["num_hidden_layers"]),
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
     )
-    return config, _block(folder, form, said, kinds, window)
+    return config, _block(folder, form, said, kinds, window, causal)
 
 
 def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
@@ -145,34 +155,49 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
     return kinds
 
 
-def _layers(folder: Path, form: str, said: dict, depth: int) -> list[int]:
-    """Layers whose outputs are read, counted from 0."""
-    name = "target_layer_ids" if form == "dflash" else "aux_hidden_state_layer_ids"
-    ids, low = check_wholes(name, said.get(name), 0, MOST_LAYERS), 0 if form == "dflash" else 1
+def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list[int]:
+    """Layers whose outputs are read, counted from 0; if z-lab's form does not tell, as many as the drafter has, spread
+    from 1 to the last but two.
+    """
+    name, given = "target_layer_ids" if form == "dflash" else "aux_hidden_state_layer_ids", None
+    if form == "dflash" and said.get(name) is None and depth > 3:
+        given = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
+    ids, low = check_wholes(name, given or said.get(name), 0, MOST_LAYERS), 0 if form == "dflash" else 1
     if not ids or (wrong := [i for i in ids if not low <= i < depth]):
         found = f"layer {wrong[0]}" if ids else "none"
         raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{depth - 1}")
     return [i - low for i in ids]
 
 
-def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int) -> Block:
+def _block(
+    folder: Path, form: str, said: dict, kinds: list[str], window: int, causal: bool | None
+) -> Block:  # fmt: skip
+    if causal is not None and not isinstance(causal, bool):
+        raise ValueError(f"causal: got {shown(causal)}, expected true or false")
     if form == "speculators":
-        causal = not said.get("sliding_window_non_causal", False)
+        hides = not said.get("sliding_window_non_causal", False) if causal is None else causal
         return Block(
-            anchor=bool(said.get("sample_from_anchor", False)), causal=causal, reach=window, from_anchor=True,
+            anchor=bool(said.get("sample_from_anchor", False)), causal=hides, reach=window, from_anchor=True,
             index=True, raw=True,
         )  # fmt: skip
-    own = said.get("is_causal")
+    own = said.get("is_causal", said.get("causal"))  # z-lab; ModelOpt, for all layers
     if own and "full_attention" in kinds:
         raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention")
+    if own is None and causal is None and "sliding_attention" in kinds:
+        warnings.warn(
+            f"drafter: {folder} does not say whether its windows hide later places of a block; they do, as in SpecForge"
+            f" and vLLM, and with {folder.name}:causal=false they don't, as in z-lab's own code",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
     numbers = {name: said.get(name) for name in ("input_embedding_scale", "output_multiplier")}
     softcap = said.get("final_logit_softcapping") or 0.0
     for name, value in {**numbers, "final_logit_softcapping": softcap or 1.0}.items():
         check_positive(name, 1.0 if value is None else value)
     scale, multiplier = (1.0 if value is None else float(value) for value in numbers.values())
+    hides = (own is None or bool(own)) if causal is None else causal
     return Block(
-        causal=own is None or bool(own), reach=window - 1, index=True, raw=True, scale=scale,
-        multiplier=multiplier, softcap=float(softcap),
+        causal=hides, reach=window - 1, index=True, raw=True, scale=scale, multiplier=multiplier,
+        softcap=float(softcap),
     )  # fmt: skip
 
 

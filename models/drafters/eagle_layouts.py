@@ -1,15 +1,18 @@
 """Published checkpoints of one-layer drafters, in and out: what their configuration says, and what their tensors are
 called.
 
-Forms: "eagle" (EAGLE-1 and 2, MSD, ViSpec: a Llama configuration, `layers.0.*` without an input norm, `fc` over
-[embedding; feature]), "eagle3" (EAGLE-3 and SpecForge: `midlayer.*`) and "speculators" (a nested configuration,
-`layers.0.*`). Which states of the target are read is counted in two ways: SpecForge's and SGLang's `eagle_config` names
-layers by number, whose outputs are read (hidden_states[i + 1]); speculators and vLLM name hidden_states[i] itself.
+Forms: "eagle" (EAGLE-1 and 2, MSD, ViSpec: a Llama configuration, or one named after the target; `layers.0.*` without
+an input norm, which MSD of Qwen2-VL has, and `fc` over [embedding; feature]), "eagle3" (EAGLE-3 and SpecForge:
+`midlayer.*`) and "speculators" (a nested configuration, `layers.0.*`). Which states of the target are read is counted
+in two ways: speculators, vLLM and some others name hidden_states[i] itself, the input of layer i; ids that begin with 1
+(SpecForge, ModelOpt) or 0 name layers whose outputs are read, hidden_states[i + 1].
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,18 +21,25 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from visspec.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shown
+from visspec.checkpoint import Value, check_shapes, check_wholes, load_strictly, read_tensors, shown, unwrapped
 from visspec.models.drafters.eagle_heads import EagleDrafter, check_target
 from visspec.models.drafters.feature_checkpoint import CONFIG, WEIGHTS
-from visspec.models.nets.eagle_config import SCALED, EagleConfig
+from visspec.models.nets.eagle_config import SCALED, TUNED, EagleConfig
 from visspec.models.nets.eagle_head import EagleHead
-from visspec.models.targets.hf_decoder import content_ids
+from visspec.models.targets.hf_decoder import content_ids, vocabulary
 
+logger = logging.getLogger(__name__)
 FORMS = ("eagle", "eagle3", "speculators")
-MIDLAYER, LAYER = "midlayer.", "layers.0."
+MIDLAYER, LAYER, EMBEDDING = "midlayer.", "layers.0.", "embed_tokens.weight"
+LLAVA, PADDED = "LlavaLlamaForCausalLM", 64  # LLaVA's own class, and ids that it gains at most in transformers
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # which speculators may have saved too
 DEPTHS = {"eagle": 5, "eagle3": 7, "speculators": 5}  # drafted by their own defaults
 VERSION = "0.9.0"  # of speculators, whose layout is written
+IDS = "eagle_aux_hidden_state_layer_ids"
+MODELOPT = {  # flags of its `eagle_config`, and their values in an EAGLE-3 head
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "parallel_draft_step": 1,
+}  # fmt: skip
 SIZES = {
     "hidden": "hidden_size", "heads": "num_attention_heads", "intermediate": "intermediate_size", "vocab": "vocab_size",
 }  # fmt: skip
@@ -37,15 +47,22 @@ SIZES = {
 
 def read(
     folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
-    images: str | None = None, **options: Any,
+    images: str | None = None, norm_output: bool | None = None, layers: Any = None, **options: Any,
 ) -> EagleDrafter:  # fmt: skip
     """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
     its tensors. images: what it sees of a picture, where the checkpoint does not tell (`nets.eagle_config.IMAGES`).
+    Of an EAGLE-3 head, in place of what it says: norm_output, whether it reads its own normed states; layers, the
+    target's hidden states that it reads ("2-14-29").
 
     Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
     """
+    missing = _padding(data, model)
+    if missing:
+        data = {**data, "vocab_size": vocabulary(model)}
+        shapes = {n: (s[0] + missing, *s[1:]) if n == EMBEDDING else s for n, s in shapes.items()}
     try:
-        config = config_of(folder, form, data, shapes, model, images)
+        data = _normed(folder, form, data, norm_output)
+        config = config_of(folder, form, data, shapes, model, images, layers)
     except ValueError as error:
         said = str(error)
         raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
@@ -53,14 +70,59 @@ def read(
     names = {name: name.replace(MIDLAYER, LAYER, 1) if form == "eagle3" else name for name in shapes}
     whole = config.draft_vocab == config.vocab  # such heads may have maps that map nothing
     names = {a: b for a, b in names.items() if b not in OF_THE_TARGET and not (whole and b in ("d2t", "t2d"))}
+
+    def named(own: str) -> str:
+        return own.replace(LAYER, MIDLAYER, 1) if any(name.startswith(MIDLAYER) for name in shapes) else own
+
     with torch.device("meta"):
         head = EagleHead(config)
-    check_shapes(head, {own: tuple(shapes[name]) for name, own in names.items()}, folder)
+    check_shapes(head, {own: tuple(shapes[name]) for name, own in names.items()}, folder, named)
     head = head.to_empty(device="cpu").to(model.dtype)
-    tensors = read_tensors(folder)
-    load_strictly(head, {own: tensors[name] for name, own in names.items()}, folder)
+    tensors = unprefixed(read_tensors(folder), folder)
+    if missing and EMBEDDING in tensors:
+        rows: Any = model.get_input_embeddings().weight
+        added = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
+        tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], added])
+    load_strictly(head, {own: tensors[name] for name, own in names.items()}, folder, named)
     check_ids(head, folder)
     return EagleDrafter(head, model, **options)
+
+
+def unprefixed(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
+    """Tensors of a drafter, or their shapes, by its own names: without the prefixes of wrappers, and without `model.`.
+    Raises ValueError if two get the same name.
+    """
+    found = unwrapped(tensors, folder)
+    if "model.fc.weight" not in found:
+        return found
+    bare = {name.removeprefix("model."): value for name, value in found.items()}
+    if len(bare) < len(found):
+        raise ValueError(f"checkpoint: {folder} holds tensors with and without 'model.', expected one set of weights")
+    return bare
+
+
+def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
+    """The configuration with `norm_output` as it is asked for. SpecForge wrote true for heads that it trained on states
+    without the norm (until its pull request 879); EAGLE 3.1, and engines that serve it, mean normed ones.
+    """
+    if asked is not None:
+        if not isinstance(asked, bool) or form == "eagle":
+            raise ValueError(f"norm_output: got {shown(asked)}, expected true or false, of an EAGLE-3 head")
+        return {**data, "norm_output": asked}
+    if form == "eagle3" and data.get("norm_output"):
+        warnings.warn(
+            f"drafter: norm_output of {folder} is true, read as EAGLE 3.1 means it; for a head that SpecForge trained"
+            f" before September 2026 ask for {folder.name}:norm_output=false",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+    return data
+
+
+def _padding(data: dict, model: PreTrainedModel) -> int:
+    """Ids that transformers' conversion of a target has behind those of LLaVA's own checkpoint, as MSD counts them."""
+    count = data.get("vocab_size")
+    missing = vocabulary(model) - count if type(count) is int and LLAVA in list_of(data.get("architectures")) else 0
+    return missing if 0 < missing <= PADDED else 0
 
 
 def check_ids(head: EagleHead, folder: Path) -> None:
@@ -79,7 +141,7 @@ def check_ids(head: EagleHead, folder: Path) -> None:
 
 def config_of(
     folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
-    images: str | None = None,
+    images: str | None = None, layers: Any = None,
 ) -> EagleConfig:  # fmt: skip
     """Our configuration of a checkpoint. Raises ValueError for what it asks for and is not there."""
     layer = data if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
@@ -88,7 +150,7 @@ def config_of(
     text: Any = model.config.get_text_config()
     sizes = {own: entry(folder, layer, name, int) for own, name in SIZES.items()}
     heads = sizes["heads"] or 1
-    theta, scaling, section, interleaved = rope_of(folder, layer)
+    theta, scaling, section, interleaved, partial = rope_of(folder, layer)
     common = {
         **sizes,
         "family": model.config.model_type,
@@ -99,22 +161,27 @@ def config_of(
         "eps": layer.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
+        "partial_rotary_factor": partial,
         "mrope_section": section,
         "mrope_interleaved": interleaved,
         "image_ids": tuple(sorted(content_ids(model.config))),
-        "own_embedding": "embed_tokens.weight" in shapes,
+        "own_embedding": EMBEDDING in shapes,
         "fc_bias": "fc.bias" in shapes,
         "qkv_bias": any(name.endswith("q_proj.bias") for name in shapes if "self_attn" in name),
         "levels": _levels(form, data),
     }
     if form == "eagle":
+        if layers is not None:
+            raise ValueError(f"layers: got {shown(layers)}, expected none: the head reads the target's last state")
         latents = shapes["imadpt.q"][0] - 1 if "imadpt.q" in shapes else 0
         seen = _images(folder, "latents" if latents else None, images, bool(common["image_ids"]))
         return EagleConfig(
             **common | {"mrope_section": (), "mrope_interleaved": False},
             fusion="sum", positions="index", images=seen, image_latents=latents,
+            norm_input=f"{LAYER}input_layernorm.weight" in shapes,
         )  # fmt: skip
-    ids = _states(folder, form, data, text.num_hidden_layers)
+    _check_flags(folder, object_of(data.get("eagle_config")))
+    ids = _states(folder, form, data, text.num_hidden_layers, layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     common |= {name: bool(data.get(name, False)) for name in flags}
     return EagleConfig(
@@ -153,9 +220,16 @@ def _check_layer(folder: Path, layer: dict) -> None:
         ("hidden_act", layer.get("hidden_act", "silu"), "silu"),
         ("attention_bias", bool(layer.get("attention_bias")), False), ("mlp_bias", bool(layer.get("mlp_bias")), False),
         ("use_sliding_window", bool(sliding), False), ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
-        ("partial_rotary_factor", layer.get("partial_rotary_factor") or 1.0, 1.0),
     ):  # fmt: skip
         if found != wanted:
+            raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
+
+
+def _check_flags(folder: Path, flags: dict) -> None:
+    """Raises ValueError for a head of ModelOpt that is not EAGLE-3's."""
+    for name, wanted in MODELOPT.items():
+        found = flags.get(name)
+        if found is not None and found != wanted:
             raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
 
 
@@ -164,17 +238,20 @@ def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
     named = list_of(object_of(object_of(data.get("speculators_config")).get("verifier")).get("architectures"))
     text: Any = model.config.get_text_config()
     kind, depth = data.get("target_model_type"), data.get("num_target_layers")
-    for name, wanted, found in (
+    for name, wanted, *found in (
         ("class", named, type(model).__name__),
-        ("model_type", [kind] if kind else [], model.config.model_type),
+        ("model_type", [kind] if kind else [], model.config.model_type, text.model_type),
         ("number of layers", [depth] if depth else [], text.num_hidden_layers),
     ):
-        if wanted and found not in wanted:
-            raise ValueError(f"drafter: {folder} is made for a target of the {name} {shown(wanted[0])}, got {found!r}")
+        if wanted and not any(one in wanted for one in found):
+            got = found[0]
+            raise ValueError(f"drafter: {folder} is made for a target of the {name} {shown(wanted[0])}, got {got!r}")
 
 
-def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool]:
-    """(theta, scaling, sections of M-RoPE, whether they are interleaved), of both generations of configurations."""
+def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool, float]:
+    """(theta, scaling, sections of M-RoPE, whether they are interleaved, the share of channels that are rotated), of
+    both generations of configurations.
+    """
     given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ValueError(f"drafter: rope_scaling of {folder} is {shown(given)}, expected an object")
@@ -184,26 +261,57 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
     kind = given.pop("rope_type", old)
     section, interleaved = given.pop("mrope_section", ()), bool(given.pop("mrope_interleaved", False))
     kind = "default" if kind == "mrope" else kind
-    if kind not in SCALED:
+    if not isinstance(kind, str) or kind not in SCALED:
         raise ValueError(
             f"drafter: rope_scaling of {folder} is {shown(kind)}, expected {', '.join([*SCALED, 'mrope'])}"
         )
-    scaling = None if kind == "default" else {"rope_type": kind, **{n: given.get(n) for n in SCALED[kind]}}
+    factors = [*SCALED[kind], *(name for name in TUNED.get(kind, ()) if name in given)]
+    scaling = None if kind == "default" else {"rope_type": kind, **{name: given.get(name) for name in factors}}
+    if given.get("truncate", True) is not True:
+        raise ValueError(f"drafter: truncate of {folder} is {shown(given['truncate'])}, expected true")
     theta = float(theta) if isinstance(theta, int) else theta
-    return theta, scaling, check_wholes("mrope_section", section, 0, 1 << 14), interleaved
+    partial = given.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
+    partial = 1.0 if partial is None else float(partial) if type(partial) is int else partial
+    return theta, scaling, check_wholes("mrope_section", section, 0, 1 << 14), interleaved, partial
 
 
-def _states(folder: Path, form: str, data: dict, depth: int) -> tuple[int, ...]:
-    """The hidden states that an EAGLE-3 head reads: those before layers 2, n / 2 and n - 3 if nothing is said."""
-    name, extra = "eagle_aux_hidden_state_layer_ids", 0
-    ids = data.get(name) if form == "speculators" else None
-    if form == "eagle3":
-        ids, extra = object_of(data.get("eagle_config")).get(name), 1
-    given = [2, depth // 2, depth - 3] if ids is None else [i + extra for i in check_wholes(name, ids, 0, depth)]
+def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tuple[int, ...]:
+    """The hidden states that an EAGLE-3 head reads: those asked for; those of the ids that are stated at the top, or in
+    `dflash_config` or `eagle_config`; those before layers 2, n / 2 and n - 3 if there are none, or [] (ModelOpt).
+    """
+    parts = (data, object_of(data.get("dflash_config")), object_of(data.get("eagle_config")))
+    stated = next((part[IDS] for part in parts if part.get(IDS)), None)
+    ids = check_wholes(IDS, stated, 0, depth) if stated else (2, depth // 2, depth - 3)
+    read, outputs = "the default", bool(stated) and form == "eagle3" and ids[0] < 2  # SGLang looks at the first, too
+    if asked is not None:
+        ids, outputs, read = _asked(asked, depth), False, "as asked for"
+    elif stated:
+        read = f"{'outputs' if outputs else 'inputs'} of the layers {list(ids)} that it names"
+    given = [i + outputs for i in ids]
     if wrong := [i for i in given if not 0 <= i < depth]:
-        found = f"a state after layer {wrong[0]}" if ids is not None else f"no {name} for a target of {depth} layers"
+        found = (
+            f"no {IDS} for a target of {depth} layers" if read == "the default" else f"a state after layer {wrong[0]}"
+        )
         raise ValueError(f"drafter: {folder} names {found}, expected states before one of its layers 0..{depth - 1}")
+    said = f"{folder.name} reads hidden states {given}: {read}"
+    logger.info("%s", said)
+    if stated and asked is None and form == "eagle3" and ids[0] != 1:
+        warnings.warn(
+            f"drafter: {said}, where others may count otherwise; {folder.name}:layers={'-'.join(map(str, given))} says"
+            " which hidden states are read",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
     return tuple(given)
+
+
+def _asked(value: Any, depth: int) -> tuple[int, ...]:
+    """Hidden states of the option `layers`: "2-14-29", one number, or a list."""
+    parts = value if isinstance(value, (list, tuple)) else str(value).split("-")
+    if not parts or not all(str(part).isdecimal() for part in parts):
+        raise ValueError(
+            f"layers: got {shown(value)}, expected numbers of hidden states such as 2-{depth // 2}-{depth - 3}"
+        )
+    return check_wholes("layers", [int(part) for part in parts], 0, depth - 1)
 
 
 def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool) -> str:
@@ -302,6 +410,7 @@ def described(config: EagleConfig, model: Any, form: str, verifier: str | None) 
         "rms_norm_eps": config.eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": _rope(config),
+        **({} if config.partial_rotary_factor == 1 else {"partial_rotary_factor": config.partial_rotary_factor}),
         "max_position_embeddings": model.config.get_text_config().max_position_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
@@ -313,9 +422,9 @@ def described(config: EagleConfig, model: Any, form: str, verifier: str | None) 
     own["norm_before_fc"] = config.norm_before_fc
     if config.target_hidden != config.hidden:
         own["target_hidden_size"] = config.target_hidden
-    ids = "eagle_aux_hidden_state_layer_ids"
     if form == "eagle3":
-        states = {ids: [i - 1 for i in config.feature_layers], "use_aux_hidden_state": True}
+        before = config.feature_layers[0] < 3  # outputs of layers, as readers take ids that begin with 0 or 1
+        states = {IDS: [i - before for i in config.feature_layers], "use_aux_hidden_state": True}
         return {
             "architectures": ["LlamaForCausalLMEagle3"], **layer, **own, "target_model_type": config.family,
             "eagle_config": states,
@@ -326,7 +435,7 @@ def described(config: EagleConfig, model: Any, form: str, verifier: str | None) 
         "speculators_version": VERSION,
         **own,
         "norm_before_residual": config.norm_before_residual,
-        ids: list(config.feature_layers),
+        IDS: list(config.feature_layers),
         "transformer_layer_config": layer,
         "speculators_config": speculators_config("eagle3", config.levels, model, verifier),
     }

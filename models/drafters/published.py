@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from visspec.checkpoint import check_folder, read_json, read_shapes, shown
 from visspec.models.drafters import assistants, dflash_layouts, eagle_layouts
-from visspec.models.drafters.eagle_layouts import list_of, object_of
+from visspec.models.drafters.eagle_layouts import list_of, object_of, unprefixed
 from visspec.models.drafters.feature_checkpoint import CONFIG
 from visspec.types import Drafter
 
@@ -21,7 +21,8 @@ EAGLE3 = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
 )  # fmt: skip
 BLOCKS = "DFlashDraftModel"
-PLAIN = ("LlamaForCausalLM", "LlamaModel")  # what EAGLE-1, 2, 3, MSD and ViSpec call themselves, if they do
+PLAIN = ("LlamaForCausalLM", "LlamaModel")  # what EAGLE-1, 2 and 3 call themselves, if they do
+HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, which are called as their target is
 ASSISTANTS = ("muse_glimmer_assistant", "gemma4_assistant", "gemma4_unified_assistant")
 WORDS = ("eagle", "dflash", "speculator", "medusa", "spark", "mtp", "hydra", "draft")  # of drafters that we don't have
 
@@ -41,9 +42,9 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
     if first in EAGLE3 or (first in ("", *PLAIN) and any(name.startswith("midlayer.") for name in names)):
         return "eagle", "eagle3"
     bare = any(name.startswith(("fc.", "layers.")) for name in names)  # models of transformers have them in `model.`
-    if first in ("", *PLAIN) and bare and "dflash_config" not in data:
-        return "eagle", "eagle"
     strange = "dflash_config" in data or any(word in first.lower() for word in WORDS)
+    if not strange and (bare if first in ("", *PLAIN) else HEAD <= names):
+        return "eagle", "eagle"
     if first and not strange and not {"fc.weight", "midlayer.hidden_norm.weight"} & names:
         return "transformers", ""
     known = ", ".join([*EAGLE3[:1], BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
@@ -73,7 +74,7 @@ def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:
     Raises ValueError, before weights are read, for another algorithm, another target or other tensors.
     """
     root = check_folder(folder)
-    data, shapes = read_json(root, CONFIG), read_shapes(root)
+    data, shapes = read_json(root, CONFIG), unprefixed(read_shapes(root), root)
     reader, form = form_of(root, data, shapes)
     if reader == "eagle":
         return eagle_layouts.read(root, form, data, shapes, model, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from visspec.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
 from visspec.models.nets.feature_head import MOST_LAYERS
@@ -19,9 +20,12 @@ IMAGES = {  # slots of an image in the draft sequence
     "blind": "no elements, and no features of the target in place of which zeros stand: a control",
 }
 COMPRESSED = ("latents", "queries", "gated")  # values of `images` with `image_latents`
-SCALED: dict[str, set[str]] = {"default": set(), "linear": {"factor"}, "llama3": {
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-}}  # fmt: skip
+SCALED: dict[str, set[str]] = {
+    "default": set(), "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+}  # fmt: skip
+TUNED = {"yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}}  # may be left out
 FLAGS = (
     "fc_bias", "qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
     "norm_input", "own_embedding", "mrope_interleaved",
@@ -35,10 +39,11 @@ class EagleConfig:
     fusion: how embedding and feature come together, see `eagle_head`. feature_layers: indices into the target's
     hidden_states (-1: last, after the final norm; with fusion "cross" one before it is a target of training alone).
     draft_vocab: ids that the network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the
-    product of two matrices (SlimSpec); 0: one matrix. rope_scaling: "default", "linear" or "llama3" with its factors by
-    name. mrope_section: rotary channels per position row if the drafter's positions are M-RoPE's, else (). positions:
-    "target", or "index", the number of the slot in the prompt, as ViSpec and MSD count. block: tokens of a pass, by
-    FLASH's semi-autoregressive head. norm_input: of the layer with fusion "sum" (SpecVLM).
+    product of two matrices (SlimSpec); 0: one matrix. rope_scaling: one of `SCALED` with its factors by name.
+    partial_rotary_factor: share of a head's channels that are rotated, the first ones. mrope_section: rotary channels
+    per position row if the drafter's positions are M-RoPE's, else (). positions: "target", or "index", the number of
+    the slot in the prompt, as ViSpec and MSD count. block: tokens of a pass, by FLASH's semi-autoregressive head.
+    norm_input: of the layer with fusion "sum" (SpecVLM).
     """
 
     family: str
@@ -61,6 +66,7 @@ class EagleConfig:
     eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None
+    partial_rotary_factor: float = 1.0
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
     fc_bias: bool = True
@@ -87,7 +93,7 @@ class EagleConfig:
         check_whole("image_latents", self.image_latents, 0)
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         check_whole("block", self.block, 1, MAX_NODES - 1)
-        for name in ("eps", "rope_theta"):
+        for name in ("eps", "rope_theta", "partial_rotary_factor"):
             check_positive(name, getattr(self, name))
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -112,8 +118,13 @@ class EagleConfig:
             raise ValueError(f"head_size: got {self.head_size}, expected an even number")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of the {self.heads} heads")
-        if self.mrope_section and sum(self.mrope_section) != self.head_size // 2:
-            expected = f"numbers that sum to {self.head_size // 2}"
+        if self.partial_rotary_factor > 1 or self.rotated < 2 or self.rotated % 2:
+            raise ValueError(
+                f"partial_rotary_factor: got {self.partial_rotary_factor}, expected an even number of the"
+                f" {self.head_size} channels"
+            )
+        if self.mrope_section and sum(self.mrope_section) != self.rotated // 2:
+            expected = f"numbers that sum to {self.rotated // 2}"
             raise ValueError(f"mrope_section: got {shown(self.mrope_section)}, expected {expected}")
         if self.fusion == "cross" and (len(self.feature_layers) > 2 or self.feature_layers[-1] != -1):
             raise ValueError(
@@ -170,13 +181,19 @@ class EagleConfig:
         scaling = self.rope_scaling
         if scaling is None:
             return
-        kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
-        if kind not in SCALED or set(scaling) != SCALED[kind] | {"rope_type"}:
+        kind: Any = scaling.get("rope_type") if isinstance(scaling, dict) else None
+        needed = SCALED.get(kind) if isinstance(kind, str) else None
+        if needed is None or not needed <= (names := set(scaling) - {"rope_type"}) <= needed | TUNED.get(kind, set()):
             raise ValueError(
                 f"rope_scaling: got {shown(scaling)}, expected the rope_type {', '.join(SCALED)} with its factors"
             )
-        for name in SCALED[kind]:
+        for name in names:
             check_positive(name, scaling[name])
+
+    @property
+    def rotated(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_size * self.partial_rotary_factor)
 
     @property
     def reduced(self) -> bool:

@@ -15,17 +15,19 @@ layer predicts the feature after token t + 1. What differs is data (`EagleConfig
 
 Names of weights are those of the published checkpoints (`layers.0.self_attn.q_proj`, ...). Channels are rotated in
 halves, as Llama's are. Shapes: B rows, T elements, R image runs, S slots of a run, H heads, K heads of keys, E head
-size, d hidden size, F features, V vocabulary, D draft vocabulary, C = E / 2 rotations, P positions.
+size, d hidden size, F features, V vocabulary, D draft vocabulary, C rotations (E / 2, or fewer), P positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from visspec.models.nets.eagle_config import EagleConfig
 from visspec.models.nets.image_compression import Branches, ImageAdaptor, Queries
@@ -43,26 +45,23 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def frequencies(config: EagleConfig, device: torch.device | str) -> Tensor:
-    """Angle per position of each rotary channel, float32 (C,). "llama3" lengthens the wave of those that turn less than
-    `low_freq_factor` times in the original length by `factor`, keeps those of more than `high_freq_factor`, and blends
-    in between (Llama 3.1).
+def frequencies(config: EagleConfig, device: torch.device | str) -> tuple[Tensor, float]:
+    """Angle per position of each rotary channel, float32 (C,), and the factor of what is rotated, as transformers
+    computes them for a scaling.
     """
-    size = config.head_size
-    plain_C = config.rope_theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
-    scaling = config.rope_scaling or {}
-    if "low_freq_factor" not in scaling:
-        return plain_C / scaling.get("factor", 1.0)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns_C = scaling["original_max_position_embeddings"] * plain_C / (2 * torch.pi)
-    share_C = ((turns_C - low) / (high - low)).clamp(0.0, 1.0)
-    return plain_C * (share_C + (1.0 - share_C) / scaling["factor"])
+    scaling, size = config.rope_scaling or {}, config.rotated
+    if scaling.get("rope_type", "default") == "default":
+        return config.rope_theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size), 1.0
+    given = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor, **scaling}
+    layer: Any = LlamaConfig(head_dim=config.head_size, rope_parameters=given)
+    return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](layer, device)
 
 
 def turns(config: EagleConfig, length: int, device: torch.device | str) -> Tensor:
-    """exp(i * position * frequency) for positions [0, length), complex64 (P, C)."""
-    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies(config, device)
-    return torch.polar(torch.ones_like(angle), angle)
+    """exp(i * position * frequency) for positions [0, length), times the scaling's factor, complex64 (P, C)."""
+    frequency_C, factor = frequencies(config, device)
+    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency_C
+    return torch.polar(torch.full_like(angle, factor), angle)
 
 
 def turns_at(table_PC: Tensor, position: Tensor, section: tuple[int, ...], interleaved: bool) -> Tensor:
@@ -82,11 +81,12 @@ def turns_at(table_PC: Tensor, position: Tensor, section: tuple[int, ...], inter
 
 
 def turned(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
-    """Rotate channel c with channel c + E / 2. Out of place, differentiable, in float32."""
-    real, imaginary = x_BTHE.float().chunk(2, dim=-1)
+    """Rotate channel c with channel c + C, of the first 2 C. Out of place, differentiable, in float32."""
+    count = turn_BTC.shape[-1]
+    real, imaginary, rest = x_BTHE.float().tensor_split((count, 2 * count), dim=-1)
     turn = turn_BTC[..., None, :]
     cos, sin = turn.real, turn.imag
-    return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=-1).to(x_BTHE.dtype)
+    return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin, rest], dim=-1).to(x_BTHE.dtype)
 
 
 class Attention(nn.Module):

@@ -381,11 +381,27 @@ def vocabulary(model: Any) -> int:
     return size
 
 
+def adapted(model: Any) -> Any:
+    """The model inside a `PeftModel`, with the adapter in its layers; any other model itself.
+
+    Raises ValueError for an adapter that is not in the layers alone, such as virtual tokens before the prompt.
+    """
+    if not hasattr(model, "get_base_model") or not hasattr(model, "active_peft_config"):
+        return model
+    config = model.active_peft_config
+    if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+        kind = type(config).__name__
+        raise ValueError(f"model: got an adapter of {kind}, expected one in the layers alone, such as LoRA")
+    return model.get_base_model()
+
+
 def driven(model: nn.Module) -> nn.Module:
-    """The model that runs the decode loop: itself, or the inner model called by a custom `generate`.
+    """The model that runs the decode loop: itself, that inside a `PeftModel`, or the inner model called by a custom
+    `generate`.
 
     Raises ValueError for a `generate` that does neither.
     """
+    model = adapted(model)
     generate = getattr(type(model), "generate", GenerationMixin.generate)
     names = inspect.unwrap(generate).__code__.co_names
     if generate is GenerationMixin.generate or "super" in names:

@@ -22,7 +22,7 @@ from visspec.loop.pace import Pace
 from visspec.loop.pairing import Pairing, pair
 from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
-from visspec.models.targets.hf_decoder import HFDecoder, driven
+from visspec.models.targets.hf_decoder import HFDecoder, adapted, driven
 from visspec.types import Acceptance, Drafter, DrafterTraits, State
 
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_asked", "_made"})  # attributes of an Accelerated
@@ -229,7 +229,7 @@ class Accelerated(Copied):
 
     def run(self, *args, streamer=None, generator=None, seed=None, **kwargs) -> Result:
         """Like `generate`, but returns a `Result` with the final state and statistics of this call."""
-        kwargs = requests.named(self.model.generate, args, kwargs)
+        kwargs = requests.named(adapted(self.model).generate, args, kwargs)
         streamer = kwargs.pop("streamer", streamer)
         requests.check(kwargs)
         kwargs.pop("custom_generate", None)

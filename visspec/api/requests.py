@@ -32,6 +32,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # options of generate: neutral value, r
         (None, "what drafts is named in accelerate(model, drafter=...)"),
     ),
     "custom_generate": (None, "accelerated generate is one itself (model.generate takes others)"),
+    "adapter_names": (None, "all rows of a batch have the adapter that is active"),
     "output_attentions": (False, "a pass attends from a whole draft to our cache, not from one position at a time"),
     "output_hidden_states": (False, "passes over drafts hold rejected candidates among the others and none are kept"),
 }
