@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from tests.doubles import NEW, Hostile, TreeOracle, fast, new_tokens
+from tests.doubles import NEW, Hostile, Oracle, TreeOracle, fast, new_tokens
 from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
 from visspec.laws import draw, residual
 from visspec.sampling import warp
@@ -125,6 +125,61 @@ def test_scores_equal_stock(option, do_sample, monkeypatch):
         live = ~done
         torch.testing.assert_close(a[live], b[live], atol=2e-4, rtol=1e-4)
         done |= torch.isin(ours.sequences[:, length + t], ends)
+
+
+class Grammar(LogitsProcessor):
+    """Ids of one parity, then of the other; asserts that it is asked about no others, and counts its calls."""
+
+    def __init__(self, length):
+        self.length, self.calls = length, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        steps = input_ids[:, self.length :]
+        assert (steps % 2 == torch.arange(steps.shape[1]) % 2).all(), "an illegal id"
+        return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 != steps.shape[1] % 2, float("-inf"))
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_processors_are_not_asked_about_ids_that_they_ban(do_sample):
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    length, seeded = inputs["input_ids"].shape[1], {"seed": 3} if do_sample else {}
+
+    def ran(drafter):
+        grammar = Grammar(length)
+        options = {"do_sample": do_sample, "max_new_tokens": NEW, "logits_processor": [grammar], **seeded}
+        model = fast("llava", drafter)
+        tokens = new_tokens(model.generate(**inputs, **options), inputs)
+        return tokens, grammar.calls, model.last_stats.tau
+
+    expected, calls, _ = ran(None)
+    assert calls == NEW * len(expected)
+    banned = [[token ^ 1 for token in row] for row in expected]
+    assert ran(Oracle(banned))[:2] == (expected, calls), "none below a banned id"
+    for drafter in (TreeOracle(expected, wrong=0.3), TreeOracle(expected, wrong=0.3, per_row=True), Hostile()):
+        tokens, _, tau = ran(drafter)
+        assert tokens == expected and (tau > 1.3 or isinstance(drafter, Hostile))
+
+
+@pytest.mark.parametrize(
+    "name", ["xgrammar.contrib.hf.LogitsProcessor", "outlines.backends.xgrammar.Made", "their.own.Grammar"]
+)
+def test_processors_that_keep_state_are_refused(name):
+    module, _, kind = name.rpartition(".")
+    body = {"__module__": module, "__call__": lambda self, ids, scores: scores}
+    own = {"reset": lambda self: None} if kind == "Grammar" else {}
+    made = type(kind, (LogitsProcessor,), body | own)()
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    options = {"do_sample": False, "max_new_tokens": 2, "logits_processor": [made]}
+    with pytest.raises(ValueError, match=f"^logits_processor: got {name}, which keeps state between calls, expected"):
+        fast("llava", "ngram").generate(**inputs, **options)
+    if kind == "LogitsProcessor":
+
+        def stateless_call(ids, scores):
+            return scores
+
+        made.call_fn = stateless_call
+        fast("llava", "ngram").generate(**inputs, **options)
 
 
 def test_seeds():

@@ -13,6 +13,7 @@ from tests.tiny import llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.loop.view import View
+from visspec.models.drafters.feature_drafting import FeatureDrafting
 from visspec.models.drafters.layers import LayerSkip, Thin, candidates
 from visspec.models.drafters.recycling import _shape, _Table
 from visspec.models.drafters.suffix import Automaton
@@ -211,6 +212,9 @@ def test_options_that_make_no_sense_are_refused():
         with pytest.raises(ValueError, match=said) as caught:
             visspec.accelerate(model_of("llama"), name)
         assert str(caught.value).count(". ") == 0
+    for option, most in (("width", 32), ("nodes", 1023)):
+        with pytest.raises(ValueError, match=f"^{option}: got 100000, expected a whole number from 1 to {most}$"):
+            FeatureDrafting(None, None, None, torch.zeros(1), **{"width": 1, "nodes": 1, option: 100000})
     with pytest.raises(ValueError, match="drafter: got Janus, expected a text model"):
         janus_pair(LayerSkip(), zoo.acceptance("exact"))
     assert made("janus") is not None

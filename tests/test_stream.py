@@ -294,6 +294,12 @@ def test_streamers_get_their_own_row():
     answers = {a.id: a for a in quick.stream([e | {"streamer": s} for e, s in zip(entries, streamers)], slots=3)}
     for i, (entry, kept) in enumerate(zip(entries, streamers)):
         assert kept.ended and kept.values == entry["input_ids"][0].tolist() + answers[i].tokens
+    for same in ("one", ["unhashable"]):  # ids of the caller may be equal, or anything
+        streamers = [Kept() for _ in entries]
+        given = [e | {"streamer": s, "id": same} for e, s in zip(entries, streamers)]
+        found = list(quick.stream(given, slots=3))
+        assert [a.id for a in found] == [same] * len(entries) and not any(a.error for a in found)
+        assert all(s.ended and len(s.values) > 1 for s in streamers)
 
 
 def test_on_tokens_sees_every_round_and_may_end_the_row():

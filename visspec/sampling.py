@@ -22,8 +22,9 @@ from torch.nn import functional as F
 
 from visspec import kernels
 from visspec import tree as trees
+from visspec.cache import to_device
 from visspec.laws import Categorical, Denoising, Maps, Trajectory, draw
-from visspec.types import Draft, Sampling, State, Tree
+from visspec.types import Draft, Request, Sampling, State, Tree
 
 CHUNK = 16  # positions drawn at a time: a constant, so that a row's stream does not depend on how it is consumed
 SIBLINGS = 32  # coins of a position; a node has at most this many children
@@ -271,25 +272,52 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
     """Apply guidance, the request's processors at every node with its prefix (prompt, emitted tokens, path), then warp.
 
     Processors may depend on the history, which differs between the nodes of a draft, so they are called for each node
-    separately. This is slow and needs one more synchronisation.
+    separately, level by level. They are not called for nodes that can't be accepted: those that are not real or have a
+    token of probability 0 on their path. Laws of such nodes are warped without them. This is slow and needs a
+    synchronisation more for each level.
     """
     sampling, rows = state.request.sampling, len(state.rows)
     if not any(own.sampling.processors for own in state.request.each or (state.request,)):
         return warp(logits_BNV, sampling, uncond_BNV)
     logits_BNV = warp(logits_BNV, replace(sampling, temperature=0.0), uncond_BNV).clone()
-    path = trees.paths(draft.tree).expand(rows, -1, -1).tolist()
-    for b, row in enumerate(state.rows):
-        own, index = state.request.of(row)
-        batch = own.prompt.shape[0]
-        prefix = state.ids(b)[0]  # ends with the pending token, node 0 of every path; empty below an embedded prompt
-        for n in range(draft.tree.size):
-            steps = draft.value[b, [i for i in path[b][n][1:] if i >= 0]]
-            ids = torch.cat([prefix, steps]).expand(batch, -1)  # processors may have settings per row
-            scores = logits_BNV[b, n].expand(batch, -1).clone()
-            for processor in own.sampling.processors:
-                scores = processor(ids, scores)
-            logits_BNV[b, n] = scores[index]
+    paths = trees.paths(draft.tree).expand(rows, -1, -1).tolist()
+    paths = [[[i for i in path if i >= 0] for path in row] for row in paths]
+    prefix = [state.ids(b)[0] for b in range(rows)]  # ends with the pending token; empty below an embedded prompt
+    level = [(b, 0) for b, row in enumerate(state.rows) if state.request.of(row)[0].sampling.processors]
+    while level:
+        for b, n in level:
+            ids = torch.cat([prefix[b], draft.value[b, paths[b][n][1:]]])
+            logits_BNV[b, n] = _processed(logits_BNV[b, n], ids, *state.request.of(state.rows[b]))
+        level = _reached(logits_BNV, draft, sampling, level, paths)
     return warp(logits_BNV, sampling)
+
+
+def _processed(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> Tensor:
+    """The logits after ids, by the processors of a request, which may have settings for each of its rows."""
+    batch = own.prompt.shape[0]
+    ids, scores = ids.expand(batch, -1), logits_V.expand(batch, -1).clone()
+    for processor in own.sampling.processors:
+        scores = processor(ids, scores)
+    return scores[index]
+
+
+def _reached(
+    logits_BNV: Tensor, draft: Draft, sampling: Sampling, level: list[tuple[int, int]], paths: list[list[list[int]]]
+) -> list[tuple[int, int]]:
+    """Nodes (row, index) below those of a level that are real and have a token of a probability above 0."""
+    place = {node: m for m, node in enumerate(level)}
+    parents = [
+        ((b, n), place.get((b, path[-2]))) for b, row in enumerate(paths) for n, path in enumerate(row) if path[1:]
+    ]
+    below = [(b, n, m) for (b, n), m in parents if m is not None]
+    if not below:
+        return []
+    b_M, n_M, above_M = to_device(below, logits_BNV.device).T
+    p_LV = warp(logits_BNV[tuple(to_device(level, logits_BNV.device).T)], sampling).softmax(dim=-1)
+    may_M = p_LV[above_M, draft.value[b_M, n_M]] != 0  # NaN where every token is banned, of which one is emitted
+    if draft.real is not None:
+        may_M &= draft.real[b_M, n_M]
+    return [(b, n) for (b, n, _), may in zip(below, may_M.tolist()) if may]
 
 
 def choose(law: Categorical, depth_N: Tensor, noise: Noise | None, levels: int) -> Tensor:

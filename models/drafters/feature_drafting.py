@@ -22,10 +22,11 @@ from visspec.cache import to_device
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.feature_memory import Memory
+from visspec.models.drafters.feature_tree import MOST_CHILDREN
 from visspec.models.drafters.shapes import Chain, Shaped
 from visspec.models.nets.feature_head import Folded, rotate, rotations, rotations_at, staggered, unit
 from visspec.sampling import warp
-from visspec.types import Draft, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
 FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
@@ -46,8 +47,9 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
 
     def __init__(self, head: Any, embed: Any, lm_head: Any, like: Tensor, width: int, nodes: int):
         """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
-        if width < 1 or nodes < 1:
-            raise ValueError(f"width, nodes: got {width}, {nodes}, expected at least 1 each")
+        for name, value, most in (("width", width, MOST_CHILDREN), ("nodes", nodes, MAX_NODES - 1)):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name}: got {value}, expected a whole number from 1 to {most}")
         config = head.config
         self.head, self.config, self.embed, self.lm_head = head.to(like.device), config, embed, lm_head
         self.width, self.nodes, self.dtype = width, nodes, like.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,20 @@ def answers(
     builder = Builder(model, pairing, defaults)
     stream = Stream(pairing, builder.kind, builder.together, slots, ahead)
     for answer in stream.run(builder.queue(entries)):
-        if (streamer := builder.streamers.pop(answer.id, None)) is not None:
+        number, id = answer.id if isinstance(answer.id, Ticket) else (None, answer.id)
+        answer = replace(answer, id=id)
+        if (streamer := builder.streamers.pop(number, None)) is not None:
             streamer.end()
         if tokenizer is not None and answer.error is None:
             answer = replace(answer, text=tokenizer.decode(answer.tokens, skip_special_tokens=True).strip())
         yield answer
+
+
+class Ticket(NamedTuple):
+    """Of a prompt in the stream."""
+
+    number: int
+    id: Any  # the caller's, which may be anything
 
 
 class Builder:
@@ -60,7 +69,7 @@ class Builder:
         self.content = torch.tensor(sorted(pairing.target.capabilities.never_drafted), dtype=torch.long)
         pad = getattr(model.generation_config, "pad_token_id", None)
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
-        self.streamers: dict[Any, Any] = {}
+        self.streamers: dict[int | None, Any] = {}  # by the numbers of their prompts, since ids may be equal
         self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
 
     def queue(self, entries: Iterable[Entry | None]) -> Iterator[tuple[Any, Request | Exception] | None]:
@@ -75,11 +84,11 @@ class Builder:
             try:
                 own = dict(entry)
                 id = own.pop("id", index)
-                yield id, self.request(id, index, own)
+                yield Ticket(index, id), self.request(index, own)
             except Exception as error:
-                yield id, error
+                yield Ticket(index, id), error
 
-    def request(self, id: Any, index: int, own: dict[str, Any]) -> Request:
+    def request(self, index: int, own: dict[str, Any]) -> Request:
         """The request of one entry. Raises ValueError for arguments that can't be served."""
         if self.seed is not None:
             own = {"seed": self.seed + index} | own  # as generate's rows
@@ -108,7 +117,7 @@ class Builder:
         if streamer is not None:
             found.on_tokens = requests.streaming(streamer, ids)
             streamer.put(ids.cpu())
-            self.streamers[id] = streamer
+            self.streamers[index] = streamer
         return found
 
     def _prepared(self, ids: Tensor, attention: Tensor, options: dict[str, Any]) -> Request:

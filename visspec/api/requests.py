@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from inspect import signature
 from numbers import Integral
 from typing import Any
@@ -37,6 +38,14 @@ REFUSED: dict[str, tuple[Any, str]] = {  # options of generate: neutral value, r
     "output_hidden_states": (False, "passes over drafts hold rejected candidates among the others and none are kept"),
 }
 SEEDS = 2**64  # upper limit of torch's seeds
+STATEFUL = {  # processors whose scores depend on earlier calls, by their names or, with "*", by their modules
+    "xgrammar.contrib.hf.LogitsProcessor",  # unless stateless=True
+    "logits_processor_zoo.transformers.*",
+    "outlines.backends.*",
+    "transformers_cfg.generation.logits_process.GrammarConstrainedLogitsProcessor",
+    "transformers.generation.logits_process.SynthIDTextWatermarkLogitsProcessor",
+    "transformers.generation.logits_process.DiaEOSDelayPatternLogitsProcessor",
+}
 
 
 def of_generate(model, inputs: dict[str, Any], **options: Any) -> Request:
@@ -138,7 +147,24 @@ def sampling_of(processors: Sequence[Callable], do_sample: bool) -> Sampling:
             raise ValueError(
                 f"logits_processor: got {type(processor).__name__}, which runs a model of its own, expected none"
             )
+        if keeps_state(processor):
+            raise ValueError(
+                f"logits_processor: got {_name(type(processor))}, which keeps state between calls, expected"
+                " one whose scores depend on its arguments alone (xgrammar's: stateless=True)"
+            )
     return Sampling(processors=tuple(rest), **numbers)
+
+
+def keeps_state(processor: Any) -> bool:
+    """Whether a processor is known to keep state between calls, or can be reset, which says so."""
+    if getattr(getattr(processor, "call_fn", None), "__name__", None) == "stateless_call":  # xgrammar's
+        return False
+    known = any(fnmatch(_name(kind), pattern) for kind in type(processor).__mro__ for pattern in STATEFUL)
+    return known or callable(getattr(processor, "reset", None))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
