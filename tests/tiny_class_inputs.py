@@ -109,7 +109,10 @@ def single_row(inputs: dict[str, Any], b: int) -> dict[str, Any]:
     """Row b of a batch without its padding. What is no number of each id is an equal part of the whole."""
     mask = inputs["attention_mask"]
     alone = {k: v.chunk(len(mask))[b] if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    return {k: v[:, mask[b].bool()] if isinstance(v, Tensor) and inputs[k].shape[:2] == mask.shape else v for k, v in alone.items()}
+    return {
+        k: v[:, mask[b].bool()] if isinstance(v, Tensor) and inputs[k].shape[:2] == mask.shape else v
+        for k, v in alone.items()
+    }
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------
