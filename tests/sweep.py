@@ -258,7 +258,9 @@ INTRODUCTION = """# Models of transformers
 Results for every public class of transformers {version} that generates, as a tiny random model made from its
 default configuration: `visspec.accelerate(model, drafter).generate` against the stock `generate`, greedy, float32,
 {new} new tokens, windows of {window} tokens where the configuration has a field for one. Batch 1 is a single prompt,
-batch 3 three prompts padded on the left; "pictures" are prompts with a picture in each row. Drafters: none; n-grams;
+batch 3 three prompts padded on the left (where transformers gives padded rows other tokens than alone, as for Whisper,
+`generate` gives the same ones); "stream" is `visspec.accelerate(...).stream` of those prompts in two slots, without a
+drafter and with n-grams, against `generate` of each alone; "pictures" are prompts with a picture in each row. Drafters: none; n-grams;
 chains and trees that draft the known answer with {wrong:.0%} of the drafts wrong, so that acceptance and rejection both
 happen.
 
@@ -269,7 +271,7 @@ model tests that a class is handled correctly; it gives no information about spe
 SECTIONS = {
     "WRONG": ("Wrong tokens", "Bugs in visspec."),
     "traceback": ("Unexpected errors", "Bugs in visspec."),
-    "identical": ("Identical", "With every drafter and batch size."),
+    "identical": ("Identical", "With every drafter and batch size, and in a stream."),
     "refused": ("Refused", "Use stock `generate` for these classes."),
     "stock fails": ("Nothing to compare", "The class is accepted, but its own `generate` fails on these inputs."),
     "not built": ("Not built", "No tiny model could be made from the configuration."),
