@@ -260,7 +260,8 @@ default configuration: `visspec.accelerate(model, drafter).generate` against the
 {new} new tokens, windows of {window} tokens where the configuration has a field for one. Batch 1 is a single prompt,
 batch 3 three prompts padded on the left (where transformers gives padded rows other tokens than alone, as for Whisper,
 `generate` gives the same ones); "stream" is `visspec.accelerate(...).stream` of those prompts in two slots, without a
-drafter and with n-grams, against `generate` of each alone; "pictures" are prompts with a picture in each row. Drafters: none; n-grams;
+drafter and with n-grams, against `generate` of each alone; "pictures" are prompts with a picture in each row.
+Drafters: none; n-grams;
 chains and trees that draft the known answer with {wrong:.0%} of the drafts wrong, so that acceptance and rejection both
 happen.
 
