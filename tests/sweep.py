@@ -32,6 +32,8 @@ from visspec.types import Draft, State
 
 SECONDS, MEMORY = 120, 3 << 30  # limits of one class
 DRAFTERS = ("none", "ngram", "chain", "tree")
+STREAMED = ("none", "ngram")
+LIMITS = (NEW, NEW // 2, NEW // 2, NEW // 3)  # of the prompts of a stream: rows enter while others run
 WRONG = 0.3  # share of an oracle's drafts that are wrong
 HOME = Path(visspec.__file__).resolve().parents[1]
 
@@ -103,8 +105,14 @@ def trace_of(error: Exception) -> str:
     return f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"
 
 
-def stock(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[list[list[int]], Tensor]:
-    """Greedy tokens of transformers' own generate, and how far the second choice was behind, (B, T)."""
+def stock(model: nn.Module, inputs: dict[str, Tensor] | list[dict[str, Tensor]]) -> tuple[list[list[int]], Any]:
+    """Greedy tokens of transformers' own generate, and how far the second choice was behind, (B, T); of a list of
+    prompts, of each alone.
+    """
+    if isinstance(inputs, list):
+        alone = {id(each): stock(model, each) for each in inputs}
+        known = [alone[id(each)] for each in inputs]
+        return [tokens for (tokens,), _ in known], [margin[0] for _, margin in known]
     output = model.generate(
         **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
@@ -122,7 +130,11 @@ def compared(row: Row, model: nn.Module, batches: dict[str, dict[str, Tensor]]) 
         except Exception as error:
             known[batch] = trace_of(error)
     for kind in DRAFTERS:
-        row.cells[kind] = {b: case(row, model, kind, b, inputs, known[b]) for b, inputs in batches.items()}
+        row.cells[kind] = {
+            b: case(row, model, kind, b, inputs, known[b])
+            for b, inputs in batches.items()
+            if b != "stream" or kind in STREAMED
+        }
     return row
 
 
@@ -134,7 +146,10 @@ def case(row: Row, model: nn.Module, kind: str, batch: str, inputs: dict[str, Te
         if margin is None:
             row.reason = row.reason or known
             return "stock fails"
-        found = new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
+        if batch == "stream":
+            expected, found = [answer[:n] for answer, n in zip(expected, LIMITS)], streamed(fast, inputs)
+        else:
+            found = new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
     except Exception as error:
         sentence = sentence_of(error)
         row.reason = row.reason or sentence or trace_of(error)
@@ -142,20 +157,31 @@ def case(row: Row, model: nn.Module, kind: str, batch: str, inputs: dict[str, Te
             return "refused"
         row.details.append(f"{kind} {batch}: " + "".join(traceback.format_exception(error)[-4:]))
         return "traceback"
-    row.tau[f"{kind} {batch}"] = round(fast.last_stats.tau, 2)
+    if fast.last_stats is not None:
+        row.tau[f"{kind} {batch}"] = round(fast.last_stats.tau, 2)
     if found == expected:
         return "identical"
     for b, (a, e) in enumerate(zip(found, expected)):
         if a != e:
             at = next((i for i, (x, y) in enumerate(zip(a, e)) if x != y), min(len(a), len(e)))
             wrong = sum(x != y for x, y in zip(a, e))
-            behind = float(margin[b, at]) if at < NEW else 0
+            behind = float(margin[b][at]) if at < len(margin[b]) else 0
             row.details.append(
                 f"{kind} {batch} row {b}: first at {at} of {NEW}, {wrong} differ, margin {behind:.3g},"
                 f" {len(set(map(str, e)))} distinct tokens"
             )
     row.reason = row.reason or next(d for d in row.details if d.startswith(f"{kind} {batch}"))
     return "WRONG"
+
+
+def streamed(fast: Any, prompts: list[dict[str, Tensor]]) -> list[list[int]]:
+    """Greedy tokens of prompts in two slots. Raises the first prompt's error."""
+    entries = [{**inputs, "max_new_tokens": n} for inputs, n in zip(prompts, LIMITS)]
+    answers = sorted(fast.stream(entries, slots=2, do_sample=False), key=lambda answer: answer.id)
+    for answer in answers:
+        if answer.error is not None:
+            raise answer.error
+    return [answer.tokens[:n] for answer, n in zip(answers, LIMITS)]  # some count by an option of their own
 
 
 def verdicts(name: str) -> list[Row]:
@@ -232,7 +258,10 @@ INTRODUCTION = """# Models of transformers
 Results for every public class of transformers {version} that generates, as a tiny random model made from its
 default configuration: `visspec.accelerate(model, drafter).generate` against the stock `generate`, greedy, float32,
 {new} new tokens, windows of {window} tokens where the configuration has a field for one. Batch 1 is a single prompt,
-batch 3 three prompts padded on the left; "pictures" are prompts with a picture in each row. Drafters: none; n-grams;
+batch 3 three prompts padded on the left (where transformers gives padded rows other tokens than alone, as for Whisper,
+`generate` gives the same ones); "stream" is `visspec.accelerate(...).stream` of those prompts in two slots, without a
+drafter and with n-grams, against `generate` of each alone; "pictures" are prompts with a picture in each row.
+Drafters: none; n-grams;
 chains and trees that draft the known answer with {wrong:.0%} of the drafts wrong, so that acceptance and rejection both
 happen.
 
@@ -243,7 +272,7 @@ model tests that a class is handled correctly; it gives no information about spe
 SECTIONS = {
     "WRONG": ("Wrong tokens", "Bugs in visspec."),
     "traceback": ("Unexpected errors", "Bugs in visspec."),
-    "identical": ("Identical", "With every drafter and batch size."),
+    "identical": ("Identical", "With every drafter and batch size, and in a stream."),
     "refused": ("Refused", "Use stock `generate` for these classes."),
     "stock fails": ("Nothing to compare", "The class is accepted, but its own `generate` fails on these inputs."),
     "not built": ("Not built", "No tiny model could be made from the configuration."),

@@ -37,6 +37,8 @@ SAMPLE = (
     "Idefics2ForConditionalGeneration",
     "MllamaForConditionalGeneration",  # cross-attention
     "GitForCausalLM",
+    "WhisperForCausalLM",  # positions count padding
+    "GlmImageForConditionalGeneration",  # positions are counted in the model
     "Kosmos2ForConditionalGeneration",
 )
 

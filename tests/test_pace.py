@@ -7,6 +7,7 @@ from random import Random
 from types import SimpleNamespace as Bag
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,10 +15,14 @@ from tests.doubles import Double
 from tests.tables import Steady, Table, TableTarget
 from tests.tables import decoded as sampled
 from visspec.accept.exact import Exact
+from visspec.laws import Categorical
 from visspec.loop import guard
 from visspec.loop import pace as paces
+from visspec.loop.decode import decode
 from visspec.loop.pace import Pace
-from visspec.types import DrafterTraits, Round
+from visspec.loop.tape import Ids
+from visspec.models.drafters import ngram
+from visspec.types import Capabilities, DrafterTraits, Request, Round, Scores, State
 
 TOKENS = 1500
 LEVELS = 8
@@ -210,3 +215,66 @@ def test_a_drafter_that_rests_is_told_of_the_last_rounds_before_it_drafts(observ
     drafter = Listener()
     sampled(TableTarget(Table(4, 0)), drafter, Exact(), 1, 41, pace=Resting(30))
     assert drafter.heard == told
+
+
+class Written(TableTarget):
+    """Says a text, whatever is drafted."""
+
+    def __init__(self, text):
+        self.logp_LV, self.capabilities = torch.full((len(text), 96), -99.0), Capabilities(vocab=96)
+        self.logp_LV[torch.arange(len(text)), torch.tensor(text)] = 0.0
+
+    def prefill(self, request):
+        state = State(request, request.prompt[:, -1], torch.zeros(1).long(), None, [0], Ids(request, 1))
+        return state, Scores(Categorical(self.logp_LV[None, :1]))
+
+    def verify(self, state, draft):
+        return Scores(
+            Categorical(self.logp_LV[(state.position[:, None] + draft.tree.depth).clamp(max=len(self.logp_LV) - 1)])
+        )
+
+    def commit(self, *_):
+        pass
+
+
+class Clocked(Pace):
+    """On a clock by which a second node costs a third of a pass, and each a tenth."""
+
+    def observe(self, trace):
+        levels = trace.rounds[-1].levels
+        trace.latest |= {"verify": 1 + 0.3 * (levels > 0) + 0.1 * levels, "accept": 0.0, "draft": 0.005, "observe": 0.0}
+        super().observe(trace)
+
+
+def looked_up(texts, careless):
+    """(share of passes that were widened, tau) of `ngram` over requests that say these texts. careless: whatever
+    look-ups were worth.
+    """
+    pace, rounds = Clocked(LEVELS), []
+    with pytest.MonkeyPatch.context() as patch:
+        if careless:
+            patch.setattr(State, "doubted", False)
+        for text in texts:
+            target = Written(text)
+            request = Request({}, torch.tensor([text[:1]]), max_new_tokens=len(text))
+            guarded = guard.Guarded(ngram.NGram(), target.capabilities)
+            rounds += decode(target, guarded, Exact(), request, pace).trace.rounds
+    return sum(r.levels > 0 for r in rounds) / len(rounds), sum(r.gained[0] for r in rounds) / len(rounds)
+
+
+def test_no_pass_is_widened_by_look_ups_that_are_seldom_right():
+    """One in 91 is."""
+    random = Random(0)
+    texts = [[random.randrange(5, 96) for _ in range(100)] for _ in range(30)]
+    (widened, _), (careless, _) = looked_up(texts, False), looked_up(texts, True)
+    assert widened <= 0.005 < careless, (widened, careless)
+
+
+def test_text_that_repeats_is_drafted_as_ever():
+    """Of a period of 12 ids, one in ten of which is another."""
+    random = Random(0)
+    texts = [
+        [5 + 7 * (n % 12) if random.random() < 0.9 else random.randrange(5, 96) for n in range(100)] for _ in range(12)
+    ]
+    (_, now), (_, before) = looked_up(texts, False), looked_up(texts, True)
+    assert now >= before > 1.8, (now, before)

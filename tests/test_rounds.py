@@ -302,7 +302,9 @@ def test_grown_trees_are_coupled_to_the_noise_of_their_own_positions():
     ([3, 11, 8, 9], []),
 ])  # fmt: skip
 def test_lookup_follows_the_longest_match_and_of_those_the_newest(prompt_ids, ahead):
-    state = Bag(request=Bag(prompt=torch.tensor([prompt_ids])), rows=[0], tokens=[[]], pending=torch.tensor([0]))
+    state = Bag(
+        request=Bag(prompt=torch.tensor([prompt_ids])), rows=[0], tokens=[[]], pending=torch.tensor([0]), doubted=False
+    )
     drafter = NGram(longest=3)
     drafter.start(state, None)
     draft = drafter.propose(state, 2)

@@ -11,6 +11,7 @@ import visspec
 from tests.doubles import Double, drafted, fast
 from tests.test_eagle import make
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes, single_row
+from tests.tiny_classes import tiny_model
 from visspec import tree as trees
 from visspec.models.drafters.small_model import SmallModel
 from visspec.types import DrafterTraits
@@ -132,6 +133,15 @@ def test_dynamic_rope_counts_each_row_alone():
     model = llama(max_position_embeddings=16, rope_parameters=rope)
     quick = visspec.accelerate(model, "ngram", adaptive=False)
     entries = [{"input_ids": torch.arange(5, 5 + n)[None], "max_new_tokens": 12} for n in (4, 14, 20, 9)]
+    assert together(quick, entries) == alone(quick, entries)
+
+
+@pytest.mark.parametrize("name, padded", [("llama", True), ("whisper", False), ("paligemma", False)])
+def test_prompts_are_padded_only_where_rows_stay_those_alone(name, padded):
+    """Whisper's positions count padding; PaliGemma's text without token types sees more beside padded rows."""
+    quick = visspec.accelerate(tiny_model("WhisperForCausalLM") if name == "whisper" else model_of(name), "ngram")
+    assert quick.target.pads == padded
+    entries = [{"input_ids": torch.arange(5, 5 + n)[None], "max_new_tokens": 8} for n in (14, 4, 9, 4)]
     assert together(quick, entries) == alone(quick, entries)
 
 

@@ -22,6 +22,7 @@ from tests.tiny_sizes import PATCH, SIDE, SPECIAL
 NEW = 30  # tokens of an answer
 TEXT = {"1": [20], "3": [40, 20, 6]}  # lengths: prompts and answers end before and behind the windows and limits
 PICTURED = {"1": [8], "3": [24, 12, 5]}  # tokens of text, a part of them before the picture
+IN_STREAM = (0, 2, 1, 2)  # rows of the batch of three, each a prompt of its own
 LIVELY, SEEDS = 6, 5
 COUNTS = (4, 16, 1, 0)  # tokens of a picture to try where the model does not tell
 FAMILIES = {type_name: name for name, type_name in {
@@ -90,12 +91,28 @@ def cases(name: str) -> list[tuple[str, nn.Module, Batches]]:
         pictures = None if name in FAMILIES else pictured(model)
         if lively(model, text(model)["3"]) and (pictures is None or lively(model, pictures["3"])):
             break
-    found = [("text", model, text(model))]
+    found = [("text", model, with_stream(text(model)))]
     if name in FAMILIES:  # with prompts of several pictures, and none in some rows
-        family = FAMILIES[name]
-        shapes = {"1": tiny.SHAPES["one"], "3": tiny.SHAPES["ragged"]}
-        return [*found, ("pictures", tiny.model_of(family), {b: tiny.prompt(family, r) for b, r in shapes.items()})]
-    return [*found, ("pictures", model, pictures)] if pictures else found
+        family, ragged = FAMILIES[name], tiny.SHAPES["ragged"]
+        batches = {"1": tiny.prompt(family, tiny.SHAPES["one"]), "3": tiny.prompt(family, ragged)}
+        batches["stream"] = [tiny.single_row(family, ragged, batches["3"], b) for b in IN_STREAM]
+        return [*found, ("pictures", tiny.model_of(family), batches)]
+    return [*found, ("pictures", model, with_stream(pictures))] if pictures else found
+
+
+def with_stream(batches: Batches) -> Batches:
+    """With the rows of the batch of three as prompts of their own."""
+    return batches | {"stream": [single_row(batches["3"], b) for b in IN_STREAM]}
+
+
+def single_row(inputs: dict[str, Any], b: int) -> dict[str, Any]:
+    """Row b of a batch without its padding. What is no number of each id is an equal part of the whole."""
+    mask = inputs["attention_mask"]
+    alone = {k: v.chunk(len(mask))[b] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    return {
+        k: v[:, mask[b].bool()] if isinstance(v, Tensor) and inputs[k].shape[:2] == mask.shape else v
+        for k, v in alone.items()
+    }
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

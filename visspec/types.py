@@ -190,6 +190,7 @@ class Trace:
     gave_up: int = 0  # rounds without drafting because it would not save time
     asked: int = 0  # levels that the drafter was asked for in the latest round
     resting: int = 0  # rounds to come without drafting, for the same reason
+    doubted: bool = False  # whether drafting has rested and no draft was accepted since
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
 
@@ -218,6 +219,11 @@ class State:
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)
+
+    @property
+    def doubted(self) -> bool:
+        """Whether drafts were measured not to pay, and none was accepted since: a drafter may ask more of its own."""
+        return self.trace.doubted
 
     @property
     def tokens(self) -> list[list[int]]:

@@ -3,6 +3,10 @@
 
 Works for all targets, uses no device time, and helps if the output repeats the prompt or itself. The search runs on
 the host on ids that are already there; image placeholders are never drafted (the guard rejects them).
+
+What every match would have drafted is known as tokens come, drafted or not. Where drafts were measured not to pay
+(`State.doubted`), a length of match that was wrong the last `PATIENCE` times drafts nothing until it was right once, so
+that text which never repeats is decoded by plain passes.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from typing import Any
 
 from visspec import tree as trees
 from visspec.types import Draft, Drafter, DrafterTraits, Scores, State
+
+PATIENCE = 8
 
 
 class NGram(Drafter):
@@ -29,7 +35,8 @@ class NGram(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         for row in state.rows:
             state.memory.extend(row, state.tokens[row])
-        found = [state.memory.continuation(r, depth, self.shortest) for r in state.rows]
+        most = PATIENCE if state.doubted else None
+        found = [state.memory.continuation(r, depth, self.shortest, most) for r in state.rows]
         return trees.ragged_draft(state.pending, found)
 
     def join(self, state: State, other: State, take: list[int]) -> None:
@@ -38,19 +45,23 @@ class NGram(Drafter):
 
 
 class _Histories:
-    """Per row: prompt + output, and for every n-gram where its newest continuation starts."""
+    """Per row: prompt + output, for every n-gram where its newest continuation starts, and for every n how often in
+    turn the continuation was wrong (before any was right: `PATIENCE`).
+    """
 
     def __init__(self, prompts: list[list[int]], longest: int):
         self.longest = longest
         self.ids: list[list[int]] = [[] for _ in prompts]
         self.prompt = [len(p) for p in prompts]
         self.seen: list[dict[tuple[int, ...], int]] = [{} for _ in prompts]
+        self.wrong = [[PATIENCE] * (longest + 1) for _ in prompts]
         for row, prompt in enumerate(prompts):
             self._append(row, prompt)
 
     def place(self, row: int, other: _Histories, theirs: int) -> None:
         """Row `theirs` of other histories becomes this row, which may be the next one."""
-        parts: Any = (self.ids, other.ids), (self.prompt, other.prompt), (self.seen, other.seen)
+        parts: Any = (self.ids, other.ids), (self.prompt, other.prompt)
+        parts += (self.seen, other.seen), (self.wrong, other.wrong)
         for mine, new in parts:
             mine[row : row + 1] = new[theirs : theirs + 1]
 
@@ -58,16 +69,20 @@ class _Histories:
         self._append(row, tokens[len(self.ids[row]) - self.prompt[row] :])
 
     def _append(self, row: int, tokens: list[int]) -> None:
-        ids, seen = self.ids[row], self.seen[row]
+        ids, seen, wrong = self.ids[row], self.seen[row], self.wrong[row]
         for token in tokens:
             for n in range(1, min(self.longest, len(ids)) + 1):
-                seen[tuple(ids[-n:])] = len(ids)
+                gram = tuple(ids[-n:])
+                if (start := seen.get(gram)) is not None:
+                    wrong[n] = 0 if ids[start] == token else wrong[n] + 1
+                seen[gram] = len(ids)
             ids.append(token)
 
-    def continuation(self, row: int, limit: int, shortest: int) -> list[int]:
-        ids, seen = self.ids[row], self.seen[row]
+    def continuation(self, row: int, limit: int, shortest: int, most: int | None = None) -> list[int]:
+        """Up to `limit` ids; most: only by lengths that were wrong fewer times in turn."""
+        ids, seen, wrong = self.ids[row], self.seen[row], self.wrong[row]
         for n in range(min(self.longest, len(ids)), shortest - 1, -1):
             start = seen.get(tuple(ids[-n:]))
-            if start is not None:
+            if start is not None and (most is None or wrong[n] < most):
                 return ids[start : start + limit]
         return []

@@ -77,7 +77,10 @@ class HFDecoder(Target):
         self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
         self.states = state_layers(model.config)
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
-        self.padding = probe.check(self).padding if check else True
+        self.probed = check and self.device.type != "meta"
+        answer = probe.check(self) if check else probe.Answer()
+        self.padding, self.rounding = answer.padding, answer.error
+        self._pads: bool | None = None
         self.passes = compiled(model, self.decoder, bool(self.states)) if compile else None
         self.thinned = Thinned(model, self.decoder)
 
@@ -122,7 +125,8 @@ class HFDecoder(Target):
         turning = rotary.Prompt(self.rotary, request.max_new_tokens)
         with Watch(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
-        if dropped and seen.get("position_ids") is None:  # without position ids the next position is unknown
+        positions = seen.get("position_ids")
+        if dropped and (positions is None or positions.dim() == 3):  # where it goes on is unknown
             raise ValueError(
                 f"model: {type(self.model).__name__} counts positions itself, expected one that takes position_ids"
             )
@@ -131,7 +135,6 @@ class HFDecoder(Target):
         cache.slots.commit([list(range(cache.prompt))] * rows)
         if attention is not None and not bool(attention.all()):
             self._note_padding(cache.slots, attention.bool())
-        positions = seen.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=request.prompt.device).expand(rows, length)
         newest = _last_position(positions).expand(rows)
@@ -271,8 +274,12 @@ class HFDecoder(Target):
 
     @property
     def pads(self) -> bool:
-        """Rotary frequencies that depend on the longest prompt change the shorter ones."""
-        return self.padding and not self.rotary
+        """Rotary frequencies that depend on the longest prompt change the shorter ones, and so do positions that count
+        padding.
+        """
+        if self._pads is None:
+            self._pads = self.padding and not self.rotary and (not self.probed or probe.pads(self))
+        return self._pads
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.cache.join(other.cache, take)

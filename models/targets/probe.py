@@ -55,6 +55,7 @@ class Answer(NamedTuple):
 
 
 _answers: dict[tuple, Answer] = {}
+_pads: dict[tuple, bool] = {}
 
 
 def check(target: HFDecoder) -> Answer:
@@ -64,9 +65,7 @@ def check(target: HFDecoder) -> Answer:
     model = target.model
     if target.device.type == "meta":
         return Answer()  # no numbers, nothing to ask
-    parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
-    backend = target.masks.backend
-    key = parts, target.masks.groups, backend.name, model.dtype, target.device.type, repr(model.config.to_dict())
+    backend, key = target.masks.backend, _key(target)
     answer = _answers.get(key)
     if answer is None:
         with HOOKING, untouched(model):  # one thread at a time asks, and no hooks come or go meanwhile
@@ -94,6 +93,45 @@ def check(target: HFDecoder) -> Answer:
             stacklevel=2,
         )
     return answer
+
+
+def _key(target: HFDecoder) -> tuple:
+    model, masks = target.model, target.masks
+    parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
+    return parts, masks.groups, masks.backend.name, model.dtype, target.device.type, repr(model.config.to_dict())
+
+
+def pads(target: HFDecoder) -> bool:
+    """Whether rows padded at the left begin and go on as each does alone: six passes over a few tokens. Kept as the
+    answers of `check` are.
+    """
+    key = _key(target)
+    if key not in _pads:
+        with HOOKING, torch.inference_mode(False), untouched(target.model):
+            _pads[key] = _as_alone(target)
+    return _pads[key]
+
+
+def _as_alone(target: HFDecoder) -> bool:
+    ids_1L, once = _tokens(target), (len(PATH),)
+    real_2L = torch.ones(2, ids_1L.shape[1], dtype=torch.long, device=target.device)
+    real_2L[1, :2] = 0
+
+    def prompted(ids_RL: Tensor, real_RL: Tensor) -> Tensor:
+        inputs = {"attention_mask": real_RL, "use_cache": True, "logits_to_keep": 1}
+        return categorical(target.prefill(Request(inputs, ids_RL, max_new_tokens=1))[1].law).logits
+
+    try:
+        pairs = (
+            (prompted(ids_1L.repeat(2, 1), real_2L), [prompted(ids_1L[:, n:], real_2L[:1, n:]) for n in (0, 2)]),
+            (_padded(target, once), [_alone(target, row, once) for row in range(2)]),
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # it needs more than ids: what can't be asked is not believed
+        return False
+    errors = (_difference(padded, torch.cat(alone), _exact(target.model))[0] for padded, alone in pairs)
+    return max(errors) <= (EXACT if _exact(target.model) and target.rounding <= EXACT else COARSE)
 
 
 def _asked(target: HFDecoder) -> Answer:

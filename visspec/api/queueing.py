@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -69,6 +70,8 @@ class Builder:
         self.content = torch.tensor(sorted(pairing.target.capabilities.never_drafted), dtype=torch.long)
         pad = getattr(model.generation_config, "pad_token_id", None)
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
+        own = pairing.target.model is not model  # a generate of its own around it, with options of its own
+        self.named = frozenset(signature(model.generate).parameters) if own else frozenset()
         self.streamers: dict[int | None, Any] = {}  # by the numbers of their prompts, since ids may be equal
         self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
 
@@ -108,8 +111,8 @@ class Builder:
             shape = None if ids is None else tuple(ids.shape)
             raise ValueError(f"input_ids: got shape {shape}, expected (1, length), one prompt a request")
         prompt.setdefault("attention_mask", torch.ones_like(ids))
-        found = self._prepared(ids, prompt["attention_mask"], options)
-        more = {name: value for name, value in options.items() if name in found.inputs and name not in prompt}
+        found = self._prepared(prompt, options)
+        more = {name: value for name, value in options.items() if name in self.named or name in found.inputs}
         found.prompt, found.inputs = ids, prompt | more
         if not found.sampling.greedy:
             found.generators = requests.generators(generator, seed, ids)
@@ -120,17 +123,20 @@ class Builder:
             self.streamers[index] = streamer
         return found
 
-    def _prepared(self, ids: Tensor, attention: Tensor, options: dict[str, Any]) -> Request:
+    def _prepared(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Request:
         """What generate makes of options for a prompt. Plain ones that name a number of new tokens, and give neither
         processors nor criteria, are prepared once: generate takes milliseconds to read them.
         """
+        ids = prompt["input_ids"]
         plain = all(isinstance(value, int | float | str | None) for value in options.values())
         key = tuple(sorted((name, repr(value)) for name, value in options.items())) if plain else None
         if key is not None and (known := self.known.get(key)) is not None:
             return replace(known, prompt=ids)
-        # pixels are read when a group is prefilled; without them a model can't place the ids that stand for them
-        blank = torch.where(torch.isin(ids, self.content.to(ids.device)), self.pad, ids)
-        found = requests.of_generate(self.model, {"input_ids": blank, "attention_mask": attention}, **options)
+        if not self.named:  # a generate of its own may not go without pixels
+            # they are read when a group is prefilled; without them a model can't place the ids that stand for them
+            blank = torch.where(torch.isin(ids, self.content.to(ids.device)), self.pad, ids)
+            prompt = {"input_ids": blank, "attention_mask": prompt["attention_mask"]}
+        found = requests.of_generate(self.model, prompt, **options)
         free = not found.sampling.processors and found.stop is None and options.get("max_new_tokens") is not None
         if key is not None and free and len(self.known) < MOST_KNOWN:
             self.known[key] = replace(found, inputs=dict.fromkeys(found.inputs))  # without the prompt

@@ -105,14 +105,14 @@ class Guarded(Drafter):
         rows, like = len(state.rows), state.pending
         if type(draft) is not Draft or type(draft.tree) is not Tree:
             raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft with a Tree")
+        if draft.tree.size == 1:
+            return trees.undrafted(like)
         tree, sound = self._sound(draft.tree, rows, like)
         value, possible, allowed = self.law.drafted(draft.value, (rows, tree.size), self.limits)
         if tree.levels > depth:
             raise ValueError(f"levels: got {tree.levels}, expected at most {depth}")
         if not (self.trees or tree.chain):
             raise ValueError("tree: got a branching draft, expected a chain (target or rule takes no trees)")
-        if tree.size == 1:
-            return trees.undrafted(state.pending)
         real = possible & sound
         wrong = ~real
         if draft.real is not None:

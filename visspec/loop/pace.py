@@ -83,6 +83,7 @@ class Costs:
     rounds: int = 0
     measured: int = 0  # rounds with drafts that the lines know, those of the context they began with among them
     look: int = 0  # the round from which on plain decoding is measured again
+    doubted: bool = False  # whether drafting has rested and no draft was accepted since
     plainly: bool = False  # whether the latest round was plain: the draft behind it catches up, and is no measure
 
     @property
@@ -138,7 +139,7 @@ class Pace:
             costs = self.at(state.trace.context)
             resting = costs.resting
             best = self._chosen(limit, costs)
-            state.trace.resting = costs.resting
+            state.trace.resting, state.trace.doubted = costs.resting, costs.doubted
         state.trace.asked = best
         state.trace.gave_up += best == 0 and max(resting, costs.resting) > 0
         return best
@@ -163,13 +164,13 @@ class Pace:
         if overdrawn > 0:  # every further plain pass pays its share of it
             due = min(overdrawn, max(costs.drafted(limit), LONGEST_REST * SHARE * costs.step))
             self.lost -= overdrawn - due  # a machine that stood still once is no reason never to draft again
-            costs.resting = math.ceil(due / (SHARE * costs.step))
+            costs.resting, costs.doubted = math.ceil(due / (SHARE * costs.step)), True
             return 0
         best = self.best(limit, costs)
         if 0 < best and costs.measured < SURE:
             return max(limit // 3, 1) if costs.measured % 2 else limit
         if best == 0:
-            costs.resting, costs.rest = costs.rest, min(2 * costs.rest, LONGEST_REST)
+            costs.resting, costs.rest, costs.doubted = costs.rest, min(2 * costs.rest, LONGEST_REST), True
             # the probe starts from the prior again
             self.open, self.tried, self.kept = ([0.2 * n for n in x] for x in (self.open, self.tried, self.kept))
         return best
@@ -220,4 +221,4 @@ class Pace:
             self.tried[d] = FORGET * self.tried[d] + (kept + sum(at_end)) / rows
             self.kept[d] = FORGET * self.kept[d] + kept / rows
         if max(gained) > 1:
-            costs.rest = FIRST_REST
+            costs.rest, costs.doubted = FIRST_REST, False

@@ -222,6 +222,10 @@ class View:
         return self._state.trace.calls
 
     @property
+    def doubted(self) -> bool:
+        return self._state.doubted
+
+    @property
     def tokens(self) -> FixedRows:
         """Emitted tokens of every original row."""
         return FixedRows(self._state.tokens)
