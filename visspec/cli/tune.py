@@ -38,7 +38,7 @@ FINALISTS = 3  # rows with the best predictions, which are measured
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
     parser.add_argument("--images", nargs="+", required=True, help="images, as `visspec caption` reads them")
-    parser.add_argument("--drafters", nargs="+", help="names or folders (default: ngram, and vispec for the embedded)")
+    parser.add_argument("--drafters", nargs="+", help="names or folders (default: ngram, and the model's own)")
     parser.add_argument("--lengths", nargs="+", type=positive, default=[1, 2, 3, 4, 6, 8], help="of drafts, in levels")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 4], help="sizes of batches")
     parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
