@@ -143,7 +143,7 @@ def tune(
     specs = candidates(drafters[:1], model, trees) + candidates(drafters[1:], model)
 
     def arms() -> dict[str, Accelerated]:
-        common = {"acceptance": acceptance, "levels": max(lengths), "adaptive": False}
+        common: dict[str, Any] = {"acceptance": acceptance, "levels": max(lengths), "adaptive": False}
         return {PLAIN: accelerate(model, None)} | {spec: accelerate(model, spec, **common) for spec in specs}
 
     rules = {name: arm.rule for name, arm in arms().items()}  # refuses before work
