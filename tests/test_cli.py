@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from rich.console import Console
 import visspec
 from visspec.api import zoo
 from visspec.api.captions import PROMPT
-from visspec.cli import bench_image_table
+from visspec.cli import bench_image_table, demo
 from visspec.cli.main import main
 from visspec.eval.metrics.images import open_image
 from visspec.eval.world.captions import score
@@ -307,6 +308,18 @@ def test_the_embedded_captioner_says_once_what_it_knows(pictures, tmp_path, caps
     assert capsys.readouterr().err == ""
     assert main(["caption", *photos, *short, "--model", str(zoo.CHECKPOINTS / "captioner")]) == 0
     assert capsys.readouterr().err == ""  # a model that was named is its namer's business
+
+
+def test_the_demo_times_pictures_beside_plain_decoding(tmp_path, monkeypatch):
+    """On flat laws, where a policy of draft lengths soon rests a drafter that is seldom right."""
+    painters = {key: prompts[:1] for key, prompts in demo.PAINTERS.items() if "painter-emoji" in key}
+    monkeypatch.setattr(demo, "PAINTERS", painters)
+    console = Console(file=io.StringIO(), width=120)
+    page, width, alike = demo.drawn(tmp_path, console)
+    said = console.file.getvalue()
+    *_, tau, same = (cell.strip() for cell in re.search(r"│ (painter-emoji 1 .*) │", said)[1].split("│"))
+    assert alike and same == "yes" and float(tau) > 2
+    assert "1 pictures against plain decoding" in page and "1 of 1 the same picture" in page and width
 
 
 def test_list_and_doctor(capsys):

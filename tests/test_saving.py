@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.test_eagle_heads import make
 from tests.test_published import cache, cached, eagle_3, saved, speculators_dflash, z_lab  # noqa: F401
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import zoo
+from visspec.cli.arguments import load
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
 
@@ -64,6 +66,27 @@ def test_what_is_given_wins_and_what_is_saved_again_replaces(tmp_path):
     assert last.generate(**inputs, **GREEDY).shape == model.generate(**inputs, **GREEDY).shape
     model.save_pretrained(tmp_path / "bare")
     assert visspec.Accelerated.from_pretrained(tmp_path / "bare", drafter=None).name == "none"
+
+
+def test_a_model_knows_its_drafter(tmp_path):
+    """By `visspec.json` in its folder, or because one is included; what is given wins."""
+    for name, own in {"captioner": "vispec", "captioner-emoji": "vispec-emoji"}.items():
+        asked = Namespace(model=name, drafter=None, device="cpu", dtype="auto", trust_remote_code=False)
+        model, _, drafter = load(asked)
+        assert (drafter, visspec.accelerate(model).name, visspec.accelerate(model, "ngram").name) == (own, own, "ngram")
+    bare = model_of("llava")
+    assert visspec.accelerate(bare).name == "ngram"
+    assert visspec.accelerate(bare, ["auto", None]).pairing.each[0].name == "ngram"
+    for written, name in ((make("llava", "eagle3"), "drafter"), ("suffix", "suffix"), (None, "ngram")):
+        visspec.accelerate(bare, written).save_pretrained(tmp_path)
+        model = type(bare).from_pretrained(tmp_path)
+        fast = visspec.accelerate(model)
+        assert fast.name == name and visspec.accelerate(model, "ngram").name == "ngram"
+        fast.save_pretrained(tmp_path / name)
+        assert visspec.Accelerated.from_pretrained(tmp_path / name).name == name
+    (tmp_path / "visspec.json").write_text('{"drafter": {"folder": "../elsewhere"}}')
+    with pytest.raises(ValueError, match="drafter of"):
+        visspec.accelerate(model)
 
 
 def test_an_assistant_of_transformers_is_saved_with_its_target(tmp_path):

@@ -1,14 +1,20 @@
 """Online distillation: captured lessons, loss formulas, a drafter that learns, and runs that resume exactly."""
 
+import contextlib
+import copy
 import dataclasses
 import json
+import pydoc
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 import visspec
 from tests.tiny import model_of, prompt
+from visspec.api import zoo
 from visspec.loop.decode import open_request
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.targets.hf_decoder import HFDecoder
@@ -161,6 +167,79 @@ def test_a_run_planned_otherwise_is_not_resumed(tmp_path):
         other.resume()
 
 
+class Dying:
+    """Writes half of the `at`-th file of a save (or moves nothing), and from then on nothing: a full disk, where what
+    is written later may succeed again, or a process that is `killed`.
+    """
+
+    def __init__(self, monkeypatch, at: int, killed: bool):
+        self.at, self.killed, self.count = at, killed, 0
+        torn = lambda path: Path(path).open("wb").write(b"torn")  # noqa: E731
+        for where, half in {
+            "visspec.train.loop.save_file": lambda tensors, path, *more: torn(path),
+            "visspec.models.drafters.feature_checkpoint.save_file": lambda tensors, path, *more: torn(path),
+            "pathlib.Path.write_text": lambda path, text: torn(path),
+            "shutil.copyfile": lambda source, path: torn(path),
+            "pathlib.Path.replace": lambda path, to: None,
+            "shutil.rmtree": lambda path, **options: None,
+            "pathlib.Path.unlink": lambda path, **options: None,
+        }.items():
+            monkeypatch.setattr(where, self.once(pydoc.locate(where), half))
+
+    def once(self, whole, half):
+        def write(*given, **options):
+            self.count += 1
+            if self.count == self.at:
+                half(*given, **options)
+            if self.count == self.at or (self.killed and self.count > self.at):
+                raise OSError("disk full")
+            return whole(*given, **options)
+
+        return write
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("earlier", [0, 10])
+def test_a_checkpoint_is_of_one_step_wherever_saving_ends(tmp_path, earlier, killed):
+    """Weights and optimiser of step n are all n; `earlier`: the step of a checkpoint before, 0 without one."""
+
+    def save(run, step):
+        run.step = step
+        with torch.no_grad():
+            for p in run.head.parameters():
+                p.fill_(step)
+                run.optimiser.state[p] = {"exp_avg": p.clone()}
+        run.save()
+
+    found = []
+    for at in range(1, 40):
+        folder = tmp_path / str(at)
+        _, run = trainer(folder)
+        if earlier:
+            save(run, earlier)
+        with pytest.MonkeyPatch.context() as patch:
+            dying = Dying(patch, at, killed)
+            with contextlib.suppress(OSError):
+                save(run, 20)
+        fresh = trainer(folder)[0].head.state_dict()
+        drafter = train_drafter.fresh_or_resumed(model_of("llava"), folder, True, 2)
+        again = Trainer(run.target, drafter, run.rule, run.prompts, run.plan, folder, {"seed": 0})
+        assert again.resume() == (again.step > 0)
+        found.append(again.step)
+        for name, p in drafter.head.named_parameters():
+            assert torch.equal(p, torch.full_like(p, again.step) if again.step else fresh[name])
+            assert not again.step or torch.equal(again.optimiser.state[p]["exp_avg"], p)
+        if again.step:  # what others load is that checkpoint too
+            assert FeatureDrafter.from_pretrained(folder, model_of("llava")).trained.unique().tolist() == [again.step]
+            assert json.loads((folder / "provenance.json").read_text())["training"]["step"] == again.step
+        if dying.count < at:
+            break
+    assert found == sorted(found) and set(found) == {earlier, 20}
+    save_file({}, folder / "run" / "step-20" / "optimiser.safetensors", {"step": "7"})
+    with pytest.raises(ValueError, match=r"resume: got parts of the steps \[7, 20\]"):
+        again.resume()
+
+
 def test_training_raises_tau(tmp_path):
     """Four prompts learned by heart: tau must clearly rise above an untrained drafter's."""
     model = model_of("llava")
@@ -189,6 +268,34 @@ def test_the_command_trains_on_a_folder_of_images(tmp_path, monkeypatch):
     assert found[-1]["step"] == 2 and found[-1]["tau_greedy"] >= 0.9
     FeatureDrafter.from_pretrained(out, model)
     assert json.loads((out / "provenance.json").read_text())["recipe"] == "train_drafter"
+    options = {"steps": 2, "rows": 2, "max_new_tokens": 6, "group": 1, "reuse": 1, "unroll": 2}
+    weights, target = (out / "model.safetensors").read_bytes(), zoo.CHECKPOINTS / "captioner"
+    changes = {
+        "max_new_tokens": 7,
+        "image_latents": 2,
+        "unroll": 3,
+        "data": tmp_path / "1.png",
+        "target": "y",
+        "dtype": 0,
+    }
+    for name, value in changes.items():
+        given = {"target": "x", "data": tmp_path, **options, name: value}
+        if given.pop("dtype", None) == 0:
+            monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (copy.deepcopy(model).double(), None))
+        with pytest.raises(ValueError, match=f"resume: got {name} .*, expected .* as in {out}"):
+            train_drafter.run(out=out, resume=True, **given)
+    monkeypatch.setattr(train_drafter.targets, "load", None)  # refused before work
+    for folder, resume, said in [
+        (out, False, "holds a drafter, expected a folder of its own or --resume or --overwrite"),
+        (target, False, "holds another model"),
+        (target, True, "holds another model"),
+    ]:
+        with pytest.raises(ValueError, match=f"out: got {folder}, which {said}"):
+            train_drafter.run("x", tmp_path, folder, resume=resume, overwrite=folder == target, **options)
+    assert (out / "model.safetensors").read_bytes() == weights
+    monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model, None))
+    train_drafter.run("x", tmp_path, out, overwrite=True, **options | {"seed": 1})
+    assert (out / "model.safetensors").read_bytes() != weights
 
 
 def test_data_lines_are_checked(tmp_path):

@@ -127,6 +127,39 @@ def test_a_model_and_images_are_tuned(images, tmp_path, capsys):
     assert main(["caption", str(images / "0.png"), "--drafter", str(preset), "--max-new-tokens", "4"]) == 0
 
 
+def test_each_picture_is_new_to_what_is_measured_on_it(images, tmp_path, capsys, monkeypatch):
+    """Also to a drafter that remembers the answers of earlier requests; what fills no batch is said."""
+    seen, record = [], tmp_path / "t.json"
+
+    def watched(call, of):
+        def calling(arm, inputs, *given, **options):
+            batch = inputs[1] if isinstance(inputs, tuple) else inputs
+            seen.extend((of(arm), pixels.numpy().tobytes()) for pixels in batch["pixel_values"])
+            return call(arm, inputs, *given, **options)
+
+        return calling
+
+    monkeypatch.setattr(tuning, "observe", watched(tuning.observe, lambda fast: fast))
+    monkeypatch.setattr(command.OurArm, "__call__", watched(command.OurArm.__call__, lambda arm: arm.fast))
+    argv = [
+        "tune",
+        "--images",
+        str(images),
+        "--count",
+        "4",
+        "--lengths",
+        "2",
+        "--batches",
+        "3",
+        "--max-new-tokens",
+        "9",
+    ]
+    assert main([*argv, "--drafters", "suffix:shared=true", "--json", str(record), "--sweep"]) == 0
+    assert len(seen) == len({(id(fast), picture) for fast, picture in seen}) == 2 * (2 * 6) + 2 * 6
+    assert json.loads(record.read_text())["left_over"] == {"3": 2}
+    assert "batches of 3 leave out 2" in " ".join(capsys.readouterr().out.split())
+
+
 def test_acceptance_by_rank_is_measured_and_its_tree_is_tried(images, tmp_path, capsys):
     record, trees = tmp_path / "t.json", tmp_path / "ranks.json"
     argv = ["tune", "--images", str(images), "--count", "3", "--lengths", "3", "8", "--batches", "1", "--passes", "1"]

@@ -31,7 +31,7 @@ BUILDING = threading.RLock()  # only one thread rebuilds the pairing of a moved 
 
 def accelerate(
     model: nn.Module,
-    drafter: str | Drafter | Sequence[Any] | None = "ngram",
+    drafter: str | Drafter | Sequence[Any] | None = "auto",
     *,
     acceptance: str | Acceptance = "exact",
     levels: int | None = None,
@@ -43,9 +43,10 @@ def accelerate(
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
-    drafter: a name of `visspec list`, a checkpoint folder, a Drafter, a smaller transformers model, or None; or the
-        JSON file that `visspec tune` wrote, with drafter, acceptance and levels, of which arguments given here win. A
-        list of these: each request takes the one that has been the fastest (`loop.bandit`); `last_stats` names it.
+    drafter: "auto" (default), that of `default_drafter`; a name of `visspec list`, a checkpoint folder, a Drafter, a
+        smaller transformers model, or None; or the JSON file that `visspec tune` wrote, with drafter, acceptance and
+        levels, of which arguments given here win. A list of these: each request takes the one that has been the fastest
+        (`loop.bandit`); `last_stats` names it.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster.
     tokenizer: to show text in `last_stats`.
@@ -68,7 +69,7 @@ def accelerate(
     return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile, graphs)
 
 
-def speculative(drafter: str | Drafter | Sequence[Any] | None = "ngram", **options) -> Speculative:
+def speculative(drafter: str | Drafter | Sequence[Any] | None = "auto", **options) -> Speculative:
     """A callable for `model.generate(..., custom_generate=visspec.speculative(...))`. Options as in `accelerate`."""
     return Speculative(drafter, options)
 
@@ -94,10 +95,13 @@ class Accelerated(Copied):
     model: Any
 
     def __init__(
-        self, model, drafter="ngram", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True,
+        self, model, drafter="auto", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True,
         compile=False, graphs=None,
     ):  # fmt: skip
         self.model, self.tokenizer = model, tokenizer
+        several = isinstance(drafter, (list, tuple))
+        named = [default_drafter(model) if each == "auto" else each for each in (drafter if several else [drafter])]
+        drafter = named if several else named[0]
         self._asked = (drafter, acceptance, levels, adaptive, probe, compile, graphs)
         self._made = (self._fits(), self._pair())
         self.last_stats: Any = None  # a Stats after the first call
@@ -317,6 +321,14 @@ class Speculative:
         output = call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
         self.last_stats = call.stats
         return output
+
+
+def default_drafter(model: Any) -> str:
+    """The drafter of a model for which none is given: the one that `visspec.json` in its folder names, or an included
+    one that is made for it, or "ngram".
+    """
+    folder = getattr(model, "name_or_path", None)
+    return (saving.drafter_of(folder) if folder else None) or zoo.included_drafter(model) or "ngram"
 
 
 def own_rule(acceptance: str | Acceptance) -> Any:

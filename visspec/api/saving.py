@@ -86,6 +86,12 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def drafter_of(folder: str | Path) -> str | None:
+    """The drafter that a model's folder names, as `zoo.drafter` takes it; None where it names none, or is none."""
+    root = Path(folder)
+    return _drafter(root, checkpoint.read_json(root, FILE).get("drafter")) if (root / FILE).is_file() else None
+
+
 # --- one entry, read --------------------------------------------------------------------------------------------------
 
 

@@ -251,6 +251,16 @@ def _drafter_of(spec: str, model: Any) -> str:
     return spec
 
 
+def included_drafter(model: Any, kind: str = "eagle") -> str | None:
+    """The included drafter of a kind that is made for a model, by its configuration; None where there is none."""
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        return None
+    own = (
+        name for name, (of, _, target, _) in SHIPPED.items() if of == kind and not _differs(CHECKPOINTS / target, model)
+    )
+    return next(own, None)
+
+
 def trained(name: str) -> Trained:
     """A preset of `visspec train drafter`. Raises ValueError for an unknown name."""
     return _pick(TRAINED, "preset", name)

@@ -18,7 +18,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="the large model that decides")
     parser.add_argument("--keep", type=positive, help="drafts that it reads (default: 3, or all if there are fewer)")
     parser.add_argument("--template", help="what it is asked, with {question} and {paths}")
-    parser.add_argument("--drafter", default="ngram", help="of all models: name with options")
+    parser.add_argument(
+        "--drafter", default="auto", help="of all models: name with options (default: each model's own, else ngram)"
+    )
     add_hardware(parser)
     parser.add_argument("--max-new-tokens", type=positive, default=128)
     parser.add_argument("--max-pixels", type=positive, default=64_000_000)

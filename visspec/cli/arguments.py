@@ -52,9 +52,7 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
 def add_captioning(parser: argparse.ArgumentParser) -> None:
     """The model that captions, its drafter and rule, and how it decodes."""
     parser.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
-    parser.add_argument(
-        "--drafter", help="name with options, or folder (default: vispec for the embedded model, else ngram)"
-    )
+    parser.add_argument("--drafter", help="name with options, or folder (default: the model's own, else ngram)")
     parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
     add_hardware(parser)
     parser.add_argument("--batch-size", type=positive, default=1)
@@ -87,6 +85,8 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
 def load(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
     """(model, processor, drafter name) of the vision-language model that `arguments` name."""
     from visspec.api import loading
+    from visspec.api.accelerate import default_drafter
 
     hardware = {name: getattr(arguments, name) for name in ("device", "dtype", "trust_remote_code")}
-    return *loading.load(arguments.model, **hardware), arguments.drafter or ("ngram" if arguments.model else "vispec")
+    model, processor = loading.load(arguments.model, **hardware)
+    return model, processor, arguments.drafter or default_drafter(model)

@@ -1,5 +1,5 @@
 """`visspec demo`: the embedded models at work. Captions of two worlds, stock and accelerated, the same words in less
-time, and pictures with the map of what was drafted.
+time, and pictures, plain and accelerated, the same codes in less time, with the map of what was drafted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
-PAINTERS = {  # with their drafters, under the rule `exact`, and what they draw
-    ("painter", "painter-eagle"): ("a photo of three stars", "a photo of a cross left of a ring"),
-    ("painter-emoji", "painter-emoji-eagle"): (
-        "a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground",
-    ),
-}  # fmt: skip
+PAINTERS = {  # and what they draw
+    "painter": ("a photo of three stars", "a photo of a cross left of a ring"),
+    "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
+}
+PRESET = "gumbel"  # the fastest of both painters that draws the pictures of plain decoding (docs/presets.md)
 FIRST = 500  # of the held-out scenes
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>visspec demo</title>
@@ -39,7 +38,7 @@ img{{width:192px;image-rendering:pixelated}}
 
 @dataclass
 class Section:
-    """What one world's captions came to."""
+    """What one world's captions, or all pictures, came to."""
 
     figures: list[str] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -53,7 +52,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Caption held-out scenes both ways, draw, print and write out/index.html. Returns 0 when all words are equal."""
+    """Caption held-out scenes both ways, draw both ways, print and write out/index.html. Returns 0 when all words and
+    pictures are equal.
+    """
     import torch
     from rich.console import Console
 
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     legend = " · ".join(
         f'<b style="color:{COLOURS[name]}">{html.escape(meaning)}</b>' for name, meaning in origins.items()
     )
-    picture, width = ("", 0) if arguments.world else drawn(out, console)
+    picture, width, alike = ("", 0, True) if arguments.world else drawn(out, console)
+    same = same and alike
     page = PAGE.format(legend=legend, captions="".join(parts), drawn=picture, width=width)
     (out / "index.html").write_text(page)
     console.print(f"page: {out / 'index.html'}")
@@ -136,25 +138,50 @@ def figure(image, pieces: list[tuple[str, str]], name: str) -> str:
     )
 
 
-def drawn(out: Path, console: Console) -> tuple[str, int]:
-    """Pictures of PAINTERS, each beside the map of its tokens' origins, in `out`/drawn.png: HTML, and its width."""
+def drawn(out: Path, console: Console) -> tuple[str, int, bool]:
+    """Pictures of PAINTERS, each beside the map of its tokens' origins, in `out`/drawn.png: HTML, width, and whether
+    they are those of plain decoding.
+    """
+    import torch
+    from rich.table import Table
+
+    from visspec.api import zoo
     from visspec.api.grid import grid
     from visspec.api.images import ImagePipeline
     from visspec.cli.generate import beside, save
     from visspec.eval.report.images import data_uri
+    from visspec.eval.speed.paired import geometric_mean, in_words
 
     pictures: list[Image.Image] = []
-    texts: list[str] = []
-    passes: list[str] = []
-    for (painter, drafter), prompts in PAINTERS.items():
-        made = ImagePipeline.from_pretrained(painter, drafter=drafter)(list(prompts), seed=0)
-        pictures += [beside(image, made, i) for i, image in enumerate(made.images)]
-        texts += prompts
-        passes.append(f"{painter} {made.stats[0].tau:.2f}")
-    page = grid(pictures, texts, columns=2)
+    section, view = Section(), Table("picture", "plain decoding", "visspec", "faster", "tau", "same picture")
+    for painter, prompts in PAINTERS.items():
+        fast = ImagePipeline.from_pretrained(painter, drafter=zoo.preset(PRESET, "codes").drafter)
+        plain = ImagePipeline(**fast.components | {"drafter": None})
+        for pipe in (plain, fast):
+            pipe.set_progress_bar_config(disable=True)
+            pipe(prompts[0], seed=0)
+        for i, prompt in enumerate(prompts):
+            start = time.perf_counter()
+            slow = plain(prompt, seed=i)
+            middle = time.perf_counter()
+            made = fast(prompt, seed=i)
+            end = time.perf_counter()
+            same = slow.images[0].tobytes() == made.images[0].tobytes()
+            section.equal += same
+            section.ratios.append((middle - start) / (end - middle))
+            pictures.append(beside(made.images[0], made, 0))
+            view.add_row(
+                f"{painter} {i + 1}", f"{1e3 * (middle - start):.0f} ms", f"{1e3 * (end - middle):.0f} ms",
+                f"{section.ratios[-1]:.2f}", f"{made.stats[0].tau:.2f}", "yes" if same else "NO",
+            )  # fmt: skip
+    console.print(view)
+    page = grid(pictures, [prompt for prompts in PAINTERS.values() for prompt in prompts], columns=2)
     save(page, out / "drawn.png")
-    summary = f"{len(texts)} pictures; tokens a pass: {', '.join(passes)}; exact: the pictures of plain decoding."
+    summary = (
+        f"{len(pictures)} pictures against plain decoding in the same loop on {torch.get_num_threads()} threads: "
+        f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {len(pictures)} the same picture."
+    )
     console.print(summary, f"pictures: {out / 'drawn.png'}")
     alt = "drawn shapes and animals, each beside a map of which of its tokens were drafted"
     picture = f'<p class="drawn"><img alt="{alt}" src="{data_uri(page, True)}"></p>'
-    return f"<p>{html.escape(summary)}</p>{picture}", page.width
+    return f"<p>{html.escape(summary)}</p>{picture}", page.width, section.equal == len(pictures)

@@ -287,8 +287,7 @@ def answerer(arguments, max_new_tokens: int) -> tuple[Callable[[Any, str], str],
     from visspec.api.captions import prepare
 
     model, processor = loading.load(arguments.model, device=arguments.device)
-    drafter = getattr(arguments, "drafter", None) or ("ngram" if arguments.model else "vispec")
-    fast = accelerate(model, drafter, tokenizer=processor.tokenizer)
+    fast = accelerate(model, getattr(arguments, "drafter", None) or "auto", tokenizer=processor.tokenizer)
 
     def answer(image: Any, question: str) -> str:
         if isinstance(image, list):

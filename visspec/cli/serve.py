@@ -19,9 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
     parser.add_argument("--image-model", help="also serve images/generations: shipped name (painter), folder or hub id")
-    parser.add_argument(
-        "--drafter", help="name with options, or folder (default: vispec for the embedded model, else ngram)"
-    )
+    parser.add_argument("--drafter", help="name with options, or folder (default: the model's own, else ngram)")
     parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
     add_hardware(parser)
     parser.add_argument("--slots", type=positive, default=8, help="answers written at once")

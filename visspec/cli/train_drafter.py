@@ -28,7 +28,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parallel", choices=["ddp", "fsdp"], help="under torchrun: whole weights in each process (ddp), or spread"
     )
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, if there is one")
+    parser.add_argument("--overwrite", action="store_true", help="train anew where --out holds a drafter already")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ FINALISTS = 3  # rows with the best predictions, which are measured
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
     parser.add_argument("--images", nargs="+", required=True, help="images, as `visspec caption` reads them")
-    parser.add_argument("--drafters", nargs="+", help="names or folders (default: ngram, and vispec for the embedded)")
+    parser.add_argument("--drafters", nargs="+", help="names or folders (default: ngram, and the model's own)")
     parser.add_argument("--lengths", nargs="+", type=positive, default=[1, 2, 3, 4, 6, 8], help="of drafts, in levels")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 4], help="sizes of batches")
     parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
@@ -133,7 +133,6 @@ def tune(
             for group in groups
         ]
 
-    arms = {PLAIN: accelerate(model, None)}
     if trees is not None:
         growing = [spec for spec in drafters if grows(spec, model)][:1]
         if not growing:
@@ -141,19 +140,26 @@ def tune(
         watched = ranks.measure(model, growing[0], grouped(images[:half], 1), seed, **options)
         ranks.write(trees, model, growing[0], watched)
         drafters = [*growing, *(spec for spec in drafters if spec not in growing)]
-    for spec in candidates(drafters[:1], model, trees) + candidates(drafters[1:], model):
-        arms[spec] = accelerate(model, spec, acceptance=acceptance, levels=max(lengths), adaptive=False)
+    specs = candidates(drafters[:1], model, trees) + candidates(drafters[1:], model)
+
+    def arms() -> dict[str, Accelerated]:
+        common: dict[str, Any] = {"acceptance": acceptance, "levels": max(lengths), "adaptive": False}
+        return {PLAIN: accelerate(model, None)} | {spec: accelerate(model, spec, **common) for spec in specs}
+
+    rules = {name: arm.rule for name, arm in arms().items()}  # refuses before work
     rows: list[dict[str, Any]] = []
+    firsts = {size: grouped(images[:half], size) for size in batches}
     checks = {size: grouped(images[half:], size) for size in batches}
+    left = {size: half % size + (len(images) - half) % size for size in batches}
     for size in batches:
-        seen = measured(arms, grouped(images[:half], size), size, lengths, passes, seed, options)
+        seen = measured(arms, firsts[size], checks[size][0], size, lengths, passes, seed, options)
         rows += [row for one in seen.values() for row in tuning.predicted(one, seen[PLAIN], seed)]
     for row in rows:
         row["acceptance"] = acceptance
     finalists = tuning.best(rows, PAYS, FINALISTS)
     sizes = {row["batch_size"] for row in finalists}
     asked = [row for row in rows if sweep or row in finalists or (row["levels"] == 0 and row["batch_size"] in sizes)]
-    check(model, asked, checks, options, seed)
+    check(model, asked, checks, {size: groups[0] for size, groups in firsts.items()}, options, seed)
     paying = [row for row in finalists if row["levels"] == 0 or row["measured_speedup"] >= PAYS]
     paying += [row for row in asked if row["levels"] == 0]
     choice = max(paying, key=lambda row: row["measured_images_per_second"])
@@ -161,9 +167,10 @@ def tune(
     record = {
         "bench": "tune", "choice": {name: choice[name] for name in (*tuning.KEPT, "batch_size")},
         "pays": choice["levels"] > 0, "best_predicted": max(drafting, default=1.0),
-        "guarantee": arms[choice["drafter"]].rule.traits.guarantee,
+        "guarantee": rules[choice["drafter"]].traits.guarantee,
         **{name: choice[name] for name in ("predicted_speedup", "predicted_ci95", "measured_speedup", "measured_ci95")},
-        "rows": rows, "n_prompts": half, "n_checked": len(images) - half, "seed": seed, "load": os.getloadavg()[0],
+        "rows": rows, "n_prompts": half, "n_checked": len(images) - half,
+        "left_over": {str(size): n for size, n in left.items() if n}, "seed": seed, "load": os.getloadavg()[0],
         "provenance": provenance(model, seed=seed), **options,
     }  # fmt: skip
     if sweep:
@@ -177,17 +184,22 @@ def tune(
 
 
 def measured(
-    arms: dict[str, Accelerated], inputs: Sequence[dict[str, Any]], size: int, lengths: Sequence[int], passes: int,
-    seed: int, options: dict[str, Any],
+    make: Callable[[], dict[str, Accelerated]], inputs: Sequence[dict[str, Any]], warm: dict[str, Any], size: int,
+    lengths: Sequence[int], passes: int, seed: int, options: dict[str, Any],
 ) -> dict[str, tuning.Observed]:  # fmt: skip
-    """Every arm on every batch, in an order that alternates, after a batch that warms up."""
-    seen = {name: tuning.Observed(name, size, [0] if name == PLAIN else list(lengths), []) for name in arms}
-    for number, batch in enumerate([inputs[0], *(batch for _ in range(passes) for batch in inputs)]):
-        for name in list(arms) if number % 2 else list(arms)[::-1]:
-            asked = (0,) if name == PLAIN else tuple(lengths)
-            found = tuning.observe(arms[name], batch, asked, seed + size * number, **options)
-            if number:
-                seen[name].batches.append(found)
+    """Every arm on every batch, in an order that alternates. Each pass has arms of its own, and a batch of other
+    images warms them up: a drafter that remembers earlier requests (`shared=true`) has seen no image before.
+    """
+    seen: dict[str, tuning.Observed] = {}
+    for done in range(0, passes * len(inputs), len(inputs)):
+        arms = make()
+        seen = seen or {n: tuning.Observed(n, size, [0] if n == PLAIN else list(lengths)) for n in arms}
+        for number, batch in enumerate([warm, *inputs]):
+            for name in list(arms) if number % 2 else list(arms)[::-1]:
+                asked = (0,) if name == PLAIN else tuple(lengths)
+                found = tuning.observe(arms[name], batch, asked, seed + size * (done + number), **options)
+                if number:
+                    seen[name].batches.append(found)
     return seen
 
 
@@ -195,14 +207,16 @@ def check(
     model: Any,
     rows: Sequence[dict[str, Any]],
     inputs: dict[int, list[dict[str, Any]]],
+    warm: dict[int, dict[str, Any]],
     options: dict[str, Any],
     seed: int,
 ) -> None:
-    """Measure rows against plain decoding of the same batches, and note it in them."""
+    """Measure rows against plain decoding of the same batches, and note it in them. warm: batches of other images."""
     for size in {row["batch_size"]: None for row in rows}:
         own = [row for row in rows if row["batch_size"] == size]
         arms = {str(i): OurArm(made(model, row), options, seed) for i, row in enumerate(own)}
-        runs, failures = paired.interleave(arms, list(enumerate(inputs[size])), warmup=1)
+        paired.interleave(arms, [(len(inputs[size]), warm[size])], warmup=0)
+        runs, failures = paired.interleave(arms, list(enumerate(inputs[size])), warmup=0)
         if failures:
             raise ValueError(f"images: got {failures[0]}, expected images that can be captioned")
         plain = runs[str(next(i for i, row in enumerate(own) if row["levels"] == 0))]
@@ -239,6 +253,8 @@ def verdict(record: dict[str, Any]) -> str:
 def table(record: dict[str, Any]) -> Table:
     """A rich table of the rows."""
     title = f"{record['n_prompts']} images measured, {record['n_checked']} checked; load {record['load']:.1f}"
+    for size, count in record["left_over"].items():
+        title += f"; batches of {size} leave out {count}"
     view = Table(
         title=title,
         caption="d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size",

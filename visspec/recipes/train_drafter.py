@@ -6,6 +6,7 @@ The command behind `visspec train drafter --target FOLDER --data DATA --out FOLD
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import fields
@@ -19,6 +20,7 @@ from visspec.accept.exact import Exact
 from visspec.api import loading as targets
 from visspec.api import requests, sources, zoo
 from visspec.api.captions import PROMPT, chat_text, moved, prepare
+from visspec.checkpoint import read_json
 from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
 from visspec.eval.report import training
 from visspec.models.drafters.eagle import FeatureDrafter
@@ -27,11 +29,12 @@ from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.provenance import provenance
 from visspec.recipes.drafter_presets import check_preset, focused, frequent, of_preset
 from visspec.recipes.workers import workers
-from visspec.train.loop import Alone, Plan, Trainer
+from visspec.train.loop import DRAFTER, PROGRESS, RUN, Alone, Plan, Trainer, checkpoint
 from visspec.train.validation import measure
 from visspec.types import Request
 
 STEP_ROWS, GROUP = 8, 8
+NETWORK = ("image_latents", "draft_vocab", "head_rank", "block", "layers")  # options of a drafter's network
 HELD_OUT = 0.05  # share of the data that only validates, at least one item
 
 
@@ -63,6 +66,28 @@ def items_of(data: str | Path) -> list[tuple[Any, str]]:
     if not items:
         raise ValueError(f"data: {path} holds no line, expected JSONL of {{image, prompt}}")
     return items
+
+
+def digest(items: list[tuple[Any, str]]) -> str:
+    """What tells data apart: the number of items, and a hash of names (or bytes) and requests, wherever they lie."""
+    found = hashlib.sha256()
+    for image, text in items:
+        found.update(image if isinstance(image, bytes) else repr(Path(image).name).encode())
+        found.update(repr(text).encode())
+    return f"{len(items)} items, sha256 {found.hexdigest()[:16]}"
+
+
+def check_out(out: Path, resume: bool, overwrite: bool) -> None:
+    """Raises ValueError unless a drafter can be written into a folder without loss of something else."""
+    saved, config = checkpoint(out), out / CONFIG
+    if config.exists() or any(out.glob("*.safetensors*")):
+        if not config.is_file() or "kind" not in read_json(out, CONFIG):
+            raise ValueError(f"out: got {out}, which holds another model, expected a folder of its own")
+    elif saved is None:
+        return
+    if not overwrite and not (resume and saved):
+        how = "--resume or --overwrite" if saved else "--overwrite"
+        raise ValueError(f"out: got {out}, which holds a drafter, expected a folder of its own or {how}")
 
 
 def opened(image: Any) -> Any:
@@ -124,6 +149,7 @@ def run(
     loss: str = "tv",
     seed: int = 0,
     resume: bool = False,
+    overwrite: bool = False,
     rows: int = 16,
     max_new_tokens: int = 256,
     image_latents: int | None = None,
@@ -143,16 +169,18 @@ def run(
     preset: a published drafter (`presets.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
     block, layers: places of a pass, and layers, of a preset that predicts several.
+    overwrite: a drafter that is in `out` already. Raises ValueError for a folder `out` of anything else, for one of a
+    drafter that is neither resumed nor overwritten, and for a run to resume with other data or settings.
 
     Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own.
     """
     unknown = sorted(set(plan) - {f.name for f in fields(Plan)})
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
-    asked = {"image_latents": image_latents, "draft_vocab": draft_vocab, "head_rank": head_rank, "block": block}
-    asked["layers"] = layers
-    asked = {name: value for name, value in asked.items() if value is not None}
+    given = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers)))
+    asked = {name: value for name, value in given.items() if value is not None}
     check_preset(preset, asked)
+    check_out(Path(out), resume, overwrite)
     items = items_of(data)
     several = workers(parallel, device)
     if several.world > 1 and device != "cpu":
@@ -170,7 +198,7 @@ def run(
     checks = Prompts(model, processor, validating[:rows], rows, max_new_tokens, seed + 1)
     sizes = {"batch": prompts.rows, "rows": min(prompts.rows, STEP_ROWS), "group": GROUP}
     sizes["validate_every"] = max(steps // 5, 1)
-    resumed = resume and (Path(out) / CONFIG).is_file()
+    resumed = resume and checkpoint(out) is not None
     options = Plan(**{"steps": steps, "loss": loss, "seed": seed, **sizes, **plan})
     if found is None:
         drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})
@@ -182,6 +210,10 @@ def run(
             target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
             drafter.keep(frequent(target_, prompts, drafter.config.draft_vocab, GROUP))
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
+    record["settings"] = {
+        "target": Path(target).name, "data": digest(items), "dtype": str(model.dtype), "preset": preset,
+        "max_new_tokens": max_new_tokens, **given,
+    }  # fmt: skip
     validate = Validation(model, drafter, lambda temperature: [checks(0, temperature)])
     return train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
 
@@ -226,8 +258,8 @@ def fresh_or_resumed(
     """
     sizes = {name: value for name, value in (draft or {}).items() if name not in zoo.SHAPE}
     shape = {name: value for name, value in (draft or {}).items() if name in zoo.SHAPE}
-    if resume and (Path(out) / CONFIG).is_file():
-        drafter = kind.from_pretrained(out, model, **sizes)
+    if resume and (saved := checkpoint(out)):
+        drafter = kind.from_pretrained(saved / DRAFTER, model, **sizes)
     else:
         drafter = kind.for_model(model, seed=seed, **options)
         drafter = kind(drafter.head, model, **sizes) if sizes else drafter
@@ -259,9 +291,11 @@ def train(
     """
     several = several or Alone()
     trainer = Trainer(target, drafter, rule or Exact(), prompts, plan, out, record, validate, several)
+    first = several.rank == 0
     if resume:
         trainer.resume()
-    first = several.rank == 0
+    elif first:
+        (Path(out) / RUN / PROGRESS).unlink(missing_ok=True)  # of the run that this one takes the place of
     with tqdm(total=plan.steps, initial=trainer.step, unit="step", mininterval=2.0, disable=not first) as bar:
 
         def report(entry: dict) -> None:

@@ -10,8 +10,9 @@ and data: its arguments are a target, a drafter with `head` (a module), `borrowe
 from __future__ import annotations
 
 import copy
-import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,15 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from visspec.checkpoint import read_json
+from visspec.files import replacing, write_json
 from visspec.train import losses
 from visspec.train.capture import Lesson, capture, split, to
 from visspec.types import Acceptance, Request, Target
 
-OPTIMISER, PROGRESS = "optimiser.safetensors", "progress.json"
+RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress.json", "provenance.json"
+DRAFTER = "drafter"  # the folder of its weights in a checkpoint
 POINTS = 200  # of the curve of a run
 
 
@@ -123,6 +128,7 @@ class Step(nn.Module):
 class Trainer:
     """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps.
 
+    provenance: of the drafter; its `settings` are what a run that is resumed has to share, beside the plan.
     workers: the processes of the run (default `Alone`); prompts are numbered over all of them, only the first writes.
     """
 
@@ -262,40 +268,74 @@ class Trainer:
         return progress | {"workers": self.workers.world, "validations": self.history, "curve": self.curve}
 
     def save(self) -> None:
-        """Save weights, configuration and provenance with the drafter, optimiser and progress in the folder `run`."""
+        """Save a checkpoint, the folder `run/step-N` with drafter and optimiser, then the drafter in the run's folder.
+
+        `run/progress.json` names the step and is replaced in one move once the checkpoint is whole: a run that ends
+        anywhere before it has the checkpoint that it had.
+        """
         self._gather()
         state = self.optimiser.state
         entries = [(f"{name}/{key}", value) for name, p in self._named() for key, value in state.get(p, {}).items()]
         tensors = {name: whole(value.detach()).contiguous() for name, value in entries}
         if self.workers.rank:
             return
-        progress = self.progress()
-        self.drafter.save_pretrained(self.folder, {**self.provenance, "training": progress})
-        (self.folder / "run").mkdir(exist_ok=True)
-        save_file(tensors, self.folder / "run" / OPTIMISER)
-        (self.folder / "run" / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")
+        progress, saved = self.progress(), self.folder / RUN / f"step-{self.step}"
+        try:
+            self.drafter.save_pretrained(saved / DRAFTER, {**self.provenance, "training": progress})
+            save_file(tensors, saved / OPTIMISER, {"step": str(self.step)})
+            for path in (saved / OPTIMISER, *(saved / DRAFTER).iterdir()):
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        except BaseException:
+            shutil.rmtree(saved, ignore_errors=True)  # a disk may be full
+            raise
+        write_json(self.folder / RUN / PROGRESS, progress)
+        for before in saved.parent.glob("step-*"):
+            if before != saved:
+                shutil.rmtree(before)
+        self._publish(saved)
+
+    def _publish(self, saved: Path) -> None:
+        """Copy the drafter of a checkpoint into the folder of the run, each file in one move."""
+        for path in sorted((saved / DRAFTER).iterdir()):
+            with replacing(self.folder / path.name) as draft:
+                shutil.copyfile(path, draft)
 
     def resume(self) -> bool:
-        """Continue the run in the folder, if there is one; the drafter must have its saved weights.
+        """Continue the run in the folder, if there is one; the drafter must have the weights of its `checkpoint`.
 
-        Raises ValueError if the run in the folder has another plan.
+        Raises ValueError if the run in the folder has another plan or other `settings` in its provenance, or if its
+        checkpoint has parts of several steps.
         """
-        file = self.folder / "run" / PROGRESS
-        if not file.is_file():
+        saved = checkpoint(self.folder)
+        if saved is None:
             return False
-        progress = json.loads(file.read_text())
-        planned = {"workers": progress.get("workers", 1), **progress["plan"]}
-        for name, value in {"workers": self.workers.world, **asdict(self.plan)}.items():
+        progress, record = read_json(self.folder / RUN, PROGRESS), read_json(saved / DRAFTER, PROVENANCE)
+        planned = {"workers": progress.get("workers", 1), **record.get("settings", {}), **progress["plan"]}
+        asked = {"workers": self.workers.world, **self.provenance.get("settings", {}), **asdict(self.plan)}
+        for name, value in asked.items():
             if planned.get(name) != value:
                 raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}")
-        tensors = load_file(self.folder / "run" / OPTIMISER)
+        with safe_open(saved / OPTIMISER, framework="pt") as file:
+            steps = {progress["step"], record["training"]["step"], int((file.metadata() or {}).get("step", -1))}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if len(steps) > 1:
+            raise ValueError(f"resume: got parts of the steps {sorted(steps)} in {saved}, expected those of one step")
         for name, p in self._named():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
             if entries:
                 self.optimiser.state[p] = {key: spread(value, p) for key, value in entries.items()}
         self.step, self.seconds, self.history = progress["step"], progress["seconds"], progress["validations"]
         self.curve = progress.get("curve", [])
+        if self.workers.rank == 0:
+            self._publish(saved)
         return True
+
+
+def checkpoint(folder: str | Path) -> Path | None:
+    """The folder of the last whole checkpoint of the run in a folder, with the one of its drafter; None without one."""
+    run = Path(folder) / RUN
+    return run / f"step-{read_json(run, PROGRESS).get('step')}" if (run / PROGRESS).is_file() else None
 
 
 def whole(value: Tensor) -> Tensor:
