@@ -524,13 +524,13 @@ def test_what_is_foretold_depends_on_points_of_the_way_alone():
 
 
 class Largest(TorchDispatchMode):
-    """Size of the largest tensor that is made under it."""
+    """Size of the largest tensor that is gathered under it."""
 
     size = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and not made._is_view():
+        if function is torch.ops.aten.index.Tensor:
             self.size = max(self.size, made.numel())
         return made
 

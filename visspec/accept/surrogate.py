@@ -7,7 +7,8 @@ Gaussians of the last step, a drafted value y is accepted with probability
 
 and after a rejection a value is drawn from the residual [Sigma p_0 - q_0]+, as the first of some candidates from p_0
 that is of it. Given the earlier noise, y is a draw from q_0, so with Sigma = 1 the result is an exact draw from p_0,
-for any number of candidates (`couplings.bounded`); Sigma, meant as the ratio of the earlier steps, makes it approximate.
+for any number of candidates (`couplings.bounded`); Sigma, meant as the ratio of the earlier steps, makes it only
+approximate.
 All in log space; where no candidate is of the residual, the first is taken, and counted (`Verdict.capped`).
 
 drift: number of tested nodes whose value is not the one that the same random numbers give with Sigma = 1, residual
