@@ -548,3 +548,42 @@ def test_a_pass_reads_no_more_of_the_forecast_than_its_window():
     with Largest() as made:
         denoise.proposals(steps, chains, index, numbers, None, index == width - 1, 0)
     assert 0 < made.size <= count * width * width
+
+
+# --- chains -----------------------------------------------------------------------------------------------------------
+
+
+def test_temperature_scales_both_bounds_of_the_deviations():
+    low, high = torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.0])
+    one = torch.ones(2)
+    for steps in (Steps(one, one, low, high), Steps(one, one, low, low)):
+        cold = steps.warmer(0.5)
+        assert cold.fixed == steps.fixed
+        for name in ("low", "high"):
+            torch.testing.assert_close(getattr(cold, name).exp(), getattr(steps, name).exp() / 2)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_the_last_step_alone_is_without_noise(noisy, learned):
+    low = torch.tensor([-1.0, -2.0, -3.0])
+    steps = Steps(torch.full((3,), 0.5), torch.ones(3), low, low + 1.0 if learned else low, noisy=noisy)
+    law = Denoising(lambda x, step, chains: (x + 1, torch.full_like(x, 0.25) if learned else None), steps, (5, 1), 2)
+    start, normal = torch.randn(5, 2), torch.randn(5, 3, 2)
+    path, x = law.sample(start, normal), start
+    for i in range(3):
+        mean = 0.5 * x + x + 1
+        x = mean + (low[i] + 0.25 * learned).exp() * normal[:, i] * (noisy or i < 2)
+        torch.testing.assert_close(path.mean[:, i], mean)
+        torch.testing.assert_close(path.points[:, i + 1], x)
+    torch.testing.assert_close(law.value(start, normal), x)
+
+
+def test_a_trajectory_ends_at_the_drafted_vector():
+    """And one that does not, or is not finite somewhere, is no law of it."""
+    points, mean, log_sigma = torch.randn(1, 5, 4, 2), torch.randn(1, 5, 3, 2), torch.randn(1, 5, 3, 1)
+    value, limits = points[:, :, -1].clone(), torch.empty(3, 2)
+    value[0, 1, 0] += 0.5
+    points[0, 2, 0, 1], mean[0, 3, 1, 0], log_sigma[0, 4, 2] = torch.inf, torch.nan, -torch.inf
+    _, lawful = Trajectory(points, mean, log_sigma).checked(value, limits)
+    assert lawful.tolist() == [[True, False, False, False, False]]
