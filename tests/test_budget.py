@@ -285,6 +285,15 @@ def test_it_is_not_recorded():
     assert torch.equal(found.next, plain.next) and torch.equal(found.drift, plain.drift)
 
 
+def test_a_leaf_keeps_its_law():
+    """Nothing is drafted below it, so there is no law that its mass could move to: not that of another node either."""
+    rule, (p, q) = bound(reach=99.0), (context_law(K, s)(()) for s in (1, 2))
+    draft = drafted(torch.tensor([[0, 1, 2, 3, 2]]), tree.static((-1, 0, 0, 1, 3)), q.expand(1, 5, K))
+    declared = rule.declare(draft, p.expand(1, 5, K), left(5.0))
+    moved = (declared.p[0] - p).abs().sum(-1) > 1e-3
+    assert moved.tolist() == [True, True, False, True, False] and float(declared.drift[0, 2]) == 0.0
+
+
 def test_grammar_ids_and_absent_nodes_move_nothing():
     rule, g = bound(vocab=K + 2, reach=9.0), torch.Generator().manual_seed(1)
     p = torch.softmax(torch.randn(1, 4, K + 2, generator=g), -1)

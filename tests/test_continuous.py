@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from visspec import tree as trees
 from visspec.accept import denoise
@@ -314,6 +315,45 @@ def test_the_published_ratio_is_exact_without_its_product():
     assert not failing(whitened) and float(state.meters["drift"].abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize(
+    "rule, p, q, weight",
+    [
+        (Surrogate(), (0.0, 1.0), (0.5, 1.0), 0.7),
+        (Surrogate(), (0.0, 1.0), (0.5, 1.3), 1.3),
+        (Surrogate(2), (0.0, 1.0), (1.0, 1.0), 1.5),
+        (Surrogate(1), (0.0, 1.0), (0.7, 1.2), 1.0),
+        (Legacy(8, stop=True), (0.0, 1.0), (0.5, 1.3), 1.3),
+        (Legacy(2, softness=1.0, stop=True), (0.0, 1.0), (1.0, 0.7), 0.7),
+    ],
+)
+def test_the_drift_of_the_published_ratio_is_a_bound(rule, p, q, weight):
+    """One number, two steps of laws that no point changes: TV by a histogram of the output, less its own noise."""
+    count, bins = 60_000, 30
+    value, zero, one = torch.tensor([[0.0, p[0]], [0.0, q[0]]]), torch.zeros(2), torch.ones(2)
+    laws = []
+    for mean, low in zip(value, (torch.tensor([1.0, p[1]]).log(), torch.tensor([weight, q[1]]).log())):
+        predict = lambda x, step, chains, mean=mean: (mean[step].expand(x.shape), None)  # noqa: E731
+        laws.append(Denoising(predict, Steps(zero, one, low, low), (count, 1), 1))
+    noise = Together(count, 2, 1, (1, rule.tries))
+    first = noise.numbers(1)
+    path = laws[1].sample(first.start, first.steps)
+    draft = trees.chain_draft(torch.zeros(count, 1), path.points[:, None, -1], Trajectory.chain([path]))
+    verdict = rule(draft, Scores(Denoising(laws[0].predict, laws[0].steps, (count, 2), 1)), noise)
+    kept = (verdict.length == 2)[:, None]
+    found = torch.where(kept, draft.value[:, 1], verdict.next)[:, 0]
+    edges = stats.norm.ppf(np.linspace(0, 1, bins + 1), *p)
+    variation = 0.5 * np.abs(np.histogram(found, edges)[0] / count - 1 / bins).sum()
+    drift, noise = float(verdict.drift.mean()), 0.5 * (bins / count) ** 0.5
+    assert drift == 0.0 and variation < 1.5 * noise if weight == 1.0 else variation - noise < drift < 3 * variation
+
+
+def test_what_stands_below_a_replaced_vector_is_not_metered():
+    """Zero on the meter would be a claim: the joint law is another."""
+    whitened, state = joint(Legacy, rows=2000, shift=0.5, softness=1.0)
+    assert failing(whitened) and "drift" not in state.meters and float(state.meters["displacement"].sum()) > 0
+    assert Legacy().traits.unmetered and not Legacy(stop=True).traits.unmetered and not Surrogate().traits.unmetered
+
+
 @pytest.mark.parametrize("name", CONTROLS)
 def test_published_shortcuts_fail(name):
     rule, options = CONTROLS[name]
@@ -481,3 +521,69 @@ def test_what_is_foretold_depends_on_points_of_the_way_alone():
     for one, two in zip(found, other):
         assert torch.equal(one, two)
     assert bool((found[2][0] == 0).all()) and bool((found[2][1:] > 0).all())
+
+
+class Largest(TorchDispatchMode):
+    """Size of the largest tensor that is gathered under it."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.index.Tensor:
+            self.size = max(self.size, made.numel())
+        return made
+
+
+def test_a_pass_reads_no_more_of_the_forecast_than_its_window():
+    """The coefficients of a whole window are 32 x 32 numbers a chain."""
+    count, steps, width = 40, schedule(60).steps, 2
+    denoise.forecast(steps)
+    zero = torch.zeros(count, dtype=torch.long)
+    chains = denoise.Chains(
+        zero, torch.zeros(count, 1), zero.bool(), torch.zeros(count, 1), zero, torch.zeros(count, 7), zero + width
+    )
+    numbers = Together(count, 60, 1).numbers(1)
+    index = torch.arange(width).expand(count, width)
+    with Largest() as made:
+        denoise.proposals(steps, chains, index, numbers, None, index == width - 1, 0)
+    assert 0 < made.size <= count * width * width
+
+
+# --- chains -----------------------------------------------------------------------------------------------------------
+
+
+def test_temperature_scales_both_bounds_of_the_deviations():
+    low, high = torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.0])
+    one = torch.ones(2)
+    for steps in (Steps(one, one, low, high), Steps(one, one, low, low)):
+        cold = steps.warmer(0.5)
+        assert cold.fixed == steps.fixed
+        for name in ("low", "high"):
+            torch.testing.assert_close(getattr(cold, name).exp(), getattr(steps, name).exp() / 2)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_the_last_step_alone_is_without_noise(noisy, learned):
+    low = torch.tensor([-1.0, -2.0, -3.0])
+    steps = Steps(torch.full((3,), 0.5), torch.ones(3), low, low + 1.0 if learned else low, noisy=noisy)
+    law = Denoising(lambda x, step, chains: (x + 1, torch.full_like(x, 0.25) if learned else None), steps, (5, 1), 2)
+    start, normal = torch.randn(5, 2), torch.randn(5, 3, 2)
+    path, x = law.sample(start, normal), start
+    for i in range(3):
+        mean = 0.5 * x + x + 1
+        x = mean + (low[i] + 0.25 * learned).exp() * normal[:, i] * (noisy or i < 2)
+        torch.testing.assert_close(path.mean[:, i], mean)
+        torch.testing.assert_close(path.points[:, i + 1], x)
+    torch.testing.assert_close(law.value(start, normal), x)
+
+
+def test_a_trajectory_ends_at_the_drafted_vector():
+    """And one that does not, or is not finite somewhere, is no law of it."""
+    points, mean, log_sigma = torch.randn(1, 5, 4, 2), torch.randn(1, 5, 3, 2), torch.randn(1, 5, 3, 1)
+    value, limits = points[:, :, -1].clone(), torch.empty(3, 2)
+    value[0, 1, 0] += 0.5
+    points[0, 2, 0, 1], mean[0, 3, 1, 0], log_sigma[0, 4, 2] = torch.inf, torch.nan, -torch.inf
+    _, lawful = Trajectory(points, mean, log_sigma).checked(value, limits)
+    assert lawful.tolist() == [[True, False, False, False, False]]

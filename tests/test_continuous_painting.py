@@ -141,7 +141,10 @@ def test_a_preset_draws(pipe, small, name):
     drafts = "none" if preset.drafter == "none" else drafter(small, pipe, levels=2)
     out = drawn(pipe, PROMPTS[:2], drafter=drafts, acceptance=preset.acceptance)
     assert all(bool(tokens.isfinite().all()) for tokens in out.tokens)
-    assert (out.stats[0].guarantee == "approximate") == ("drift" in pipe.last_state.meters)
+    stats = out.stats[0]
+    metered = stats.guarantee == "approximate" and name != "legacy"
+    assert metered == ("drift" in pipe.last_state.meters) and (stats.drift_per_token is None) == (name == "legacy")
+    assert ("drift per token not measured (vectors are judged" in str(stats)) == (name == "legacy")
 
 
 def test_callbacks_see_vectors(pipe):

@@ -105,6 +105,19 @@ def test_windows_of_known_laws_are_all_kept(rule, redraw):
         assert all(a + b >= width + 2 for a, b in itertools.pairwise(gained[:-1])) and min(gained) < width
 
 
+class Lawless(TableDrafter):
+    """The same token always, from no law."""
+
+    def drawn(self, logits_BV, state, level):
+        return torch.zeros_like(logits_BV[:, 0], dtype=torch.long), Categorical(p=torch.full_like(logits_BV, torch.nan))
+
+
+def test_a_draft_without_a_law_is_not_judged():
+    """A rule would take NaN or zero for its law, and keep it whatever the target says."""
+    state = decoded(TableTarget(SHARP), Lawless(SHARP), Rejection(), 20, LONG)
+    assert int(state.refused) > 0 and {word for row in state.trace.origin for word in row} == {"plain"}
+
+
 # Controls: errors of the past and near them. Each must be seen.
 
 

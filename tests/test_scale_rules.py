@@ -4,6 +4,7 @@ Toy: below the pending scale, A has one code, B two, C one, of V = 3 ids; each s
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -240,3 +241,18 @@ def test_drafts_are_checked():
     assert lawful.tolist() == [[True, False, True]], "padding is not judged"
     with pytest.raises(ValueError, match=r"q: got shapes"):
         Maps(logits[..., :2], torch.tensor([[1, 1, 2]])).checked(safe, limits)
+
+
+@pytest.mark.parametrize("point", [True, False])
+def test_an_absent_scale_is_not_judged(point):
+    """Coins that keep any code: what stands at a node that is not real changes nothing, and is never accepted."""
+    numbers = torch.full((1, 3, WIDE, 3), 0.5, dtype=torch.float64)
+    numbers[..., 0] = 0.0
+    real, found = torch.tensor([[True, False, True]]), []
+    for a in every(0):
+        draft = replace(draft_of(a, (1, 2), 1, point), real=real)
+        scores = type("S", (), {"law": after((0,), (1, 2), 1)})
+        verdict = rules.Repaired()(draft, scores, Given(numbers))
+        assert verdict.length.tolist() == [1]
+        found.append(verdict.next)
+    assert all(torch.equal(found[0], other) for other in found)

@@ -133,6 +133,9 @@ def test_dynamic_rope_counts_each_row_alone():
     model = llama(max_position_embeddings=16, rope_parameters=rope)
     quick = visspec.accelerate(model, "ngram", adaptive=False)
     entries = [{"input_ids": torch.arange(5, 5 + n)[None], "max_new_tokens": 12} for n in (4, 14, 20, 9)]
+    for entry, pad in zip(entries, (3, 0, 2, 5)):  # a prompt may come with padding: the second and fourth are as long
+        entry["input_ids"] = torch.nn.functional.pad(entry["input_ids"], (pad, 0), value=1)
+        entry["attention_mask"] = (torch.arange(entry["input_ids"].shape[1]) >= pad).long()[None]
     assert together(quick, entries) == alone(quick, entries)
 
 

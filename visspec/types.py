@@ -110,7 +110,7 @@ class Verdict:
     path: Tensor  # (B, D)
     length: Tensor  # (B,) nodes on the path, node 0 included
     next: Tensor  # (B, *X) bonus, residual or repaired value: the next pending node
-    drift: Tensor | None = None  # (B,) estimate of this round's total variation; None for exact rules
+    drift: Tensor | None = None  # (B,) estimate or bound of this round's total variation; None: exact, or not measured
     displacement: Tensor | None = None  # (B,) expected latent distance to the exact rule's result, summed
     capped: Tensor | None = None  # (B,) number of residuals that were not drawn as the rule says
     values: Tensor | None = None  # (B, N, *X) values in place of the drafted ones, of rules that keep what follows them
@@ -432,6 +432,7 @@ class RuleTraits:
     whole_images: bool = False  # can verify all positions of a drafted image at once
     law: type[Law] = Categorical  # of the nodes it verifies
     remembers: bool = False  # its verdict depends on earlier rounds, by its noise
+    unmetered: str = ""  # of a rule that reports no drift though it is approximate: why, in words
 
 
 class Acceptance:

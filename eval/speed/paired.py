@@ -25,7 +25,7 @@ class Run:
     first: float = 0.0  # seconds until the first token (preparation, vision tower, prefill)
     stages: dict[str, float] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
-    drift: float = 0.0  # per token
+    drift: float | None = 0.0  # per token; None if it is not measured
     origin: list[list[str]] = field(default_factory=list)  # per row: the origin of each token (`types.Trace`)
     prompt: int = -1  # index of the prompt; set by `interleave`
 
@@ -135,6 +135,12 @@ def tau(runs: Sequence[Run]) -> dict[str, Any]:
         "tau_macro": sum(macro) / max(len(macro), 1),
         "nfe": sum(len(r.rounds) + 1 for r in runs) / max(len(runs), 1),
     }
+
+
+def drift(runs: Sequence[Run]) -> float | None:
+    """The mean drift per token; None if it was not measured."""
+    known = [run.drift for run in runs if run.drift is not None]
+    return sum(known) / max(len(known), 1) if len(known) == len(runs) else None
 
 
 def ideal(plain: Sequence[Run], fast: Sequence[Run]) -> dict[str, Any]:

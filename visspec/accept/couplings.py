@@ -43,16 +43,32 @@ def bounded(
     with probability 1 - TV - TV (1 - TV)^K.
     """
     draws = mean[..., None, :] + log_sigma.exp()[..., None, :] * candidates
+    ratio, ratios = log_ratios(point, draws, other, log_other, mean, log_sigma)
+    same, taken = selected(coin <= ratio, chances <= ratios)
+    return candidate(draws, taken), same
+
+
+def log_ratios(
+    point: Tensor, draws: Tensor, other: Tensor, log_other: Tensor, mean: Tensor, log_sigma: Tensor
+) -> tuple[Tensor, Tensor]:
+    """log p/q of the point (...) and log q/p of the candidates (..., K), p = N(mean, exp(log_sigma)^2), q likewise."""
     ratio = log_density(point, mean, log_sigma) - log_density(point, other, log_other)
     ratios = log_density(draws, other[..., None, :], log_other[..., None, :])
-    ratios = ratios - log_density(draws, mean[..., None, :], log_sigma[..., None, :])
-    overlap, overlaps = coin <= ratio, chances <= ratios  # (...), (..., K)
+    return ratio, ratios - log_density(draws, mean[..., None, :], log_sigma[..., None, :])
+
+
+def selected(overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether the point is kept, and the index of the candidate in its place (...), by which of them are of the overlap
+    of their two laws: the point (...), the candidates (..., K).
+    """
     first = overlaps.long().cumprod(dim=-1).sum(dim=-1)  # candidates of the overlap before the first of the residual
     count = overlaps.shape[-1]
-    same = overlap & (first != count - 1)
-    taken = torch.where(first == count, 0, first)
-    index = taken[..., None, None].expand(*taken.shape, 1, draws.shape[-1])
-    return draws.gather(-2, index)[..., 0, :], same
+    return overlap & (first != count - 1), torch.where(first == count, 0, first)
+
+
+def candidate(draws: Tensor, index: Tensor) -> Tensor:
+    """The candidate (..., d) of that index (...) among draws (..., K, d)."""
+    return draws.gather(-2, index[..., None, None].expand(*index.shape, 1, draws.shape[-1]))[..., 0, :]
 
 
 def log_density(x: Tensor, mean: Tensor, log_sigma: Tensor) -> Tensor:

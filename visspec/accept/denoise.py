@@ -257,9 +257,9 @@ def proposals(
     normal, sigma = at_steps(numbers.steps, index), log_sigma.exp()
     ahead, width = forecast(steps), index.shape[1]
     at = chains.spread, index[:, 0]
-    of_x, of_mean = ahead.point[at][:, :width, None], ahead.mean[at][:, :width, None]
+    of_x, of_mean = ahead.point[..., :width, None][at], ahead.mean[..., :width, None][at]
     points = torch.addcmul(of_x * chains.x[:, None], of_mean, chains.mean[:, None])
-    points = torch.baddbmm(points, ahead.noise[at][:, :width, :width], sigma * normal)
+    points = torch.baddbmm(points, ahead.noise[..., :width, :width][at], sigma * normal)
     away = Proposals(points, normal, points - sigma * normal, log_sigma, torch.zeros_like(index, dtype=torch.bool))
     if drafted is None:
         return away

@@ -5,7 +5,10 @@ and residual alike; squared distances are divided by 42 in the acceptance alone,
 nodes that follow a rejected one are kept, drafted from a value that is no longer there; and where 100 candidates of a
 residual fail, the vector is all zeros. (It draws no vector after a full path, as we do for every rule.)
 
-What stands in the target's cache for a replaced vector is the drafted one: the published target keeps no cache.
+What stands in the target's cache for a replaced vector is the drafted one: the published target keeps no cache. So what
+is judged below a replaced vector, in its round and in all later ones, is off by an amount that only more passes could
+tell: no drift is reported, except with `stop` (`surrogate`). The displacement is of each vector below those that it was
+judged by.
 """
 
 from __future__ import annotations
@@ -33,15 +36,17 @@ class Legacy(Surrogate):
         if softness <= 0:
             raise ValueError(f"softness: got {softness}, expected a positive number")
         self.softness, self.stop = softness, stop
+        if not stop:
+            self.traits = replace(self.traits, unmetered="vectors are judged below drafted ones that were replaced")
 
-    def ratio(self, log_product: Tensor, half_p: Tensor, half_q: Tensor, log_scale: Tensor) -> Tensor:
-        return -log_product + log_scale + (half_q - half_p) / self.softness
+    def weighed(self, ratio: Tensor, ratios: Tensor, log_product: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+        return (ratio - log_scale) / self.softness + log_scale - log_product, ratios + log_product[:, None]
 
-    def weight(self, log_product: Tensor) -> Tensor:
-        return -log_product
+    def selected(self, overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
+        return overlap, (~overlaps).long().argmax(dim=-1)  # the first of the residual
 
-    def replacement(self, own: Tensor) -> Tensor:
-        return torch.zeros_like(own)
+    def replacement(self, drawn: Tensor, missed: Tensor) -> Tensor:
+        return drawn.masked_fill(missed[:, None], 0.0)
 
     def verdict(
         self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor, moved: Tensor, missed: Tensor
@@ -53,5 +58,5 @@ class Legacy(Surrogate):
         following = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)  # a drafted node comes next
         kept = followed(draft, ends, following.flatten())
         values = torch.cat([draft.value[:, :1], ends.view(*shape, -1)[:, : size - 1]], dim=1)
-        drift, moved, missed = (part.view(shape).sum(dim=1) for part in (drift, moved, missed))
-        return replace(kept, drift=drift, displacement=moved, capped=missed, values=values)
+        moved, missed = (part.view(shape).sum(dim=1) for part in (moved, missed))
+        return replace(kept, displacement=moved, capped=missed, values=values)

@@ -14,6 +14,7 @@ draft at a node the two are equal, and acceptance = (1 - TV(p, q)) + TV(output, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class Rejection(Acceptance):
         return {"mass": self.mass(draft, p_BNV)}
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
-        return Exact()(draft, scores, None)
+        verdict = Exact()(draft, scores, None)
+        return replace(verdict, drift=torch.zeros_like(verdict.length, dtype=torch.float)) if self.relaxed else verdict
 
     def __call__(self, draft: Draft, scores: Scores, noise: Coins | None) -> Verdict:
         if noise is None:

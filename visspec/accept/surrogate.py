@@ -5,13 +5,16 @@ Gaussians of the last step, a drafted value y is accepted with probability
 
     min(1, Sigma p_0(y) / q_0(y)),    Sigma = prod over the earlier steps and dimensions of sigma_q / sigma_p,
 
-and after a rejection a value is drawn from the residual [Sigma p_0 - q_0]+ by rejection sampling. The target's end of
-the shared noise is an exact draw, and with Sigma = 1 so is the result; Sigma, meant as the ratio of the earlier steps,
-makes it approximate. All in log space; where no candidate of a residual is accepted, the target's own end is taken,
-which is exact, and counted (`Verdict.capped`).
+and after a rejection a value is drawn from the residual [Sigma p_0 - q_0]+, as the first of some candidates from p_0
+that is of it. Given the earlier noise, y is a draw from q_0, so with Sigma = 1 the result is an exact draw from p_0,
+for any number of candidates (`couplings.bounded`); Sigma, meant as the ratio of the earlier steps, makes it only
+approximate.
+All in log space; where no candidate is of the residual, the first is taken, and counted (`Verdict.capped`).
 
-drift: |f - f*| summed over the tested nodes, f* the acceptance with Sigma = 1. displacement: distance between the
-result and the target's own end of the same noise, an upper bound of the Wasserstein distance of the two laws.
+drift: number of tested nodes whose value is not the one that the same random numbers give with Sigma = 1, residual
+included. A node's expected count is the probability that a coupling of its law with the target's differs, so the
+expected sum is an upper bound of the total variation of the output. displacement: distance between the result and the
+target's own end of the same noise, an upper bound of the Wasserstein distance of a node's two laws.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from visspec.accept import denoise
 from visspec.accept.coupled import followed
-from visspec.accept.couplings import half_square
+from visspec.accept.couplings import candidate, log_ratios, selected
 from visspec.laws import Denoising, denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
@@ -47,21 +50,21 @@ class Surrogate(Acceptance):
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Normals:
         return Normals(generators, *self.capabilities.chains, (1, self.tries))
 
-    def ratio(self, log_product: Tensor, half_p: Tensor, half_q: Tensor, log_scale: Tensor) -> Tensor:
-        """log of the acceptance probability, before it is capped at 1; all (M,).
+    def weighed(self, ratio: Tensor, ratios: Tensor, log_product: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """log of the acceptance probability, before it is capped at 1 (M,), and of q_0's share in Sigma p_0 (M, K).
 
-        log_product: of sigma_q / sigma_p over the earlier steps. half_p, half_q: half squared distances of the value
-        from the means of p_0 and q_0, in deviations. log_scale: of the last deviations' ratio, q over p.
+        ratio: log p_0/q_0 of the drafted value. ratios: log q_0/p_0 of the candidates. log_product: log Sigma.
+        log_scale: of the last deviations' ratio, q over p.
         """
-        return log_product + log_scale + half_q - half_p
+        return ratio + log_product, ratios - log_product[:, None]
 
-    def weight(self, log_product: Tensor) -> Tensor:
-        """log Sigma as the residual has it."""
-        return log_product
+    def selected(self, overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
+        """As `couplings.selected`, by the above."""
+        return selected(overlap, overlaps)
 
-    def replacement(self, own: Tensor) -> Tensor:
-        """Values (M, d) where no candidate of the residual was accepted; `own` are the target's ends."""
-        return own
+    def replacement(self, drawn: Tensor, missed: Tensor) -> Tensor:
+        """Values (M, d) after a rejection. missed (M,): no candidate was of the residual, and `drawn` has the first."""
+        return drawn
 
     def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
         assert noise is not None
@@ -69,7 +72,8 @@ class Surrogate(Acceptance):
         numbers, drafted = noise.numbers(nodes), denoise.below(draft)
         if drafted is None:
             own = law.value(numbers.start, numbers.steps)
-            return followed(draft, own, torch.zeros_like(own[:, 0], dtype=torch.bool))
+            none = torch.zeros_like(own[:, 0], dtype=torch.bool)
+            return self.verdict(draft, own, none, none.float(), none.float(), none)
         there, y = drafted.there, drafted.points[:, -1]
         shared = (drafted.points[:, 1:] - drafted.mean) * (-drafted.log_sigma).exp()
         path = law.sample(
@@ -79,22 +83,20 @@ class Surrogate(Acceptance):
         own = path.points[:, -1]
         log_q, log_p = (part.log_sigma.expand_as(part.mean) for part in (drafted, path))
         log_scales = (log_q - log_p).sum(dim=2)  # (M, S)
-        log_product, log_scale = log_scales[:, :-1].sum(dim=1), log_scales[:, -1]
-        last_p, last_q = (path.mean[:, -1], log_p[:, -1]), (drafted.mean[:, -1], log_q[:, -1])
-        half_p, half_q = half_square(y, *last_p), half_square(y, *last_q)
-        log_f, exact = self.ratio(log_product, half_p, half_q, log_scale), log_scale + half_q - half_p
-        accepted = (numbers.coins[:, -1, 0] <= log_f) & there
-        (mean_p, sigma_p), (mean_q, sigma_q) = ([part[:, None] for part in last] for last in (last_p, last_q))
-        candidates = torch.addcmul(mean_p, sigma_p.exp(), numbers.candidates[:, 0])
-        log_share = half_square(candidates, mean_p, sigma_p) - half_square(candidates, mean_q, sigma_q)
-        log_share = log_share - log_scale[:, None] - self.weight(log_product)[:, None]  # of q_0 in Sigma p_0
-        taken = numbers.chances[:, 0].exp() < 1 - log_share.exp()
-        first = taken.long().argmax(dim=1)[:, None, None].expand(-1, 1, law.size)
-        found = taken.any(dim=1)
-        drawn = torch.where(found[:, None], candidates.gather(1, first)[:, 0], self.replacement(own))
-        ends = torch.where(accepted[:, None], y, torch.where(there[:, None], drawn, own))
-        drift = (log_f.clamp(max=0).exp() - exact.clamp(max=0).exp()).abs() * there
-        return self.verdict(draft, ends, accepted, drift, (ends - own).norm(dim=-1) * there, ~found & there & ~accepted)
+        last_q, last_p = (drafted.mean[:, -1], log_q[:, -1]), (path.mean[:, -1], log_p[:, -1])
+        mean_p, log_sigma = (part[:, None] for part in last_p)
+        draws = torch.addcmul(mean_p, log_sigma.exp(), numbers.candidates[:, 0])
+        coin, chances = numbers.coins[:, -1, 0], numbers.chances[:, 0]
+        ratio, ratios = log_ratios(y, draws, *last_q, *last_p)
+        log_f, log_shares = self.weighed(ratio, ratios, log_scales[:, :-1].sum(dim=1), log_scales[:, -1])
+        overlaps = chances <= log_shares
+        kept, taken = self.selected(coin <= log_f, overlaps)
+        missed = ~kept & overlaps.all(dim=1) & there
+        ends = torch.where(kept[:, None], y, self.replacement(candidate(draws, taken), missed))
+        same, index = selected(coin <= ratio, chances <= ratios)
+        drift = (ends != torch.where(same[:, None], y, candidate(draws, index))).any(dim=1) & there
+        ends = torch.where(there[:, None], ends, own)
+        return self.verdict(draft, ends, kept & there, drift.float(), (ends - own).norm(dim=1) * there, missed)
 
     def verdict(
         self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor, moved: Tensor, missed: Tensor

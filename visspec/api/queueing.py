@@ -144,7 +144,7 @@ class Builder:
 
     def kind(self, request: Request) -> Hashable:
         """What requests share that can be prefilled together: the shapes of pixels, other arguments, temperature and
-        cuts, and the length of the prompt if the target can't pad.
+        cuts, and the length of the prompt and its own padding if the target can't pad.
         """
         length = request.prompt.shape[1]
         shapes = [
@@ -154,7 +154,10 @@ class Builder:
             for name, value in request.inputs.items()
         ]
         sampling = replace(request.sampling, processors=())
-        return frozenset(shapes), sampling, None if self.pairing.target.pads else length
+        if self.pairing.target.pads:
+            return frozenset(shapes), sampling
+        mask = request.inputs.get("attention_mask")
+        return frozenset(shapes), sampling, length, None if mask is None else tuple(mask.flatten().tolist())
 
     def together(self, group: Sequence[Request]) -> Request:
         """One request with a row for each: ids and masks padded on the left, pixels behind one another."""

@@ -41,7 +41,10 @@ ACCEPTANCE = {
         "vectors: denoising chains coupled step by step with the drafter's; exact; several steps in a pass",
     ),
     "surrogate": ("visspec.accept.surrogate:Surrogate", "vectors: the published ratio (CSpD); drift is measured"),
-    "legacy": ("visspec.accept.legacy:Legacy", "vectors: the published code of CSpD, for comparison only"),
+    "legacy": (
+        "visspec.accept.legacy:Legacy",
+        "vectors: the published code of CSpD, for comparison only; drift is not measured",
+    ),
     "scales": ("visspec.accept.scales:Scales", "scales of codes; exact, code for code as plain decoding draws them"),
     "repaired": (
         "visspec.accept.scales:Repaired",

@@ -213,7 +213,7 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
         "over_plain_ci95": over["speedup_ci95"],
         "plain_over_transformers": without["speedup"],
         "plain_over_transformers_ci95": without["speedup_ci95"],
-        "drift_per_token": sum(r.drift for r in ours) / count,
+        "drift_per_token": speed.drift(ours),
         "time_s": {name: sum(r.stages.get(name, 0.0) for r in ours) for name in sorted(names)},
         "tokens_per_prompt": sum(r.count for r in ours) / count,
         "baselines": baselines,

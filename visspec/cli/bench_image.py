@@ -260,7 +260,7 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     maps = [accepted(m, arm.whole) for out in arm.outputs[-len(found) :] for m in out.maps]
     share, tried = mean_map(maps)
     same = speed.compare(plain, found)
-    guarantee = arm.outputs[-1].stats[0].guarantee
+    stats = arm.outputs[-1].stats[0]
     reach = [entry for run in found for entry in run.rounds]
     traces = [trace for out in arm.outputs[-len(found) :] for trace in out.traces]
     tokens = max(sum(run.count for run in found), 1)
@@ -269,7 +269,7 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     calls = {f"{name}_calls": sum(trace.calls[name] for trace in traces) / tokens for name in HEAD_CALLS}
     return {
         "name": name, **arm.method, "order": arm.method["order"] or "raster",
-        "guarantee": guarantee, "promises_tokens": arm.promise,
+        "guarantee": stats.guarantee, "promises_tokens": arm.promise,
         "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
         **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
         "nfe_reduction_ci95": list(speed.bootstrap(saved)), "family": None, "setting": None,
@@ -278,7 +278,7 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
         "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"],
         "acceptance_by_depth": acceptance_by_depth(reach), "reached_by_depth": [n for n in by_depth(reach)[0] if n],
         "acceptance_map": share, "acceptance_map_n": tried,
-        "drift_per_token": sum(r.drift for r in found) / max(len(found), 1),
+        "drift_per_token": speed.drift(found), "unmetered": stats.unmetered,
         "latent_displacement": float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None,
         "time_s": {k: sum(r.stages.get(k, 0.0) for r in found) for k in sorted({k for r in found for k in r.stages})},
         **{k: v for k, v in speed.ideal(plain, found).items() if k != "gap"},

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from visspec.loop.stats import drift_said
+
 HEAD_COLUMN = "head calls / token"  # beside NFE, where there are any
 SPEED = ("method", "NFE", "fewer by", "ms / NFE", "over stock", "95 %")
 QUALITY = ("method", "GenEval", "FD", "drift / token", "displacement", "guarantee")
@@ -35,6 +37,11 @@ def table(record: dict[str, Any], heads: Sequence[str] = HEADS) -> Table:
     for head in heads:
         said = "over plain" if head == "over stock" and not record["stock"] else head.replace(" / ", " /\n")
         view.add_column(said, justify="left" if head in LEFT else "right", no_wrap=head != "guarantee")
+    if "drift / token" in heads:
+        said = [
+            f"{line['name']}: drift not measured, {why}" for line in record["rows"] if (why := line.get("unmetered"))
+        ]
+        view.caption = "\n".join(said) or None
     for cells in _lines(record):
         view.add_row(*(cells.get(head, "") for head in heads))
     return view
@@ -63,8 +70,9 @@ def _lines(record: dict[str, Any]) -> Iterator[dict[str, str]]:
                      "95 %": f"{low:.2f}..{high:.2f}"}  # fmt: skip
         yield timed | {
             "method": line["name"], "NFE": f"{line['nfe']:.1f}", "fewer by": f"{line['nfe_reduction']:.2f}",
-            HEAD_COLUMN: f"{line.get('head_calls', 0.0):.1f}", "drift / token": f"{line['drift_per_token']:.4f}",
-            "displacement": "not measured" if far is None else f"{far:.4f}", "guarantee": line["guarantee"],
+            HEAD_COLUMN: f"{line.get('head_calls', 0.0):.1f}",
+            "drift / token": drift_said(line["drift_per_token"]).replace(" ", "\n"),
+            "displacement": "not\nmeasured" if far is None else f"{far:.4f}", "guarantee": line["guarantee"],
             "GenEval": f"{line['geneval']:.3f}" if line.get("geneval") is not None else "",
             "FD": f"{line['fd']:.3f}" if line.get("fd") is not None else "",
         }  # fmt: skip

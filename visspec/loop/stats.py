@@ -33,11 +33,12 @@ class Stats:
     drafter: str
     acceptance: str
     order: str  # order of generation
-    drift_per_token: float
+    drift_per_token: float | None  # None if it is not measured
     displacement_per_token: float | None  # in the codebook's space; None if the rule doesn't measure it
     faults: int
     gave_up: int
     declared: str = ""  # the law of the declared target, in words
+    unmetered: str = ""  # why the drift is not measured, in words
     pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
 
     @classmethod
@@ -47,9 +48,7 @@ class Stats:
         passes = sum(len(r.gained) for r in trace.rounds)
         gained = sum(sum(r.gained) for r in trace.rounds)
         tokens = sum(map(len, state.tokens))
-        drift = float(state.meters["drift"].sum()) if "drift" in state.meters else 0.0
-        far = state.meters.get("displacement")
-        unmeasured = None if pairing.guarantee == "approximate" else 0.0
+        drift, far = (measured(state, name, pairing.guarantee) for name in ("drift", "displacement"))
         return cls(
             tokens=tokens,
             rounds=len(trace.rounds),
@@ -60,23 +59,25 @@ class Stats:
             guarantee=pairing.guarantee,
             drafter=pairing.name,
             acceptance=type(pairing.rule.inner).__name__,
-            drift_per_token=drift / max(tokens, 1),
-            displacement_per_token=unmeasured if far is None else float(far.sum()) / max(tokens, 1),
+            drift_per_token=None if drift is None else drift / max(tokens, 1),
+            displacement_per_token=None if far is None else far / max(tokens, 1),
             order=type(pairing.order).__name__.lower(),
             faults=trace.faults,
             gave_up=trace.gave_up,
             declared=pairing.target.capabilities.declared,
+            unmetered=pairing.rule.traits.unmetered,
             pieces=[text_pieces(tokenizer, row, origin) for row, origin in zip(state.tokens, trace.origin)],
         )
 
     def __str__(self) -> str:
         declared = f" ({self.declared})" if self.declared else ""
+        drift = drift_said(self.drift_per_token, self.unmetered)
         depth = " ".join(f"{a:.2f}" for a in self.acceptance_by_depth) or "-"
         spent = "  ".join(f"{k} {1e3 * v:.1f}" for k, v in self.times.items())
         lines = [
             f"{self.tokens} tokens in {self.rounds} rounds of drafter {self.drafter!r}: tau {self.tau:.2f} "
             f"(without bonus {self.tau_without_bonus:.2f})",
-            f"guarantee: {self.guarantee}{declared}; drift per token {self.drift_per_token:.4f}",
+            f"guarantee: {self.guarantee}{declared}; drift per token {drift}",
             f"accepted / reached by depth: {depth}",
             f"milliseconds: {spent}",
         ]
@@ -90,6 +91,18 @@ class Stats:
         legend = " · ".join(f'<b style="color:{COLOURS[o]}">{MEANING[o]}</b>' for o in COLOURS)
         rows = "".join(f"<p>{coloured(row)}</p>" for row in self.pieces)
         return f'<div style="font-family:sans-serif">{rows}<p>{legend}</p><pre>{html.escape(str(self))}</pre></div>'
+
+
+def measured(state: State, name: str, guarantee: str) -> float | None:
+    """The sum of a meter: 0 where an exact rule has none, None where an approximate one has none."""
+    if name in state.meters:
+        return float(state.meters[name].sum())
+    return None if guarantee == "approximate" else 0.0
+
+
+def drift_said(drift: float | None, why: str = "") -> str:
+    """A drift in words; why: it is not measured."""
+    return (f"not measured ({why})" if why else "not measured") if drift is None else f"{drift:.4f}"
 
 
 def ended_by(state: State, row: int) -> str:
