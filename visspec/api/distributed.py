@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.api.shards import EXTRA, Shards
-from visspec.api.sources import Record, need
+from visspec.api.sources import Record, as_utf8, need
 
 SIZE = 64  # records of a shard
 DEATHS = 2  # of workers at the same record, before it is given up
@@ -64,6 +64,7 @@ class Claims:
         return [self._one((reader, place), id) for place, id in enumerate(ids, first)]
 
     def _one(self, place: tuple[int, int], id: str) -> bool:
+        id = as_utf8(id)  # as shards have it
         if self.owner.setdefault(id, place) != place:
             self.twice[id] = None
             return False
