@@ -120,7 +120,7 @@ def test_loops_of_links_and_settings_that_are_none_are_sentences(tmp_path):
         check_folder(weights)
     for text in ("[]", "{", "[" * 100_000, "\xff"):
         (tmp_path / "j.jsonl.about.json").write_text(text, encoding="latin-1")
-        with pytest.raises(ValueError, match=r"about\.json: got no JSON object, expected the settings of the records in"):
+        with pytest.raises(ValueError, match=r"about\.json: got no JSON object, expected the settings"):
             Journal(tmp_path / "j.jsonl", {}).__enter__()
 
 
