@@ -20,6 +20,7 @@ from visspec.api import sources, zoo
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions, prefetched
 from visspec.api.loading import load
+from visspec.api.shards import Shards
 from visspec.cli.main import main
 from visspec.eval.metrics.images import image_files
 from visspec.eval.world.render import to_image
@@ -401,6 +402,9 @@ def started(argv) -> subprocess.Popen:
 
 
 def count_of(out: Path) -> int:
+    """Lines of a file, or shards of a folder."""
+    if out.is_dir():
+        return sum(1 for _ in out.glob("part-*"))
     return out.read_bytes().count(b"\n") if out.exists() else 0
 
 
@@ -480,6 +484,111 @@ def little(tmp_path_factory) -> Path:
     LlavaForConditionalGeneration(config).save_pretrained(where)
     AutoProcessor.from_pretrained(source).save_pretrained(where)
     return where
+
+
+ODD = [
+    b"%d",
+    b"\xff%d",
+    b"new\nline %d",
+    b"[x]* %d",
+    b"-%d",
+    b"q\"'%d",
+    "\N{SNOWMAN}\u202e%d".encode(),
+    b"l" * 200 + b"%d",
+]
+
+
+def odd(number: int) -> str:
+    return os.fsdecode(ODD[number % len(ODD)] % number)
+
+
+def every_kind(home: Path) -> tuple[list[str], dict[str, bool]]:
+    """Sources of every kind with odd names and broken records. Returns them, and by id whether a record is good."""
+    arrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    from pyarrow import parquet
+
+    (kinds := home / "kinds").mkdir()
+    many(kinds, 5, 100)
+    data = [path.read_bytes() for path in sorted(kinds.iterdir())]
+    good: dict[str, bool] = {}
+
+    def write(folder: Path, number: int, broken: bool = False) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (path := folder / f"{odd(number)}.png").write_bytes(b"broken" if broken else data[number % 5])
+        return path
+
+    for i in range(1100):  # of one name in several folders; a fifth found by a glob
+        place = ["a", "b/a", os.fsdecode(b"\xe9"), "a.b", "../globbed/deep"][i % 5]
+        good[str(write((home / "photos" / place).resolve(), i // 5, i % 100 == 99))] = i % 100 != 99
+    for i in range(3):
+        good[str(write(home, i))] = True
+    plain = [str(home / f"{odd(i)}.png") for i in range(3)]
+    texts = []
+    for i in range(500):
+        entry = {"image": str(write(home / "listed", i)), "prompt": "what is the ground like ?"}
+        id = [f"{home / 'list.jsonl'}:{i + 1}", f"id {odd(i)}", f"\ud800{i}"][i % 3]
+        texts.append(["{", DEEP, "7"][i % 3] if i % 50 == 49 else json.dumps(entry | ({"id": id} if i % 3 else {})))
+        good[f"{home / 'list.jsonl'}:{i + 1}" if i % 50 == 49 else id] = i % 50 != 49
+    (home / "list.jsonl").write_text("\n".join(texts))
+    parquet.write_table(
+        arrow.table({"image": [data[i % 5] for i in range(300)]}), home / "bare.parquet", row_group_size=70
+    )
+    good |= {f"{home / 'bare.parquet'}:{i + 1}": True for i in range(300)}
+    times = arrow.array([i * 10**6 for i in range(199)] + [2**61], arrow.timestamp("us"))
+    parquet.write_table(
+        arrow.table({"id": times, "image": [str(kinds / f"{i % 5:05}.png") for i in range(200)]}), home / "t.parquet"
+    )
+    good |= {f"1970-01-01 00:{i // 60:02}:{i % 60:02}": True for i in range(199)} | {f"{home / 't.parquet'}:200": False}
+    for place in "ab":
+        members = {}
+        for i in range(300):
+            members |= {f"{odd(i)}.png": data[i % 5], f"{odd(i)}.{['json', 'prompt', 'txt'][i % 3]}": b"{}"}
+            good[f"{home / place / '00000.tar'}/{odd(i)}"] = i != 150
+        members[f"{odd(150)}.json"] = DEEP.encode()
+        tar_of(home / place / "00000.tar", members)
+    found = datasets.Dataset.from_dict({"image": [str(kinds / f"{i % 5:05}.png") for i in range(297)]})
+    found.save_to_disk(home / "set")
+    good |= {f"{home / 'set'}:{i}": True for i in range(297)}
+    tables = [
+        str(home / name) for name in ("list.jsonl", "bare.parquet", "t.parquet", "a/00000.tar", "b/00000.tar", "set")
+    ]
+    return [*plain, str(home / "photos"), str(home / "globbed" / "**" / "*.png"), *tables, plain[0]], good
+
+
+@pytest.fixture(scope="module")
+def three_thousand(tmp_path_factory):
+    """Where such sources are, they, which records are good, and the captions of the outputs that are made of them."""
+    home = tmp_path_factory.mktemp("kinds")
+    return home, *every_kind(home), {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name, kills", [("o.jsonl", 520), ("o.parquet", 520), ("shards", 18)])
+def test_three_thousand_records_of_every_kind_and_five_kills(name, kills, three_thousand, little):
+    """Lines, parquet and Ray: none lost, none twice, the same captions, exit codes of all records."""
+    home, given, good, captions = three_thousand
+    assert len(good) == 3000
+    out, ray = home / name, name == "shards"
+    if ray:
+        pytest.importorskip("ray")
+    argv = ["caption", *given, "--out", str(out), "--model", str(little), "--temperature", "0.9", *SHORT]
+    argv += ["--ray", "--shard", "32"] if ray else []
+    seen = home / "o.parquet.jsonl" if name == "o.parquet" else out
+    for number in range(5):
+        killed(argv, seen, 1 + number * kills)
+        assert 1 + number * kills <= count_of(seen) < (94 if ray else 3000)
+    assert [watched(argv, seen)[0] for _ in range(2)] == [1, 1]  # to its end, and again
+    rows = list(Shards(out, {}).read()) if ray else lines(seen)
+    texts = [{k: sources.as_utf8(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows]
+    if name == "o.parquet":
+        assert Shards(home, {})._rows(out) == texts
+    assert sorted(row["id"] for row in texts) == sorted(map(sources.as_utf8, good))
+    failed = {row["id"] for row in texts if row["error"]}
+    assert failed == {sources.as_utf8(id) for id, fine in good.items() if not fine}
+    captions[name] = {row["id"]: row["caption"] for row in texts}
+    assert all(one == captions[name] for one in captions.values())
+    print(f"{name}: {len(rows)} records, {len(failed)} failed")
 
 
 @pytest.mark.slow
