@@ -90,6 +90,9 @@ def test_ids_that_are_no_text_are_known_again(shards):
     assert shards.ids() == {"h\\udcffme", "\\ud800", "a\nb"}
     assert Claims(shards.ids()).claim(0, 0, [*ids, "new"]) == [False] * 3 + [True]
     assert shards.path(["a\nb"]) != shards.path(["a", "b"])
+    utils = Namespace(get_entrypoint_name=lambda: "visspec caption \udcff.png")  # what Ray sends as UTF-8
+    distributed._name_in_utf8(utils)
+    assert utils.get_entrypoint_name() == "visspec caption \\udcff.png"
 
 
 def test_the_exit_code_of_shards_is_that_of_all_records(shards, monkeypatch, capsys):
