@@ -219,6 +219,31 @@ def test_pictures_with_masks_of_their_own_in_one_batch(pipe, picture):
     assert torch.equal(pipe(TEXTS, picture, masks[0], seed=[3, 4]).tokens[0], together.tokens[0])
 
 
+def test_every_image_has_the_picture_of_its_prompt(pipe, picture):
+    """Two images of each of two prompts with a picture each, in batches that cut through them."""
+    pictures, mask = [picture, picture.transpose(Image.Transpose.ROTATE_90)], masked()
+    out = pipe(TEXTS[:2], pictures, mask, seed=3, num_images_per_prompt=2, batch_size=3)
+    assert out.prompts == [TEXTS[0], TEXTS[0], TEXTS[1], TEXTS[1]]
+    for made, before in zip(out.images, [pictures[0], pictures[0], pictures[1], pictures[1]], strict=True):
+        assert (np.asarray(made)[mask == 0] == np.asarray(before)[mask == 0]).all()
+
+
+def test_the_rows_of_an_ended_call_keep_their_own_pictures(pipe, picture):
+    """The second of two rows is finished when the call ends, the first is not."""
+
+    def end(pipeline, number, count, given):
+        pipeline.interrupt = given["tokens"][1].min() >= 0
+
+    pictures, masks = [picture, picture.transpose(Image.Transpose.ROTATE_90)], [masked(0, 0, PIXELS, PIXELS), masked()]
+    options = {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": ["tokens"], "drafter": "none"}
+    out = pipe(TEXTS[:2], pictures, masks, seed=[3, 4], **options)
+    assert out.prompts == TEXTS[1:2] and out.seeds == [4]
+    black = masks[1] == 0
+    assert (np.asarray(out.images[0])[black] == np.asarray(pictures[1])[black]).all()
+    alone = pipe(TEXTS[1], pictures[1], masks[1], seed=4, drafter="none")
+    assert torch.equal(out.tokens[0], alone.tokens[0])
+
+
 def test_codes_are_pictures_too(pipe):
     """Of an earlier image, so that nothing but the hole is drawn again."""
     first = pipe(TEXTS[0], seed=3, output_type="latent")

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,12 @@ from PIL import Image
 
 from tests.test_cli import refused
 from visspec.api import sources, zoo
-from visspec.api.captions import prefetched
+from visspec.api.accelerate import accelerate
+from visspec.api.captions import PROMPT, Captions, prefetched
+from visspec.api.loading import load
+from visspec.api.shards import Shards
 from visspec.cli.main import main
+from visspec.eval.metrics.images import image_files
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import held_out_scenes
 from visspec.files import Journal
@@ -89,10 +94,12 @@ def test_globs_lines_and_shards(folder, tmp_path, capsys):
     found = {r["id"]: r for r in lines(out)}
     assert len(lines(out)) == len(found) == 4 + 5 + 4
     assert found["a"]["caption"] and found["a"]["prompt"] == "what is the ground like ?"
-    assert found["shard-0.tar/x/one"]["caption"] and found["shard-0.tar/four"]["caption"]
-    assert "got no image" in found["b"]["error"] and "got no image" in found["shard-0.tar/x/two"]["error"]
+    prompts = {name: found[f"{shard}/{name}"]["prompt"] for name in ("x/one", "four")}
+    assert prompts == {"x/one": "how many shapes are there ?", "four": PROMPT}  # not that of the image before
+    assert found[f"{shard}/x/one"]["caption"] and found[f"{shard}/four"]["caption"]
+    assert "got no image" in found["b"]["error"] and "got no image" in found[f"{shard}/x/two"]["error"]
     assert "no JSON" in found[f"{table}:4"]["error"] and "got int" in found[f"{table}:5"]["error"]
-    assert "gone.png" in found["5"]["error"] and "not a readable" in found["shard-0.tar/three"]["error"]
+    assert "gone.png" in found["5"]["error"] and "not a readable" in found[f"{shard}/three"]["error"]
     assert "a: got this id twice" in capsys.readouterr().err
 
 
@@ -103,7 +110,7 @@ def test_a_torn_shard_gives_its_whole_records_and_an_error(folder, tmp_path):
             file.add(folder / "scene0.png", f"{i}.png")
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     found = list(sources.records([shard]))
-    assert [r.id for r in found if r.error is None][:1] == ["s.tar/0"] and "can't be read behind" in found[-1].error
+    assert [r.id for r in found if r.error is None][:1] == [f"{shard}/0"] and "can't be read behind" in found[-1].error
     assert found[-1].id == str(shard)
 
 
@@ -135,6 +142,8 @@ def test_datasets(folder, tmp_path):
     found = datasets.Dataset(table, fingerprint="two")
     found.save_to_disk(tmp_path / "set")
     assert [(r.id, r.error) for r in sources.records([tmp_path / "set"])] == [("a", None), ("b", None)]
+    found.remove_columns("id").save_to_disk(tmp_path / "bare")
+    assert [r.id for r in sources.records([tmp_path / "bare"])] == [f"{tmp_path / 'bare'}:{i}" for i in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +166,183 @@ def test_bad_input_is_a_sentence(argv, words, folder, tmp_path, capsys, monkeypa
         monkeypatch.setitem(sys.modules, package, None)
     argv = [a.replace("FOLDER", str(folder)).replace("TMP", str(tmp_path)) for a in argv]
     assert words in refused(capsys, "caption", *argv)
+
+
+DEEP = "[" * 100_000  # more levels than a JSON reader takes
+
+
+def tar_of(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_shards_of_one_name_are_told_apart(folder, tmp_path, capsys):
+    data = (folder / "scene0.png").read_bytes()
+    shards = [tar_of(tmp_path / home / "00000.tar", {"0.png": data, "1.png": data}) for home in "ab"]
+    out = tmp_path / "o.jsonl"
+    for shard, there in zip([*shards, shards[0]], (2, 4, 4)):
+        assert main(["caption", str(shard), "--out", str(out), *SHORT]) == 0 and len(lines(out)) == there
+    assert {r["id"] for r in lines(out)} == {f"{shard}/{i}" for shard in shards for i in range(2)}
+    assert "0 records, 0 of them failed, 4 were there" in capsys.readouterr().out
+
+
+def test_the_exit_code_is_that_of_all_records(folder, tmp_path, capsys):
+    """The same command again exits as the first, until --retry-failed makes anew what failed, and that alone."""
+    out, table = tmp_path / "o.jsonl", tmp_path / "t.jsonl"
+    good, bad = {"id": "good", "image": str(folder / "scene0.png")}, {"id": "bad", "image": "gone.png"}
+
+    def run(*entries, options=()):
+        table.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        return main(["caption", str(table), "--out", str(out), *SHORT, *options]), capsys.readouterr().out
+
+    assert run(good)[0] == 0
+    for made in (0, 0):
+        code, said = run(good, good)  # named, but no failure of the record that is made
+        assert code == 1 and f"{made} records, 0 of them failed, 1 were there, 1 ids came twice" in said
+    for made in (1, 0):
+        code, said = run(good, bad)
+        assert code == 1 and f"{made} records, {made} of them failed" in said
+    assert "2 were there (1 of these failed, --retry-failed makes them again)" in said
+    before = lines(out)[:1]
+    assert run(good, bad, options=["--retry-failed"])[0] == 1 and len(lines(out)) == 2
+    (tmp_path / "gone.png").write_bytes((folder / "scene0.png").read_bytes())
+    assert run(good, bad)[0] == 1 and run(good, bad, options=["--retry-failed"])[0] == 0
+    assert lines(out)[:1] == before and [(r["id"], r["error"]) for r in lines(out)] == [("good", None), ("bad", None)]
+    assert "--retry-failed: got it without --out" in refused(capsys, "caption", good["image"], "--retry-failed")
+
+
+@pytest.mark.parametrize("source", ["", "**/*.png", "*/*/*.png"])
+def test_a_folder_that_cannot_be_listed_is_an_error_record(source, folder, tmp_path, monkeypatch):
+    scan, closed = os.scandir, folder / "deep" / "er"
+
+    def scandir(path="."):
+        if Path(os.fspath(path)) == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    found = list(sources.records([folder / source]))
+    if source == "*/*/*.png":
+        assert [r.id for r in found] == [str(closed)]
+    assert len(found) == {"": 4, "**/*.png": 4, "*/*/*.png": 1}[source]
+    (lost,) = (r for r in found if r.error)
+    assert (lost.id, lost.image) == (str(closed), None)
+    assert lost.error == f"{closed}: got a folder that can't be listed (Permission denied), expected one that can"
+    with pytest.raises(PermissionError):
+        image_files(folder)  # a metric over part of a folder would be of another set
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.parquet"])
+def test_an_output_that_is_removed_ends_the_run(name, folder, tmp_path, capsys, monkeypatch):
+    out, add = tmp_path / "out" / name, Journal.add
+
+    def adding(journal, record):
+        add(journal, record)
+        shutil.rmtree(out.parent)
+
+    monkeypatch.setattr(Journal, "add", adding)
+    images = [str(path) for path in folder.rglob("*.png")]
+    for count in (1, 4):  # behind the last record, and between two
+        said = refused(capsys, "caption", *images[:count], "--out", str(out), *SHORT)
+        assert "was removed during the run, expected it to stay" in said and not out.exists()
+
+
+def test_names_that_are_no_text(folder, tmp_path):
+    """File names and ids that UTF-8 does not hold, sampled and in parquet, and the run again."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    home = tmp_path / os.fsdecode(b"h\xf6me")
+    home.mkdir()
+    data, names = (folder / "scene0.png").read_bytes(), [b"\xff.png", b"a\nb.png", "\N{SNOWMAN} [x]*.png".encode()]
+    for name in names:
+        (home / os.fsdecode(name)).write_bytes(data)
+    table = home / "t.jsonl"
+    table.write_text("\n".join(json.dumps({"id": id, "image": os.fsdecode(names[0])}) for id in ("\ud800", "ok")))
+    shard = tar_of(home / "s.tar", {os.fsdecode(b"\xe9.png"): data})
+    out = home / "o.parquet"
+    argv = ["caption", *map(str, (home, table, shard)), "--out", str(out), "--temperature", "0.9", *SHORT]
+    for _ in range(2):
+        assert main(argv) == 0
+        ids = [row["id"] for row in lines(f"{out}.jsonl")]
+        assert sorted(ids) == sorted([*(str(home / os.fsdecode(n)) for n in names), "\ud800", "ok", f"{shard}/\udce9"])
+        with open(out, "rb") as file:
+            assert [row["id"] for row in parquet.read_table(file).to_pylist()] == list(map(sources.as_utf8, ids))
+
+
+def test_json_that_is_nested_too_deeply_costs_its_own_record(folder, tmp_path):
+    data, good = (folder / "scene0.png").read_bytes(), {"image": str(folder / "scene0.png"), "prompt": "what ?"}
+    table, shard = tmp_path / "t.jsonl", tmp_path / "s.tar"
+    table.write_text(f'{DEEP}\n{{"prompt": {DEEP}\n{json.dumps(good)}\n')
+    tar_of(shard, {"a.png": data, "a.json": DEEP.encode(), "b.png": data, "b.prompt": b"42", "c.png": data})
+    one, two, three = sources.records([table])
+    assert "no JSON" in one.error and "no JSON" in two.error and (three.error, three.id) == (None, f"{table}:3")
+    assert [(r.prompt, bool(r.error)) for r in sources.prompts(table)] == [(None, True)] * 2 + [("what ?", False)]
+    first, second, third = sources.records([shard])
+    assert first.error == f"{shard}/a: got a .json that is no JSON, expected an object"
+    assert (second.prompt, second.image) == ("42", data) and (third.prompt, third.image) == (None, data)
+
+
+def test_a_member_of_any_size_is_not_read_whole(folder, tmp_path):
+    """A sparse member claims 40 GB and takes a block."""
+    info = tarfile.TarInfo("huge.png")
+    info.size = 512
+    info.pax_headers = {"GNU.sparse.size": str(40 << 30), "GNU.sparse.map": "0,512"}
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT) as file:
+        file.addfile(info, io.BytesIO(bytes(512)))
+        file.add(folder / "scene0.png", "next.png")
+    huge, after = sources.records([tmp_path / "s.tar"])
+    assert "got huge.png of 42949672960 bytes, expected at most 268435456" in huge.error and huge.image is None
+    assert after.error is None and after.image == (folder / "scene0.png").read_bytes()
+
+
+def test_a_source_that_breaks_off_is_an_error_record(monkeypatch, tmp_path):
+    table = tmp_path / "t.jsonl"
+    table.write_text('{"image": "a"}\n' * 3)
+
+    def broken(entry, name, folder):
+        if name.endswith(":3"):
+            raise OSError(5, "Input/output error")
+        return sources.Record(name)
+
+    monkeypatch.setattr(sources, "of_entry", broken)
+    *whole, last = sources.records([table])
+    assert [r.id for r in whole] == [f"{table}:1", f"{table}:2"]
+    assert last.id == str(table) and "can't be read behind row 2 ([Errno 5]" in last.error
+
+
+def test_rows_of_parquet(tmp_path):
+    """Ids where none are given, values that Python has none for, and more rows than are written at once."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    source, out = tmp_path / "s.parquet", tmp_path / "o.parquet"
+    parquet.write_table(arrow.table({"image": [f"{i}.png" for i in range(150)]}), source)
+    found = [(r.id, r.image) for r in sources.records([source])]
+    assert found == [(f"{source}:{i + 1}", tmp_path / f"{i}.png") for i in range(150)]
+    times = arrow.array([0, 2**61, 1], arrow.timestamp("us"))
+    parquet.write_table(arrow.table({"id": times, "image": ["a", "b", "c"]}), source)
+    first, second, third = sources.records([source])
+    assert first.id.startswith("1970") and second.id == f"{source}:2" and third.error is None
+    assert "got values that can't be read" in second.error
+    sources.write_parquet(({"id": str(i)} for i in range(2500)), out, {"id": "string"})
+    assert parquet.read_table(out)["id"].to_pylist() == [str(i) for i in range(2500)]
+
+
+def test_every_record_has_its_own_seed(folder, little):
+    """Made of the run's seed and the record's id, as `sources.seed_of` says, whatever is captioned beside it."""
+    model, processor = load(str(little))
+    captions = Captions(accelerate(model, None), processor, do_sample=True, temperature=1.0, max_new_tokens=8, seed=3)
+    image = folder / "scene0.png"
+    given = [sources.Record(id, image) for id in "abc"]
+    entries = [captions._entry(captions._prepared(record)) for record in given]
+    assert [entry["seed"] for entry in entries] == [sources.seed_of(3, id) for id in "abc"]
+    together = {made.path: made.text for made in captions(given)}
+    (alone,) = captions(given[1:2])
+    assert alone.text == together["b"] and len(set(together.values())) == 3
 
 
 def test_a_prompt_beyond_the_context_is_an_error_record(folder, tmp_path):
@@ -216,6 +402,9 @@ def started(argv) -> subprocess.Popen:
 
 
 def count_of(out: Path) -> int:
+    """Lines of a file, or shards of a folder."""
+    if out.is_dir():
+        return sum(1 for _ in out.glob("part-*"))
     return out.read_bytes().count(b"\n") if out.exists() else 0
 
 
@@ -265,9 +454,8 @@ def check_kills(tmp_path, count: int, corrupt: int, kills: list[int], *options: 
         assert now[: len(before)] == before  # finished records stay as they are
         before = [line for line in now if line.endswith(b"\n")]
     assert len(before) < count
-    named = sum(json.loads(line)["error"] is not None for line in before)
     code, seen = watched(argv, out)
-    assert code == int(named < count // corrupt)  # 1 where this run met a broken file
+    assert code == 1  # also where earlier runs met the broken files
     found = lines(out)
     assert [line.encode() for line in out.read_text().splitlines(keepends=True)][: len(before)] == before
     assert len(found) == len({r["id"] for r in found}) == count
@@ -296,6 +484,111 @@ def little(tmp_path_factory) -> Path:
     LlavaForConditionalGeneration(config).save_pretrained(where)
     AutoProcessor.from_pretrained(source).save_pretrained(where)
     return where
+
+
+ODD = [
+    b"%d",
+    b"\xff%d",
+    b"new\nline %d",
+    b"[x]* %d",
+    b"-%d",
+    b"q\"'%d",
+    "\N{SNOWMAN}\u202e%d".encode(),
+    b"l" * 200 + b"%d",
+]
+
+
+def odd(number: int) -> str:
+    return os.fsdecode(ODD[number % len(ODD)] % number)
+
+
+def every_kind(home: Path) -> tuple[list[str], dict[str, bool]]:
+    """Sources of every kind with odd names and broken records. Returns them, and by id whether a record is good."""
+    arrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    from pyarrow import parquet
+
+    (kinds := home / "kinds").mkdir()
+    many(kinds, 5, 100)
+    data = [path.read_bytes() for path in sorted(kinds.iterdir())]
+    good: dict[str, bool] = {}
+
+    def write(folder: Path, number: int, broken: bool = False) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (path := folder / f"{odd(number)}.png").write_bytes(b"broken" if broken else data[number % 5])
+        return path
+
+    for i in range(1100):  # of one name in several folders; a fifth found by a glob
+        place = ["a", "b/a", os.fsdecode(b"\xe9"), "a.b", "../globbed/deep"][i % 5]
+        good[str(write((home / "photos" / place).resolve(), i // 5, i % 100 == 99))] = i % 100 != 99
+    for i in range(3):
+        good[str(write(home, i))] = True
+    plain = [str(home / f"{odd(i)}.png") for i in range(3)]
+    texts = []
+    for i in range(500):
+        entry = {"image": str(write(home / "listed", i)), "prompt": "what is the ground like ?"}
+        id = [f"{home / 'list.jsonl'}:{i + 1}", f"id {odd(i)}", f"\ud800{i}"][i % 3]
+        texts.append(["{", DEEP, "7"][i % 3] if i % 50 == 49 else json.dumps(entry | ({"id": id} if i % 3 else {})))
+        good[f"{home / 'list.jsonl'}:{i + 1}" if i % 50 == 49 else id] = i % 50 != 49
+    (home / "list.jsonl").write_text("\n".join(texts))
+    parquet.write_table(
+        arrow.table({"image": [data[i % 5] for i in range(300)]}), home / "bare.parquet", row_group_size=70
+    )
+    good |= {f"{home / 'bare.parquet'}:{i + 1}": True for i in range(300)}
+    times = arrow.array([i * 10**6 for i in range(199)] + [2**61], arrow.timestamp("us"))
+    parquet.write_table(
+        arrow.table({"id": times, "image": [str(kinds / f"{i % 5:05}.png") for i in range(200)]}), home / "t.parquet"
+    )
+    good |= {f"1970-01-01 00:{i // 60:02}:{i % 60:02}": True for i in range(199)} | {f"{home / 't.parquet'}:200": False}
+    for place in "ab":
+        members = {}
+        for i in range(300):
+            members |= {f"{odd(i)}.png": data[i % 5], f"{odd(i)}.{['json', 'prompt', 'txt'][i % 3]}": b"{}"}
+            good[f"{home / place / '00000.tar'}/{odd(i)}"] = i != 150
+        members[f"{odd(150)}.json"] = DEEP.encode()
+        tar_of(home / place / "00000.tar", members)
+    found = datasets.Dataset.from_dict({"image": [str(kinds / f"{i % 5:05}.png") for i in range(297)]})
+    found.save_to_disk(home / "set")
+    good |= {f"{home / 'set'}:{i}": True for i in range(297)}
+    tables = [
+        str(home / name) for name in ("list.jsonl", "bare.parquet", "t.parquet", "a/00000.tar", "b/00000.tar", "set")
+    ]
+    return [*plain, str(home / "photos"), str(home / "globbed" / "**" / "*.png"), *tables, plain[0]], good
+
+
+@pytest.fixture(scope="module")
+def three_thousand(tmp_path_factory):
+    """Where such sources are, they, which records are good, and the captions of the outputs that are made of them."""
+    home = tmp_path_factory.mktemp("kinds")
+    return home, *every_kind(home), {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name, kills", [("o.jsonl", 520), ("o.parquet", 520), ("shards", 18)])
+def test_three_thousand_records_of_every_kind_and_five_kills(name, kills, three_thousand, little):
+    """Lines, parquet and Ray: none lost, none twice, the same captions, exit codes of all records."""
+    home, given, good, captions = three_thousand
+    assert len(good) == 3000
+    out, ray = home / name, name == "shards"
+    if ray:
+        pytest.importorskip("ray")
+    argv = ["caption", *given, "--out", str(out), "--model", str(little), "--temperature", "0.9", *SHORT]
+    argv += ["--ray", "--shard", "32"] if ray else []
+    seen = home / "o.parquet.jsonl" if name == "o.parquet" else out
+    for number in range(5):
+        killed(argv, seen, 1 + number * kills)
+        assert 1 + number * kills <= count_of(seen) < (94 if ray else 3000)
+    assert [watched(argv, seen)[0] for _ in range(2)] == [1, 1]  # to its end, and again
+    rows = list(Shards(out, {}).read()) if ray else lines(seen)
+    texts = [{k: sources.as_utf8(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows]
+    if name == "o.parquet":
+        assert Shards(home, {})._rows(out) == texts
+    assert sorted(row["id"] for row in texts) == sorted(map(sources.as_utf8, good))
+    failed = {row["id"] for row in texts if row["error"]}
+    assert failed == {sources.as_utf8(id) for id, fine in good.items() if not fine}
+    captions[name] = {row["id"]: row["caption"] for row in texts}
+    assert all(one == captions[name] for one in captions.values())
+    print(f"{name}: {len(rows)} records, {len(failed)} failed")
 
 
 @pytest.mark.slow

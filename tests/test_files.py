@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from visspec.files import Results, replacing, unwritable, write_json
+from visspec.checkpoint import check_folder
+from visspec.files import Journal, Results, replacing, unwritable, write_json
 
 
 @contextmanager
@@ -104,3 +105,36 @@ def test_a_kill_loses_nothing_finished(tmp_path):
     with pytest.raises(ValueError, match=r"r\.json: got .*r\.json\.part beside it, expected none"), Results(path, {}):
         pass
     assert len(part.read_text().splitlines()) == 4
+
+
+def test_loops_of_links_and_settings_that_are_none_are_sentences(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for path, folder in ((loop, False), (loop, True), (loop / "x.json", False)):
+        assert "can't be written (Too many levels of symbolic links)" in unwritable(path, folder)
+    weights = tmp_path / "model"
+    weights.mkdir()
+    (weights / "config.json").write_text("{}")
+    (weights / "model.safetensors").symlink_to(weights / "model.safetensors")
+    with pytest.raises(ValueError, match=r"names the weights model\.safetensors, expected them in the folder"):
+        check_folder(weights)
+    for text in ("[]", "{", "[" * 100_000, "\xff"):
+        (tmp_path / "j.jsonl.about.json").write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match=r"about\.json: got no JSON object, expected the settings"):
+            Journal(tmp_path / "j.jsonl", {}).__enter__()
+
+
+def test_a_journal_takes_out_what_failed_and_stays_locked(tmp_path):
+    path = tmp_path / "j.jsonl"
+    with Journal(path, {}) as journal:
+        for id, error in (("a", None), ("b", "gone"), ("c", None)):
+            journal.add({"id": id, "error": error})
+    with Journal(path, {}) as journal:
+        assert journal.failed == {"b"} and journal.done == {"a", "b", "c"}
+    with Journal(path, {}, retry=True) as journal:
+        assert journal.done == {"a", "c"} and not journal.failed
+        with pytest.raises(ValueError, match="another run is writing"), Journal(path, {}):
+            pass
+        journal.add({"id": "b", "error": None})
+    assert [json.loads(line)["id"] for line in path.open()] == ["a", "c", "b"]
+    assert sorted(os.listdir(tmp_path)) == ["j.jsonl", "j.jsonl.about.json"]

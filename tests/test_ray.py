@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from visspec.api import distributed, sources
 from visspec.api.distributed import Claims, Pool, Worker, groups
 from visspec.api.shards import Shards
 from visspec.api.sources import Record, seed_of
+from visspec.cli import ray_shards
 from visspec.cli.main import main
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import held_out_scenes
@@ -79,6 +82,56 @@ def test_records_travel_as_tables():
     assert distributed.unpacked(row) == records
 
 
+def test_ids_that_are_no_text_are_known_again(shards):
+    """Ids of file names that are not UTF-8; two lists of ids are not one name of a shard."""
+    worker, ids = Alone(loud, shards, Claims(set()), Pool(), os.getcwd()), ["h\udcffme", "\ud800", "a\nb"]
+    shards.folder.mkdir()
+    worker.written([Record(id) for id in ids])
+    assert shards.ids() == {"h\\udcffme", "\\ud800", "a\nb"}
+    assert Claims(shards.ids()).claim(0, 0, [*ids, "new"]) == [False] * 3 + [True]
+    assert shards.path(["a\nb"]) != shards.path(["a", "b"])
+    utils = Namespace(get_entrypoint_name=lambda: "visspec caption \udcff.png")  # what Ray sends as UTF-8
+    distributed._name_in_utf8(utils)
+    assert utils.get_entrypoint_name() == "visspec caption \\udcff.png"
+
+
+def test_the_exit_code_of_shards_is_that_of_all_records(shards, monkeypatch, capsys):
+    """As of lines: resumed as the first time, --retry-failed makes what failed, a folder that is gone is named."""
+    broken, made = {"b", "c"}, []
+
+    def make():
+        def making(records):
+            for record in records:
+                made.append(record.id)
+                yield {"id": record.id, "text": "x", "error": "broken" if record.id in broken else None}
+
+        return making
+
+    def run(readers, make, shards, *, pool, size, complain):
+        claims = Claims(shards.ids())
+        worker = Alone(make, shards, claims, pool, os.getcwd())
+        for records in groups(readers[0], lambda first, ids: claims.claim(0, first, ids), size):
+            yield worker.written(records)
+        for id in claims.doubles():
+            complain(f"{id}: got this id twice")
+
+    def code(ids, retry=False):
+        made.clear()
+        given = Namespace(retry_failed=retry, device="cpu", workers=1, threads=1, shard=2)
+        return ray_shards.write([lambda: map(Record, ids)], make, shards, {}, given), "".join(made)
+
+    monkeypatch.setattr(distributed, "run", run)
+    assert code("abcde") == (1, "abcde") and code("abcde") == (1, "") and code("b", retry=True) == (1, "b")
+    assert "0 records, 0 of them failed, 5 were there (2 of these failed, --retry-failed" in capsys.readouterr().out
+    assert code("abcde") == (1, "c") and code("abcde", retry=True) == (1, "bc") and shards.failed() == {"b", "c"}
+    broken.clear()
+    assert code("abcde", retry=True) == (0, "bc") and sorted(row["id"] for row in shards.read()) == list("abcde")
+    assert code("aa") == (1, "") and "1 ids came twice" in capsys.readouterr().out  # named, and no failure of "a"
+    monkeypatch.setattr(Shards, "write", lambda shards, rows: shutil.rmtree(shards.folder))
+    with pytest.raises(ValueError, match=r"\.lock: was removed during the run"):
+        code("f")
+
+
 def test_the_record_that_kills_workers_is_found_and_the_others_are_made(shards):
     class Died(Exception):
         pass
@@ -118,7 +171,7 @@ def test_workers_that_die_while_they_load_are_a_sentence(shards):
 
 def test_the_seed_of_a_record_follows_from_its_id():
     assert seed_of(3, "a") == seed_of(3, "a") and len({seed_of(3, "a"), seed_of(3, "b"), seed_of(4, "a")}) == 3
-    assert 0 <= seed_of(0, "") < 2**56
+    assert 0 <= seed_of(0, "") < 2**56 and seed_of(3, "\udcff") != seed_of(3, "\udcfe")
 
 
 def test_prompts_are_lines_or_objects(tmp_path):
@@ -146,6 +199,7 @@ def test_prompts_are_lines_or_objects(tmp_path):
         (["generate", "a ring", "--ray", "--out", "TMP/x", "--grid", "TMP/g.png"], "--grid: got one beside --ray"),
         (["generate", "a ring", "--ray", "--out", "TMP/x", "--image", "TMP/g.png"], "--image: got one beside --ray"),
         (["generate", "--out", "TMP/x"], "prompt: got none"),
+        (["generate", "a ring", "--retry-failed", "--out", "TMP/x"], "--retry-failed: got it without --ray"),
         (["generate", "--prompts", "TMP/none", "--out", "TMP/x"], "got no such file"),
     ],
 )
@@ -163,12 +217,14 @@ def test_a_prompt_that_cannot_be_drawn_is_an_error_record(pipe):
     records = [
         Record("a", prompt="a ring"),
         Record("long", prompt="ring " * 500),
+        Record("odd", prompt="a \ud800"),
         Record("none", error="none: no prompt"),
     ]
     drawing = Drawing(pipe, {"batch_size": 2, "temperature": 1.0}, seed=5)
     found = {row["id"]: row for row in drawing(records)}
     assert set(found["a"]) == set(COLUMNS) and found["none"]["error"] == "none: no prompt"
     assert found["long"]["error"].startswith("long: ") and found["long"]["image"] is None
+    assert found["odd"]["error"] == "odd: prompt: got 'a \\ud800', expected a text that UTF-8 can hold"
     alone = next(iter(drawing(records[:1])))
     assert alone["image"] == found["a"]["image"] and alone["error"] is None and alone["seed"] == seed_of(5, "a")
 
@@ -240,7 +296,7 @@ def test_captions_of_two_processes_are_those_of_one(cluster, tmp_path, capsys):
     assert len(found) == 7 and found[str(home / "6.png")]["error"]
     whole = (path for path in out.glob("part-*") if not any(parquet.read_table(path)["error"].to_pylist()))
     next(whole).unlink()
-    assert main(argv) == 0 and {row["id"] for row in Shards(out, {}).read()} == set(expected)
+    assert main(argv) == 1 and {row["id"] for row in Shards(out, {}).read()} == set(expected)  # one failed before
     assert "of them failed" in capsys.readouterr().out
     assert "records made with" in refused(capsys, *argv, "--prompt", "other")
 

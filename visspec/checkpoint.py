@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -56,8 +57,8 @@ def inside(folder: Path, name: str) -> Path:
     """The path of file `name` in a folder. Raises ValueError if it is outside the folder or links outside; a snapshot
     in the hub's cache links to its repository's own `blobs`.
     """
-    root = folder.resolve()
-    path, cached = (root / name).resolve(), root.parent.parent
+    root = Path(os.path.realpath(folder))  # unlike `resolve` of Python 3.11 it raises nothing for a loop of links
+    path, cached = Path(os.path.realpath(root / name)), root.parent.parent
     snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
     if not path.is_relative_to(root) and not (snapshot and path.parent == cached / "blobs"):
         raise ValueError(f"checkpoint: {folder} names the file {name!r}, expected a file inside the folder")

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +30,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         yield path
         return
     if path.is_symlink():
-        path = path.resolve()
+        path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -49,6 +49,14 @@ def write_json(path: str | Path | None, value: Any) -> None:
         return
     with replacing(path) as draft:
         draft.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def loads(text: str | bytes) -> Any:
+    """The value of JSON. Raises ValueError for all that is none, also where it is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("JSON is nested too deeply") from None
 
 
 def append_json(path: Path, value: Any) -> None:
@@ -74,11 +82,21 @@ def same_settings(home: Path, path: Path, about: dict[str, Any]) -> None:
     if not home.exists():
         write_json(home, about)
         return
-    before = json.loads(home.read_text())
+    before = None
+    with suppress(ValueError):
+        before = loads(home.read_bytes())
+    if not isinstance(before, dict):
+        raise ValueError(f"{home}: got no JSON object, expected the settings of the records in {path}")
     for name, value in json.loads(json.dumps(about)).items():
         if name != "provenance" and before.get(name) != value:
             made = f"records made with {before.get(name)!r}"
             raise ValueError(f"{path}: got {name} {value!r} and {made}, expected the same or another place")
+
+
+def check_there(path: Path) -> None:
+    """Raises ValueError if a file that is open for writing was removed or moved, since what is written is lost."""
+    if not path.exists():
+        raise ValueError(f"{path}: was removed during the run, expected it to stay until the run ends")
 
 
 class Journal:
@@ -86,13 +104,15 @@ class Journal:
 
     A record is one line, written in one call: a process that is killed leaves all records that it added, and at most
     one torn line behind them, which the next run cuts off. `about` is kept in PATH.about.json.
-    `done`: ids of the records that are there. Raises ValueError if another process writes the file, if it holds
-    something else, or if it was written with other settings.
+    `done`: ids of the records that are there; `failed`: of those with an `error`. retry: take the failed ones out
+    first. Raises ValueError if another process writes the file, if it holds something else, if it was written with
+    other settings, or if it is removed meanwhile.
     """
 
-    def __init__(self, path: str | Path, about: dict[str, Any]):
-        self.path, self.about = Path(path), about
+    def __init__(self, path: str | Path, about: dict[str, Any], *, retry: bool = False):
+        self.path, self.about, self.retry = Path(path), about, retry
         self.done: set[str] = set()
+        self.failed: set[str] = set()
 
     def __enter__(self) -> Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,11 +120,12 @@ class Journal:
         try:
             lock(self._file, self.path)
             same_settings(self.path.with_name(f"{self.path.name}.about.json"), self.path, self.about)
-            end = self._read()
+            self._file.truncate(self._read())
+            if self.retry and self.failed:
+                self._take_failed_out()
         except BaseException:
             self._file.close()
             raise
-        self._file.truncate(end)
         return self
 
     def _read(self) -> int:
@@ -115,25 +136,49 @@ class Journal:
             if not line.endswith(b"\n"):
                 break
             try:
-                self.done.add(json.loads(line)["id"])
+                self._note(loads(line))
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{self.path}: got line {number}, expected a JSON object with an id") from None
             end += len(line)
         return end
 
+    def _note(self, record: dict[str, Any]) -> None:
+        self.done.add(record["id"])
+        if record.get("error"):
+            self.failed.add(record["id"])
+
+    def _take_failed_out(self) -> None:
+        """Write the file without the records that failed. The new file is locked before it takes the place of the old
+        one.
+        """
+        with replacing(self.path) as draft:
+            kept = open(draft, "a+b")
+            lock(kept, self.path)
+            self._file.seek(0)
+            kept.writelines(line for line in self._file if json.loads(line)["id"] not in self.failed)
+            kept.flush()
+        self._file.close()
+        self._file = kept
+        self.done -= self.failed
+        self.failed.clear()
+
     def add(self, record: dict[str, Any]) -> None:
         """Add a record. On return the system has it, which outlives this process."""
+        check_there(self.path)
         self._file.write((json.dumps(record) + "\n").encode())
         self._file.flush()
-        self.done.add(record["id"])
+        self._note(record)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """All records, in the order in which they were added."""
+        check_there(self.path)
         with open(self.path, "rb") as file:
             yield from map(json.loads, file)
 
     def __exit__(self, kind, error, trace) -> None:
         self._file.close()
+        if kind is None:
+            check_there(self.path)
 
 
 def is_device(path: Path) -> bool:
@@ -151,6 +196,8 @@ def unwritable(path: Path, folder: bool = False) -> str | None:
             return f"{path} is a {found}, expected a {wanted}"
         if is_device(path):
             return None
+        with suppress(FileNotFoundError):
+            path.stat()  # raises OSError for a loop of links
         home = path if folder else path.resolve().parent
         while not home.exists():
             home = home.parent

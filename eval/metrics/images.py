@@ -5,6 +5,7 @@ skipped silently.
 """
 
 import io
+import os
 import re
 import threading
 import warnings
@@ -84,19 +85,24 @@ def natural_key(path: str | Path) -> list[tuple[int, int, str]]:
     return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts if part]
 
 
-def image_files(folder: str | Path, recursive: bool = True) -> list[Path]:
+def image_files(folder: str | Path, recursive: bool = True, unlisted: list[OSError] | None = None) -> list[Path]:
     """Files of a folder with an image suffix, in natural order; hidden files are skipped.
 
-    Raises FileNotFoundError when the folder does not exist and ValueError when it holds no image.
+    unlisted: gets the errors of folders that can't be listed; without it the first of them is raised. Raises
+    FileNotFoundError when the folder does not exist and ValueError when it holds no image.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
-    found = folder.rglob("*") if recursive else folder.iterdir()
-    files = [
-        path for path in found if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
-    ]
-    if not files:
+    files: list[Path] = []
+    lost: list[OSError] = [] if unlisted is None else unlisted
+    for home, below, names in os.walk(folder, onerror=lost.append):
+        files += [Path(home, n) for n in names if Path(n).suffix.lower() in SUFFIXES and not n.startswith(".")]
+        if not recursive:
+            below.clear()
+    if unlisted is None and lost:
+        raise lost[0]
+    if not files and not lost:
         raise ValueError(f"the folder {folder} holds no image ({', '.join(SUFFIXES)})")
     return sorted(files, key=natural_key)
 

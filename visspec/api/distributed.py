@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.api.shards import EXTRA, Shards
-from visspec.api.sources import Record, need
+from visspec.api.sources import Record, as_utf8, need
 
 SIZE = 64  # records of a shard
 DEATHS = 2  # of workers at the same record, before it is given up
@@ -64,6 +64,7 @@ class Claims:
         return [self._one((reader, place), id) for place, id in enumerate(ids, first)]
 
     def _one(self, place: tuple[int, int], id: str) -> bool:
+        id = as_utf8(id)  # as shards have it
         if self.owner.setdefault(id, place) != place:
             self.twice[id] = None
             return False
@@ -209,6 +210,7 @@ def cluster(pool: Pool) -> Iterator[Any]:
         for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_BACKEND_LOG_LEVEL", "fatal")):
             os.environ.setdefault(name, value)
         importlib.import_module("ray.data")
+        _name_in_utf8(importlib.import_module("ray._private.utils"))
         warnings.filterwarnings("ignore", "The minimum number of concurrent actors")  # one source gives many rows
         for name in ("ray", "ray.data"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are raised
@@ -226,6 +228,14 @@ def cluster(pool: Pool) -> Iterator[Any]:
     finally:
         if started:
             ray.shutdown()
+
+
+def _name_in_utf8(utils: Any) -> None:
+    """Ray records the command line that it is started by, and raises UnicodeEncodeError for file names in it that are
+    not UTF-8.
+    """
+    if (named := getattr(utils, "get_entrypoint_name", None)) is not None:
+        utils.get_entrypoint_name = lambda: as_utf8(named())
 
 
 def run(

@@ -168,6 +168,8 @@ def texts_of(prompt: Any) -> list[str]:
     texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
     if not texts or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"prompt: got {prompt!r}, expected a text or a list of texts")
+    if odd := [t for t in texts if t.encode(errors="replace").decode() != t]:  # tokenizers raise TypeError
+        raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can hold")
     return texts
 
 

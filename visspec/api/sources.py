@@ -1,7 +1,7 @@
 """Images to caption, from files, folders, globs, JSON lines, parquet, tar shards and Hugging Face data sets.
 
-Everything is read record by record. A record that can't be read is a record with an error; a source that isn't there
-is refused before work starts.
+Everything is read record by record. A record that can't be read is a record with an error, as is the rest of a source
+behind a place where it can't be read further; a source that isn't there is refused before work starts.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib
-import json
+import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from visspec.eval.metrics.images import SUFFIXES, image_files
+from visspec.files import loads
 
 TABLES = (".jsonl", ".parquet", ".tar")
+LARGEST = 256 << 20  # bytes of a member of a shard: a sparse one may claim any size
 DATASET = "hf:"  # hf:NAME[:SPLIT], or a folder that `save_to_disk` wrote
 
 
@@ -52,14 +54,16 @@ def reader(source: str) -> Callable[[], Iterator[Record]]:
     path = Path(source)
     if source.startswith(DATASET) or (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         need("datasets", source)
-        return lambda: of_dataset(source)
+        return lambda: _to_the_end(source, of_dataset(source))
+    unlisted: list[OSError] = []
     if path.is_dir():
-        return _files(image_files(path))
+        return _files(image_files(path, unlisted=unlisted), unlisted)
     if not path.exists() and glob.has_magic(source):
         found = sorted(p for p in glob.glob(source, recursive=True) if Path(p).suffix.lower() in SUFFIXES)
-        if not found:
+        unlisted = _unlisted(path)
+        if not found and not unlisted:
             raise ValueError(f"{source}: got no image, expected files that end in {', '.join(SUFFIXES)}")
-        return _files(map(Path, found))
+        return _files(map(Path, found), unlisted)
     kinds = {".jsonl": of_lines, ".parquet": of_parquet, ".tar": of_tar}
     read = kinds.get(path.suffix.lower())
     if read is None:
@@ -68,7 +72,32 @@ def reader(source: str) -> Callable[[], Iterator[Record]]:
         raise ValueError(f"{source}: got no such file, expected one")
     if read is of_parquet:
         need("pyarrow", source)
-    return lambda: read(path)
+    return lambda: _to_the_end(source, read(path))
+
+
+def _unlisted(pattern: Path) -> list[OSError]:
+    """Errors of the folders that a glob has to list and can't: `glob` passes them by."""
+    found: dict[str, OSError] = {}
+    for number, part in enumerate(pattern.parts):
+        if glob.has_magic(part):
+            home = os.path.join(*pattern.parts[: number + (part == "**")], "") if number or part == "**" else "./"
+            for folder in glob.glob(home, recursive=True):
+                try:
+                    os.scandir(folder).close()
+                except OSError as error:
+                    found.setdefault(folder.rstrip("/"), error)
+    return list(found.values())
+
+
+def _to_the_end(source: str, found: Iterator[Record]) -> Iterator[Record]:
+    """The records of a source, and one with an error where it can't be read further."""
+    count = 0
+    try:
+        for record in found:
+            count += 1
+            yield record
+    except Exception as error:
+        yield Record(source, error=f"{source}: can't be read behind row {count} ({_short(error)})")
 
 
 def need(package: str, what: str, extra: str = "data") -> Any:
@@ -81,7 +110,13 @@ def need(package: str, what: str, extra: str = "data") -> Any:
 
 def seed_of(seed: int, id: str) -> int:
     """A record's own seed in a run: the same in whatever process, order or batch it is made."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{id}".encode(), digest_size=7).digest(), "big")
+    text = f"{seed}/{id}".encode(errors="surrogatepass")  # names of files need not be UTF-8
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+
+def as_utf8(text: str) -> str:
+    """A text as parquet can hold it: what is no UTF-8 in the name of a file becomes \\udc80 to \\udcff."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def readers(sources: Sequence[str | Path]) -> list[Callable[[], Iterator[Record]]]:
@@ -91,9 +126,12 @@ def readers(sources: Sequence[str | Path]) -> list[Callable[[], Iterator[Record]
     return [*([_files(plain)] if plain else []), *several]
 
 
-def _files(paths: Any) -> Callable[[], Iterator[Record]]:
-    found = list(paths)
-    return lambda: (Record(str(path), path) for path in found)
+def _files(paths: Iterable[Path], unlisted: Iterable[OSError] = ()) -> Callable[[], Iterator[Record]]:
+    found = [Record(str(path), path) for path in paths]
+    for error in unlisted:
+        folder, why = str(Path(error.filename)), f"got a folder that can't be listed ({error.strerror})"
+        found.append(Record(folder, error=f"{folder}: {why}, expected one that can"))
+    return lambda: iter(found)
 
 
 def of_entry(entry: Any, fallback: str, folder: Path) -> Record:
@@ -122,7 +160,7 @@ def of_lines(path: Path) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line)
+                entry = loads(line)
             except ValueError:
                 yield Record(name, error=f"{name}: got a line that is no JSON, expected an object with an image")
             else:
@@ -133,55 +171,61 @@ def of_parquet(path: Path) -> Iterator[Record]:
     """Parquet, a few rows at a time."""
     parquet = importlib.import_module("pyarrow.parquet")
     number = 0
-    try:
-        table = parquet.ParquetFile(path)
+    with open(path, "rb") as file:
+        table = parquet.ParquetFile(file)
         columns = [name for name in ("id", "image", "prompt") if name in table.schema_arrow.names]
         for batch in table.iter_batches(batch_size=64, columns=columns):
-            for entry in batch.to_pylist():
+            for row in range(batch.num_rows):
                 number += 1
-                yield of_entry(entry, f"{path}:{number}", path.parent)
-    except (OSError, ValueError) as error:
-        yield Record(str(path), error=f"{path}: can't be read behind row {number} ({_short(error)})")
+                name = f"{path}:{number}"
+                try:
+                    (entry,) = batch.slice(row, 1).to_pylist()
+                except (ValueError, OverflowError) as error:  # a time before year 1, a text that is no UTF-8
+                    yield Record(name, error=f"{name}: got values that can't be read ({_short(error)})")
+                else:
+                    yield of_entry(entry, name, path.parent)
 
 
 def of_tar(path: Path) -> Iterator[Record]:
     """A shard in the layout of webdataset: neighbours of one name are one record: NAME.jpg with its prompt in NAME.json
-    or NAME.prompt. A name goes up to the first dot behind the last slash.
+    or NAME.prompt. A name goes up to the first dot behind the last slash; the record's id is PATH/NAME.
     """
-    name, image, prompt = None, None, None
-    try:
-        with tarfile.open(path, "r|") as shard:
-            for member in shard:
-                if not member.isfile() or (file := shard.extractfile(member)) is None:
-                    continue
-                folder, _, last = member.name.rpartition("/")
-                stem, _, suffix = last.partition(".")
-                key = f"{folder}/{stem}" if folder else stem
-                if key != name and name is not None:
-                    yield _of_member(path, name, image, prompt)
-                    image, prompt = None, None
-                name, data = key, file.read()
-                if f".{suffix.lower()}" in SUFFIXES:
-                    image = data
-                elif suffix in ("json", "prompt"):
-                    prompt = data
-    except (tarfile.TarError, OSError, EOFError) as error:
-        yield Record(str(path), error=f"{path}: can't be read behind {name or 'its beginning'} ({_short(error)})")
-        return
+    name, found = None, dict[str, Any]()
+    with tarfile.open(path, "r|") as shard:
+        for member in shard:
+            if not member.isfile() or (file := shard.extractfile(member)) is None:
+                continue
+            folder, _, last = member.name.rpartition("/")
+            stem, _, suffix = last.partition(".")
+            key = f"{folder}/{stem}" if folder else stem
+            if key != name and name is not None:
+                yield _of_member(path, name, found)
+                found = {}
+            name = key
+            kind = "image" if f".{suffix.lower()}" in SUFFIXES else suffix
+            if kind not in ("image", "json", "prompt"):
+                continue
+            if member.size > LARGEST:
+                found["error"] = f"{member.name} of {member.size} bytes, expected at most {LARGEST}"
+            else:
+                found[kind] = file.read()
     if name is not None:
-        yield _of_member(path, name, image, prompt)
+        yield _of_member(path, name, found)
 
 
-def _of_member(path: Path, name: str, image: bytes | None, prompt: bytes | None) -> Record:
-    id = f"{path.name}/{name}"
-    entry: Any = {}
-    try:
-        entry = json.loads(prompt) if prompt else {}
-    except ValueError:
-        entry = {"prompt": (prompt or b"").decode(errors="replace").strip()}
-    return of_entry(
-        {"image": image, "prompt": entry.get("prompt") if isinstance(entry, dict) else None}, id, path.parent
-    )
+def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
+    """From the contents of a shard's neighbours: image, json, prompt; or an error."""
+    id = f"{path}/{name}"
+    if "error" in found:
+        return Record(id, error=f"{id}: got {found['error']}")
+    prompt = found["prompt"].decode(errors="replace").strip() if "prompt" in found else None
+    if "json" in found:
+        try:
+            entry = loads(found["json"])
+        except ValueError:
+            return Record(id, error=f"{id}: got a .json that is no JSON, expected an object")
+        prompt = entry.get("prompt", prompt) if isinstance(entry, dict) else prompt
+    return of_entry({"image": found.get("image"), "prompt": prompt}, id, path.parent)
 
 
 def of_dataset(source: str) -> Iterator[Record]:
@@ -215,7 +259,7 @@ def _prompts(path: Path) -> Iterator[Record]:
             entry: Any = {"prompt": text}
             if path.suffix.lower() == ".jsonl":
                 try:
-                    entry = json.loads(text)
+                    entry = loads(text)
                 except ValueError:
                     entry = None
             prompt = entry.get("prompt") if isinstance(entry, dict) else None
@@ -229,10 +273,11 @@ def write_parquet(rows: Iterator[dict[str, Any]], path: Path, columns: Mapping[s
     """Write records as parquet, some at a time. `columns`: arrow types by name."""
     arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     schema = arrow.schema([(name, arrow.type_for_alias(kind)) for name, kind in columns.items()])
-    with parquet.ParquetWriter(path, schema) as writer:
+    with open(path, "wb") as file, parquet.ParquetWriter(file, schema) as writer:
         some: list[dict[str, Any]] = []
         for row in rows:
-            some.append({name: row.get(name) for name in columns})
+            values = ((name, row.get(name)) for name in columns)
+            some.append({name: as_utf8(value) if isinstance(value, str) else value for name, value in values})
             if len(some) == 1024:
                 writer.write_table(arrow.Table.from_pylist(some, schema))
                 some = []

@@ -1,4 +1,6 @@
-"""Arguments that several commands take, their types, and the model they name. Imports nothing heavy."""
+"""Arguments that several commands take, their types, the model they name, and what a run of records ends with. Imports
+nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +82,23 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--threads", type=positive, default=1, help="of each process, with --ray")
     parser.add_argument("--shard", type=positive, default=64, help="records of a shard, with --ray")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="take the records that failed out of --out, to make them again"
+    )
+
+
+def exit_code(count: int, failed: int, twice: int = 0) -> int:
+    """0 if all of so many records are good, 2 if all failed, else 1; also 1 for ids that came twice, as only the first
+    record of each is made.
+    """
+    return 2 if count and failed == count else 1 if failed or twice else 0
+
+
+def earlier(there: int, failed: int, twice: int) -> str:
+    """What a run's last line says of records that were there, how many of these failed, and of ids that came twice."""
+    found = f", {there} were there" if there else ""
+    found += f" ({failed} of these failed, --retry-failed makes them again)" if failed else ""
+    return found + (f", {twice} ids came twice" if twice else "")
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any, str]:

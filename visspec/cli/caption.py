@@ -52,8 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         from visspec.cli.caption_records import run_records
 
         return run_records(arguments, options)
-    if arguments.report is not None:
-        raise ValueError(f"--report: got {arguments.report} without --out, expected both")
+    for name in ("report", "retry_failed"):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name.replace('_', '-')}: got it without --out, expected both")
 
     from tqdm import tqdm
 

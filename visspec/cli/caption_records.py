@@ -16,7 +16,7 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Caption, Captions
 from visspec.api.sources import Record
 from visspec.cli import caption
-from visspec.cli.arguments import load
+from visspec.cli.arguments import earlier, exit_code, load
 from visspec.eval.report.captions import Shown, write_page
 from visspec.files import Journal, replacing
 
@@ -40,7 +40,7 @@ def run_records(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     )  # fmt: skip
     about = caption.described(arguments, fast, request, options)
     lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
-    with Journal(lines, about) as journal:
+    with Journal(lines, about, retry=arguments.retry_failed) as journal:
         run = Run(journal)
         try:
             for made in run.shown(captions(run.new(found))):
@@ -52,7 +52,7 @@ def run_records(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
             if arguments.report is not None:
                 write_page(arguments.report, journal, run.pictures, about)
     print(run.summary(out))
-    return 0 if not run.failed else 1 if run.failed < run.count else 2
+    return exit_code(len(journal.done), len(journal.failed), run.twice)
 
 
 def checked(arguments: argparse.Namespace) -> Path:
@@ -83,7 +83,8 @@ def row_of(made: Caption) -> dict[str, Any]:
 def warn_of_foreign(arguments: argparse.Namespace) -> None:
     """Say so if the embedded captioner is asked about images that it was not made for."""
     if arguments.model is None:
-        files = [r.image for r in islice(sources.records(local(arguments.image)), caption.LOOKS)]
+        found = islice(sources.records(local(arguments.image)), caption.LOOKS)
+        files = [record.image for record in found if record.error is None]
         if (strange := caption.foreign(files, arguments.max_pixels)) is not None:
             print(caption.FOREIGN.format(strange), file=sys.stderr)
 
@@ -97,8 +98,8 @@ class Run:
     """What one run adds to a journal."""
 
     def __init__(self, journal: Journal):
-        self.journal, self.before = journal, len(journal.done)
-        self.count = self.failed = self.rounds = self.gained = 0
+        self.journal, self.before, self.lost = journal, len(journal.done), len(journal.failed)
+        self.count = self.failed = self.twice = self.rounds = self.gained = 0
         self.taken: set[str] = set()
         self.pictures = Shown()
         self.bar: Any = None
@@ -107,6 +108,7 @@ class Run:
         """Records that are not there yet. An id that comes twice is named, and captioned once."""
         for record in records:
             if record.id in self.taken:
+                self.twice += 1
                 self._complain(f"{record.id}: got this id twice, expected one record of each")
             elif record.id not in self.journal.done:
                 self.taken.add(record.id)
@@ -134,12 +136,12 @@ class Run:
         self.journal.add(row_of(made))
         self.pictures.tell(made.path, made.pieces)
         if made.error is not None:
+            self.failed += 1
             self._complain(made.error)
 
     def _complain(self, sentence: str) -> None:
-        self.failed += 1
         self.bar.write(f"visspec: {sentence}", file=sys.stderr)
 
     def summary(self, out: Path) -> str:
-        there = f", {self.before} were there" if self.before else ""
+        there = earlier(self.before, self.lost, self.twice)
         return f"{out}: {self.count} records, {self.failed} of them failed{there}; tau {self.tau:.2f}"

@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int | None:
         from visspec.cli.generate_ray import run_ray
 
         return run_ray(arguments)
+    if arguments.retry_failed:
+        raise ValueError("--retry-failed: got it without --ray, expected both")
     from visspec.api.grid import grid
     from visspec.cli.generate_best import picked, scorer
     from visspec.provenance import provenance

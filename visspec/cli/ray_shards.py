@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from visspec.api import distributed
 from visspec.api.shards import Shards
+from visspec.cli.arguments import earlier, exit_code
 
 
 def pool_of(arguments: argparse.Namespace) -> distributed.Pool:
@@ -56,26 +57,33 @@ def write(
     arguments: argparse.Namespace,
 ) -> int:  # fmt: skip
     """Make and write all records that are not there, under a bar. Returns the exit code."""
-    totals, complaints = Totals(), 0
+    totals, twice = Totals(), 0
     with shards.opened(about), tqdm(unit=" records", disable=not sys.stderr.isatty(), smoothing=0.05) as bar:
-        before = sum(1 for _ in shards.ids())
+        if arguments.retry_failed:
+            shards.take_failed_out()
+        before, lost = len(shards.ids()), len(shards.failed())
 
         def complain(sentence: str) -> None:
-            nonlocal complaints
-            complaints += 1
             bar.write(f"visspec: {sentence}", file=sys.stderr)
 
+        def complain_of_id(sentence: str) -> None:
+            nonlocal twice
+            twice += 1
+            complain(sentence)
+
         for told in distributed.run(
-            readers, make, shards, pool=pool_of(arguments), size=arguments.shard, complain=complain
+            readers, make, shards, pool=pool_of(arguments), size=arguments.shard, complain=complain_of_id
         ):
+            shards.check_there()
             totals.add(told)
             for sentence in told["errors"]:
                 complain(sentence)
             bar.update(told["records"])
             bar.set_postfix(failed=totals.failed, refresh=False)
-    there = f", {before} were there" if before else ""
+        shards.check_there()
+        count, failed = len(shards.ids()), len(shards.failed())
     print(
-        f"{shards.folder}: {totals.count} records, {totals.failed} of them failed{there};"
+        f"{shards.folder}: {totals.count} records, {totals.failed} of them failed{earlier(before, lost, twice)};"
         f" {totals.rate:.2f} a second by {len(totals.processes)} processes"
     )
-    return 0 if not complaints else 1 if totals.failed < totals.count else 2
+    return exit_code(count, failed, twice)
