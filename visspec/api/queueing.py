@@ -67,17 +67,18 @@ class Builder:
         """(id, request) of every entry; an entry that can't be a request gives its exception."""
         number = count()
         for entry in entries:
-            if entry is None or isinstance(entry, tuple):
-                yield entry
-                continue
-            index = next(number)
-            id = index
-            try:
-                own = dict(entry)
-                id = own.pop("id", index)
-                yield id, self.request(id, index, own)
-            except Exception as error:
-                yield id, error
+            yield self._entry(entry, number) if isinstance(entry, Mapping) else entry
+
+    def _entry(self, entry: Mapping[str, Any], number: Iterator[int]) -> tuple[Any, Request | Exception]:
+        """A function of its own: what it has of an entry, pixels too, is not kept while the next one is awaited."""
+        index = next(number)
+        id = index
+        try:
+            own = dict(entry)
+            id = own.pop("id", index)
+            return id, self.request(id, index, own)
+        except Exception as error:
+            return id, error
 
     def request(self, id: Any, index: int, own: dict[str, Any]) -> Request:
         """The request of one entry. Raises ValueError for arguments that can't be served."""
