@@ -240,15 +240,15 @@ class Stream(Response):
             text = data if isinstance(data, str) else json.dumps(data)
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
-        with suppress(Gone):
-            async with self.held:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                try:
+        with suppress(Gone, asyncio.CancelledError):  # of a client that reads no more, when the server stops
+            try:
+                async with self.held:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await self._say_all(say)
-                except Refused as error:  # the status was sent
-                    await say(error.body)
-                await say("[DONE]")
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except Refused as error:  # the status was sent
+                await say(error.body)
+            await say("[DONE]")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _say_all(self, say) -> None:
         def piece(delta: dict[str, Any], ended: str | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from asyncio import Event, Lock
+from asyncio import CancelledError, Event, Lock
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -185,10 +185,17 @@ class Desk:
 
     @contextmanager
     def meter(self, kind: str) -> Iterator[None]:
-        """Counts a request and how it ended."""
+        """Counts a request and how it ended. Raises Refused for one that is cut off because the server stops."""
         began, outcome = time.monotonic(), "ok"
         try:
             yield
+        except CancelledError:
+            outcome = "stopping"
+            if self.closing:
+                raise Refused(
+                    "server: got an order to stop before this answer was complete, expected none", 503, code=outcome
+                ) from None
+            raise
         except BaseException as error:
             outcome = "gone" if isinstance(error, Gone) else "failed"
             if isinstance(error, Refused) and error.status < 500:
