@@ -222,7 +222,8 @@ def chat(body: Any, limits: Limits) -> Chat:
     stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
     found = Chat(messages, images, options, min(most, default=None), stops, bool(asked.stream), usage)
     if found.pixels > limits.at_once:
-        raise refused("messages", f"images of {found.pixels} pixels", f"at most {limits.at_once} in a request")
+        said = f"messages: got images of {found.pixels} pixels together, expected at most {limits.at_once}"
+        raise Refused(said, param="messages")
     return found
 
 

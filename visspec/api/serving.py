@@ -28,7 +28,7 @@ from visspec.api.images import ImagePipeline
 from visspec.loop.stats import by_depth
 from visspec.loop.stream import Answer
 
-BODIES = 256_000_000  # bytes of bodies that are held at once
+BODIES = 100_000_000  # bytes of bodies that are held at once
 logger = logging.getLogger(__name__)
 
 
@@ -191,11 +191,8 @@ class Desk:
             yield
         except CancelledError:
             outcome = "stopping"
-            if self.closing:
-                raise Refused(
-                    "server: got an order to stop before this answer was complete, expected none", 503, code=outcome
-                ) from None
-            raise
+            said = "server: got an order to stop before this answer was complete, expected none"
+            raise Refused(said, 503, code=outcome) from None
         except BaseException as error:
             outcome = "gone" if isinstance(error, Gone) else "failed"
             if isinstance(error, Refused) and error.status < 500:

@@ -71,7 +71,7 @@ def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
     from visspec.api.completions import Limits
     from visspec.api.images import ImagePipeline
     from visspec.api.server import Service
-    from visspec.api.serving import Desk, Meters, Painting, Writing
+    from visspec.api.serving import BODIES, Desk, Meters, Painting, Writing
 
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
@@ -88,4 +88,5 @@ def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
     meters = Meters()
     writing = Writing(arguments.model or "captioner", fast, processor, meters, arguments.slots, limits)
     painting = None if pipe is None else Painting(arguments.image_model, pipe, meters)
-    return Service(Desk(arguments.places, meters, limits.at_once), writing, painting, key, local)
+    desk = Desk(arguments.places, meters, limits.at_once, max(BODIES, limits.body))
+    return Service(desk, writing, painting, key, local)
