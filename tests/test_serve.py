@@ -714,3 +714,28 @@ def test_the_command_ends_with_zero_after_sigterm(captioner, scenes):
         assert last.choices[0].finish_reason == "length"
         assert process.wait(20) == 0
         assert not re.search("Traceback|Error", process.stderr.read())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_two_hundred_requests_of_large_pictures_stay_below_two_gigabytes(captioner):
+    """16 million pixels a picture, in every eighth request eight of them: all are answered or told to come again."""
+    pictures, told = [url(Image.new("RGB", (4000, 4000), (i, 0, 0))) for i in range(8)], []
+    with command("--drafter", "ngram") as (process, client):
+
+        def work(i: int) -> None:
+            try:
+                messages = asked("describe the picture .", *pictures[: 1 if i % 8 else 8])
+                told.append(ask(client.with_options(timeout=3000), messages).choices[0].finish_reason)
+            except openai.RateLimitError:
+                told.append("later")
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with open(f"/proc/{process.pid}/status") as status:
+            peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    assert len(told) == 200 and set(told) <= {"stop", "length", "later"} and len(told) - told.count("later") >= 40
+    assert peak < 2_000_000_000
