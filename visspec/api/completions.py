@@ -10,6 +10,7 @@ import base64
 import binascii
 import time
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -288,9 +289,9 @@ def picture(url: Any, where: str, most: int) -> Picture:
     return Picture(content, width * height, where)
 
 
-def prompt_of(processor: Any, asked: Chat) -> dict[str, Any]:
-    """A processor's output for a chat, on the CPU, whose images are decoded here and let go. Raises Refused for what
-    can't be read.
+def prompt_of(processor: Any, asked: Chat, lock: AbstractContextManager) -> dict[str, Any]:
+    """A processor's output for a chat, on the CPU, whose images are decoded here and let go. lock: held while the
+    processor runs. Raises Refused for what can't be read.
     """
     images = []
     for picture in asked.images:
@@ -300,7 +301,8 @@ def prompt_of(processor: Any, asked: Chat) -> dict[str, Any]:
             raise Refused(str(error), param=picture.where) from None
     try:
         given = {"images": [images]} if images else {}
-        return dict(processor(text=[chat_text(processor, asked.messages)], **given, return_tensors="pt"))
+        with lock:
+            return dict(processor(text=[chat_text(processor, asked.messages)], **given, return_tensors="pt"))
     except Exception as error:  # of chat templates and processors, which raise anything
         said = str(error).split("\n")[0][:200]
     finally:

@@ -307,8 +307,7 @@ class Writing(Worker):
 
     def job(self, asked: Chat, tell: Callable[[Any], None]) -> Job:
         """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
-        with self.processing:
-            inputs = completions.prompt_of(self.processor, asked)
+        inputs = completions.prompt_of(self.processor, asked, self.processing)
         length = inputs["input_ids"].shape[1]
         most = completions.room(length, asked, self.limits)
         inputs = moved(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
