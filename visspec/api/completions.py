@@ -294,15 +294,17 @@ def prompt_of(processor: Any, asked: Chat, lock: AbstractContextManager) -> dict
     processor runs. Raises Refused for what can't be read.
     """
     images = []
-    for picture in asked.images:
-        try:
-            images.append(read_image(picture.data, picture.where, picture.pixels))
-        except ValueError as error:
-            raise Refused(str(error), param=picture.where) from None
     try:
+        for picture in asked.images:
+            try:
+                images.append(read_image(picture.data, picture.where, picture.pixels))
+            except ValueError as error:
+                raise Refused(str(error), param=picture.where) from None
         given = {"images": [images]} if images else {}
         with lock:
             return dict(processor(text=[chat_text(processor, asked.messages)], **given, return_tensors="pt"))
+    except Refused:
+        raise
     except Exception as error:  # of chat templates and processors, which raise anything
         said = str(error).split("\n")[0][:200]
     finally:
