@@ -5,6 +5,7 @@ served is one sentence; clients that leave free their rows; a server that stops 
 # ruff: noqa: E402 (what is imported needs the extra)
 
 import base64
+import gc
 import io
 import os
 import re
@@ -14,16 +15,21 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager
+from typing import get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 fastapi = pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 openai = pytest.importorskip("openai", reason="the client `openai` is not installed (extra `test`)")
+
+from openai.types import image_generate_params
+from openai.types.chat import completion_create_params
 
 import visspec
 from visspec.api import completions, loading
@@ -68,13 +74,16 @@ def asked(text: str, *images: str) -> list[dict]:
 class Running:
     """A server in a thread."""
 
-    def __init__(self, loaded, *, pipe=None, slots=4, places=32, key=None, drafter="ngram", grace=20, **limits):
+    def __init__(
+        self, loaded, *, pipe=None, slots=4, places=32, key=None, drafter="ngram", grace=20, bytes=10**8, **limits
+    ):
         self.fast = visspec.accelerate(loaded[0], drafter)
         self.processor, meters = loaded[1], Meters()
         limits = Limits(**{"context": 1024} | limits)
         self.writing = Writing("captioner", self.fast, loaded[1], meters, slots, limits)
         painting = None if pipe is None else Painting("painter", pipe, meters)
-        self.service = Service(Desk(places, meters), self.writing, painting, key, local=True)
+        desk = Desk(places, meters, limits.at_once, bytes)
+        self.service = Service(desk, self.writing, painting, key, local=True)
         self.server = Server(self.service, "127.0.0.1", 0, grace, log_level="warning")
         self.thread = threading.Thread(target=self.server.run)
 
@@ -103,6 +112,12 @@ class Running:
 
     def get(self, path: str, **headers):
         return self.client()._client.get(f"http://127.0.0.1:{self.port}{path}", headers=headers)
+
+    def raw(self, *lines: bytes, body: bytes = b"") -> socket.socket:
+        """A connection on which a request was sent, byte for byte."""
+        found = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        found.sendall(b"\r\n".join([*lines, b"", body]))
+        return found
 
     def post(self, path: str, **options):
         return self.client()._client.post(f"http://127.0.0.1:{self.port}{path}", **options)
@@ -157,8 +172,9 @@ def test_each_request_has_its_own_settings(running, scenes):
         streamed(client, messages, stop=["never said", stop], max_tokens=40)[0],
     ):
         assert found == full[: full.index(stop)].rstrip()
-    ended = ask(client, messages, stop=stop, max_tokens=40)
-    assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 7
+    for most in (40, 7):  # at 7 the last token completes the stop text
+        ended = ask(client, messages, stop=stop, max_tokens=most)
+        assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 7
     question, answer = questions(scenes[0])[0]
     said = ask(client, asked(question, url(image)), max_tokens=None).choices[0].message.content
     assert said == answer.replace(" .", ".")
@@ -175,6 +191,76 @@ def test_images(running, pipe):
         running.client().images.generate(model="painter", prompt="a red ring", size="3x")
     with pytest.raises(openai.BadRequestError, match="response_format: got 'url', expected 'b64_json'"):
         running.client().images.generate(model="painter", prompt="a red ring", response_format="url")
+
+
+def test_cuts_hold_where_the_model_samples_by_default(captioner, scenes):
+    model, processor = loading.load(None)
+    model.generation_config.update(do_sample=True, temperature=3.0)
+    image, text = to_image(scenes[0]), "describe the picture in detail ."
+    with Running((model, processor)) as running:
+        plain = running.alone(image, text, do_sample=True, seed=3)
+        for cut in ({"top_p": 0.3}, {"top_k": 2}):
+            found = ask(running.client(), asked(text, url(image)), seed=3, extra_body=cut).choices[0].message.content
+            assert found == running.alone(image, text, do_sample=True, seed=3, **cut) != plain
+
+
+def test_settings_of_a_request_are_those_of_generate():
+    for body, options in (
+        ({}, {}),
+        ({"temperature": 0, "top_p": 0.5, "top_k": 3}, {"do_sample": False}),
+        ({"temperature": 0.3}, {"do_sample": True, "temperature": 0.3, "top_p": 1.0, "top_k": 0}),
+        ({"temperature": 1, "top_p": 0.5}, {"do_sample": True, "temperature": 1.0, "top_p": 0.5, "top_k": 0}),
+        ({"top_p": 0.5}, {"top_p": 0.5}),
+        ({"top_k": 0, "seed": 2}, {"top_k": 0, "seed": 2}),
+    ):
+        assert completions.chat(body | {"messages": asked("x")}, Limits()).options == options
+    both = {"messages": asked("x"), "max_tokens": 7, "max_completion_tokens": 5}
+    assert completions.chat(both, Limits()).most == 5
+
+
+DONE = {
+    "messages", "model", "max_tokens", "max_completion_tokens", "seed", "stop", "stream", "stream_options",
+    "temperature", "top_p", "prompt", "size",
+}  # fmt: skip
+NO_MATTER = {
+    "user": "u", "safety_identifier": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k",
+    "prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h",
+}  # fmt: skip
+ASKS = {  # values that ask for what the server has not
+    "audio": {"voice": "a", "format": "wav"}, "frequency_penalty": 0.5, "function_call": {"name": "f"},
+    "functions": [{"name": "f"}], "logit_bias": {"5": 1}, "logprobs": True, "modalities": ["text", "audio"],
+    "moderation": {"model": "m"}, "n": 11, "parallel_tool_calls": "no", "prediction": {"type": "content"},
+    "presence_penalty": 1, "reasoning_effort": "low", "response_format": {"type": "json_schema"},
+    "service_tier": "flex", "store": True, "tool_choice": "required", "tools": [{"type": "function"}],
+    "top_logprobs": 2, "verbosity": "low", "web_search_options": {}, "background": "transparent",
+    "complexity": "low", "frame_count": 2, "frame_duration_ms": 10, "output_compression": 50, "output_format": "webp",
+    "partial_images": 1, "quality": "hd", "style": "vivid", "svg": {"model": "m"},
+}  # fmt: skip
+UNKNOWN = {"repetition_penalty": 1.2, "min_p": 0.1, "guided_json": {}, "min_tokens": 3, "stop_token_ids": [2],
+           "temprature": 1, "a\nb": 1, "\ud800": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, read",
+    [
+        (completion_create_params.CompletionCreateParamsStreaming, lambda body: completions.chat(body, Limits())),
+        (image_generate_params.ImageGenerateParamsStreaming, completions.drawing),
+    ],
+)
+def test_every_field_of_the_client_is_done_or_refused(kind, read):
+    names, good = (
+        set(get_type_hints(kind)),
+        {"messages": asked("x")} if "Completion" in kind.__name__ else {"prompt": "x"},
+    )
+    assert names <= DONE | NO_MATTER.keys() | ASKS.keys()
+    for name in names & NO_MATTER.keys():
+        assert read(good | {name: NO_MATTER[name]}) == read(good)
+    for name, value in [*((n, ASKS[n]) for n in sorted(names & ASKS.keys())), *UNKNOWN.items()]:
+        with pytest.raises(Refused, match=r": got .*, expected ") as caught:
+            read(good | {name: value})
+        shown = name if name.isidentifier() else ascii(name)
+        assert str(caught.value).startswith(f"{shown}: ") and caught.value.param == shown
+        assert read(good | {name: None}) == read(good)
 
 
 BAD = [
@@ -201,6 +287,14 @@ BAD = [
     ({"response_format": {"type": "json_object"}}, "response_format: got"),
     ({"stop": ["a"] * 5}, "stop: got"),
     ({"stop": [""]}, "stop: got"),
+    ({"extra_body": {"repetition_penalty": 1.2}}, "repetition_penalty: got 1.2, expected none"),
+    ({"stream_options": {"include_usge": True}}, "stream_options: got"),
+    ({"messages": [{"role": "user", "content": "x", "name": "eve"}]}, r"messages\[0\].name: got 'eve'"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, r"messages\[0\].tool_calls: got"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "", "detail": "low"}}]}]},
+        r"messages\[0\].content\[0\].image_url.detail: got 'low'",
+    ),
 ]
 
 
@@ -239,6 +333,95 @@ def test_strangers_and_strange_bodies(running, captioner):
         assert [m.id for m in guarded.client(api_key="secret").models.list()] == ["captioner"]
         with pytest.raises(openai.NotFoundError, match="started with --image-model"):
             guarded.client(api_key="secret").images.generate(prompt="x")
+
+
+PATH = b"POST /v1/chat/completions HTTP/1.1"
+JSON = b"content-type: application/json"
+
+
+def test_hosts_keys_and_types_are_compared_as_they_are_sent(captioner, monkeypatch):
+    with Running(captioner, key="schlüssel") as running:
+        key = b"authorization: Bearer " + "schlüssel".encode()
+
+        def status(*lines: bytes, path: bytes = b"GET /v1/models HTTP/1.1", body: bytes = b"") -> int:
+            with running.raw(path, *lines, b"connection: close", body=body) as found:
+                return int(found.recv(100).split()[1])
+
+        for host in (b"localhost", b"LocalHost:80", b"127.0.0.1:", b"[::1]:8000"):
+            assert status(b"host: " + host, key) == 200
+        for host in (b"a{b.evil.com", b"", b"\xe4.evil.com", b"localhost.evil.com", b"evil.com:80",
+                     b"localhost:80@evil", b"[::1", b"127.0.0.1 evil", b"::1", b"localhost:x"):  # fmt: skip
+            assert status(b"host: " + host, key) == 403, host
+        assert status(key, path=b"GET /v1/models HTTP/1.0") == 403
+        for scheme, found in ((b"bearer ", 200), (b"BEARER  ", 200), (b"", 401), (b"Basic ", 401), (b"Bearer", 401)):
+            assert status(b"host: localhost", key.replace(b"Bearer ", scheme)) == found
+        kind, body = b"content-type: Application/JSON; charset=utf-8", b'{"messages": 7}'
+        lines = (b"host: localhost", key, kind, b"content-length: %d" % len(body))
+        assert status(*lines, path=PATH, body=body) == 400
+        small = url(Image.new("RGB", (9, 7))).replace("data:image/png;base64", "DATA:image/PNG;BASE64")
+        assert completions.picture(small, "x", 100).pixels == 63
+
+
+def test_models_by_their_names(running, monkeypatch):
+    found = running.client().models.retrieve("captioner")
+    assert found == running.client().models.list().data[0]
+    monkeypatch.setattr(running.writing, "name", "/models/org/name")  # a folder
+    assert running.client().models.retrieve("/models/org/name").id == "/models/org/name"
+    with pytest.raises(
+        openai.NotFoundError, match="model: got 'x', expected '/models/org/name' or 'painter'"
+    ) as caught:
+        running.client().models.retrieve("x")
+    assert caught.value.code == "model_not_found"
+
+
+def test_bodies_that_are_not_complete_take_no_place(captioner, monkeypatch):
+    with Running(captioner, places=1, bytes=2000) as running:
+        lines = (PATH, b"host: localhost", JSON)
+        half = [running.raw(*lines, b"content-length: 500", body=b"x" * 300) for _ in range(3)]
+        until(lambda: running.service.desk.bytes == 900)
+        assert ask(running.client(), asked("x")).choices
+        with pytest.raises(openai.RateLimitError, match="bodies of more than 2000 bytes together"):
+            ask(running.client(), asked("x " * 1000))
+        for one in half:
+            one.close()
+        until(lambda: running.service.desk.bytes == 0)
+        monkeypatch.setattr("visspec.api.server.READING", 0.1)
+        with running.raw(*lines, b"content-length: 500", body=b"{") as slow:
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_images_are_decoded_when_there_is_room_and_let_go(captioner, monkeypatch):
+    """At most one request's pixels are decoded at once here, and none is left, without the garbage collector."""
+    alive, most = weakref.WeakSet(), []
+
+    class Counted(Image.Image):
+        __hash__ = object.__hash__
+
+    def counted(*given):
+        image = read(*given)
+        image.__class__ = Counted
+        alive.add(image)
+        most.append(len(alive))
+        return image
+
+    read = completions.read_image
+    monkeypatch.setattr(completions, "read_image", counted)
+    pictures = [url(Image.new("RGB", (200, 200), (20 * i, 0, 0))) for i in range(3)]
+    with Running(captioner, slots=2, at_once=130_000) as running:
+        with pytest.raises(openai.BadRequestError, match="images of 160000 pixels together, expected at most 130000"):
+            ask(running.client(), asked("x", *pictures, pictures[0]))
+        gc.collect()
+        gc.disable()
+        try:
+            calls = [in_thread(lambda: ask(running.client(), asked("what ?", *pictures))) for _ in range(6)]
+            broken = in_thread(lambda: ask(running.client(), asked("<image> what ?", *pictures)))
+            assert {call().usage.completion_tokens for call in calls} <= set(range(1, SHORT + 1))
+            with pytest.raises(openai.BadRequestError, match="processor can't read"):
+                broken()
+            assert len(most) == 21 and max(most) == 3 and not alive
+        finally:
+            gc.enable()
+        until(lambda: running.service.desk.pixels == running.service.desk.taken == 0)
 
 
 NAMES = ("messages", "stop", "stream", "stream_options", "seed", "n", "tools", "size", "prompt", "temperature", "top_p")
@@ -373,15 +556,25 @@ def test_a_server_that_stops_finishes_what_it_has_and_takes_no_more(endless, sce
         assert not running.thread.is_alive() and not running.writing.thread.is_alive()
 
 
-def test_answers_that_outlast_the_grace_are_cut(endless, scenes):
+def test_answers_that_outlast_the_grace_are_cut(endless, scenes, capfd):
     messages = asked("describe the picture in detail .", url(to_image(scenes[0])))
-    with Running(endless, grace=1) as running:
+    with Running(endless, slots=1, grace=1) as running:
         first = iter(ask(running.client(), messages, stream=True, max_tokens=980 - 40, temperature=1, seed=0))
         next(first)
+        second = in_thread(lambda: ask(running.client(), messages))
+        until(lambda: measured(running)["visspec_queue"] == 1)
+        half = running.raw(PATH, b"host: localhost", JSON, b"content-length: 9")
         began = time.monotonic()
         running.server.handle_exit(signal.SIGTERM, None)
         running.thread.join(20)
         assert not running.thread.is_alive() and time.monotonic() - began < 15
+        with pytest.raises(openai.InternalServerError, match="an order to stop before this answer was complete"):
+            second()
+        with pytest.raises(openai.APIError, match="an order to stop before this answer was complete"):
+            list(first)
+        assert half.recv(100).startswith(b"HTTP/1.1 503")
+        half.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def crowd(running, scenes, clients: int, requests: int) -> None:
@@ -429,32 +622,36 @@ def test_sixteen_clients_two_hundred_requests_one_cut_off(captioner, scenes):
         crowd(running, scenes, clients=16, requests=200)
 
 
+@settings(max_examples=400)
 @given(st.data())
 def test_a_text_in_pieces_is_the_text(data):
-    """Words, halves of characters and blanks as tokens; a stop text across tokens ends it, and is not said."""
-    table = ["a", "b", " a", "ab", " ", "\n", b"\xc3", b"\xa9", "ba"]
+    """Words, halves of characters and blanks as tokens. The first token that completes a stop text ends the text, which
+    is cut at the earliest stop text; nothing of one is said, however the tokens come.
+    """
+    table = ["a", "b", " a", "ab", " ", "\n", b"\xc3", b"\xa9", "ba", "é a", "aab b"]
     raw = [piece if isinstance(piece, bytes) else piece.encode() for piece in table]
 
     def decode(tokens):
         return b"".join(raw[t] for t in tokens).decode(errors="replace")
 
     tokens = data.draw(st.lists(st.integers(0, len(table) - 1), max_size=12))
-    stops = data.draw(st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2))
+    texts = [decode(tokens[:n]).lstrip() for n in range(1, len(tokens) + 1)]
+    full = texts[-1] if texts else ""
+    ends = st.tuples(st.integers(0, len(full)), st.integers(1, 5)).map(lambda at: full[at[0] : sum(at)])
+    stops = data.draw(st.lists((ends | st.text("abé ", max_size=4)).filter(bool), max_size=3))
     writer, said, left = Writer(decode, stops), "", list(tokens)
+    last = next((n for n, text in enumerate(texts, 1) if any(s in text for s in stops)), None)
+    expected = full.rstrip()
+    if last is not None:
+        cut = texts[last - 1]
+        expected = cut[: min(cut.find(s) for s in stops if s in cut)].rstrip()
     while left and not writer.stopped:
         count = data.draw(st.integers(1, 4))
         said, left = said + writer.add(left[:count]), left[count:]
+        assert expected.startswith(said)
     said += writer.finish()
-    full = decode(tokens).lstrip()
-    at = min((full.find(s) for s in stops if s in full), default=None)
-    assert writer.stopped == (at is not None)
-    if at is None:
-        assert said == writer.text == full.rstrip() and writer.tokens == tokens
-    else:
-        assert said == writer.text == full[:at].rstrip()
-        assert writer.tokens == tokens[: len(writer.tokens)]
-        assert any(s in decode(writer.tokens).lstrip() for s in stops)
-        assert not any(s in decode(writer.tokens[:-1]).lstrip() for s in stops)
+    assert said == writer.text == expected and writer.stopped == (last is not None)
+    assert writer.tokens == tokens[:last]
 
 
 def test_jobs_that_nobody_wants_any_more_are_passed_by():
@@ -517,3 +714,28 @@ def test_the_command_ends_with_zero_after_sigterm(captioner, scenes):
         assert last.choices[0].finish_reason == "length"
         assert process.wait(20) == 0
         assert not re.search("Traceback|Error", process.stderr.read())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_two_hundred_requests_of_large_pictures_stay_below_two_gigabytes(captioner):
+    """16 million pixels a picture, in every eighth request eight of them: all are answered or told to come again."""
+    pictures, told = [url(Image.new("RGB", (4000, 4000), (i, 0, 0))) for i in range(8)], []
+    with command("--drafter", "ngram") as (process, client):
+
+        def work(i: int) -> None:
+            try:
+                messages = asked("describe the picture .", *pictures[: 1 if i % 8 else 8])
+                told.append(ask(client.with_options(timeout=3000), messages).choices[0].finish_reason)
+            except openai.RateLimitError:
+                told.append("later")
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with open(f"/proc/{process.pid}/status") as status:
+            peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    assert len(told) == 200 and set(told) <= {"stop", "length", "later"} and len(told) - told.count("later") >= 40
+    assert peak < 2_000_000_000

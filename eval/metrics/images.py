@@ -10,6 +10,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image, ImageOps
@@ -41,9 +42,23 @@ def read_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     return _opened(io.BytesIO(data), name, max_pixels)
 
 
+def image_size(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """Width and height that the header of an image names. Raises ValueError as `open_image`, but for what only decoding
+    shows.
+    """
+    with _errors(name, max_pixels), _header(io.BytesIO(data), name, max_pixels) as found:
+        return found.size
+
+
 def _opened(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
-    try:
+    with _errors(path, max_pixels):
         return _decode(file, path, max_pixels)
+
+
+@contextmanager
+def _errors(path: str | Path, max_pixels: int) -> Iterator[None]:
+    try:
+        yield
     except _TooLarge as error:
         raise ValueError(str(error)) from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
@@ -60,7 +75,8 @@ class _TooLarge(Exception):
     pass
 
 
-def _decode(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
+@contextmanager
+def _header(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Iterator[Image.Image]:
     with HEADERS, warnings.catch_warnings():  # it sets what all threads see
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         found = Image.open(file, formats=FORMATS)
@@ -68,6 +84,11 @@ def _decode(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image
         width, height = found.size
         if width * height > max_pixels:
             raise _TooLarge(f"{path} has {width} x {height} pixels, more than the limit of {max_pixels}")
+        yield found
+
+
+def _decode(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
+    with _header(file, path, max_pixels) as found:
         found.load()
         image = ImageOps.exif_transpose(found)
     if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it

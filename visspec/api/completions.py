@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 import binascii
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from visspec.api.captions import chat_text
-from visspec.eval.metrics.images import MAX_PIXELS, read_image
+from visspec.eval.metrics.images import MAX_PIXELS, image_size, read_image
 
 MEDIA = ("image/png", "image/jpeg", "image/webp")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -24,14 +25,20 @@ MOST_STOPS = 4
 MOST_SEED = 2**62  # rows and images count up from a seed
 NOTHING: dict[str, tuple] = {  # arguments of a completion that are not supported, with the values that ask for nothing
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "logit_bias": ({},), "presence_penalty": (0,),
-    "frequency_penalty": (0,), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
-    "prediction": (), "web_search_options": (),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "moderation": (),
+    "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,), "service_tier": ("auto", "default"),
 }  # fmt: skip
 NO_PICTURE: dict[str, tuple] = {  # the same of an image generation
     "response_format": ("b64_json",), "output_format": ("png",), "stream": (False,), "partial_images": (0,),
-    "background": ("auto", "opaque"), "output_compression": (100,),
+    "background": ("auto", "opaque"), "output_compression": (100,), "quality": ("auto", "standard"), "style": (),
+    "moderation": ("auto", "low"), "complexity": (), "frame_count": (1,), "frame_duration_ms": (), "svg": (),
 }  # fmt: skip
+NO_MATTER = (  # arguments that change no answer: who asks, what else may be cached
+    "user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "prompt_cache_breakpoint",
+)  # fmt: skip
 
 
 class Refused(ValueError):
@@ -61,9 +68,19 @@ class Limits:
 
     body: int = 20_000_000  # bytes
     pixels: int = MAX_PIXELS  # of an image
+    at_once: int = 2 * MAX_PIXELS  # pixels of a request's images together, and of all that are decoded at once
     images: int = 16
     new: int = 128
     context: int | None = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image that is not decoded yet. where: the argument that brought it."""
+
+    data: bytes
+    pixels: int
+    where: str
 
 
 @dataclass(frozen=True)
@@ -71,12 +88,16 @@ class Chat:
     """A chat completion that was asked for. messages: roles and parts as chat templates take them."""
 
     messages: list[dict[str, Any]]
-    images: list[Image.Image]
+    images: list[Picture]
     options: dict[str, Any]  # of generate
     most: int | None = None  # new tokens
     stops: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False  # whether a streamed answer ends with its counts
+
+    @property
+    def pixels(self) -> int:
+        return sum(picture.pixels for picture in self.images)
 
 
 @dataclass(frozen=True)
@@ -87,62 +108,71 @@ class Drawing:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def chat(body: Any, limits: Limits) -> Chat:
-    """Read the body of a chat completion and decode its images. Raises Refused."""
-    check_nothing(body, NOTHING)
-    messages: list[dict[str, Any]] = []
-    images: list[Image.Image] = []
-    for i, message in enumerate(listed(body, "messages", "a list of messages")):
-        where = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, Mapping) else message
-        if not isinstance(role, str) or role not in ROLES or not isinstance(message, Mapping):
-            raise refused(f"{where}.role", role, f"one of {', '.join(ROLES)}")
-        parts = content(message.get("content"), f"{where}.content", images, limits)
-        messages.append({"role": ROLES[role], "content": parts})
-    options: dict[str, Any] = {}
-    temperature = number(body, "temperature", 0, 100)
-    if temperature is not None:
-        options["do_sample"] = temperature > 0
-    top_p = number(body, "top_p", 0, 1)
-    if top_p == 0:
-        raise refused("top_p", top_p, "a number above 0 and at most 1")
-    top_k = whole(body, "top_k", 0)
-    if temperature:
-        options |= {
-            "temperature": float(temperature),
-            "top_p": 1.0 if top_p is None else float(top_p),
-            "top_k": top_k or 0,
-        }
-    if (seed := whole(body, "seed", 0, MOST_SEED)) is not None:
-        options["seed"] = seed
-    given = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-    return Chat(
-        messages, images, options, whole(body, given[0], 1) if given else None, stops(body.get("stop")),
-        flag(body, "stream"), wants_usage(body.get("stream_options")),
-    )  # fmt: skip
+def whole(least: int, most: int | None = None) -> Any:
+    """A field of whole numbers. A field's description is what its error says was expected."""
+    beyond = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return Field(None, ge=least, le=most, description=f"a whole number {beyond}")
 
 
-def drawing(body: Any) -> Drawing:
-    """Read the body of an image generation. Raises Refused."""
-    check_nothing(body, NO_PICTURE)
-    prompt = body.get("prompt")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise refused("prompt", prompt, "a text")
-    options: dict[str, Any] = {"num_images_per_prompt": whole(body, "n", 1, 10) or 1}
-    options["seed"] = whole(body, "seed", 0, MOST_SEED)
-    for name, least, most in (("guidance_scale", 0, 100), ("temperature", 0, 100)):  # beyond OpenAI's own
-        options[name] = number(body, name, least, most)
-    size = body.get("size")
-    if size not in (None, "auto"):
-        sides = str(size).split("x")
-        if len(sides) != 2 or not all(side.isdecimal() and 0 < int(side) < 100_000 for side in sides):
-            raise refused("size", size, "WIDTHxHEIGHT in pixels, or auto")
-        options["width"], options["height"] = map(int, sides)
-    return Drawing(prompt, {name: value for name, value in options.items() if value is not None})
+def number(least: float, most: float) -> Any:
+    return Field(None, ge=least, le=most, description=f"a number from {least} to {most}")
 
 
-def check_nothing(body: Any, neutral: Mapping[str, tuple]) -> None:
-    """Raises Refused for a body that is no object, and for arguments that ask for what isn't there."""
+class Body(BaseModel):
+    """Arguments of both kinds of request. Nothing else is taken, and no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: Any = None  # `server.Service` knows which there are
+    temperature: float | None = number(0, 100)
+    seed: int | None = whole(0, MOST_SEED)
+
+
+class StreamOptions(BaseModel):
+    model_config = Body.model_config
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+Stop = Annotated[str, Field(min_length=1)]
+
+
+class ChatBody(Body):
+    """Arguments of a chat completion. Beyond OpenAI's own: top_k."""
+
+    messages: list[Any] = Field(min_length=1, description="a list of messages")
+    top_p: float | None = Field(None, gt=0, le=1, description="a number above 0 and at most 1")
+    top_k: int | None = whole(0)
+    max_tokens: int | None = whole(1)
+    max_completion_tokens: int | None = whole(1)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = Field(
+        None, description=f"a text or a list of at most {MOST_STOPS}"
+    )
+    stream: bool | None = Field(None, description="true or false")
+    stream_options: StreamOptions | None = Field(
+        None, description="an object in which include_usage is true or false, include_obfuscation false"
+    )
+
+
+class DrawingBody(Body):
+    """Arguments of an image generation. Beyond OpenAI's own: seed, temperature, guidance_scale."""
+
+    prompt: str = Field(pattern=r"\S", description="a text")
+    n: int | None = whole(1, 10)
+    guidance_scale: float | None = number(0, 100)
+    size: str | None = Field(
+        None, pattern=r"^(auto|0*[1-9][0-9]{0,4}x0*[1-9][0-9]{0,4})$", description="WIDTHxHEIGHT in pixels, or auto"
+    )
+
+
+Read = TypeVar("Read", bound=Body)
+
+
+def read(kind: type[Read], body: Any, neutral: Mapping[str, tuple]) -> Read:
+    """The arguments of a body. Raises Refused for a body that is no object, and for the first argument that is not
+    supported, not known or not valid.
+    """
     if not isinstance(body, Mapping):
         raise Refused(f"body: got {type(body).__name__}, expected a JSON object")
     for name, values in neutral.items():
@@ -151,9 +181,66 @@ def check_nothing(body: Any, neutral: Mapping[str, tuple]) -> None:
         if found is not None and not any(same):
             wanted = " or ".join(repr(value) for value in values) or "none"
             raise refused(name, found, f"{wanted}: this server has nothing else", code="unsupported_value")
+    only(body, {*kind.model_fields, *neutral})
+    try:
+        return kind.model_validate({name: found for name, found in body.items() if name in kind.model_fields})
+    except ValidationError as error:
+        name = str(error.errors(include_url=False)[0]["loc"][0])
+    raise refused(name, body.get(name), kind.model_fields[name].description or "another value")
 
 
-def content(given: Any, where: str, images: list[Image.Image], limits: Limits) -> list[dict[str, Any]]:
+def only(given: Mapping[str, Any], known: Collection[str], where: str = "") -> None:
+    """Raises Refused for what an object of a body has beside its known members."""
+    for name, found in given.items():
+        if found is not None and name not in known and name not in NO_MATTER:
+            shown = name if name.isidentifier() and len(name) <= 60 else ascii(name[:60])
+            raise refused(where + shown, found, "none: this server does not know it", code="unknown_parameter")
+
+
+def chat(body: Any, limits: Limits) -> Chat:
+    """Read the body of a chat completion; of its images the headers. Raises Refused."""
+    asked = read(ChatBody, body, NOTHING)
+    messages: list[dict[str, Any]] = []
+    images: list[Picture] = []
+    for i, message in enumerate(asked.messages):
+        where = f"messages[{i}]"
+        role = message.get("role") if isinstance(message, Mapping) else message
+        if not isinstance(role, str) or role not in ROLES or not isinstance(message, Mapping):
+            raise refused(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+        only(message, ("role", "content"), f"{where}.")
+        parts = content(message.get("content"), f"{where}.content", images, limits)
+        messages.append({"role": ROLES[role], "content": parts})
+    options: dict[str, Any] = {} if asked.seed is None else {"seed": asked.seed}
+    if asked.temperature != 0:  # a greedy answer has nothing to cut
+        cuts = {"top_p": asked.top_p, "top_k": asked.top_k}
+        options |= {name: value for name, value in cuts.items() if value is not None}
+    if asked.temperature is not None:
+        options["do_sample"] = asked.temperature > 0
+    if asked.temperature:  # without one the model's own settings hold beside what was asked
+        options = {"temperature": float(asked.temperature), "top_p": 1.0, "top_k": 0} | options
+    most = [n for n in (asked.max_completion_tokens, asked.max_tokens) if n is not None]
+    usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+    stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    found = Chat(messages, images, options, min(most, default=None), stops, bool(asked.stream), usage)
+    if found.pixels > limits.at_once:
+        said = f"messages: got images of {found.pixels} pixels together, expected at most {limits.at_once}"
+        raise Refused(said, param="messages")
+    return found
+
+
+def drawing(body: Any) -> Drawing:
+    """Read the body of an image generation. Raises Refused."""
+    asked = read(DrawingBody, body, NO_PICTURE)
+    options = {
+        "num_images_per_prompt": asked.n or 1, "seed": asked.seed, "guidance_scale": asked.guidance_scale,
+        "temperature": asked.temperature,
+    }  # fmt: skip
+    if asked.size not in (None, "auto"):
+        options["width"], options["height"] = map(int, str(asked.size).split("x"))
+    return Drawing(asked.prompt, {name: value for name, value in options.items() if value is not None})
+
+
+def content(given: Any, where: str, images: list[Picture], limits: Limits) -> list[dict[str, Any]]:
     """A message's parts as chat templates take them; its images are added to `images`."""
     if isinstance(given, str):
         return [{"type": "text", "text": given}]
@@ -162,94 +249,68 @@ def content(given: Any, where: str, images: list[Image.Image], limits: Limits) -
     found: list[dict[str, Any]] = []
     for i, part in enumerate(given):
         at, kind = f"{where}[{i}]", part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("text", "image_url"):
+            only(part, ("type", kind), f"{at}.")
         if kind == "text" and isinstance(part.get("text"), str):
             found.append({"type": "text", "text": part["text"]})
         elif kind == "image_url":
             url = part.get("image_url")
-            url = url.get("url") if isinstance(url, Mapping) else url
+            if isinstance(url, Mapping):
+                only(url, ("url", "detail"), f"{at}.image_url.")
+                if (detail := url.get("detail")) not in (None, "auto", "high"):  # a model sees what its processor makes
+                    raise refused(f"{at}.image_url.detail", detail, "'auto' or 'high': this server has nothing else")
+                url = url.get("url")
             if len(images) >= limits.images:
                 raise refused(at, "one image more", f"at most {limits.images} images in a request")
-            images.append(image(url, f"{at}.image_url.url", limits.pixels))
+            images.append(picture(url, f"{at}.image_url.url", limits.pixels))
             found.append({"type": "image"})
         else:
             raise refused(f"{at}.type", kind, "text with its text, or image_url")
     return found
 
 
-def image(url: Any, where: str, pixels: int) -> Image.Image:
-    """The picture of a data URL. Raises Refused; nothing is fetched."""
+def picture(url: Any, where: str, most: int) -> Picture:
+    """The image of a data URL, at most `most` pixels by its header. Raises Refused; nothing is fetched."""
     head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-    if not comma or not head.startswith("data:"):
+    scheme, _, kind = head.lower().partition(":")
+    if not comma or scheme != "data":
         shown = url[:40] if isinstance(url, str) else url
         raise refused(where, shown, "a data URL (data:image/png;base64,...): this server fetches nothing")
-    kind, *how = head.removeprefix("data:").split(";")
+    kind, *how = kind.split(";")
     if kind not in MEDIA or how[-1:] != ["base64"]:
         raise refused(where, head, f"base64 of {', '.join(MEDIA)}")
     try:
-        return read_image(base64.b64decode(data, validate=True), where, pixels)
+        content = base64.b64decode(data, validate=True)
+        width, height = image_size(content, where, most)
     except binascii.Error as error:
         raise Refused(f"{where}: got base64 that can't be read ({error}), expected an image", param=where) from None
     except ValueError as error:
         raise Refused(str(error), param=where) from None
+    return Picture(content, width * height, where)
 
 
-def stops(given: Any) -> tuple[str, ...]:
-    """Texts that end an answer."""
-    found = [given] if isinstance(given, str) else given or []
-    if not isinstance(found, list) or len(found) > MOST_STOPS or not all(isinstance(s, str) and s for s in found):
-        raise refused("stop", given, f"a text or a list of at most {MOST_STOPS}")
-    return tuple(found)
-
-
-def wants_usage(given: Any) -> bool:
-    """Whether a streamed answer ends with its counts."""
-    if given is not None and not isinstance(given, Mapping):
-        raise refused("stream_options", given, "an object")
-    return bool((given or {}).get("include_usage"))
-
-
-def listed(body: Mapping[str, Any], name: str, what: str) -> list:
-    found = body.get(name)
-    if not isinstance(found, list) or not found:
-        raise refused(name, found, what)
-    return found
-
-
-def flag(body: Mapping[str, Any], name: str) -> bool:
-    found = body.get(name)
-    if found is not None and not isinstance(found, bool):
-        raise refused(name, found, "true or false")
-    return bool(found)
-
-
-def number(body: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
-    """An argument between two numbers, None if it isn't there."""
-    found = body.get(name)
-    real = isinstance(found, (int, float)) and not isinstance(found, bool)
-    if found is not None and not (real and least <= found <= most):
-        raise refused(name, found, f"a number from {least} to {most}")
-    return found
-
-
-def whole(body: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
-    """A whole number, None if it isn't there."""
-    found = body.get(name)
-    fits = isinstance(found, int) and not isinstance(found, bool) and least <= found <= (most or found)
-    if found is not None and not fits:
-        beyond = f"from {least} to {most}" if most else f"of at least {least}"
-        raise refused(name, found, f"a whole number {beyond}")
-    return found
-
-
-def prompt_of(processor: Any, asked: Chat) -> dict[str, Any]:
-    """A processor's output for a chat, on the CPU. Raises Refused for what it can't read."""
+def prompt_of(processor: Any, asked: Chat, lock: AbstractContextManager) -> dict[str, Any]:
+    """A processor's output for a chat, on the CPU, whose images are decoded here and let go. lock: held while the
+    processor runs. Raises Refused for what can't be read.
+    """
+    images = []
     try:
-        text = chat_text(processor, asked.messages)
-        images = {"images": [asked.images]} if asked.images else {}
-        return dict(processor(text=[text], **images, return_tensors="pt"))
+        for picture in asked.images:
+            try:
+                images.append(read_image(picture.data, picture.where, picture.pixels))
+            except ValueError as error:
+                raise Refused(str(error), param=picture.where) from None
+        given = {"images": [images]} if images else {}
+        with lock:
+            return dict(processor(text=[chat_text(processor, asked.messages)], **given, return_tensors="pt"))
+    except Refused:
+        raise
     except Exception as error:  # of chat templates and processors, which raise anything
         said = str(error).split("\n")[0][:200]
-        raise Refused(f"messages: got what the model's processor can't read ({said}), expected a chat") from None
+    finally:
+        images.clear()  # an error remembers what its functions had
+        asked.images.clear()
+    raise Refused(f"messages: got what the model's processor can't read ({said}), expected a chat")
 
 
 def room(length: int, asked: Chat, limits: Limits) -> int:

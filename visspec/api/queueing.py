@@ -79,17 +79,17 @@ class Builder:
         """(id, request) of every entry; an entry that can't be a request gives its exception."""
         number = count()
         for entry in entries:
-            if entry is None or isinstance(entry, tuple):
-                yield entry
-                continue
-            index = next(number)
-            id = index
-            try:
-                own = dict(entry)
-                id = own.pop("id", index)
-                yield Ticket(index, id), self.request(index, own)
-            except Exception as error:
-                yield Ticket(index, id), error
+            yield entry if entry is None or isinstance(entry, tuple) else self._entry(entry, next(number))
+
+    def _entry(self, entry: Mapping[str, Any], index: int) -> tuple[Any, Request | Exception]:
+        """A function of its own: what it has of an entry, pixels too, is not kept while the next one is awaited."""
+        id: Any = index
+        try:
+            own = dict(entry)
+            id = own.pop("id", index)
+            return Ticket(index, id), self.request(index, own)
+        except Exception as error:
+            return Ticket(index, id), error
 
     def request(self, index: int, own: dict[str, Any]) -> Request:
         """The request of one entry. Raises ValueError for arguments that can't be served."""

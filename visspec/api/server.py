@@ -1,7 +1,8 @@
 """OpenAI's chat completions and image generations over HTTP, on FastAPI: the extra `serve`.
 
 Nothing of a request is trusted: its key is compared in constant time, its host is one of this machine's own names if
-the server is bound to it, its body is read up to a limit, and what it says is read by `completions`.
+the server is bound to it, its body is received up to a limit, takes a place when it is complete, and is read by
+`completions`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import asyncio
 import base64
 import hmac
 import json
+import re
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -24,11 +27,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from visspec import __version__
 from visspec.api import completions
-from visspec.api.completions import Refused, completion, usage
+from visspec.api.completions import Chat, Refused, completion, usage
 from visspec.api.serving import Desk, Drawn, Gone, Job, Painting, Worker, Writing, Written
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)
 READING = 60.0  # seconds for a body to arrive
+READERS = 2  # threads that read bodies, decode images and run the processor
 
 
 class Service:
@@ -36,71 +41,108 @@ class Service:
 
     def __init__(self, desk: Desk, writing: Writing | None, painting: Painting | None, key: str | None, local: bool):
         self.desk, self.writing, self.painting, self.key, self.local = desk, writing, painting, key, local
-        self.body = writing.limits.body if writing is not None else completions.Limits().body
+        self.limits = writing.limits if writing is not None else completions.Limits()
         self.began = int(time.time())
+        self.readers = ThreadPoolExecutor(READERS, "visspec-reader")
 
     @property
     def workers(self) -> list[Worker]:
         return [worker for worker in (self.writing, self.painting) if worker is not None]
 
+    def close(self) -> None:
+        """Finish what was taken."""
+        for worker in self.workers:
+            worker.close()
+        self.readers.shutdown(wait=False, cancel_futures=True)
+
     async def guard(self, request: Request) -> None:
         """Raises Refused for a stranger."""
-        host = request.url.hostname
-        if self.local and host not in LOCAL:  # a page in a browser may have given this machine a name of its own
-            raise Refused(f"host: got {host}, expected one of {', '.join(LOCAL)}", 403)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if self.key is not None and not hmac.compare_digest(given, self.key.encode()):
+        hosts = [value for name, value in request.headers.raw if name == b"host"]
+        if self.local and not (len(hosts) == 1 and HOST.fullmatch(hosts[0])):
+            # a page in a browser may have given this machine a name of its own
+            found = " and ".join(host.decode("latin-1") for host in hosts) or "none"
+            raise Refused(f"host: got {found[:60]}, expected one of {', '.join(LOCAL)}", 403)
+        scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if self.key is not None and not (
+            hmac.compare_digest(given.strip(), self.key.encode(errors="surrogateescape"))
+            and scheme.lower() == b"bearer"
+        ):
             raise Refused("key: got another one or none, expected that of the server", 401, code="invalid_api_key")
 
-    async def read(self, request: Request) -> Any:
-        """The JSON of a body. Raises Refused."""
+    async def receive(self, request: Request, held: Callable[[int], None]) -> bytes:
+        """A body; `held` is told its bytes as they come. Raises Refused."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
-        if kind != "application/json":  # a page of another origin can't send this without asking
+        if kind.lower() != "application/json":  # a page of another origin can't send this without asking
             raise Refused(f"content-type: got {kind or 'none'}, expected application/json", 415)
         try:
-            data = await asyncio.wait_for(self._bytes(request), READING)
+            return await asyncio.wait_for(self._bytes(request, held), READING)
         except TimeoutError:
             raise Refused(f"body: got a part of it in {READING:g} seconds, expected all of it", 408) from None
-        try:
-            return await asyncio.get_running_loop().run_in_executor(None, json.loads, data)
-        except (ValueError, RecursionError):
-            raise Refused("body: got no JSON, expected an object") from None
 
-    async def _bytes(self, request: Request) -> bytes:
+    async def _bytes(self, request: Request, held: Callable[[int], None]) -> bytes:
         told = request.headers.get("content-length", "0")
         size, parts = int(told) if told.isdecimal() else 0, []
-        if size <= self.body:
+        if size <= self.limits.body:
             size = 0
             async for part in request.stream():
                 size += len(part)
-                if size > self.body:
+                if size > self.limits.body:
                     break
+                held(len(part))
                 parts.append(part)
-        if size > self.body:
-            raise Refused(f"body: got more than {self.body} bytes, expected at most as many", 413)
+        if size > self.limits.body:
+            raise Refused(f"body: got more than {self.limits.body} bytes, expected at most as many", 413)
         return b"".join(parts)
 
-    def check_model(self, body: Any, worker: Worker | None, what: str) -> None:
-        """Raises Refused unless a body names the worker's model."""
-        name = body.get("model") if isinstance(body, dict) else None
-        if worker is None:
-            raise Refused(f"model: got {name!r}, expected a server that {what}", 404, "model", "model_not_found")
-        if name not in (None, worker.name):
-            raise Refused(f"model: got {name!r}, expected {worker.name!r}", 404, "model", "model_not_found")
+    async def read(self, data: bytes, worker: Worker | None, what: str, reading: Callable[[Any], Any]) -> Any:
+        """What `reading` makes of a body's JSON. Raises Refused, also unless it names the worker's model."""
+
+        def work() -> Any:
+            try:
+                body = json.loads(data)
+            except (ValueError, RecursionError):
+                raise Refused("body: got no JSON, expected an object") from None
+            name = body.get("model") if isinstance(body, dict) else None
+            if worker is None:
+                raise Refused(f"model: got {name!r}, expected a server that {what}", 404, "model", "model_not_found")
+            if name is not None:
+                self.named(name, [worker])
+            return reading(body)
+
+        return await asyncio.get_running_loop().run_in_executor(self.readers, work)
+
+    def named(self, name: Any, workers: list[Worker]) -> Worker:
+        """The worker of a model. Raises Refused for another name."""
+        for worker in workers:
+            if name == worker.name:
+                return worker
+        names = " or ".join(repr(worker.name) for worker in workers)
+        raise Refused(f"model: got {name!r}, expected {names}", 404, "model", "model_not_found")
+
+    def _chat(self, body: Any) -> Chat:
+        return completions.chat(body, self.limits)
 
     async def chat(self, request: Request) -> Response:
-        with ExitStack() as stack:
-            stack.enter_context(self.desk.place("chat"))
-            body = await self.read(request)
-            self.check_model(body, self.writing, "was started with --model")
-            assert self.writing is not None
-            loop, events = asyncio.get_running_loop(), Events(request)
-            job = await loop.run_in_executor(self.writing.readers, self.writing.read, body, events.tell)
-            stack.callback(setattr, job, "cancelled", True)  # however this ends
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self.desk.meter("chat"))
+            waiting = await stack.enter_async_context(AsyncExitStack())  # ends when the model has read the prompt
+            self.desk.check()
+            data = await self.receive(request, waiting.enter_context(self.desk.held()))
+            stack.enter_context(self.desk.place())
+            asked = await self.read(data, self.writing, "was started with --model", self._chat)
+            del data
+            writing, loop = self.writing, asyncio.get_running_loop()
+            assert writing is not None
+            events = Events(request)
             stack.callback(events.close)
-            self.writing.submit(job)
+            await events.until(waiting.enter_async_context(self.desk.decoded(asked.pixels)))
+            job = await loop.run_in_executor(self.readers, writing.job, asked, events.tell)
+            stack.callback(setattr, job, "cancelled", True)  # however this ends
+            writing.submit(job)
             first = await events.next()
-            id, name = f"chatcmpl-{uuid.uuid4().hex}", self.writing.name
+            await waiting.aclose()
+            first = await events.next() if first is None else first
+            id, name = f"chatcmpl-{uuid.uuid4().hex}", writing.name
             if job.asked.stream:
                 return Stream(job, events, first, id, name, stack.pop_all())
             choice = {"message": {"role": "assistant", "content": first.text, "refusal": None},
@@ -110,23 +152,31 @@ class Service:
             )
 
     async def images(self, request: Request) -> Response:
-        with ExitStack() as stack:
-            stack.enter_context(self.desk.place("images"))
-            body = await self.read(request)
-            self.check_model(body, self.painting, "was started with --image-model")
-            assert self.painting is not None
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self.desk.meter("images"))
+            self.desk.check()
+            data = await self.receive(request, stack.enter_context(self.desk.held()))
+            stack.enter_context(self.desk.place())
+            painting = self.painting
+            asked = await self.read(data, painting, "was started with --image-model", completions.drawing)
+            assert painting is not None
             events = Events(request)
-            job = Job(events.tell, completions.drawing(body))
-            stack.callback(setattr, job, "cancelled", True)
             stack.callback(events.close)
-            self.painting.submit(job)
+            job = Job(events.tell, asked)
+            stack.callback(setattr, job, "cancelled", True)
+            painting.submit(job)
             drawn: Drawn = await events.next()
-            data = [{"b64_json": base64.b64encode(file).decode()} for file in drawn.files]
-            return JSONResponse({"created": int(time.time()), "data": data, "output_format": "png"})
+            files = [{"b64_json": base64.b64encode(file).decode()} for file in drawn.files]
+            return JSONResponse({"created": int(time.time()), "data": files, "output_format": "png"})
+
+    async def model(self, id: str) -> dict[str, Any]:
+        return self._told(self.named(id, self.workers))
+
+    def _told(self, worker: Worker) -> dict[str, Any]:
+        return {"id": worker.name, "object": "model", "created": self.began, "owned_by": "visspec"}
 
     async def models(self) -> dict[str, Any]:
-        found = [{"id": w.name, "object": "model", "created": self.began, "owned_by": "visspec"} for w in self.workers]
-        return {"object": "list", "data": found}
+        return {"object": "list", "data": [self._told(worker) for worker in self.workers]}
 
     async def metrics(self) -> PlainTextResponse:
         running = sum(len(worker.running) for worker in self.workers)
@@ -150,17 +200,21 @@ class Events:
         with suppress(RuntimeError):  # the loop is closed: nobody listens
             self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
 
+    async def until(self, awaited: Awaitable[Any]) -> Any:
+        """What is awaited. Raises Gone if the client goes before."""
+        task = asyncio.ensure_future(awaited)
+        try:
+            await asyncio.wait({task, self.gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+        if not task.done():
+            raise Gone
+        return task.result()
+
     async def next(self) -> Any:
         """The next event. Raises what the worker told as an exception, and Gone."""
-        getting = asyncio.ensure_future(self.queue.get())
-        try:
-            await asyncio.wait({getting, self.gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not getting.done():
-                getting.cancel()
-        if not getting.done() or getting.cancelled():
-            raise Gone
-        event = getting.result()
+        event = await self.until(self.queue.get())
         if isinstance(event, Refused):
             raise event
         if isinstance(event, ValueError):
@@ -176,7 +230,7 @@ class Events:
 class Stream(Response):
     """A streamed completion as server-sent events; `held` is let go when it ends."""
 
-    def __init__(self, job: Job, events: Events, first: Any, id: str, name: str, held: ExitStack):
+    def __init__(self, job: Job, events: Events, first: Any, id: str, name: str, held: AsyncExitStack):
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
         del self.headers["content-length"]
         self.job, self.events, self.first, self.id, self.name, self.held = job, events, first, id, name, held
@@ -186,10 +240,11 @@ class Stream(Response):
             text = data if isinstance(data, str) else json.dumps(data)
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
-        with suppress(Gone), self.held:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with suppress(Gone, asyncio.CancelledError):  # of a client that reads no more, when the server stops
             try:
-                await self._say_all(say)
+                async with self.held:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await self._say_all(say)
             except Refused as error:  # the status was sent
                 await say(error.body)
             await say("[DONE]")
@@ -216,8 +271,7 @@ def application(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI):
         yield
-        for worker in service.workers:
-            await asyncio.get_running_loop().run_in_executor(None, worker.close)
+        await asyncio.get_running_loop().run_in_executor(None, service.close)
 
     app = FastAPI(
         title="visspec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
@@ -227,7 +281,8 @@ def application(service: Service) -> FastAPI:
         return {"status": "stopping" if service.desk.closing else "ok"}
 
     routes: list[tuple[str, str, Callable[..., Any]]] = [
-        ("GET", "/health", health), ("GET", "/v1/models", service.models), ("GET", "/metrics", service.metrics),
+        ("GET", "/health", health), ("GET", "/v1/models", service.models),
+        ("GET", "/v1/models/{id:path}", service.model), ("GET", "/metrics", service.metrics),
         ("POST", "/v1/chat/completions", service.chat), ("POST", "/v1/images/generations", service.images),
     ]  # fmt: skip
     for method, path, call in routes:

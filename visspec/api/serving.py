@@ -13,10 +13,10 @@ import logging
 import queue
 import threading
 import time
+from asyncio import CancelledError, Event, Lock
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from visspec.api.images import ImagePipeline
 from visspec.loop.stats import by_depth
 from visspec.loop.stream import Answer
 
-READERS = 2  # threads that decode images and run the processor
+BODIES = 100_000_000  # bytes of bodies that are held at once
 logger = logging.getLogger(__name__)
 
 
@@ -55,18 +55,23 @@ class Drawn:
 
 @dataclass(eq=False)
 class Job:
-    """One request. tell: called in the worker's thread with pieces of text (streamed answers), and at last with the
-    result or an exception.
+    """One request. tell: called in the worker's thread, with None when the model has read a chat, with pieces of text
+    (streamed answers), and at last with the result or an exception.
     """
 
     tell: Callable[[Any], None]
     asked: Any  # a Chat or a Drawing
-    inputs: dict[str, Any] = field(default_factory=dict)  # of a Chat: arguments of generate
+    inputs: dict[str, Any] = field(default_factory=dict)  # of a Chat that waits: arguments of generate
+    prompt: int = 0  # tokens
     writer: Writer | None = None
     cancelled: bool = False
+    begun: bool = False
 
     def put(self, tokens: list[int]) -> bool:
         """Take a round's tokens. Returns whether the row is to end."""
+        if not self.begun:
+            self.begun = True
+            self.tell(None)
         if self.cancelled or self.writer is None:
             return self.cancelled
         piece = self.writer.add(tokens)
@@ -91,15 +96,14 @@ class Writer:
         before = len(self.tokens)
         self.tokens += tokens
         full = self._read(len(self.tokens))
-        places = [at for stop in self.stops if (at := full.find(stop)) >= 0]
-        if places:
+        if any(stop in full for stop in self.stops):  # the first token that completes one: rounds don't matter
             numbers = range(before + 1, len(self.tokens) + 1)
             del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
             self.stopped = True
-            return self._grown(full[: min(places)])
-        return self._grown(
-            full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)].rstrip("\ufffd")
-        )
+            full = self._read(len(self.tokens))
+            return self._grown(full[: min(at for stop in self.stops if (at := full.find(stop)) >= 0)])
+        full = full.rstrip("\ufffd")
+        return self._grown(full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)])
 
     def finish(self) -> str:
         """The text that was held back, when no token follows."""
@@ -170,38 +174,91 @@ class Meters:
 
 
 class Desk:
-    """Takes requests, `places` at once, until it closes. Used in the thread of the server's event loop only."""
+    """Takes requests, `places` at once, until it closes. pixels, bytes: of images that are decoded, and of bodies that
+    are held, at once. Used in the thread of the server's event loop only.
+    """
 
-    def __init__(self, places: int, meters: Meters):
-        self.places, self.meters = places, meters
-        self.taken, self.closing = 0, False
+    def __init__(self, places: int, meters: Meters, pixels: int = Limits.at_once, bytes: int = BODIES):
+        self.places, self.meters, self.most_pixels, self.most_bytes = places, meters, pixels, bytes
+        self.taken, self.closing, self.pixels, self.bytes = 0, False, 0, 0
+        self.turn, self.freed = Lock(), Event()
 
     @contextmanager
-    def place(self, kind: str) -> Iterator[None]:
-        """A place for one request. Raises Refused if there is none."""
+    def meter(self, kind: str) -> Iterator[None]:
+        """Counts a request and how it ended. Raises Refused for one that is cut off because the server stops."""
         began, outcome = time.monotonic(), "ok"
         try:
-            if self.closing:
-                raise Refused("server: got a request while it stops, expected none", 503, code="stopping")
-            if self.taken >= self.places:
-                raise Refused(
-                    f"server: got a request beside {self.taken} others, expected at most {self.places} at once",
-                    429, code="queue_full",
-                )  # fmt: skip
-        except Refused as error:
-            self.meters.requests[kind, error.code or ""] += 1
-            raise
-        self.taken += 1
-        try:
             yield
+        except CancelledError:
+            outcome = "stopping"
+            said = "server: got an order to stop before this answer was complete, expected none"
+            raise Refused(said, 503, code=outcome) from None
         except BaseException as error:
             outcome = "gone" if isinstance(error, Gone) else "failed"
             if isinstance(error, Refused) and error.status < 500:
                 outcome = "refused"
+            if isinstance(error, Refused) and error.status in (429, 503):
+                outcome = error.code or outcome
             raise
         finally:
-            self.taken -= 1
             self.meters.over(kind, outcome, began)
+
+    def check(self) -> None:
+        """Raises Refused if there is no place."""
+        if self.closing:
+            raise Refused("server: got a request while it stops, expected none", 503, code="stopping")
+        if self.taken >= self.places:
+            raise Refused(
+                f"server: got a request beside {self.taken} others, expected at most {self.places} at once",
+                429, code="queue_full",
+            )  # fmt: skip
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place for one request whose body is complete. Raises Refused if there is none."""
+        self.check()
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[int], None]]:
+        """Gives a function that is told the bytes of a body as they come. It raises Refused where all bodies have too
+        many.
+        """
+        mine = 0
+
+        def add(count: int) -> None:
+            nonlocal mine
+            if self.bytes + count > self.most_bytes:
+                raise Refused(
+                    f"server: got bodies of more than {self.most_bytes} bytes together, expected at most as many",
+                    429, code="queue_full",
+                )  # fmt: skip
+            self.bytes += count
+            mine += count
+
+        try:
+            yield add
+        finally:
+            self.bytes -= mine
+
+    @asynccontextmanager
+    async def decoded(self, pixels: int) -> AsyncIterator[None]:
+        """Room for images. Requests that have some get it in the order in which they came."""
+        if pixels:
+            async with self.turn:
+                while self.pixels and self.pixels + pixels > self.most_pixels:
+                    self.freed.clear()
+                    await self.freed.wait()
+                self.pixels += pixels
+        try:
+            yield
+        finally:
+            self.pixels -= pixels
+            self.freed.set()
 
     @property
     def patience(self) -> int:
@@ -245,23 +302,17 @@ class Writing(Worker):
         self.fast, self.processor, self.slots, self.limits = fast, processor, slots, limits
         self.decoder = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
         self.processing = threading.Lock()
-        self.readers = ThreadPoolExecutor(READERS, "visspec-reader")
         self.over = False
         super().__init__(name, meters)
 
-    def read(self, body: Any, tell: Callable[[Any], None]) -> Job:
-        """A job of a chat completion's body. Raises Refused. Called in one of `readers`."""
-        asked: Chat = completions.chat(body, self.limits)
-        with self.processing:
-            inputs = completions.prompt_of(self.processor, asked)
-        most = completions.room(inputs["input_ids"].shape[1], asked, self.limits)
+    def job(self, asked: Chat, tell: Callable[[Any], None]) -> Job:
+        """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
+        inputs = completions.prompt_of(self.processor, asked, self.processing)
+        length = inputs["input_ids"].shape[1]
+        most = completions.room(length, asked, self.limits)
         inputs = moved(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
         writer = Writer(self._decode, asked.stops) if asked.stops or asked.stream else None
-        return Job(tell, asked, inputs, writer)
-
-    def close(self) -> None:
-        super().close()
-        self.readers.shutdown(wait=False, cancel_futures=True)
+        return Job(tell, asked, inputs, length, writer)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.decoder.decode(tokens, skip_special_tokens=True)
@@ -289,7 +340,10 @@ class Writing(Worker):
                 self.over = True
                 return
             self.running.add(job)
-            yield job.inputs | {"id": job, "on_tokens": job.put}
+            entry = job.inputs | {"id": job, "on_tokens": job.put}
+            job.inputs = {}
+            yield entry
+            entry.clear()  # of pixels too, before it waits
 
     def _answer(self, job: Job, answer: Answer) -> None:
         self.running.discard(job)
@@ -303,7 +357,7 @@ class Writing(Worker):
         if (rest := writer.finish()) and job.asked.stream:
             job.tell(rest)
         ended = "length" if answer.ended == "length" and not writer.stopped else "stop"
-        job.tell(Written(writer.text, len(writer.tokens), job.inputs["input_ids"].shape[1], ended))
+        job.tell(Written(writer.text, len(writer.tokens), job.prompt, ended))
 
 
 class Painting(Worker):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from visspec.cli.arguments import add_hardware, load, positive
 
 KEY = "VISSPEC_API_KEY"
+MMAP_THRESHOLD = -3  # glibc's name for it in mallopt
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +31,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-body", type=positive, default=20_000_000, help="bytes of a request")
     parser.add_argument("--max-pixels", type=positive, default=16_000_000, help="of an image")
     parser.add_argument("--max-images", type=positive, default=16, help="of a request")
+    parser.add_argument(
+        "--pixels-at-once", type=positive, default=128_000_000,
+        help="of a request's images together, and of all images that are decoded at once",
+    )  # fmt: skip
     parser.add_argument("--grace", type=positive, default=60, help="seconds for running answers after SIGTERM")
 
 
@@ -42,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"serve: {package} is not installed, expected it (pip install 'visspec[serve]')") from None
     from visspec.api.server import LOCAL, Server
 
+    with suppress(OSError, AttributeError):  # else each thread keeps the memory of the pictures that it decoded
+        ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 20)
     key = os.environ.get(KEY) or None
     service = made(arguments, key, arguments.host in LOCAL)
     if key is None and not service.local:
@@ -60,13 +69,13 @@ def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
     from visspec.api.completions import Limits
     from visspec.api.images import ImagePipeline
     from visspec.api.server import Service
-    from visspec.api.serving import Desk, Meters, Painting, Writing
+    from visspec.api.serving import BODIES, Desk, Meters, Painting, Writing
 
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     limits = Limits(
         body=arguments.max_body, pixels=arguments.max_pixels, images=arguments.max_images,
-        new=arguments.max_new_tokens,
+        at_once=max(arguments.pixels_at_once, arguments.max_pixels), new=arguments.max_new_tokens,
         context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
     )  # fmt: skip
     pipe = None
@@ -77,4 +86,5 @@ def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
     meters = Meters()
     writing = Writing(arguments.model or "captioner", fast, processor, meters, arguments.slots, limits)
     painting = None if pipe is None else Painting(arguments.image_model, pipe, meters)
-    return Service(Desk(arguments.places, meters), writing, painting, key, local)
+    desk = Desk(arguments.places, meters, limits.at_once, max(BODIES, limits.body))
+    return Service(desk, writing, painting, key, local)

@@ -215,6 +215,8 @@ class Stream:
                 yield from self._open([row])
             return
         state.request.inputs, state.request.media = {}, {}  # pixels are not kept
+        for row in group:
+            row.request.inputs = {}
         opened = Lane(state, group)
         yield from opened.leavers()
         if opened.left:
