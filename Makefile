@@ -39,7 +39,7 @@ bench: $(VENV)/.ready
 models: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/models_table.py --workers $(WORKERS) --out docs/models.md
 
-# small errors in the core, and how many of them a test sees: an hour or two, goes on where it was cut off
+# 250 small errors, and how many of them a test sees: some hours, goes on where it was cut off
 mutants: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/mutants --jobs $(WORKERS)
 

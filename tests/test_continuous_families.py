@@ -58,6 +58,7 @@ def images(folder, request):
 
 def asked(images, texts, guidance, layout):
     prompt = images.prompt(texts, guidance != 1.0, layout)
+    assert torch.equal(images.decoder.embed_tokens(prompt.tokens), prompt.embeds)
     given = generators(len(texts))
     sampling = Sampling(1.0, guidance=guidance)
     return Request(prompt, prompt.ids, layout.positions, sampling, generators=given, grid=layout.grid)

@@ -224,6 +224,17 @@ def test_a_kept_mask_equals_a_new_one(data):
             slots.select(sorted(data.draw(st.sets(st.integers(0, live - 1), min_size=1))))
 
 
+def test_a_kept_mask_is_built_anew_where_rounds_outgrow_it(monkeypatch):
+    monkeypatch.setattr(masks, "GROW", 0)
+    made, slots = masks.Masks(torch.float32), SlotCache(2)
+    slots.lengths = [6, 4]
+    for _ in range(4):
+        extent = slots.open(6, "cpu")
+        seen = visibility(trees.chain(5).ancestor, slots.lengths, None, extent)
+        assert torch.equal(made(slots, trees.chain(5), extent), made.additive(seen))
+        slots.commit([list(range(6)), [0, 1, 2]])
+
+
 @pytest.mark.parametrize("wrong", [None, 0.3])
 def test_ragged_rows_build_no_mask_each_round(wrong, monkeypatch):
     built_masks, expected = [], stock("llama", "ragged")

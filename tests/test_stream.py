@@ -146,6 +146,10 @@ def test_prompts_are_padded_only_where_rows_stay_those_alone(name, padded):
     assert quick.target.pads == padded
     entries = [{"input_ids": torch.arange(5, 5 + n)[None], "max_new_tokens": 8} for n in (14, 4, 9, 4)]
     assert together(quick, entries) == alone(quick, entries)
+    for entry, pads in zip(entries, (5, 0, 6, 3)):  # padding is dropped where rows join, which is no shorter reach
+        entry["attention_mask"] = (torch.arange(entry["input_ids"].shape[1] + pads) >= pads).long()[None]
+        entry["input_ids"] = torch.nn.functional.pad(entry["input_ids"], (pads, 0))
+    assert together(quick, entries) == alone(quick, entries)
 
 
 def test_results_come_as_they_are_ready_and_prompts_are_read_as_slots_come_free():

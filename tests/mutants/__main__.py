@@ -122,7 +122,8 @@ def forked(items: Iterable, work: Callable, jobs: int, seconds: int) -> Iterator
         while len(running) < jobs and (item := next(items, None)) is not None:
             answer = tempfile.TemporaryFile("w+")
             if not (child := os.fork()):
-                signal.alarm(seconds)  # ends the child, whatever it is doing
+                signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the child, whatever it is doing; and if it waits:
+                signal.alarm(10 * seconds)
                 for stream in (1, 2):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
                 try:
@@ -139,12 +140,12 @@ def forked(items: Iterable, work: Callable, jobs: int, seconds: int) -> Iterator
         yield item, json.loads(text) if text else None
 
 
-def record(folder: Path, jobs: int) -> dict[str, dict]:
+def record(folder: Path, jobs: int, only: str) -> dict[str, dict]:
     """What every test calls; noted anew for files that changed, and for those in which a test failed."""
     kept = folder / "tests.json"
     known = json.loads(kept.read_text()) if kept.exists() else {}
     files = [p for pattern in TESTS for p in sorted(ROOT.glob(pattern))]
-    files = [p for p in files if p.stem.removeprefix("test_") not in ELSEWHERE]
+    files = [p for p in files if p.stem.removeprefix("test_") not in ELSEWHERE and re.search(only, p.stem)]
     digest = {path: hashlib.sha1(path.read_bytes()).hexdigest() for path in files}
     stale = [p for p in files if known.get(str(p), {"failed": 1})["failed"] or known[str(p)]["digest"] != digest[p]]
     for path, found in forked(stale, watched, jobs, 1800):
@@ -186,11 +187,12 @@ def report(mutants: list[Mutant], results: dict[str, dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
-    parser.add_argument("--count", type=int, default=160, help="mutants made from the syntax tree (160)")
+    parser.add_argument("--count", type=int, default=250, help="mutants (250)")
     parser.add_argument("--seed", type=int, default=0, help="which of the candidates")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once (1)")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for a mutant (60)")
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests for a mutant (30)")
     parser.add_argument("--only", default="", help="a regular expression: mutants whose description has it")
+    parser.add_argument("--tests", default="", help="the same: test files whose name has it")
     parser.add_argument("--again", action="store_true", help="judge those again that survived")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants", help="where results are kept")
     options = parser.parse_args()
@@ -199,7 +201,7 @@ def main() -> None:
     sys.dont_write_bytecode = True
     for name in ("torch", "transformers", "pytest", "hypothesis", "scipy.stats"):
         importlib.import_module(name)
-    files = record(options.out, options.jobs)
+    files = record(options.out, options.jobs, options.tests)
     for name in sorted({name for file in files.values() for name in file["modules"]}):
         try:
             importlib.import_module(name)
@@ -211,7 +213,7 @@ def main() -> None:
     lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     results = {line["key"]: line for line in lines}
     todo = [m for m in mutants if m.key not in results or (options.again and not results[m.key]["killed"])]
-    limit = int(60 + 6 * options.budget)
+    limit = int(60 + 3 * options.budget)
     begun = time.time()
     work = forked(todo, lambda m: judged(m, concerned(m, tests, options.budget)), options.jobs, limit)
     for n, (mutant, found) in enumerate(work, 1):

@@ -10,15 +10,15 @@ import copy
 import functools
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = [f"visspec/{name}.py" for name in ("sampling", "tree", "cache", "laws")]
-CORE += [f"visspec/loop/{name}.py" for name in ("decode", "guard", "orders", "pace", "pairing", "tape")]
-CORE += ["visspec/accept/*.py", "models/drafters/*.py"]
-FEWEST = 3  # mutants of a file
+CORE = [f"visspec/{name}.py" for name in ("sampling", "tree", "cache")]
+CORE += [f"visspec/{name}/[!_]*.py" for name in ("laws", "loop", "accept", "api")]
+CORE += ["models/drafters/[!_]*.py", "models/targets/[!_]*.py"]
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -66,6 +66,9 @@ NAMED = [  # name, file, what it replaces, by what
     ("a token too many is kept", "models/drafters/small_model.py",
      "self.drafted) for path", "self.drafted + 1) for path"),
     ("positions one early", "models/drafters/small_model.py", "self.own.position + 1", "self.own.position"),
+    ("joined rows with keys of others", "models/drafters/feature_memory.py",
+     "other.kv[:, :longest][take]", "other.kv[:, :longest][: len(take)]"),
+    ("laws of rows that left", "models/drafters/ahead.py", "state.memory[keep]", "state.memory[: len(keep)]"),
 ]  # fmt: skip
 
 
@@ -224,18 +227,22 @@ def _with(node: ast.AST, **changes) -> ast.AST:
 
 
 def chosen(count: int, seed: int) -> list[Mutant]:
-    """The errors of the past, then so many of the candidates, of every file in proportion and at least FEWEST."""
-    files = {path: candidates(path) for path in core()}
-    total = sum(map(len, files.values()))
+    """So many mutants: the errors of the past, then the same share of the candidates of every file, and of those in its
+    `join` and `select`; at least one of each where there are so many.
+    """
+    groups = defaultdict(list)
+    for path in core():
+        for mutant in candidates(path):
+            groups[path, mutant.function.endswith((".join", ".select"))].append(mutant)
     drawn = []
-    for found in files.values():
+    for found in groups.values():
         found.sort(key=lambda m: hashlib.sha1(f"{seed} {m.key}".encode()).digest())
-        drawn += [(i / len(found), m) for i, m in enumerate(found[: max(FEWEST, round(count * len(found) / total))])]
-    return named() + [m for _, m in sorted(drawn, key=lambda x: x[0])]
+        drawn += [(i / len(found), m) for i, m in enumerate(found)]
+    return (named() + [m for _, m in sorted(drawn, key=lambda x: x[0])])[:count]
 
 
 def core() -> list[str]:
-    return [str(p.relative_to(ROOT)) for pattern in CORE for p in sorted(ROOT.glob(pattern)) if p.stat().st_size]
+    return [str(path.relative_to(ROOT)) for pattern in CORE for path in sorted(ROOT.glob(pattern))]
 
 
 def named() -> list[Mutant]:
