@@ -71,7 +71,7 @@ class Builder:
         pad = getattr(model.generation_config, "pad_token_id", None)
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
         own = pairing.target.model is not model  # a generate of its own around it, with options of its own
-        self.named = frozenset(signature(model.generate).parameters) if own else frozenset()
+        self.named = frozenset(signature(type(model).generate).parameters) if own else frozenset()
         self.streamers: dict[int | None, Any] = {}  # by the numbers of their prompts, since ids may be equal
         self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
 

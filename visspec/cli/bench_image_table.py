@@ -35,13 +35,11 @@ def table(record: dict[str, Any], heads: Sequence[str] = HEADS) -> Table:
         at = heads.index("NFE") + 1
         heads = [*heads[:at], HEAD_COLUMN, *heads[at:]]
     for head in heads:
-        said = "over plain" if head == "over stock" and not record["stock"] else head.replace(" / ", " /\n")
-        view.add_column(said, justify="left" if head in LEFT else "right", no_wrap=head != "guarantee")
+        title = "over plain" if head == "over stock" and not record["stock"] else head.replace(" / ", " /\n")
+        view.add_column(title, justify="left" if head in LEFT else "right", no_wrap=head != "guarantee")
     if "drift / token" in heads:
-        said = [
-            f"{line['name']}: drift not measured, {why}" for line in record["rows"] if (why := line.get("unmetered"))
-        ]
-        view.caption = "\n".join(said) or None
+        rows = ((line["name"], line.get("unmetered")) for line in record["rows"])
+        view.caption = "\n".join(f"{name}: drift not measured, {why}" for name, why in rows if why) or None
     for cells in _lines(record):
         view.add_row(*(cells.get(head, "") for head in heads))
     return view
