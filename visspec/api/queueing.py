@@ -70,8 +70,9 @@ class Builder:
         self.content = torch.tensor(sorted(pairing.target.capabilities.never_drafted), dtype=torch.long)
         pad = getattr(model.generation_config, "pad_token_id", None)
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
+        generate: Any = model.generate
         own = pairing.target.model is not model  # a generate of its own around it, with options of its own
-        self.named = frozenset(signature(type(model).generate).parameters) if own else frozenset()
+        self.named = frozenset(signature(generate).parameters) if own else frozenset()
         self.streamers: dict[int | None, Any] = {}  # by the numbers of their prompts, since ids may be equal
         self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
 
