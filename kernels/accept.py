@@ -1,21 +1,22 @@
 """Acceptance of a draft tree and sampling of the next token, in one pass without a host synchronisation.
 
-At a node with target law p the siblings are tested in index order against a residual law r, r = p before the first:
+At a node with target distribution p the siblings are tested in index order against a residual distribution r, r = p
+before the first:
 
     point mass    accept x with probability r(x),              else r <- r without x, renormalised
     drawn from q  accept x with probability min(1, r(x)/q(x)), else r <- [r - q]+, renormalised
 
 and after the last one `next` is drawn from r by inverse CDF (the bonus token if a node has no children). This preserves
-the law of the target (Leviathan et al. 2023, Chen et al. 2023; trees: SpecInfer, EAGLE). A relaxed rule adds a mass to
-r(x): f = min(1, (r(x) + mass)/q(x)), never below the exact f, with the residual unchanged, and `drift` sums
-f - min(1, r(x)/q(x)) over the tested nodes. With `neighbours` the mass is LANTERN's (`neighbour_mass`) under r: later
+the distribution of the target (Leviathan et al. 2023, Chen et al. 2023; trees: SpecInfer, EAGLE). A relaxed rule adds a
+mass to r(x): f = min(1, (r(x) + mass)/q(x)), never below the exact f, with the residual unchanged, and `drift` sums f -
+min(1, r(x)/q(x)) over the tested nodes. With `neighbours` the mass is LANTERN's (`neighbour_mass`) under r: later
 siblings use the residual, and a code within the bound of an earlier sibling has no mass for them.
 
 Closed forms avoid a pass over V for each sibling. Point mass: r(x_j) = p(x_j) / (1 - sum of the earlier siblings'
 p). Drawn: with M_0 = 1, u_j = u_{j-1} - M_{j-1} q_j and M_j = sum [u_j]+, the residual is [u_j]+ / M_j.
 
 Laws are read in their dtype and summed in fp64, so the launch geometry does not change a decision.
-An all-zero residual (due to rounding) falls back to the most likely token of the node's law.
+An all-zero residual (due to rounding) falls back to the most likely token of the node's distribution.
 B rows, N draft nodes, V vocabulary, D = depth + 1, K neighbours.
 """
 
@@ -47,14 +48,14 @@ from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_pre
 
 
 def reference(
-    tokens, parent, p, q, coins, draw, mass=None, neighbours=None, delta=None, lam=None, depth=None, branch=None
+    tokens, parent, p, q, uniforms, draw, mass=None, neighbours=None, delta=None, lam=None, depth=None, branch=None
 ):
-    """The definition, one row at a time in Python floats: tokens (N), parent (N), p and q (N, V), coins (N), draw.
+    """The definition, one row at a time in Python floats: tokens (N), parent (N), p and q (N, V), uniforms (N), draw.
 
     Returns the accepted path (list of nodes), the next token, the drift, and for each node of the path the probability
     that the exact rule would have rejected it, see `displacement`.
     """
-    tokens, parent, coins, draw = tokens.tolist(), parent.tolist(), coins.double().tolist(), float(draw)
+    tokens, parent, uniforms, draw = tokens.tolist(), parent.tolist(), uniforms.double().tolist(), float(draw)
     p, q = p.double().tolist(), None if q is None else q.double().tolist()
     current, path, gain, drift, siblings = 0, [0], [0.0], 0.0, 0
     residual, left = list(p[0]), 1.0
@@ -78,7 +79,7 @@ def reference(
             extra = 0.0
         f = max(exact, min(1.0, exact + extra / (1.0 if q is None else max(q[n][x], TINY))))
         drift += f - exact
-        if coins[n] < f:
+        if uniforms[n] < f:
             current, residual, left, zeroed, used, siblings = n, list(p[n]), 1.0, set(), set(), 0
             path.append(n)
             gain.append((f - exact) / f)
@@ -103,7 +104,7 @@ def _draw(residual, law, draw):
 
 
 def accept_tree_host(
-    tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
+    tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
 ):
     """The CPU path: a loop over the reachable nodes, on numpy views of the tensors.
 
@@ -113,7 +114,7 @@ def accept_tree_host(
     check_ids("tokens", tokens, V)
     laws = _softmax_of(p) if scores else _rows_of(host(p))
     q, mass = None if q is None else host(q), None if mass is None else mass.tolist()
-    tokens, coins, draw = tokens.tolist(), coins.tolist(), draw.tolist()
+    tokens, uniforms, draw = tokens.tolist(), uniforms.tolist(), draw.tolist()
     parent = parent.tolist() if parent.dim() == 2 else [parent.tolist()] * B
     near = None if neighbours is None else (table_on_host(neighbours), delta, lam)
     space, columns = None if space is None else host(space), min(depth + 1, N)
@@ -123,7 +124,7 @@ def accept_tree_host(
     for b, ids in enumerate(tokens):
         drafts, extra, law_at = None if q is None else q[b], None if mass is None else mass[b], laws(b)
         kept, left, law, drift[b], moved[b] = _walk(
-            ids, parent[b], law_at, drafts, coins[b], extra, near, columns, branch, space
+            ids, parent[b], law_at, drafts, uniforms[b], extra, near, columns, branch, space
         )
         following[b], length[b] = _draw_by_blocks(left, law, draw[b]), len(kept)
         path[b, : len(kept)] = kept
@@ -135,12 +136,12 @@ def _rows_of(p):
 
 
 def _softmax_of(scores):
-    """Like `_rows_of`, from log-laws; the softmax is computed for reached nodes only."""
+    """Like `_rows_of`, from log-distributions; the softmax is computed for reached nodes only."""
     return lambda b: lambda n: widen(host(torch.softmax(scores[b, n], -1)))
 
 
-def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
-    """One row: the accepted nodes, the residual after them (fp64), its law, the drift, the displacement."""
+def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch, space):
+    """One row: the accepted nodes, the residual after them (fp64), its distribution, the drift, the displacement."""
     kept, current, drift, moved = [0], 0, 0.0, 0.0
     tried: set[int] = set()
     rest: np.ndarray | None = None  # of point masses it stays so
@@ -170,7 +171,7 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
         elif mass is not None:
             f = max(exact, min(1.0, exact + mass[n] / max(qx, TINY)))
         drift += f - exact
-        if coins[n] < f:
+        if uniforms[n] < f:
             if space is not None and f > exact:  # y is drawn from the residual after a rejection of x
                 over = law if rest is None else rest
                 over = _zeroed(law.copy(), (*tried, x)) if q is None else _less(over, drawn, left)
@@ -196,7 +197,7 @@ def _walk(tokens, parent, law_at, q, coins, mass, near, columns, branch, space):
 
 
 def _less(law, drawn, left):
-    """[law - left * drawn]+, in the dtype of the law."""
+    """[distribution - left * drawn]+, in the dtype of the distribution."""
     rest = drawn if left == 1.0 else np.multiply(drawn, left, dtype=law.dtype)
     rest = np.subtract(law, rest, dtype=law.dtype)
     return np.maximum(rest, 0.0, out=rest)
@@ -237,7 +238,7 @@ def _draw_by_blocks(weights, law, draw):
 
 @jit
 def _accept_tree_kernel(  # noqa: C901
-    tokens, parent, p, q, coins, draw, mass, neighbours, scratch, marks, path, length, next_token, drift, gain,
+    tokens, parent, p, q, uniforms, draw, mass, neighbours, scratch, marks, path, length, next_token, drift, gain,
     parent_stride, N, V, K, D, branch, delta, lam,
     DRAWN: tl.constexpr, MASS: tl.constexpr, NEAR: tl.constexpr, LAM: tl.constexpr, ONCE: tl.constexpr,
     TINY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -331,8 +332,8 @@ def _accept_tree_kernel(  # noqa: C901
             exact = tl.where(valid, exact, 0.0)
             relaxed = tl.maximum(tl.minimum(exact + extra / share, tl.where(valid, 1.0, 0.0)), exact)
             moved += relaxed - exact
-            coin = tl.load(coins + row * N + n).to(tl.float64)
-            if coin < relaxed:
+            uniform = tl.load(uniforms + row * N + n).to(tl.float64)
+            if uniform < relaxed:
                 cur = tl.full((), 0, tl.int32) + n
                 tl.store(path + row * D + count, cur.to(tl.int64))
                 tl.store(gain + row * D + count, ((relaxed - exact) / relaxed).to(tl.float32))
@@ -401,12 +402,12 @@ def _accept_tree_kernel(  # noqa: C901
     tl.store(drift + row, moved.to(tl.float32))
 
 
-def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch):
+def accept_tree_triton(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch):
     """Launches one program per row. Returns also the gain of each node of the path, see `displacement`."""
     launchable(p)
     B, N = tokens.shape
     V, D = p.shape[-1], min(depth + 1, N)
-    tokens, parent, p, coins, draw = (t.contiguous() for t in (tokens, parent, p, coins, draw))
+    tokens, parent, p, uniforms, draw = (t.contiguous() for t in (tokens, parent, p, uniforms, draw))
     q, mass, neighbours = (None if t is None else t.contiguous() for t in (q, mass, neighbours))
     kind = torch.promote_types(p.dtype, torch.float32)
     path = torch.full((B, D), -1, dtype=torch.int64, device=p.device)
@@ -417,7 +418,7 @@ def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delt
     once = neighbours is not None and branch > 1
     marks = torch.empty(B, V, dtype=torch.int32, device=p.device) if once else length
     _accept_tree_kernel[(B,)](
-        tokens, parent, p, p if q is None else q, coins, draw, coins if mass is None else mass,
+        tokens, parent, p, p if q is None else q, uniforms, draw, uniforms if mass is None else mass,
         tokens if neighbours is None else neighbours, scratch, marks, path, length, next_token, drift, gain,
         N if parent.dim() == 2 else 0, N, V, 0 if neighbours is None else neighbours.shape[1], D, branch,
         0.0 if delta is None else delta, 1.0 if lam is None else lam,
@@ -431,19 +432,19 @@ def accept_tree_triton(tokens, parent, p, q, coins, draw, mass, neighbours, delt
 
 @on_device
 def accept_tree_device(
-    tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
+    tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
 ):
     """The CUDA path: the launch, then the displacement."""
     if scores:
         p = torch.softmax(p, -1)
     rule = (mass, neighbours, delta, lam, depth, branch)
-    *verdict, gain = accept_tree_triton(tokens, parent, p, q, coins, draw, *rule)
+    *verdict, gain = accept_tree_triton(tokens, parent, p, q, uniforms, draw, *rule)
     if space is None:
         return *verdict, torch.zeros_like(verdict[-1])
     return *verdict, batched(tokens, parent, p, q, verdict[0], gain, space, branch)
 
 
-def _fake(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False):
+def _fake(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False):
     B, N = tokens.shape
     ids = tokens.new_empty(B, dtype=torch.int64)
     path = tokens.new_empty((B, min(depth + 1, N)), dtype=torch.int64)
@@ -453,8 +454,8 @@ def _fake(tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth
 # Not `custom_op`: its wrapper takes 40 us per call, a tenth of a verification in the engine.
 torch.library.define(
     "visspec::accept_tree",
-    "(Tensor tokens, Tensor parent, Tensor p, Tensor? q, Tensor coins, Tensor draw, Tensor? mass, Tensor? neighbours,"
-    " float? delta, float? lam, int depth, int branch, Tensor? space=None, bool scores=False)"
+    "(Tensor tokens, Tensor parent, Tensor p, Tensor? q, Tensor uniforms, Tensor draw, Tensor? mass,"
+    " Tensor? neighbours, float? delta, float? lam, int depth, int branch, Tensor? space=None, bool scores=False)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.impl("visspec::accept_tree", "CPU", accept_tree_host)
@@ -467,7 +468,7 @@ def accept_tree(
     parent: torch.Tensor,
     p: torch.Tensor,
     q: torch.Tensor | None = None,
-    coins: torch.Tensor | None = None,
+    uniforms: torch.Tensor | None = None,
     draw: torch.Tensor | None = None,
     *,
     mass: torch.Tensor | None = None,
@@ -483,22 +484,22 @@ def accept_tree(
     """Accepts a path of the draft tree and draws the token after it.
 
     tokens (B, N) int, within the vocabulary at padding nodes too; parent (B, N), (1, N) or (N,) int: -1 at node 0, the
-    pending token, and at padding nodes; a parent precedes its children. p (B, N, V): law after each node. q (B, N, V):
-    law from which each node was drawn given its earlier siblings; None: nodes are point masses. coins (B, N) and draw
-    (B,): uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN) or lam (LANTERN++), see
-    `neighbour_mass`, here of the residual. depth: maximum path length without the root (default N - 1); branch: maximum
-    number of children tested per node (default N - 1). Deeper nodes and later siblings are treated as padding. space
-    (E + 2, K): the result of `displacement.coordinates` for a codebook. scores: p contains log-laws; their softmax is
-    computed here.
+    pending token, and at padding nodes; a parent precedes its children. p (B, N, V): distribution after each node. q
+    (B, N, V): distribution from which each node was drawn given its earlier siblings; None: nodes are point masses.
+    uniforms (B, N) and draw (B,): uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN)
+    or lam (LANTERN++), see `neighbour_mass`, here of the residual. depth: maximum path length without the root (default
+    N - 1); branch: maximum number of children tested per node (default N - 1). Deeper nodes and later siblings are
+    treated as padding. space (E + 2, K): the result of `displacement.coordinates` for a codebook. scores: p contains
+    log-distributions; their softmax is computed here.
 
     Returns path (B, depth + 1) int64 padded with -1 and starting with node 0, length (B,) int64 (node 0 counted),
     next (B,) int64, drift (B,) fp32, and with `space` the displacement (B,) fp32. Raises ValueError or TypeError naming
-    the argument; with check=True also if a law does not sum to one, a parent is not an earlier node, or a token is
-    outside the vocabulary (on a CPU always; CUDA never accepts such a token).
+    the argument; with check=True also if a distribution does not sum to one, a parent is not an earlier node, or a
+    token is outside the vocabulary (on a CPU always; CUDA never accepts such a token).
     """
     if isinstance(parent, torch.Tensor) and parent.dim() == 2 and parent.shape[0] == 1:
         parent = parent[0]
-    _check_draft(tokens, p, q, coins, draw, mass)
+    _check_draft(tokens, p, q, uniforms, draw, mass)
     B, N, V = p.shape
     check_tensor("parent", parent, (N,) if getattr(parent, "ndim", 2) == 1 else (B, N), INTS, p.device)
     if neighbours is None:
@@ -516,7 +517,7 @@ def accept_tree(
         check_values(tokens, torch.softmax(p, -1) if scores else p, q)
         _check_parents(parent)
     outputs = torch.ops.visspec.accept_tree(
-        tokens, parent, p, q, coins, draw, mass, neighbours, delta, lam, depth, branch, space, scores
+        tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, space, scores
     )
     return outputs[:4] if space is None else outputs
 
@@ -525,11 +526,11 @@ def _check_draft(
     tokens: torch.Tensor,
     p: torch.Tensor,
     q: torch.Tensor | None,
-    coins: torch.Tensor | None,
+    uniforms: torch.Tensor | None,
     draw: torch.Tensor | None,
     mass: torch.Tensor | None,
 ) -> None:
-    """Types, shapes and devices of a draft, its laws and its random numbers."""
+    """Types, shapes and devices of a draft, its distributions and its random numbers."""
     check_tensor("p", p, (None, None, None), FLOATS)
     B, N, V = p.shape
     if not (N > 0 and B > 0 and V > 0):
@@ -538,14 +539,14 @@ def _check_draft(
     check_tensor("tokens", tokens, (B, N), INTS, p.device)
     if q is not None:
         check_tensor("q", q, (B, N, V), FLOATS, p.device)
-    check_tensor("coins", coins, (B, N), (torch.float32, torch.float64), p.device)
+    check_tensor("uniforms", uniforms, (B, N), (torch.float32, torch.float64), p.device)
     check_tensor("draw", draw, (B,), (torch.float32, torch.float64), p.device)
     if mass is not None:
         check_tensor("mass", mass, (B, N), FLOATS, p.device)
 
 
 def check_values(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None) -> None:
-    """Debugging check (synchronises): rows of p and q are laws, tokens are ids of the vocabulary."""
+    """Debugging check (synchronises): rows of p and q are distributions, tokens are ids of the vocabulary."""
     check_laws("p", p, law_tolerance(p.dtype))
     if q is not None:
         check_laws("q", q[:, 1:], law_tolerance(q.dtype))
@@ -565,7 +566,7 @@ def random_case(
     seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.float32, relaxed=False, near=None,
     chain=False,
 ):  # fmt: skip
-    """Arguments of `accept_tree` for the tests: random trees with padding, repeated siblings and peaked laws.
+    """Arguments of `accept_tree` for the tests: random trees with padding, repeated siblings and peaked distributions.
 
     near: "delta" or "lam" adds a table of neighbours. chain: chains of different lengths instead of trees.
     """
@@ -587,7 +588,7 @@ def random_case(
         "parent": parent,
         "p": p.to(dtype),
         "q": q.to(dtype) if drawn else None,
-        "coins": torch.rand(rows, nodes, generator=g),
+        "uniforms": torch.rand(rows, nodes, generator=g),
         "draw": torch.rand(rows, generator=g),
     }
     if relaxed:

@@ -16,12 +16,12 @@ try:
     import triton.language as tl
 except ImportError:  # without Triton every operator uses its torch implementation
 
-    class _Absent:
+    class _NoTriton:
         """Stands in for Triton so that kernel signatures still parse."""
 
         constexpr = None
 
-    triton, tl = None, _Absent
+    triton, tl = None, _NoTriton
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
@@ -134,17 +134,17 @@ def _differs(want: int | None, size: int) -> bool:
     return want is not None and want != size
 
 
-def check_laws(name: str, law: torch.Tensor, tolerance: float) -> None:
+def check_laws(name: str, distribution: torch.Tensor, tolerance: float) -> None:
     """Debugging check (synchronises): rows are finite, non-negative and sum to one within `tolerance`."""
-    total = law.double().sum(-1)
+    total = distribution.double().sum(-1)
     worst = float((total - 1).abs().max()) if total.numel() else 0.0
-    finite = bool(torch.isfinite(law).all()) and bool((law >= 0).all())
+    finite = bool(torch.isfinite(distribution).all()) and bool((distribution >= 0).all())
     require(finite, name, "negative or non-finite probabilities", "rows of probabilities")
     require(worst <= tolerance, name, f"a row that sums to one only within {worst:.3g}", f"within {tolerance:.3g}")
 
 
 def law_tolerance(dtype: torch.dtype) -> float:
-    """Half a percent for 16-bit laws (eight bits of mantissa), 1e-4 otherwise."""
+    """Half a percent for 16-bit distributions (eight bits of mantissa), 1e-4 otherwise."""
     return 1e-4 if dtype in (torch.float32, torch.float64) else 5e-3
 
 

@@ -85,7 +85,9 @@ def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_dis
 
 
 def _window(p, token, half):
-    """Ids (R, 2 half + 1) of x and of the ranks above and below it, and which of them exist; does not sort the law."""
+    """Ids (R, 2 half + 1) of x and of the ranks above and below it, and which of them exist; does not sort the
+    distribution.
+    """
     key = sortable(p.float(), torch.arange(p.shape[1], device=p.device))
     here = key.gather(1, token.unsqueeze(1))
     ends = torch.iinfo(torch.int64)
@@ -118,7 +120,9 @@ def _window_kernel(
     p, q, token, embedding, p_mass, q_mass, V, F, half, max_gap, reach,
     GAP: tl.constexpr, NEAR: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: step to the next rank above and below, `half` times each; a step is one scan of the law."""
+    """One program per row: step to the next rank above and below, `half` times each; a step is one scan of the
+    distribution.
+    """
     r = tl.program_id(0).to(tl.int64)
     x = tl.load(token + r).to(tl.int64)
     known = (x >= 0) & (x < V)
@@ -251,7 +255,7 @@ def grouped_mass(
 
 
 def random_case(seed, rows=4, vocabulary=29, static=False, drawn=True, near=False, ties=False, **rule):
-    """Arguments of `grouped_mass` for the tests; with ties, laws with many equal entries."""
+    """Arguments of `grouped_mass` for the tests; with ties, distributions with many equal entries."""
     g = torch.Generator().manual_seed(seed)
     p, q = torch.randn(2, rows, vocabulary, generator=g)
     p = (p.round() if ties else p).softmax(-1)

@@ -1,9 +1,9 @@
 """Growth of a draft tree on the device: the children that a frontier proposes, and the ancestors of every node.
 
-Child v of a frontier node w scores s_w + log p_w(v), with s_w its cumulative log-probability and p_w the law after it.
-Every frontier node proposes its K most likely children; the K best of all proposals are the next frontier (the dynamic
-tree of EAGLE-2, Li et al. 2024). Equal scores are ordered by (frontier position, token).
-B rows, W frontier nodes, K children, V vocabulary, N draft nodes.
+Child v of a frontier node w scores s_w + log p_w(v), with s_w its cumulative log-probability and p_w the distribution
+after it. Every frontier node proposes its K most likely children; the K best of all proposals are the next frontier
+(the dynamic tree of EAGLE-2, Li et al. 2024). Equal scores are ordered by (frontier position, token). B rows, W
+frontier nodes, K children, V vocabulary, N draft nodes.
 """
 
 import numpy as np
@@ -30,8 +30,8 @@ MANY = 32  # candidates sorted at once, as a multiple of the number of children
 def reference(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
     """The definition: (tokens (B, W K), scores (B, W K), which of them are best (B, K))."""
     tokens, totals, best = [], [], []
-    for before, laws in zip(score.float(), logp.float()):
-        sums = (before.unsqueeze(1) + laws).tolist()
+    for before, distributions in zip(score.float(), logp.float()):
+        sums = (before.unsqueeze(1) + distributions).tolist()
         children = [sorted((-s, v) for v, s in enumerate(row))[:width] for row in sums]
         tokens.append([v for node in children for _, v in node])
         totals.append([-s for node in children for s, _ in node])
@@ -80,7 +80,7 @@ def _first(row, keep):
 
 @jit
 def _children_kernel(score, logp, token, best, V, KEEP: tl.constexpr, BLOCK_V: tl.constexpr):
-    """One program per frontier node: its KEEP best children, one scan of the law each."""
+    """One program per frontier node: its KEEP best children, one scan of the distribution each."""
     node = tl.program_id(0).to(tl.int64)
     base = tl.load(score + node).to(tl.float32)
     last = tl.full((), float("inf"), tl.float32)
@@ -117,7 +117,7 @@ def _best_kernel(total, best, M, K, BLOCK_M: tl.constexpr):
 
 
 def draft_topk_triton(score, logp, width):
-    """The scans of the laws, then the selection among W K numbers."""
+    """The scans of the distributions, then the selection among W K numbers."""
     launchable(logp)
     B, W, V = logp.shape
     keep = min(width, V)
@@ -153,8 +153,8 @@ def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[tor
     """The children that a frontier proposes: tokens (B, W K) int64 and scores (B, W K) fp32, grouped by
     node, best first, and best (B, width) int64: indices of the overall best, best first.
 
-    score (B, W): cumulative log-probabilities; logp (B, W, V): log-law after each node; K is min(width, V). Raises
-    ValueError or TypeError naming the argument; on a CPU also for NaN.
+    score (B, W): cumulative log-probabilities; logp (B, W, V): log-distribution after each node; K is min(width, V).
+    Raises ValueError or TypeError naming the argument; on a CPU also for NaN.
     """
     check_tensor("logp", logp, (None, None, None), FLOATS)
     B, W, V = logp.shape
@@ -229,8 +229,8 @@ def ancestors(parent: torch.Tensor, levels: int | None = None) -> torch.Tensor:
 
 
 def random_case(seed, rows=3, frontier=4, vocabulary=19, width=5, ties=False, cut=False, dtype=torch.float32):
-    """Arguments of `draft_topk` for the tests; ties: laws and scores with many equal entries; cut: fewer than `width`
-    possible tokens.
+    """Arguments of `draft_topk` for the tests; ties: distributions and scores with many equal entries; cut: fewer than
+    `width` possible tokens.
     """
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, frontier, vocabulary, generator=g)

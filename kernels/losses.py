@@ -1,4 +1,4 @@
-"""Distillation losses between a draft and a target law, per row, over large vocabularies.
+"""Distillation losses between a draft and a target distribution, per row, over large vocabularies.
 
 With p = softmax(target) and q = softmax(draft):
 

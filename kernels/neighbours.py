@@ -5,8 +5,8 @@ With n_1, n_2, ... the neighbours of x, nearest first, and c_j = p(n_1) + ... + 
     mass(x) = c_m,  m the largest j with c_j <= delta              (LANTERN, Jang et al., ICLR 2025)
                     m the largest j with c_j <= (lam - 1) p(x)     (LANTERN++, Park et al., ICLR-W 2025)
 
-and x is accepted with probability min(1, (p(x) + mass)/q(x)). delta bounds the total variation between p and the law in
-which the mass of the neighbours is moved to x. R rows, V vocabulary, K neighbours.
+and x is accepted with probability min(1, (p(x) + mass)/q(x)). delta bounds the total variation between p and the
+distribution in which the mass of the neighbours is moved to x. R rows, V vocabulary, K neighbours.
 """
 
 import numpy as np
@@ -51,7 +51,7 @@ def reference(
 
 
 def reference_mass(law, x, near, delta, lam):
-    """The definition for one token, on lists. The bounds are fp32 numbers; an id outside the law has no mass."""
+    """The definition for one token, on lists. The bounds are fp32 numbers; an id outside has no mass."""
     bound = law[x] * (as_float32(lam) - 1.0) if delta is None else as_float32(delta)
     return reference_prefix(law, near, bound)[0]
 
@@ -87,8 +87,8 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
 
 
 def prefix_mass(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int]:
-    """One row on the host: the largest prefix sum of law[near] within the bound, and its length."""
-    if len(near) > FEW > bound * len(law):  # for a uniform law FEW neighbours reach the bound
+    """One row on the host: the largest prefix sum of distribution[near] within the bound, and its length."""
+    if len(near) > FEW > bound * len(law):  # for a uniform distribution FEW neighbours reach the bound
         found = _prefix(law, near[:FEW], bound)
         if found[1] < FEW:
             return found
@@ -106,7 +106,7 @@ def _prefix(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int
 
 
 def _weights(law: np.ndarray, near: np.ndarray) -> np.ndarray:
-    """law[near], where an id outside the law has no mass."""
+    """distribution[near], where an id outside the distribution has no mass."""
     if near.dtype == np.uint32:
         try:
             return law.take(near)
@@ -201,11 +201,11 @@ def neighbour_mass(
     lam: float | None = None,
     row: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mass of the neighbours of each token under its law: (R,) fp32.
+    """Mass of the neighbours of each token under its distribution: (R,) fp32.
 
-    p (R, V), or (any, V) with row (R,), the index of each token's law; token (R,) int; neighbours (V, K) int, nearest
-    first, self excluded; exactly one of delta >= 0 and lam >= 1. A neighbour outside the vocabulary has no mass. Raises
-    ValueError or TypeError naming the argument; on a CPU also for ids out of range (0 on CUDA).
+    p (R, V), or (any, V) with row (R,), the index of each token's distribution; token (R,) int; neighbours (V, K) int,
+    nearest first, self excluded; exactly one of delta >= 0 and lam >= 1. A neighbour outside the vocabulary has no
+    mass. Raises ValueError or TypeError naming the argument; on a CPU also for ids out of range (0 on CUDA).
     """
     check_tensor("p", p, (None, None), FLOATS)
     check_tensor("token", token, (None,), INTS, p.device)

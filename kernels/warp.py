@@ -1,4 +1,5 @@
-"""The law a token is drawn from, or its logarithm: guidance, temperature, top-k, top-p, softmax in one pass per row.
+"""The distribution a token is drawn from, or its logarithm: guidance, temperature, top-k, top-p, softmax in one pass
+per row.
 
     z = u + s (c - u)            classifier-free guidance on logits, before anything else (s = `guidance`)
     z = z / temperature          temperature 0: all the mass on the arg-max, lowest index first

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.laws import verdicts
-from visspec.laws import Categorical
+from tests.distributions import verdicts
+from visspec.distributions import Categorical
 from visspec.models.drafters.ahead import Ahead
 from visspec.types import Outcome, Scores, Verdict
 
@@ -20,7 +20,7 @@ class Toy:
         self.length, self.vocab = joint.dim(), joint.shape[0]
         self.joint = joint.permute(*order)
 
-    def law(self, context, rank):
+    def distribution(self, context, rank):
         """The law of the code at a rank given those at the first ranks."""
         rest = self.joint[tuple(context)]
         at = rank - len(context)
@@ -28,14 +28,14 @@ class Toy:
         return marginal / marginal.sum()
 
     def p(self, context):
-        return self.law(context, len(context))
+        return self.distribution(context, len(context))
 
     def ahead(self, context, levels):
         """(levels, V) logits of the codes after the next one; beyond the end, of the last one."""
         if len(context) >= self.length:
             return torch.zeros(levels, self.vocab, dtype=torch.float64)
         ranks = [min(len(context) + 1 + level, self.length - 1) for level in range(levels)]
-        return torch.stack([self.law(context, rank).log() for rank in ranks])
+        return torch.stack([self.distribution(context, rank).log() for rank in ranks])
 
 
 def potts(rows, columns, vocab, strength):
@@ -57,14 +57,14 @@ class Said:
     def __init__(self, values):
         self.values = values
 
-    def draft(self, law, level):
-        return torch.tensor([self.values[level]]), law
+    def draft(self, distribution, level):
+        return torch.tensor([self.values[level]]), distribution
 
 
 def process(toy, levels, drafter=None, keep=verdicts):
     """The joint law of all codes in the order, and the mean number of passes, the prefill among them."""
     drafter = drafter or Ahead(levels)
-    law = torch.zeros((toy.vocab,) * toy.length, dtype=torch.float64)
+    distribution = torch.zeros((toy.vocab,) * toy.length, dtype=torch.float64)
     passes, branches = 1.0, {}
     state = SimpleNamespace(rows=[0], memory=None)
     drafter.start(state, Scores(Categorical(torch.zeros(1)), aux={"ahead": toy.ahead((), levels)[None, None]}))
@@ -74,13 +74,13 @@ def process(toy, levels, drafter=None, keep=verdicts):
         new: dict = {}
         for committed, (weight, memory) in branches.items():
             if len(committed) == toy.length:
-                law[committed] += weight
+                distribution[committed] += weight
                 continue
             passes += weight
             for after, share, remembered in rounds(toy, drafter, committed, memory, levels, keep):
                 new[after] = (new.get(after, (0.0, None))[0] + weight * share, remembered)
         branches = new
-    return law, passes
+    return distribution, passes
 
 
 def rounds(toy, drafter, committed, memory, levels, keep):
@@ -123,13 +123,13 @@ def published_passes(toy, levels):
 
 def published_rounds(toy, committed, depth):
     """(codes, probability) of a round: drafts up to the first that is rejected, and a draw of the residual."""
-    laws = [toy.law(committed, len(committed) + level) for level in range(depth)]
+    distributions = [toy.distribution(committed, len(committed) + level) for level in range(depth)]
 
     def judge(gained, share):
         if len(gained) == depth or share == 0:
             yield gained, share
             return
-        p, q = toy.p((*committed, *gained)), laws[len(gained)]
+        p, q = toy.p((*committed, *gained)), distributions[len(gained)]
         kept = torch.minimum(p, q)
         for code, both in enumerate(kept.tolist()):
             yield from judge((*gained, code), share * both)

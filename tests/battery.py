@@ -88,8 +88,8 @@ def images() -> Iterator[Case]:
             for rows in ([0], [0, 1, 2]):
                 for temperature in (0.0, 1.0):
                     drafter = None if spec is None else zoo.drafter(spec, None)[0]
-                    coins = rule not in ("exact",) and not rule.startswith("local")
-                    if coins and temperature == 0.0:
+                    uniforms = rule not in ("exact",) and not rule.startswith("local")
+                    if uniforms and temperature == 0.0:
                         continue
                     case = f"image/{name}/{spec}/{rule}/{len(rows)}/{temperature}"
                     try:

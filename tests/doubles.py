@@ -16,7 +16,7 @@ import visspec
 from tests.tiny import FAMILIES, VOCAB, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api import requests
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.types import Draft, Drafter, DrafterTraits, State
 
 NEW = 24  # tokens asked for where a test does not say
@@ -134,15 +134,15 @@ class Grower(TreeOracle):
     """Trees grown best-first from noisy laws that favour the right token: every row has its own shape."""
 
     def propose(self, state: State, depth: int) -> Draft:
-        growing = trees.Growing(state.pending, width=3)
+        tree_builder = trees.TreeBuilder(state.pending, width=3)
         right, rows = torch.tensor(self.ahead(state, depth)), len(state.rows)
         for level in range(depth):
-            width = growing.frontier_total.shape[1]
+            width = tree_builder.frontier_total.shape[1]
             logits = torch.randn(rows, width, VOCAB, generator=self.random)
             hint = right[:, level, None, None].clamp(min=0).expand(rows, width, 1)
             logits.scatter_add_(2, hint, torch.full(hint.shape, 3.0))
-            growing.grow(logits.log_softmax(-1))
-        return growing.finish(nodes=8)
+            tree_builder.grow(logits.log_softmax(-1))
+        return tree_builder.finish(nodes=8)
 
 
 def new_tokens(output: Any, inputs: dict[str, Tensor]) -> list[list[int]]:

@@ -11,15 +11,15 @@ import random
 import torch
 from torch import Tensor
 
+from tests.distributions import Distribution, context_law
 from tests.doubles import Double
-from tests.laws import Law, context_law
 from visspec import sampling
 from visspec import tree as trees
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.tape import Ids
-from visspec.models.drafters.feature_tree import Planned
+from visspec.loop.output import TokenBuffer
+from visspec.loop.safe_drafter import SafeDrafter
+from visspec.models.drafters.feature_tree import StaticTreeBuilder
 from visspec.sampling import Gumbel, derived
 from visspec.types import Capabilities, Draft, DrafterTraits, Outcome, Request, Sampling, Scores, State, Trace
 
@@ -31,9 +31,12 @@ class Table:
 
     def __init__(self, vocab: int, seed: int, sharpness: float = 1.5):
         self.vocab, self.contexts = vocab, vocab**ORDER
-        law, base = context_law(vocab, seed, sharpness), torch.tensor([vocab**i for i in reversed(range(ORDER))])
+        distribution, base = (
+            context_law(vocab, seed, sharpness),
+            torch.tensor([vocab**i for i in reversed(range(ORDER))]),
+        )
         every = torch.arange(self.contexts)[:, None] // base % vocab
-        self.logp_CV = torch.stack([law(tuple(context)).log() for context in every.tolist()]).float()
+        self.logp_CV = torch.stack([distribution(tuple(context)).log() for context in every.tolist()]).float()
 
     def after(self, code: Tensor, tokens: Tensor) -> Tensor:
         """The contexts that follow contexts."""
@@ -45,7 +48,7 @@ class Table:
         padded = torch.tensor([[0] * (ORDER - len(tokens)) + tokens for tokens in newest])
         return functools.reduce(self.after, padded.unbind(1), torch.zeros_like(padded[:, 0]))
 
-    def law(self) -> Law:
+    def distribution(self) -> Distribution:
         """The same laws by whole contexts, float64."""
         p_CV = self.logp_CV.double().softmax(-1)
 
@@ -73,7 +76,7 @@ class TableTarget:
             torch.zeros(rows, dtype=torch.long),
             before,
             list(range(rows)),
-            Ids(request, rows),
+            TokenBuffer(request, rows),
         )
         return state, Scores(Categorical(self.table.logp_CV[before][:, None]))
 
@@ -110,13 +113,13 @@ class TableDrafter(Double):
         return sampling.propose(logits_BV, state, level)
 
     def propose(self, state: State, depth: int) -> Draft:
-        code, tokens, laws = self.table.newest(state), [], []
+        code, tokens, distributions = self.table.newest(state), [], []
         for level in range(depth):
             token, q = self.drawn(self.table.logp_CV[code], state, level)
             code = self.table.after(code, token)
             tokens.append(token)
-            laws.append(q)
-        q = None if laws[0] is None else Categorical.chain(laws)
+            distributions.append(q)
+        q = None if distributions[0] is None else Categorical.chain(distributions)
         return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
 
 
@@ -132,12 +135,12 @@ class TableTree(TableDrafter):
         state.memory = Gumbel(generators, self.table.vocab)
 
     def propose(self, state: State, depth: int) -> Draft:
-        growing = Planned(state.pending, self.counts[:depth], state.memory.window(depth))
+        tree_builder = StaticTreeBuilder(state.pending, self.counts[:depth], state.memory.window(depth))
         code = self.table.newest(state)[:, None]
         for _ in range(depth):
-            tokens, above = growing.grow(self.table.logp_CV[code])
+            tokens, above = tree_builder.grow(self.table.logp_CV[code])
             code = self.table.after(code.gather(1, above), tokens)
-        return growing.finish(0)
+        return tree_builder.finish(0)
 
     def observe(self, state: State, draft, scores, verdict, outcome: Outcome) -> None:
         state.memory.advance([len(tokens) for tokens in outcome.tokens])
@@ -169,11 +172,17 @@ class Wandering(Steady):
         return self.random.randint(0, super().depth(state))
 
 
-def decoded(target: TableTarget, drafter, rule, rows: int, length: int, seed: int = 0, pace=None, **options) -> State:
+def decoded(
+    target: TableTarget, drafter, rule, rows: int, length: int, seed: int = 0, length_policy=None, **options
+) -> State:
     """A finished batch of `rows` samples, `length` tokens each, in rounds of random depth where no pace is given."""
     request = Request(None, torch.zeros(rows, 1, dtype=torch.long), length, Sampling(temperature=1.0), **options)
     request.generators = [torch.Generator().manual_seed(seed * rows + b) for b in range(rows)]
-    guarded = None if drafter is None else Guarded(drafter, target.capabilities)
+    guarded = None if drafter is None else SafeDrafter(drafter, target.capabilities)
     return decode(
-        target, guarded, rule, request, pace or Wandering(1 if drafter is None else drafter.traits.levels, seed)
+        target,
+        guarded,
+        rule,
+        request,
+        length_policy or Wandering(1 if drafter is None else drafter.traits.levels, seed),
     )

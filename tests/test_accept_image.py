@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.doubles import Double, compact, drafted
 from tests.kernels.test_accept_law import first_token_law
-from tests.laws import context_law, output_law, plain_law, total_variation
 from visspec import tree
 from visspec.accept import codebook, published
 from visspec.accept.cool import Cool
@@ -23,8 +23,8 @@ from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
 from visspec.api import zoo
-from visspec.laws import Categorical, residual
-from visspec.loop.pairing import check
+from visspec.distributions import Categorical, residual
+from visspec.loop.setup import check
 from visspec.types import Capabilities, Draft, DrafterTraits, Scores
 
 K = 6
@@ -61,7 +61,7 @@ def limits() -> dict:
     }
 
 
-def laws(seed: int, sharpness: float = 1.5):
+def distributions(seed: int, sharpness: float = 1.5):
     generator = torch.Generator().manual_seed(seed)
     return torch.softmax(sharpness * torch.randn(2, K, generator=generator, dtype=torch.float64), -1)
 
@@ -69,8 +69,8 @@ def laws(seed: int, sharpness: float = 1.5):
 def every_child(rule, p, q):
     """f, f* and residuals of all K codes as the only child of the root: the rule's mass put into the formulas."""
     tokens = torch.stack([torch.zeros(K).long(), torch.arange(K)], 1)
-    law = None if q is None else q.expand(K, 2, K)
-    mass = rule.mass(drafted(tokens, CHAIN, law), p.expand(K, 2, K))[:, 1].double()
+    distribution = None if q is None else q.expand(K, 2, K)
+    mass = rule.mass(drafted(tokens, CHAIN, distribution), p.expand(K, 2, K))[:, 1].double()
     drawn = torch.ones_like(p) if q is None else q
     exact = (p / drawn).clamp(max=1)
     rest = residual(p, q).expand(K, K) if q is not None else p.expand(K, K) * (1 - torch.eye(K))
@@ -103,23 +103,23 @@ def by_definition(name, rule, p, q):
 
 
 def enumerated(rule, p, q, x=None):
-    """The law of the first token with the coins integrated out, (C, K): for every drafted code, or for one."""
+    """The law of the first token with the uniforms integrated out, (C, K): for every drafted code, or for one."""
     tokens = torch.tensor([[0, c] for c in (range(K) if x is None else [x])])
-    law = None if q is None else torch.stack([p, q]).expand(len(tokens), 2, K)
+    distribution = None if q is None else torch.stack([p, q]).expand(len(tokens), 2, K)
 
-    def verify(tokens, parent, p, q, coins, draw):
-        verdict = rule.judge(drafted(tokens, CHAIN, q), p, coins, draw)
+    def verify(tokens, parent, p, q, uniforms, draw):
+        verdict = rule.judge(drafted(tokens, CHAIN, q), p, uniforms, draw)
         return verdict.path, verdict.length, verdict.next, verdict.drift
 
-    return first_token_law(verify, tokens, torch.tensor([-1, 0]), torch.stack([p, p]), law)
+    return first_token_law(verify, tokens, torch.tensor([-1, 0]), torch.stack([p, p]), distribution)
 
 
 def meters(rule, p, q):
     """Drift and displacement of the round for each of the K codes, accepted (coin 0)."""
     tokens = torch.tensor([[0, c] for c in range(K)])
-    law = None if q is None else torch.stack([p, q]).expand(K, 2, K)
+    distribution = None if q is None else torch.stack([p, q]).expand(K, 2, K)
     zero = torch.zeros(K, 2, dtype=torch.float64)
-    verdict = rule.judge(drafted(tokens, CHAIN, law), p.expand(K, 2, K), zero, zero[:, 0])
+    verdict = rule.judge(drafted(tokens, CHAIN, distribution), p.expand(K, 2, K), zero, zero[:, 0])
     return verdict.drift.double(), None if verdict.displacement is None else verdict.displacement.double()
 
 
@@ -127,7 +127,7 @@ def meters(rule, p, q):
 @pytest.mark.parametrize("name", list(relaxed()))
 def test_law_and_meters_are_those_of_the_formula(name, drawn):
     rule = bound(relaxed()[name])
-    p, q = laws(4)
+    p, q = distributions(4)
     tolerance = 1e-6 if name in ("grouped", "static") else 1e-12  # group masses come in float32
     f = by_definition(name, rule, p, q if drawn else None)
     _, exact, rest = every_child(rule, p, q if drawn else None)
@@ -151,7 +151,7 @@ def test_law_and_meters_are_those_of_the_formula(name, drawn):
 @given(st.integers(0, 10_000), st.sampled_from(list(relaxed())), st.floats(0.2, 3.0))
 def test_every_point_of_acceptance_costs_a_point_of_total_variation(seed, name, sharpness):
     rule = bound(relaxed()[name])
-    p, q = laws(seed, sharpness)
+    p, q = distributions(seed, sharpness)
     f, exact, rest = every_child(rule, p, q)
     output = q * f + (q * (1 - f)) @ rest
     assert (f >= exact).all() and abs(float(output.sum()) - 1) < 1e-12
@@ -209,7 +209,7 @@ def test_rows_are_alone_and_absent_nodes_are_not_there(name, drawn):
         q = None if draft.q is None else draft.q.p[b : b + 1]
         alone = rule(
             drafted(compact(draft)[b : b + 1], draft.tree, q),
-            Scores(Categorical(scores.law.logits[b : b + 1])),
+            Scores(Categorical(scores.distribution.logits[b : b + 1])),
             seeded(rule, 1, b),
         )
         assert torch.equal(alone.path[0], verdict.path[b]) and torch.equal(alone.next[0], verdict.next[b])
@@ -226,16 +226,20 @@ def test_displacement_of_later_siblings(drawn):
     tokens = torch.tensor([[0, 1, 2, 4]])
     q = (p[:, :1].log() + 3.0 * torch.nn.functional.one_hot(tokens, K)).softmax(-1) if drawn else None
     draft = drafted(tokens, shape, q)
-    coins = torch.tensor([[0.0, 0.999999, 0.999999, 0.0]])
-    law = p[0, 0].double()
+    uniforms = torch.tensor([[0.0, 0.999999, 0.999999, 0.0]])
+    distribution = p[0, 0].double()
     for n, x in ((1, 1), (2, 2), (3, 4)):
         chance = 1.0 if q is None else float(q[0, n, x])
-        exact = min(1.0, float(law[x]) / chance)
+        exact = min(1.0, float(distribution[x]) / chance)
         f = min(1.0, exact + float(p[0, 0, x]) / chance)
-        law = law.index_fill(0, torch.tensor(x), 0.0) if q is None else (law - q[0, n].double()).clamp(min=0)
-        law = law / law.sum()
-    expected = (f - exact) / f * float((law * (CODES - CODES[4]).norm(dim=-1)).sum())
-    verdict = rule.judge(draft, p, coins, torch.zeros(1))
+        distribution = (
+            distribution.index_fill(0, torch.tensor(x), 0.0)
+            if q is None
+            else (distribution - q[0, n].double()).clamp(min=0)
+        )
+        distribution = distribution / distribution.sum()
+    expected = (f - exact) / f * float((distribution * (CODES - CODES[4]).norm(dim=-1)).sum())
+    verdict = rule.judge(draft, p, uniforms, torch.zeros(1))
     assert verdict.path.tolist() == [[0, 3]] and abs(float(verdict.displacement) - expected) < 1e-5 and expected > 0.01
 
 
@@ -244,16 +248,16 @@ def two_levels(rule, p, q):
     vocab, shape, rounds, drift = len(p(())), tree.chain(2), [], 0.0
     for x in range(vocab):
         for y in range(vocab):
-            law = torch.stack([p(()), p((x,)), p((x, y))])[None]
+            distribution = torch.stack([p(()), p((x,)), p((x, y))])[None]
             draws = torch.stack([q(()), q(()), q((x,))])[None]
             draft = drafted(torch.tensor([[0, x, y]]), shape, draws)
             chance = torch.stack([draws[0, 1, x], draws[0, 2, y]])
-            exact = (torch.stack([law[0, 0, x], law[0, 1, y]]) / chance).clamp(max=1)
-            f = (exact + rule.mass(draft, law)[0, 1:].double() / chance).clamp(max=1).maximum(exact)
+            exact = (torch.stack([distribution[0, 0, x], distribution[0, 1, y]]) / chance).clamp(max=1)
+            f = (exact + rule.mass(draft, distribution)[0, 1:].double() / chance).clamp(max=1).maximum(exact)
             weight = float(chance.prod())
             for n, above in ((0, 1.0), (1, float(f[0]))):
                 drift += weight * above * float(f[n] - exact[n])
-                rest = residual(law[0, n], draws[0, n + 1])
+                rest = residual(distribution[0, n], draws[0, n + 1])
                 for z in range(vocab):
                     rounds.append((weight * above * float(1 - f[n]) * float(rest[z]), ((), (x,))[n] + (z,)))
             rounds.append((weight * float(f.prod()), (x, y)))
@@ -284,9 +288,9 @@ def test_the_drift_meter_is_unbiased(name):
         tree.chain(2),
         torch.stack([q(()).expand(rows, K), q(()).expand(rows, K), table[first, 1]], 1),
     )
-    law = torch.stack([p(()).expand(rows, K), table[first, 0], table[second, 0]], 1)
-    coins, draw = torch.rand(rows, 3, generator=g, dtype=torch.float64), torch.rand(rows, generator=g).double()
-    drift = rule.judge(draft, law, coins, draw).drift.double()
+    distribution = torch.stack([p(()).expand(rows, K), table[first, 0], table[second, 0]], 1)
+    uniforms, draw = torch.rand(rows, 3, generator=g, dtype=torch.float64), torch.rand(rows, generator=g).double()
+    drift = rule.judge(draft, distribution, uniforms, draw).drift.double()
     expected = two_levels(rule, p, q)[1]
     assert abs(float(drift.mean()) - expected) < 3 * float(drift.std()) / rows**0.5
 
@@ -298,7 +302,7 @@ def test_the_published_residual_costs_more_at_equal_acceptance(kind, drawn):
     for value, apart in ((0.25 if kind is Lantern else 3.5, True), (0.0 if kind is Lantern else 1.0, False)):
         ours, theirs, dearer = bound(kind(3, value)), bound(kind(3, value, compat="repository")), 0.0
         for seed in range(8):
-            p, q = laws(seed, 1.0)
+            p, q = distributions(seed, 1.0)
             costs = [meters(rule, p, q if drawn else None)[0] for rule in (ours, theirs)]
             more = (costs[1] - q @ costs[0]) if drawn else costs[1] - costs[0]
             assert float(more.min()) > -1e-6
@@ -307,15 +311,15 @@ def test_the_published_residual_costs_more_at_equal_acceptance(kind, drawn):
 
 
 def test_the_meter_of_the_published_rule_is_its_true_total_variation():
-    """Point masses through the coins; draws from the rest that each rejected code leaves."""
-    p, q = laws(4)
+    """Point masses through the uniform numbers; draws from the rest that each rejected code leaves."""
+    p, q = distributions(4)
     rule = bound(Lantern(3, 0.25, compat="repository"))
     found, (drift, _) = enumerated(rule, p, None), meters(rule, p, None)
     f = every_child(rule, p, None)[0]
     assert (found.diagonal() - f).abs().max() < 1e-7  # equal acceptance: a rejected code cannot come back
     assert (drift - 0.5 * (found - p).abs().sum(1)).abs().max() < 1e-6 and float(drift.max()) > 0.1
     rule = bound(LanternPlus(3, 2.5, compat="repository"))
-    lend = partial(published._lent, rule.wide_Vk.long(), 3, K, None, 2.5)
+    lend = partial(published._target_access, rule.wide_Vk.long(), 3, K, None, 2.5)
     trials = [published._drawn(torch.tensor(x), p, q, lend) for x in range(K)]
     output = sum(q[x] * (f * torch.eye(K).double()[x] + (1 - f) * rest) for x, (f, rest, _) in enumerate(trials))
     assert abs(float(trials[0][2]) - total_variation(output, p)) < 1e-12
@@ -390,7 +394,7 @@ def test_greedy_lantern_keeps_what_its_neighbours_lift_above_all_others():
 @pytest.mark.parametrize("shape", [tree.chain(4), TREE], ids=["chain", "tree"])
 def test_greedy_limits_and_the_rules_that_stay_exact_there(shape):
     draft, scores = random_round(shape, False)
-    agreeing = scores.law.logits.argmax(-1).gather(1, shape.parent.clamp(min=0).expand(40, -1))
+    agreeing = scores.distribution.logits.argmax(-1).gather(1, shape.parent.clamp(min=0).expand(40, -1))
     draft = drafted(torch.where(torch.rand(40, shape.size) < 0.7, agreeing, draft.value), shape)
     exact = Exact()(draft, scores, None)
     for rule in (*limits().values(), Grouped(group=3), Cool(), RunProduct()):
@@ -399,7 +403,7 @@ def test_greedy_limits_and_the_rules_that_stay_exact_there(shape):
     loose = bound(Lantern(k=5, delta=0.9))(draft, scores, None)
     taken = draft.value.gather(1, loose.path.clamp(min=0))
     above = loose.path.roll(1, 1).clamp(min=0)
-    wanted = scores.law.logits.argmax(-1).gather(1, above)
+    wanted = scores.distribution.logits.argmax(-1).gather(1, above)
     differs = (taken != wanted) & (loose.path > 0)
     assert torch.equal(loose.drift, differs.sum(1).float()) and float(loose.drift.sum()) > 0
     assert ((taken != -1) | (loose.path < 0)).all()
@@ -478,7 +482,7 @@ def test_rules_with_coins_take_drafters_that_sample_and_others_do_not(name):
 
 @pytest.mark.parametrize("rule", [Grouped(group=3), bound(Grouped(clusters=3))], ids=["ranks", "clusters"])
 def test_nodes_without_a_law_borrow_nothing(rule):
-    p, q = laws(3)
+    p, q = distributions(3)
     draft = drafted(torch.tensor([[0, 1, 2]]), tree.chain(2), torch.stack([0 * q, q, 0 * q])[None])
     mass = rule.mass(draft, p.expand(1, 3, K))
     assert mass[0, ::2].tolist() == [0.0, 0.0] and mass[0, 1] != 0
@@ -486,7 +490,7 @@ def test_nodes_without_a_law_borrow_nothing(rule):
 
 def test_a_gap_of_nothing_leaves_the_code_alone():
     draft, scores = random_round(CHAIN, False)
-    lone, wide = (Grouped(group=5, max_gap=gap).mass(draft, scores.law.p)[:, 1:] for gap in (0.0, None))
+    lone, wide = (Grouped(group=5, max_gap=gap).mass(draft, scores.distribution.p)[:, 1:] for gap in (0.0, None))
     assert lone.abs().max() == 0 < wide.min()
 
 
@@ -519,18 +523,20 @@ def test_displacement_is_measured_under_the_law_that_judged_the_node(name, drawn
     expected = torch.zeros(rows)
     for b in range(rows):
         for n in (1, 2):
-            x, law = int(tokens[b, n]), p[b, n - 1]
+            x, distribution = int(tokens[b, n]), p[b, n - 1]
             chance = float(q[b, n, x]) if drawn else 1.0
-            exact = min(1.0, float(law[x]) / chance)
+            exact = min(1.0, float(distribution[x]) / chance)
             f = max(exact, min(1.0, exact + float(mass[b, n]) / chance))
-            rest = (law - q[b, n]).clamp(min=0) if drawn else law.index_fill(0, torch.tensor(x), 0.0)
+            rest = (distribution - q[b, n]).clamp(min=0) if drawn else distribution.index_fill(0, torch.tensor(x), 0.0)
             far = (CODES - CODES[x]).norm(dim=-1)
             expected[b] += (f - exact) / f * float((rest * far).sum() / rest.sum())
     assert (verdict.displacement - expected).abs().max() < 1e-4 and expected.max() > 0.1
 
 
 def siblings_by_formula(rule, p, tokens, left=True):
-    """Law of the token after the root (V,) and drift of point masses, as defined; left: borrowed from what is left."""
+    """Distribution of the token after the root (V,) and drift of point masses, as defined; left: borrowed from what is
+    left.
+    """
     near = codebook.neighbours(CODES, rule.k, K).tolist()
     rest, lent, alive, output, drift = p, set(), 1.0, torch.zeros_like(p), 0.0
     for x in tokens:
@@ -550,25 +556,25 @@ def siblings_by_formula(rule, p, tokens, left=True):
 
 @pytest.mark.parametrize("kind, value", [(Lantern, 0.375), (LanternPlus, 2.5)])
 def test_later_siblings_borrow_from_what_is_left(kind, value):
-    """Four children, coins integrated out: the law by the definition. At this delta it costs less than where all borrow
-    from p; lam times a residual, which grows from sibling to sibling, need not.
+    """Four children, uniform numbers integrated out: the law by the definition. At this delta it costs less than where
+    all borrow from p; lam times a residual, which grows from sibling to sibling, need not.
     """
     rule, shape, moved, from_p = bound(kind(3, value)), tree.static((-1, 0, 0, 0, 0)), 0.0, 0.0
 
-    def verify(tokens, parent, p, q, coins, draw):
-        verdict = rule.judge(drafted(tokens, shape), p, coins, draw)
+    def verify(tokens, parent, p, q, uniforms, draw):
+        verdict = rule.judge(drafted(tokens, shape), p, uniforms, draw)
         return verdict.path, verdict.length, verdict.next, verdict.drift
 
     for seed in range(6):
-        p = laws(seed, 1.0)[0]
+        p = distributions(seed, 1.0)[0]
         tokens = p.topk(4).indices
-        law = first_token_law(
+        distribution = first_token_law(
             verify, torch.cat([tokens.new_zeros(1), tokens])[None], shape.parent[0], p.expand(5, K), None
         )
         expected, drift = siblings_by_formula(rule, p, tokens.tolist())
-        assert (law[0] - expected).abs().max() < 1e-9
-        assert total_variation(law[0], p) <= drift + 1e-9
-        moved += total_variation(law[0], p)
+        assert (distribution[0] - expected).abs().max() < 1e-9
+        assert total_variation(distribution[0], p) <= drift + 1e-9
+        moved += total_variation(distribution[0], p)
         from_p += total_variation(siblings_by_formula(rule, p, tokens.tolist(), left=False)[0], p)
     assert moved < 0.95 * from_p or kind is LanternPlus
 
@@ -584,9 +590,9 @@ def test_the_published_rule_on_a_device_is_that_of_the_walk(kind, drawn, monkeyp
         wide = Capabilities(vocab=K + 2, codebook=CODES)
         rule = bound(kind(3, 0.25 if kind is Lantern else 2.5, compat="repository"), wide)
         g = torch.Generator().manual_seed(0)
-        coins, draw = torch.rand(40, shape.size, generator=g), torch.rand(40, generator=g)
-        found = rule.judge(draft, scores.law.logits, coins, draw, logs=True)
+        uniforms, draw = torch.rand(40, shape.size, generator=g), torch.rand(40, generator=g)
+        found = rule.judge(draft, scores.distribution.logits, uniforms, draw, logs=True)
         limits = {"delta": None, "lam": None, rule.bound: rule.value}
-        wanted = published.batched(draft, scores.law.p, coins, draw, rule.wide_Vk, rule.k, K, **limits)
+        wanted = published.batched(draft, scores.distribution.p, uniforms, draw, rule.wide_Vk, rule.k, K, **limits)
         assert same(found, wanted) and torch.allclose(found.drift, wanted.drift, atol=1e-6)
         assert float(found.drift.sum()) > 0

@@ -13,18 +13,18 @@ import torch
 import visspec
 from tests import tiny_images
 from tests.any_order import Toy, potts, process, published_passes
-from tests.laws import output_law, total_variation, verdicts
+from tests.distributions import output_law, total_variation, verdicts
 from tests.test_image_nets import one_sentence
 from tests.test_law import chi_square
 from tests.tiny import model_of
 from visspec import ImagePipeline
 from visspec import tree as trees
 from visspec.api import zoo
-from visspec.laws import Categorical
-from visspec.loop.orders import Islands, ZipAR
-from visspec.loop.pace import Pace
-from visspec.loop.pairing import check_order, pair
-from visspec.loop.visits import Given, Halton, Spread, halton, spread
+from visspec.distributions import Categorical
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.orders import RejectedRegions, ZipAR
+from visspec.loop.setup import build_setup, check_order
+from visspec.loop.visits import HaltonOrder, ListedOrder, SpreadOrder, halton, spread
 from visspec.models.drafters.ahead import Ahead
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.drafters.neighbours import Neighbours, Patchwork
@@ -91,8 +91,8 @@ def asked(condition, rows, sampling, order=None, known=None, seed=0):
 
 
 def paired_of(made, drafter=None, rule="exact"):
-    """A pairing that leaves the order to the request."""
-    return pair(
+    """A setup that leaves the order to the request."""
+    return build_setup(
         drafter, "", zoo.acceptance(rule), made, lambda traits: made.made(traits, False), order=zoo.order("raster"),
         adaptive=False,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def draw(condition, rows, drafter=None, rule="exact", temperature=0.0, guidance=
     request = asked(condition, rows, Sampling(temperature, guidance=guidance), **options)
     state = paired_of(family(condition), drafter, rule).decode(request)
     assert state.trace.faults == 0
-    return torch.stack([state.tape.values(row) for row in range(len(rows))]), state
+    return torch.stack([state.output.values(row) for row in range(len(rows))]), state
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def logits_after(condition, text, codes, places, guidance=3.0):
         moved[0, 5 - count :] = features[0, :count]
         prefix, seen = model.prefix(moved, guidance=True), (torch.arange(5) >= 5 - count).repeat(2, 1)
     filled = torch.tensor([[*codes, 0]]).repeat(2, 1)
-    given, without = model.laws(prefix, filled, torch.tensor([places]).repeat(2, 1), seen)
+    given, without = model.distributions(prefix, filled, torch.tensor([places]).repeat(2, 1), seen)
     return without + guidance * (given - without)
 
 
@@ -175,7 +175,7 @@ def test_a_tree_is_each_of_its_paths_and_later_laws_skip_what_is_between(conditi
         text = TEXTS[condition][b]
         for level in range(4):
             alone = logits_after(condition, text, [], [order[level]])[-1]
-            found = first.law.logits[b, 0] if level == 0 else first.aux["ahead"][b, 0, level - 1]
+            found = first.distribution.logits[b, 0] if level == 0 else first.aux["ahead"][b, 0, level - 1]
             torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
     for round_ in range(2):  # the second behind a committed path that is no chain
         scores = target.verify(state, Draft(tokens, tree))
@@ -185,7 +185,7 @@ def test_a_tree_is_each_of_its_paths_and_later_laws_skip_what_is_between(conditi
             for level in range(4):
                 places = [*order[: len(codes)], order[len(codes) + level]]
                 alone = logits_after(condition, TEXTS[condition][b], codes, places)[-1]
-                found = scores.law.logits[b, node] if level == 0 else scores.aux["ahead"][b, node, level - 1]
+                found = scores.distribution.logits[b, node] if level == 0 else scores.aux["ahead"][b, node, level - 1]
                 torch.testing.assert_close(found, alone, rtol=1e-4, atol=2e-4)
         target.commit(state, Draft(tokens, tree), SimpleNamespace(path=[[0, 2, 5]] * 2))
         state.position = state.position + 3
@@ -210,7 +210,7 @@ def test_passes_are_never_more_than_codes(seed, levels):
     for rule in ("exact", "rejection"):
         _, state = draw("class", [0], Ahead(levels), rule, temperature=1.0, order=ORDERS["spread"], seed=seed)
         assert 1 + len(state.trace.rounds) <= PLACES and not state.trace.calls
-        assert sum(r.gained[0] for r in state.trace.rounds) == PLACES - 1
+        assert sum(r.committed[0] for r in state.trace.rounds) == PLACES - 1
 
 
 def test_codes_that_do_not_depend_on_each_other_are_drafted_without_fault():
@@ -223,7 +223,7 @@ def test_codes_that_do_not_depend_on_each_other_are_drafted_without_fault():
     request = Request(prompt, prompt.ids, PLACES, Sampling(1.0), grid=(SIDE, SIDE), order=ORDERS["halton"])
     request.generators = [torch.Generator().manual_seed(0)]
     state = paired_of(made, Ahead(5), "rejection").decode(request)
-    assert [r.gained for r in state.trace.rounds] == [[6], [6], [3]]
+    assert [r.committed for r in state.trace.rounds] == [[6], [6], [3]]
 
 
 # --- the law, by enumeration ------------------------------------------------------------------------------------------
@@ -243,15 +243,15 @@ class Net(Toy):
             state.position = state.position + 1
             every = torch.tensor(list(itertools.product(range(4), repeat=3)))
             scores = target.verify(state, Draft(every, trees.chain(2)))
-        self.laws = {(): first.law.logits[0, 0].double().softmax(-1)}
+        self.distributions = {(): first.distribution.logits[0, 0].double().softmax(-1)}
         self.later = {(): first.aux["ahead"][0, 0].double()}
         for row, codes in enumerate(every.tolist()):
             for n in range(3):
-                self.laws[tuple(codes[: n + 1])] = scores.law.logits[row, n].double().softmax(-1)
+                self.distributions[tuple(codes[: n + 1])] = scores.distribution.logits[row, n].double().softmax(-1)
                 self.later[tuple(codes[: n + 1])] = scores.aux["ahead"][row, n].double()
 
     def p(self, context):
-        return self.laws[tuple(context)]
+        return self.distributions[tuple(context)]
 
     def ahead(self, context, levels):
         return self.later.get(tuple(context), torch.zeros(levels, 4, dtype=torch.float64))
@@ -264,9 +264,9 @@ class Net(Toy):
 @pytest.mark.parametrize("levels", [1, 3])
 def test_the_law_of_whole_images_is_that_of_plain_decoding(order, levels):
     net = Net(order, levels)
-    law, passes = process(net, levels)
-    assert abs(float(law.sum()) - 1) < 1e-12 and passes <= 4
-    assert total_variation(law, net.plain()) < 1e-12
+    distribution, passes = process(net, levels)
+    assert abs(float(distribution.sum()) - 1) < 1e-12 and passes <= 4
+    assert total_variation(distribution, net.plain()) < 1e-12
 
 
 class Stale(Ahead):
@@ -283,8 +283,10 @@ def test_other_laws_are_seen():
     net = Net(None, 3)
     assert total_variation(process(net, 3, Stale(3))[0], net.plain()) < 1e-12
     for wrong in (misreported, whole_law_again, keeps_on):
-        law = process(net, 3, keep=wrong)[0]
-        assert abs(float(law.sum()) - 1) < 1e-12 and total_variation(law, net.plain()) > 1e-3, wrong.__name__
+        distribution = process(net, 3, keep=wrong)[0]
+        assert abs(float(distribution.sum()) - 1) < 1e-12 and total_variation(distribution, net.plain()) > 1e-3, (
+            wrong.__name__
+        )
 
 
 def misreported(p, committed, draft):
@@ -322,9 +324,9 @@ def test_drawn_images_have_the_enumerated_law(rule):
     request.generators = [torch.Generator().manual_seed(row) for row in range(rows)]
     tokens = torch.tensor(paired_of(made, Ahead(3), rule).decode(request).tokens)
     counts = torch.bincount(tokens @ torch.tensor([64, 16, 4, 1]), minlength=256)
-    law = Net((3, 0, 2, 1), 1).plain()
-    assert chi_square(counts, law) > 1e-3
-    assert chi_square(counts, law.transpose(1, 2).contiguous()) < 1e-6
+    distribution = Net((3, 0, 2, 1), 1).plain()
+    assert chi_square(counts, distribution) > 1e-3
+    assert chi_square(counts, distribution.transpose(1, 2).contiguous()) < 1e-6
 
 
 def test_passes_a_code_on_the_toy():
@@ -336,8 +338,8 @@ def test_passes_a_code_on_the_toy():
     found = {}
     for name, order in (("raster", (0, 1, 2, 3)), ("spread", spread(2, 2))):
         toy = Toy(joint, order)
-        law, passes = process(toy, 3)
-        assert total_variation(law, joint.permute(*order)) < 1e-12
+        distribution, passes = process(toy, 3)
+        assert total_variation(distribution, joint.permute(*order)) < 1e-12
         found[name] = passes / 4
         assert passes < published_passes(toy, 4)
     assert found == pytest.approx({"raster": 0.5507, "spread": 0.5445}, abs=1e-4)
@@ -367,7 +369,7 @@ def distances(order, columns):
 
 @pytest.mark.parametrize("rows,columns", [(1, 1), (4, 4), (3, 7), (12, 12)])
 def test_orders_are_permutations_that_spread(rows, columns):
-    for order in (Spread(), Halton()):
+    for order in (SpreadOrder(), HaltonOrder()):
         assert sorted(order.places(rows, columns)) == list(range(rows * columns))
     far = distances(spread(rows, columns), columns)
     assert far == sorted(far, reverse=True)
@@ -392,7 +394,7 @@ def test_an_order_that_is_no_permutation_is_refused(order):
 
 def test_an_order_of_another_size_is_refused():
     with pytest.raises(ValueError, match="order: got 4 places, expected the 4 \\* 4 of the image"):
-        Given([3, 1, 0, 2]).places(4, 4)
+        ListedOrder([3, 1, 0, 2]).places(4, 4)
     with pytest.raises(ValueError, match=r"^order: got 4 places, expected each of 0\.\.15 once"):
         draw("class", [0], order=(3, 1, 0, 2))
 
@@ -420,7 +422,7 @@ def test_given_codes_come_first_and_stay(name, kind):
     assert codes.tolist() == [reference("class", b, name, tuple(row.items())) for b, row in enumerate(KNOWN)]
     assert [len(row) for row in state.tokens] == [13, 16, 1]
     assert torch.equal(torch.where(known == FREE, FREE, codes), known)
-    assert state.tape.placed(2, ["x"], "given").count("given") == 15
+    assert state.output.reordered(2, ["x"], "given").count("given") == 15
     alone, _ = draw("class", [0], DRAFTERS[kind](), order=ORDERS[name], known=known)
     assert torch.equal(alone, codes[:1])
 
@@ -443,7 +445,7 @@ def test_what_is_no_image_of_the_model_is_refused(change, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("order", [ZipAR(), Islands()])
+@pytest.mark.parametrize("order", [ZipAR(), RejectedRegions()])
 def test_orders_that_are_planned_are_refused(order):
     said = f"order: got {type(order).__name__}, expected raster, spread, halton or a list of places"
     with pytest.raises(ValueError, match=said) as error:
@@ -457,7 +459,7 @@ def test_drafters_of_any_order_are_refused_elsewhere(kind):
     with pytest.raises(
         ValueError, match="drafts for any-order models, expected one for codes in raster order, or text"
     ):
-        ImagePipeline(model, None).pairing(kind, "exact")
+        ImagePipeline(model, None).setup(kind, "exact")
     with pytest.raises(ValueError, match="drafts for any-order models"):
         visspec.accelerate(model_of("llava"), kind)
 
@@ -501,6 +503,6 @@ def test_levels_are_checked(kind, levels):
 
 def test_the_pace_may_ask_for_less():
     request = asked("class", [0], Sampling(1.0, guidance=3.0), order=ORDERS["halton"])
-    pairing = paired_of(family(), Ahead(6))
-    state = pairing.order.decode(pairing.target, pairing.drafter, pairing.rule, request, Pace(2, adaptive=False))
+    setup = paired_of(family(), Ahead(6))
+    state = setup.order.decode(setup.target, setup.drafter, setup.rule, request, AdaptiveLength(2, adaptive=False))
     assert max(r.levels for r in state.trace.rounds) == 2 and state.trace.faults == 0

@@ -349,7 +349,7 @@ def test_published_laws_are_those_of_the_formula(tmp_path):
     pairs = torch.stack([asked, tensors["tok_embeddings.weight"][codes]], dim=1).flatten(0, 1)
     at = torch.cat([torch.zeros(1, dtype=torch.long), 1 + order.repeat_interleave(2)])
     expected = gpt_reference(tensors, torch.cat([first, pairs])[None], turn[at], 4, 2)[:, 1::2]
-    found = model.laws(model.prefix(torch.tensor([3])), codes[None], order[None])
+    found = model.distributions(model.prefix(torch.tensor([3])), codes[None], order[None])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -368,7 +368,7 @@ def test_training_rows_are_what_the_stage_says():
     assert all(sorted(row) == list(range(SIDE * SIDE)) for row in drawn.tolist())
     named = [row for row in drawn.tolist() if tuple(row) in {halton(SIDE, SIDE), tuple(range(SIDE * SIDE))}]
     assert 4 < len(named) < 30
-    stage = object.__new__(any_order_draw.DrawStage)
+    stage = object.__new__(any_order_draw.AnyOrderStage)
     with torch.inference_mode(False):
         stage.model = fresh().train()
         stage.model.requires_grad_(True)
@@ -395,7 +395,7 @@ def test_training_laws_are_those_that_are_drawn_from(pipe):
     batch = pipe.processor(text=TEXTS[:1], generation_mode="image", return_tensors="pt", padding=True)
     words, real = pipe.model.features(batch["input_ids"], batch["attention_mask"].bool())
     codes = out.tokens[0][order][None]
-    logits = pipe.model.net.laws(pipe.model.net.prefix(words), codes, torch.tensor([order]), real)
+    logits = pipe.model.net.distributions(pipe.model.net.prefix(words), codes, torch.tensor([order]), real)
     assert torch.equal(logits.argmax(-1), codes)
 
 
@@ -415,9 +415,9 @@ def test_recipe_writes_a_folder(tmp_path, monkeypatch):
         torch.save(any_order_data.coded(any_order_data.included_vq(), numbers), file)
     data = any_order_data.read_tokens(tmp_path, 6)
     assert data["codes"].shape == data["whole"].shape == (6, 144) and not torch.equal(data["codes"], data["whole"])
-    stage = any_order_draw.DrawStage(options, 0)
+    stage = any_order_draw.AnyOrderStage(options, 0)
     stage.run()
-    again = any_order_draw.DrawStage(options, 0)
+    again = any_order_draw.AnyOrderStage(options, 0)
     again.restore()
     assert again.step == 2 and torch.equal(again.model.words.weight, stage.model.words.weight)
     any_order_card.finish(options)

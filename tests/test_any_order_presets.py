@@ -43,7 +43,7 @@ def test_other_painters_refuse_them_and_their_names_are_their_own():
     made = ImagePipeline.from_pretrained("painter")
     for name in presets.ANY_ORDER:
         with pytest.raises(ValueError, match="any-order models"):
-            made.pairing(**zoo.method(str(zoo.preset(name))))
+            made.setup(**zoo.method(str(zoo.preset(name))))
 
 
 def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone(tmp_path, capsys):

@@ -229,7 +229,7 @@ def test_rows_enter_a_running_batch(name):
         new_tokens(target.generate(**p, max_new_tokens=n, do_sample=False), p)[0] for p, n in zip(single, limits)
     ]
     found = {a.id: a for a in fast.stream([p | {"max_new_tokens": n} for p, n in zip(single, limits)], slots=2)}
-    assert [found[i].tokens for i in range(4)] == expected and not fast.pairing.drafter.warned
+    assert [found[i].tokens for i in range(4)] == expected and not fast.setup.drafter.warned
 
 
 @pytest.mark.parametrize("layers", [1, 3])

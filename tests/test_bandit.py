@@ -85,18 +85,18 @@ def test_no_choice_changes_a_token(family):
             assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
         taken.append(fast.last_stats.drafter)
     assert taken == ["ngram", "none", "recycling", "layers", "suffix"]
-    counts = [count for count, *_ in fast.pairing.bandit.sums]
+    counts = [count for count, *_ in fast.setup.bandit.sums]
     assert all(0.9 < count <= 1.0 for count in counts)
-    assert len({id(arm.pace) for arm in fast.pairing.arms}) == len(names)
+    assert len({id(arm.length_policy) for arm in fast.setup.arms}) == len(names)
 
 
 def test_a_reward_is_tokens_by_seconds_behind_the_prefill():
     fast = visspec.accelerate(model_of("llama"), [None, "ngram"])
     state = fast.run(**prompt("llama", ["9", "4"]), max_new_tokens=12, do_sample=False).state
     seconds = sum(s for stage, s in state.trace.times.items() if stage != "prefill")
-    assert fast.pairing.bandit.sums[0][1] == pytest.approx(math.log(sum(map(len, state.tokens)) / seconds))
+    assert fast.setup.bandit.sums[0][1] == pytest.approx(math.log(sum(map(len, state.tokens)) / seconds))
     fast.generate(**prompt("llama", ["9"]), max_new_tokens=1, do_sample=False)
-    assert fast.pairing.bandit.sums[1][0] == 0.0, "one token is all of the prefill"
+    assert fast.setup.bandit.sums[1][0] == 0.0, "one token is all of the prefill"
 
 
 def test_a_slow_drafter_is_left_for_a_fast_one():
@@ -116,8 +116,8 @@ def test_streams_copies_and_hooks():
         n: new_tokens(model_of("llama").generate(**p, max_new_tokens=6, do_sample=False), p)[0]
         for n, p in enumerate(prompts)
     }
-    assert fast.pairing.bandit.asked == [1, 0] and fast.pairing.bandit.sums[0][0] == 1.0
-    assert isinstance(copy.copy(fast).pairing, Arms) and isinstance(fast.pairing.chosen(), Arm)
+    assert fast.setup.bandit.requested == [1, 0] and fast.setup.bandit.sums[0][0] == 1.0
+    assert isinstance(copy.copy(fast).setup, Arms) and isinstance(fast.setup.select(), Arm)
     hook, model = visspec.speculative(["ngram", None]), model_of("llama")
     for name in ("ngram", "none"):
         model.generate(**prompts[0], max_new_tokens=6, do_sample=False, custom_generate=hook)

@@ -14,7 +14,7 @@ FIELDS = {
 
 
 def test_it_writes_what_it_measured(tmp_path, monkeypatch, capsys):
-    small = bench_prompts.Layout(4, 2, 8, 1, 32)
+    small = bench_prompts.HeadLayout(4, 2, 8, 1, 32)
     monkeypatch.setitem(bench_prompts.LAYOUTS, "8/2x32", small)
     file = tmp_path / "prompts.json"
     options = "--heads 8/2x32 --prompts 40 300 --nodes 1 8 24 --max-new-tokens 13 --repeats 1".split()
@@ -36,19 +36,19 @@ def test_it_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
 def test_a_drafter_that_fails_has_no_share(monkeypatch):
     monkeypatch.setattr(bench_first_token.NGram, "start", lambda *args: 1 / 0)
-    case = bench_prompts.Case(bench_prompts.Layout(4, 2, 8, 1, 32), "cpu")
+    case = bench_prompts.PromptCase(bench_prompts.HeadLayout(4, 2, 8, 1, 32), "cpu")
     with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match="drafter: got a failure of NGram"):
         bench_first_token.first_token(case.model, "4/2x8", [9], ["ngram"], 1)
 
 
 def test_its_oracle_commits_tau_tokens_a_pass():
-    case = bench_prompts.Case(bench_prompts.Layout(4, 2, 8, 1, 32), "cpu")
-    prompt = bench_prompts.Prompt(case, 20, 21)
-    oracle = bench_prompts.Oracle(prompt.answer, 4)
+    case = bench_prompts.PromptCase(bench_prompts.HeadLayout(4, 2, 8, 1, 32), "cpu")
+    prompt = bench_prompts.PromptRun(case, 20, 21)
+    oracle = bench_prompts.TauOracle(prompt.answer, 4)
     guarded = bench_prompts.Guarded(oracle, case.target.capabilities, case.target.device, False)
-    pace = bench_prompts.Pace(7, adaptive=False)
-    state = bench_prompts.decode(case.target, guarded, bench_prompts.Exact(), prompt.request(), pace)
-    assert [max(r.gained) for r in state.trace.rounds] == [4] * 5 and state.trace.faults == 0
+    length_policy = bench_prompts.Pace(7, adaptive=False)
+    state = bench_prompts.decode(case.target, guarded, bench_prompts.Exact(), prompt.request(), length_policy)
+    assert [max(r.committed) for r in state.trace.rounds] == [4] * 5 and state.trace.faults == 0
     assert state.tokens == prompt.answer.tolist()
 
 

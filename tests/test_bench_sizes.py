@@ -35,7 +35,7 @@ ARMS = ["transformers_generate", "transformers_static", "plain", "oracle 0.6", "
 def tiny(name="qwen2.5-vl-7b", batch=2, **changes):
     size = bench_sizes.SIZES[name]
     size = size._replace(**bench_sizes._fitting(size, {**bench_sizes.TINY, **changes}))
-    return bench_sizes.Case(size.model("cpu", torch.float32, 120), batch, 12, 40, 5)
+    return bench_sizes.SizeCase(size.model("cpu", torch.float32, 120), batch, 12, 40, 5)
 
 
 def test_it_writes_what_it_measured(tmp_path, capsys):
@@ -89,7 +89,7 @@ def test_a_way_of_attention_can_be_asked_for(way, monkeypatch):
 def test_a_gpu_gets_times(monkeypatch):
     """The fields that a CPU has not, as if this were a GPU."""
     case = tiny(batch=1)
-    monkeypatch.setattr(bench_sizes.Case, "wait", lambda self: None)
+    monkeypatch.setattr(bench_sizes.SizeCase, "wait", lambda self: None)
     monkeypatch.setattr(bench_sizes, "copy_bandwidth", lambda device, clock: 1e9)
     case.cuda = True
     rows = [{"size": "tiny", "layers": 2} | row for row in case.rows([0.8], 1)]
@@ -134,7 +134,7 @@ def test_what_the_host_has_issued_is_not_waited_for():
 def test_the_oracle_errs_as_often_as_it_is_told():
     answer = torch.randint(50, (4, 2000), generator=torch.Generator().manual_seed(0))
     for acceptance in (0.0, 0.25, 0.8, 1.0):
-        drafts = bench_sizes.Oracle(answer, acceptance, 50, seed=3).drafts_BT
+        drafts = bench_sizes.AcceptanceOracle(answer, acceptance, 50, seed=3).drafts_BT
         assert abs(float((drafts == answer).float().mean()) - acceptance) < 0.02
         assert 0 <= int(drafts.min()) and int(drafts.max()) < 50
 
@@ -156,19 +156,19 @@ def test_drafts_of_rows_that_are_apart_are_of_their_own_place():
     answer = case.answer(0)
     state.tokens[0][:], state.tokens[1][:] = answer[0, :3].tolist(), answer[1, :6].tolist()
     state.pending = torch.stack([answer[0, 2], answer[1, 5]])
-    draft = bench_sizes.Oracle(answer, 1.0, 128).propose(state, 4)
+    draft = bench_sizes.AcceptanceOracle(answer, 1.0, 128).propose(state, 4)
     assert draft.tree is trees.chain(4) and draft.value.tolist() == [answer[0, 2:7].tolist(), answer[1, 5:10].tolist()]
 
 
 def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
-    ours = bench_sizes.Case.ours
+    ours = bench_sizes.SizeCase.ours
 
     def full(self, ids, new):
         if self.batch == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return ours(self, ids, new)
 
-    monkeypatch.setattr(bench_sizes.Case, "ours", full)
+    monkeypatch.setattr(bench_sizes.SizeCase, "ours", full)
     record = bench_sizes.bench_sizes(
         ["llamagen-xl"], [3, 1], [0.5], prompt=8, max_new_tokens=6, repeats=1, changes=bench_sizes.TINY,
         dtype=torch.float32,

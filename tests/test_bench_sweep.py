@@ -9,9 +9,9 @@ from tests import tiny_images
 from visspec.api.images import ImagePipeline
 from visspec.cli import bench_image, bench_sweep
 from visspec.cli.main import main
+from visspec.distributions import Categorical
 from visspec.eval.world.worlds import known_to, world
-from visspec.laws import Categorical
-from visspec.tree import undrafted
+from visspec.tree import empty_draft
 from visspec.types import Capabilities, Scores
 
 
@@ -77,10 +77,10 @@ def test_passes_of_an_image_are_those_of_its_rounds(model):
 
 def test_laws_by_hand():
     """Two codes of one half each, grammar left out."""
-    rule = bench_sweep.Noted()
+    rule = bench_sweep.EntropyRecorder()
     rule.bind(Capabilities(vocab=4, codebook=torch.zeros(3, 2)))
     logits = torch.tensor([[[0.0, 0.0, -1e9, -1e9]], [[-1e9, -1e9, -1e9, 0.0]]])
-    rule(undrafted(torch.zeros(2, dtype=torch.long)), Scores(Categorical(logits)), None)
+    rule(empty_draft(torch.zeros(2, dtype=torch.long)), Scores(Categorical(logits)), None)
     assert torch.allclose(torch.cat(rule.seen), torch.tensor([[0.6931, 0.5, 1.0]]), atol=1e-3)
 
 

@@ -8,24 +8,24 @@ import torch
 import torch.nn.functional as F
 
 import visspec
-from tests.laws import context_law, plain_law, total_variation
+from tests.distributions import context_law, plain_law, total_variation
 from tests.published import begun
 from tests.test_positions import SIZE, process_law
 from tests.test_shapes import Stopping, unwarped  # noqa: F401
 from tests.tiny import model_of, prompt, shapes
 from visspec.api import zoo
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.models.drafters import feature_tree
 from visspec.models.drafters.block_training import BlockDrafter
 from visspec.models.drafters.eagle_heads import EagleDrafter
-from visspec.models.drafters.shapes import Chain, Stop
+from visspec.models.drafters.shapes import Chain, StopCriteria
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes.drafter_presets import of_preset
 from visspec.recipes.train_drafter import request_of
 from visspec.sampling import Uniform
 from visspec.train import losses
 from visspec.train.capture import capture
-from visspec.train.loop import Plan, Step
+from visspec.train.loop import Step, TrainingOptions
 from visspec.types import Sampling
 
 NEW = 12
@@ -115,14 +115,14 @@ class Expecting(Stopping):
         chain = Chain(state, self.stop)
         for level in range(depth):
             above = (*committed, *(int(t) for t in chain.tokens))
-            law = self.q(above).log()[None]
+            distribution = self.q(above).log()[None]
             if self.own:
-                above = (*above, int(state.noise.draft(Categorical(law), level)[0]))
-            chain.add(law, 0.35 + 0.6 * self.q((*above, 1))[:1])
+                above = (*above, int(state.noise.draft(Categorical(distribution), level)[0]))
+            chain.add(distribution, 0.35 + 0.6 * self.q((*above, 1))[:1])
         return chain.finish()
 
 
-@pytest.mark.parametrize("stop", [Stop(confidence=0.5), Stop(entropy=0.7, confidence=0.35)], ids=str)
+@pytest.mark.parametrize("stop", [StopCriteria(confidence=0.5), StopCriteria(entropy=0.7, confidence=0.35)], ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_head_keeps_the_law_of_draws(stop, seed, unwarped):  # noqa: F811
     p, drafter = context_law(2, seed), Expecting(context_law(2, seed + 7), stop)
@@ -130,7 +130,7 @@ def test_a_head_keeps_the_law_of_draws(stop, seed, unwarped):  # noqa: F811
 
 
 def test_a_head_that_sees_the_token_is_seen(unwarped):  # noqa: F811
-    p, drafter = context_law(2, 0), Expecting(context_law(2, 7), Stop(confidence=0.5))
+    p, drafter = context_law(2, 0), Expecting(context_law(2, 7), StopCriteria(confidence=0.5))
     drafter.own = True
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3
 
@@ -142,9 +142,9 @@ def test_the_head_learns_the_acceptance_rate_and_changes_nothing_else():
     drafter = dspark()
     lesson = lesson_for(drafter)
     torch.manual_seed(0)  # the first anchor
-    loss, _ = Step(drafter, Plan(unroll=1, opening=1.0, confidence_weight=2.0))(lesson, "soft_ce")
+    loss, _ = Step(drafter, TrainingOptions(unroll=1, opening=1.0, confidence_weight=2.0))(lesson, "soft_ce")
     torch.manual_seed(0)
-    plain, _ = Step(drafter, Plan(unroll=1, opening=1.0))(lesson, "soft_ce")
+    plain, _ = Step(drafter, TrainingOptions(unroll=1, opening=1.0))(lesson, "soft_ce")
     torch.manual_seed(0)
     ((logits, hidden, weight),) = drafter.rollout(lesson, 1)
     p, q = lesson.logits.softmax(-1), logits.softmax(-1)
@@ -180,7 +180,7 @@ def test_the_loss_is_least_where_the_rate_is_told():
 def test_a_checkpoint_has_the_head_that_it_names(tmp_path, changes, sentence):
     dspark().save_pretrained(tmp_path, {})
     again = zoo.drafter(f"{tmp_path}:confidence=0.25", model_of("llava"))[0]
-    assert again.config.confidence and again.stop == Stop(confidence=0.25)
+    assert again.config.confidence and again.stop == StopCriteria(confidence=0.25)
     torch.testing.assert_close(again.head.state_dict(), dspark().head.state_dict())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))

@@ -106,14 +106,14 @@ def test_drafts_are_those_of_the_module(kind, monkeypatch):
         target, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
         make = lambda: BlockDrafter.for_model(target, layers=2, block=4)  # noqa: E731
     found = []
-    for fold in (True, False):
+    for fuse in (True, False):
         drafter = make()
-        if not fold:
+        if not fuse:
             monkeypatch.setattr(drafter, "_folded", lambda: None)
         fast = visspec.accelerate(target, drafter, adaptive=False)
         fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=[1, 2, 3])
-        found.append([(r.levels, r.gained) for r in fast.last_state.trace.rounds])
-        assert fast.last_stats.faults == 0 and (drafter._fold[1] is not None) == fold
+        found.append([(r.levels, r.committed) for r in fast.last_state.trace.rounds])
+        assert fast.last_stats.faults == 0 and (drafter._fold[1] is not None) == fuse
     assert found[0] == found[1]
 
 
@@ -123,7 +123,7 @@ def test_the_prompt_is_read_before_the_first_draft(monkeypatch):
     inner = drafter._pass
 
     def read(memory, pending, position_B, places=None):
-        found.append((places, sum(features.shape[1] for _, features, _ in memory.waiting)))
+        found.append((places, sum(features.shape[1] for _, features, _ in memory.pending_inputs)))
         return inner(memory, pending, position_B, places)
 
     monkeypatch.setattr(drafter, "_pass", read)

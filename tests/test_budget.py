@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.doubles import drafted
 from tests.kernels.test_accept_law import first_token_law
-from tests.laws import context_law, output_law, plain_law, total_variation
 from tests.tables import Table, TableDrafter, TableTarget, TableTree, decoded
 from visspec import tree
 from visspec.accept import codebook
 from visspec.accept.budget import Budget, Clusters, transport, within
-from visspec.accept.captured import Captured
+from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.rejection import Rejection
 from visspec.api import zoo
-from visspec.laws import Categorical, residual
+from visspec.distributions import Categorical, residual
 from visspec.types import Capabilities, Scores
 
 K = 6
@@ -39,17 +39,17 @@ def left(value, rows=1):
 
 def chain_of(p, q, codes):
     """A sampled chain with the laws behind it and those it was drawn from."""
-    law = torch.stack([p(codes[:n]) for n in range(len(codes) + 1)])[None]
+    distribution = torch.stack([p(codes[:n]) for n in range(len(codes) + 1)])[None]
     draws = torch.stack([q(codes[: max(n - 1, 0)]) for n in range(len(codes) + 1)])[None]
-    return drafted(torch.tensor([[0, *codes]]), tree.chain(len(codes)), draws), law
+    return drafted(torch.tensor([[0, *codes]]), tree.chain(len(codes)), draws), distribution
 
 
 def one_round(rule, p, q, levels, reserve):
     """A round of sampled chains: rejection under the declared laws by formula. Its rounds; E[drift]."""
     rounds, drift = [], 0.0
     for codes in itertools.product(range(K), repeat=levels):
-        draft, law = chain_of(p, q, codes)
-        declared = rule.declare(draft, law, left(reserve))
+        draft, distribution = chain_of(p, q, codes)
+        declared = rule.declare(draft, distribution, left(reserve))
         above = float(torch.stack([q(codes[:n])[x] for n, x in enumerate(codes)]).prod())
         for n, x in enumerate(codes):
             drift += above * float(declared.drift[0, n])
@@ -89,20 +89,24 @@ def test_the_law_of_a_round_is_the_declared_one(reserve):
 
 @pytest.mark.parametrize("levels", [1, 2])
 def test_the_kernel_draws_from_the_declared_law(levels):
-    """The first code with the coins integrated out, through the verification itself: sampled and point masses."""
+    """The first code with the uniform numbers integrated out, through the verification itself: sampled and point
+    masses.
+    """
     rule, (p, q) = bound(reach=9.0), (context_law(K, s)(()) for s in (1, 2))
     codes = torch.tensor([[0, *c] for c in itertools.product(range(K), repeat=levels)])
     shape = tree.chain(levels)
-    law = p.expand(levels + 1, K)
+    distribution = p.expand(levels + 1, K)
 
-    def verify(tokens, parent, p, q, coins, draw):
+    def verify(tokens, parent, p, q, uniforms, draw):
         draft = drafted(tokens, shape, q)
-        verdict = rule.settled(draft, rule.declare(draft, p, left(1.0, len(draw))), coins, draw)
+        verdict = rule.settled(draft, rule.declare(draft, p, left(1.0, len(draw))), uniforms, draw)
         return verdict.path, verdict.length, verdict.next, verdict.drift
 
     for drawn in (q.expand(len(codes), levels + 1, K), None):
-        found = first_token_law(verify, codes, torch.arange(-1, levels), law, drawn)
-        declared = rule.declare(drafted(codes, shape, drawn), law.expand(len(codes), -1, -1), left(1.0, len(codes)))
+        found = first_token_law(verify, codes, torch.arange(-1, levels), distribution, drawn)
+        declared = rule.declare(
+            drafted(codes, shape, drawn), distribution.expand(len(codes), -1, -1), left(1.0, len(codes))
+        )
         weight = q[codes[:, 1:]].prod(1)
         if drawn is None:  # each draft has its own law
             assert (found - declared.p[:, 0]).abs().max() < 1e-12
@@ -278,7 +282,7 @@ def test_rows_are_alone_also_after_some_have_left_and_others_come():
 def test_it_is_not_recorded():
     """A recording has static buffers; the reserve of a row is in its noise."""
     rule, g = bound(drift=0.1), torch.Generator().manual_seed(0)
-    captured = Captured(rule, record=lambda call: pytest.fail("recorded"))
+    captured = GraphedRule(rule, record=lambda call: pytest.fail("recorded"))
     logits = torch.randn(3, 4, K, generator=g)
     draft = drafted(torch.randint(K, (3, 4), generator=g), tree.chain(3), law_of(logits, g))
     found, plain = (each(draft, Scores(Categorical(logits)), seeded(rule, 3)) for each in (captured, rule))

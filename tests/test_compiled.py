@@ -30,7 +30,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    monkeypatch.setattr(compiled, "WORTH", 1)
+    monkeypatch.setattr(compiled, "MIN_NEW_TOKENS", 1)
     yield
     torch._dynamo.reset()
 
@@ -115,7 +115,7 @@ def test_images_with_guidance_in_two_graphs(pipe):
     for options in ({"batch_size": 1}, {"batch_size": 2}, {"batch_size": 2, "guidance_scale": 2.0}):
         plain, found = pipe(**asked, **options), quick(**asked, **options)
         assert all(torch.equal(x, y) for x, y in zip(plain.tokens, found.tokens))
-    passes = [target.passes for target in {pairing.target for (pairing, _) in quick._built.values()}]
+    passes = [target.passes for target in {setup.target for (setup, _) in quick._built.values()}]
     assert [(p.graphs, p.late, p.refused) for p in passes] == [(2, 0, "")]
     assert copy.copy(quick).compile and not pipe.compile
 
@@ -136,7 +136,7 @@ def test_a_pickle_compiles_anew_and_a_moved_model_too():
 
 
 def test_a_short_request_compiles_nothing(monkeypatch):
-    monkeypatch.setattr(compiled, "WORTH", 13)
+    monkeypatch.setattr(compiled, "MIN_NEW_TOKENS", 13)
     quick = fast("llama", "ngram", compile=True)
     inputs = prompt("llama", shapes("llama")["one"])
     assert new_tokens(quick.generate(**inputs, **GREEDY), inputs) == stock("llama", "one", 12)
@@ -236,7 +236,7 @@ def test_masks_of_one_shape_have_one_layout():
 def drafted(fast, inputs, **options) -> tuple:
     """Tokens, and what was drafted and kept in every round."""
     result = fast.run(**inputs, **options)
-    return result.state.tokens, [(r.levels, r.gained) for r in result.state.trace.rounds], result.state.trace.faults
+    return result.state.tokens, [(r.levels, r.committed) for r in result.state.trace.rounds], result.state.trace.faults
 
 
 SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
@@ -273,7 +273,7 @@ def test_a_feature_drafter_drafts_the_same_through_graphs():
         for more in (GREEDY, SAMPLED):
             assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more)
         assert (chains.graphs, chains.late, chains.refused) == (graphs, 0, "")
-    assert quick.pairing.passes == [quick.target.passes, chains] and eager.pairing.passes == []
+    assert quick.setup.passes == [quick.target.passes, chains] and eager.setup.passes == []
 
 
 def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
@@ -311,7 +311,7 @@ def test_folded_anew_a_drafter_compiles_anew():
     drafter.compile()
     assert drafter.passes is first
     drafter.refresh()
-    assert drafter.passes is not first and drafter.passes.levels.qkv is drafter.fold.qkv
+    assert drafter.passes is not first and drafter.passes.levels.qkv is drafter.fuse.qkv
 
 
 @pytest.mark.slow
@@ -321,7 +321,7 @@ def test_a_small_model_is_compiled_too():
     quick = visspec.accelerate(model, small, adaptive=False, compile=True)
     inputs = ids_of(9)
     assert drafted(quick, inputs, **GREEDY) == drafted(eager, inputs, **GREEDY)
-    assert [(p.graphs, p.late) for p in quick.pairing.passes] == [(2, 0), (2, 0)]
+    assert [(p.graphs, p.late) for p in quick.setup.passes] == [(2, 0), (2, 0)]
 
 
 def test_modules_that_change_are_not_those_that_graphs_were_made_of():
@@ -355,7 +355,7 @@ def test_a_replaced_layer_is_compiled_anew():
 
 def test_targets_of_one_pipeline_share_their_graphs(pipe):
     quick = visspec.ImagePipeline(**{**pipe.components, "compile": True})
-    targets = [quick.pairing(drafter, "exact").target for drafter in ("none", "jacobi")]
+    targets = [quick.setup(drafter, "exact").target for drafter in ("none", "jacobi")]
     assert targets[0] is not targets[1] and targets[0].passes is targets[1].passes is not None
 
 

@@ -15,10 +15,10 @@ from visspec.accept.coupled import Coupled
 from visspec.accept.couplings import bounded, reflected
 from visspec.accept.legacy import Legacy
 from visspec.accept.surrogate import Surrogate
-from visspec.laws import Denoising, Steps, Trajectory
+from visspec.distributions import Denoising, DenoisingSteps, Trajectory
 from visspec.loop.decode import decode
-from visspec.loop.pace import Pace
-from visspec.loop.tape import Stack
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.output import VectorBuffer
 from visspec.models.nets.diffusion_head import schedule
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Drafter, DrafterTraits, Request, Sampling, Scores, State, Target
@@ -36,12 +36,12 @@ class Gaussian:
         if last is not None:
             low[-1] = np.log(last)
         low += widen
-        self.steps = Steps(sch.steps.keep, sch.steps.move, low, low)
+        self.steps = DenoisingSteps(sch.steps.keep, sch.steps.move, low, low)
         signal, noise = sch.signal.float(), sch.noise.float()
         self.slope = signal * scale**2 / (signal**2 * scale**2 + noise**2)  # of the estimate in x
         self.signal = signal
 
-    def law(self, centre_BNd, shares=None, steps=None):
+    def distribution(self, centre_BNd, shares=None, steps=None):
         centre_Md = centre_BNd.flatten(0, 1)
 
         def predict(x, step, chains):
@@ -75,8 +75,8 @@ class Together:
         noise = Normals([torch.Generator()], steps, size, candidates)
         g = torch.Generator().manual_seed(seed)
         normals = torch.randn(rows, positions, sum(noise.parts[:2]), generator=g)
-        coins = torch.rand(rows, positions, sum(noise.parts[2:]), generator=g)
-        made = Normals.of(torch.cat([normals, coins], dim=2))
+        uniforms = torch.rand(rows, positions, sum(noise.parts[2:]), generator=g)
+        made = Normals.of(torch.cat([normals, uniforms], dim=2))
         made.generators = [None] * rows
         made.steps, made.size, made.candidates, made.parts = noise.steps, noise.size, noise.candidates, noise.parts
         return made
@@ -91,9 +91,9 @@ def test_reflection_is_a_maximal_coupling(size):
     g = torch.Generator().manual_seed(0)
     count = 100_000
     normal = torch.randn(count, size, generator=g)
-    coin = torch.rand(count, generator=g).log()
+    uniform = torch.rand(count, generator=g).log()
     other, mean, log_sigma = torch.zeros(size), torch.full((size,), 0.4 / size**0.5), torch.full((1,), -0.3)
-    drawn, same = reflected(normal, other, mean, log_sigma, coin)
+    drawn, same = reflected(normal, other, mean, log_sigma, uniform)
     point = other + log_sigma.exp() * normal
     x = torch.where(same[:, None], point, drawn)
     sigma = float(log_sigma.exp())
@@ -140,9 +140,9 @@ def test_law_of_coupled_chains(size, window, spreads, drafts, monkeypatch):
     noise = Together(count, steps, size, positions=1, seed=window)
     numbers, drafted = noise.numbers(1), None
     if drafts != "none":
-        path = head.law(centre + shift).sample(numbers.start, numbers.steps)
-        drafted = denoise.Drafted(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
-    values, equal = denoise.run(head.law(centre), numbers, drafted, 1, window, merge=20)
+        path = head.distribution(centre + shift).sample(numbers.start, numbers.steps)
+        drafted = denoise.DraftTrajectories(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
+    values, equal = denoise.run(head.distribution(centre), numbers, drafted, 1, window, merge=20)
     factor, deviation = head.exact()
     for axis in range(min(size, 4)):
         assert ks(values[:, axis], 0.7 * factor, deviation) < KS_LIMIT
@@ -171,10 +171,10 @@ def test_law_with_predicted_deviations(window, spreads, drafts, monkeypatch):
     noise = Together(count, steps, size, candidates=(steps, 4), positions=1, seed=window)
     numbers, drafted = noise.numbers(1), None
     if drafts:
-        path = head.law(centre + 0.02, shares=0.6, steps=sch.steps).sample(numbers.start, numbers.steps)
-        drafted = denoise.Drafted(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
-    law = head.law(centre, shares=0.3, steps=sch.steps)
-    values, equal = denoise.run(law, numbers, drafted, 1, window, merge=steps)
+        path = head.distribution(centre + 0.02, shares=0.6, steps=sch.steps).sample(numbers.start, numbers.steps)
+        drafted = denoise.DraftTrajectories(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
+    distribution = head.distribution(centre, shares=0.3, steps=sch.steps)
+    values, equal = denoise.run(distribution, numbers, drafted, 1, window, merge=steps)
     factor, deviation = head.exact(sch.steps, 0.3)
     for axis in range(size):
         assert ks(values[:, axis], 0.7 * factor, deviation) < KS_LIMIT
@@ -189,9 +189,9 @@ def test_coins_of_both_couplings_are_apart(monkeypatch):
     count, steps = 100_000, 10
     head, centre = Gaussian(schedule(steps), 1, last=0.2), torch.full((100_000, 1, 1), 0.7)
     numbers = Together(count, steps, 1, positions=1, seed=3).numbers(1)
-    path = head.law(centre + 0.3).sample(numbers.start, numbers.steps)
-    drafted = denoise.Drafted(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
-    values, _ = denoise.run(head.law(centre), numbers, drafted, 1, 5, merge=steps)
+    path = head.distribution(centre + 0.3).sample(numbers.start, numbers.steps)
+    drafted = denoise.DraftTrajectories(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
+    values, _ = denoise.run(head.distribution(centre), numbers, drafted, 1, 5, merge=steps)
     factor, deviation = head.exact()
     assert ks(values[:, 0], 0.7 * factor, deviation) < KS_LIMIT
 
@@ -203,15 +203,15 @@ def test_a_chain_does_not_depend_on_those_beside_it(window):
     head = Gaussian(schedule(steps), size)
     centre = torch.linspace(0, 1, count)[:, None, None].expand(-1, 1, size)
     numbers = Together(count, steps, size, positions=1).numbers(1)
-    path = head.law(centre + 0.3).sample(numbers.start, numbers.steps)
+    path = head.distribution(centre + 0.3).sample(numbers.start, numbers.steps)
     there = torch.tensor([True, False, True, False, True, True])
-    drafted = denoise.Drafted(path.points, path.mean, path.log_sigma * there[:, None, None], there)
-    values, equal = denoise.run(head.law(centre), numbers, drafted, 1, window, merge=40)
+    drafted = denoise.DraftTrajectories(path.points, path.mean, path.log_sigma * there[:, None, None], there)
+    values, equal = denoise.run(head.distribution(centre), numbers, drafted, 1, window, merge=40)
     for row in range(count):
         own = type(numbers)(*(part[row : row + 1] for part in numbers))
-        law = head.law(centre[row : row + 1])
-        alone = denoise.Drafted(*(part[row : row + 1] for part in drafted)) if there[row] else None
-        value, same = denoise.run(law, own, alone, 1, window, merge=40)
+        distribution = head.distribution(centre[row : row + 1])
+        alone = denoise.DraftTrajectories(*(part[row : row + 1] for part in drafted)) if there[row] else None
+        value, same = denoise.run(distribution, own, alone, 1, window, merge=40)
         torch.testing.assert_close(value[0], values[row], atol=1e-4, rtol=1e-4)
         assert bool(same[0]) == bool(equal[row])
 
@@ -221,7 +221,7 @@ class Line(Target):
 
     def __init__(self, head):
         self.head = head
-        self.capabilities = Capabilities(trees=False, law=Denoising, steps=head.steps, size=head.size)
+        self.capabilities = Capabilities(trees=False, distribution=Denoising, steps=head.steps, size=head.size)
 
     @property
     def device(self):
@@ -230,11 +230,11 @@ class Line(Target):
     def prefill(self, request):
         rows = len(request.prompt)
         pending, position = torch.zeros(rows, self.head.size), torch.zeros(rows, dtype=torch.long)
-        state = State(request, pending, position, None, list(range(rows)), Stack(request, rows))
-        return state, Scores(self.head.law(A * pending[:, None] + B))
+        state = State(request, pending, position, None, list(range(rows)), VectorBuffer(request, rows))
+        return state, Scores(self.head.distribution(A * pending[:, None] + B))
 
     def verify(self, state, draft):
-        return Scores(self.head.law(A * draft.value + B))
+        return Scores(self.head.distribution(A * draft.value + B))
 
 
 class Shadow(Drafter):
@@ -248,7 +248,7 @@ class Shadow(Drafter):
     def propose(self, state, depth):
         now, values, paths = state.pending, [], []
         for level in range(depth):
-            now, path = state.noise.draft(self.head.law((A * now + B + self.shift)[:, None]), level)
+            now, path = state.noise.draft(self.head.distribution((A * now + B + self.shift)[:, None]), level)
             values.append(now)
             paths.append(path)
         return trees.chain_draft(state.pending, torch.stack(values, dim=1), Trajectory.chain(paths))
@@ -274,8 +274,10 @@ def joint(rule, rows=20_000, size=1, steps=10, shift=0.1, widen=0.0, last=None, 
     request = Request(
         None, torch.zeros(rows, 1, dtype=torch.long), length, Sampling(1.0), generators=[torch.Generator()] * rows
     )
-    state = decode(target, Shadow(Gaussian(sch, size, widen=widen, last=last), shift), made, request, Pace(2, False))
-    values = torch.stack([state.tape.values(row) for row in range(rows)])
+    state = decode(
+        target, Shadow(Gaussian(sch, size, widen=widen, last=last), shift), made, request, AdaptiveLength(2, False)
+    )
+    values = torch.stack([state.output.values(row) for row in range(rows)])
     factor, deviation = target.head.exact()
     before = torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
     return (values - factor * (A * before + B)) / deviation, state
@@ -294,7 +296,7 @@ def failing(whitened):
 def test_joint_law_through_the_loop(size, window):
     whitened, state = joint(Coupled, rows=40_000 // size, size=size, window=window, merge=10)
     assert not failing(whitened)
-    assert state.trace.rounds[0].levels == 2 and 0.2 < np.mean(state.trace.rounds[0].gained) / 3 < 1
+    assert state.trace.rounds[0].levels == 2 and 0.2 < np.mean(state.trace.rounds[0].committed) / 3 < 1
 
 
 def test_joint_law_with_other_deviations():
@@ -330,15 +332,15 @@ def test_the_drift_of_the_published_ratio_is_a_bound(rule, p, q, weight):
     """One number, two steps of laws that no point changes: TV by a histogram of the output, less its own noise."""
     count, bins = 60_000, 30
     value, zero, one = torch.tensor([[0.0, p[0]], [0.0, q[0]]]), torch.zeros(2), torch.ones(2)
-    laws = []
+    distributions = []
     for mean, low in zip(value, (torch.tensor([1.0, p[1]]).log(), torch.tensor([weight, q[1]]).log())):
         predict = lambda x, step, chains, mean=mean: (mean[step].expand(x.shape), None)  # noqa: E731
-        laws.append(Denoising(predict, Steps(zero, one, low, low), (count, 1), 1))
+        distributions.append(Denoising(predict, DenoisingSteps(zero, one, low, low), (count, 1), 1))
     noise = Together(count, 2, 1, (1, rule.tries))
     first = noise.numbers(1)
-    path = laws[1].sample(first.start, first.steps)
+    path = distributions[1].sample(first.start, first.steps)
     draft = trees.chain_draft(torch.zeros(count, 1), path.points[:, None, -1], Trajectory.chain([path]))
-    verdict = rule(draft, Scores(Denoising(laws[0].predict, laws[0].steps, (count, 2), 1)), noise)
+    verdict = rule(draft, Scores(Denoising(distributions[0].predict, distributions[0].steps, (count, 2), 1)), noise)
     kept = (verdict.length == 2)[:, None]
     found = torch.where(kept, draft.value[:, 1], verdict.next)[:, 0]
     edges = stats.norm.ppf(np.linspace(0, 1, bins + 1), *p)
@@ -411,17 +413,17 @@ def test_acceptance_is_near_the_bound():
     factor, deviation = head.exact()
     centre = torch.zeros(count, 1, size)
     noise = Together(count, steps, size, candidates=(1, 1), positions=2)
-    path = head.law(centre + away * deviation / factor).sample(*noise.numbers(1)[:2])
-    drafted = denoise.Drafted(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
+    path = head.distribution(centre + away * deviation / factor).sample(*noise.numbers(1)[:2])
+    drafted = denoise.DraftTrajectories(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
     bound = 2 * stats.norm.cdf(-away * size**0.5 / 2)
     rates = []
     for window in (1, 8):
-        _, equal = denoise.run(head.law(centre), noise.numbers(1), drafted, 1, window, merge=steps)
+        _, equal = denoise.run(head.distribution(centre), noise.numbers(1), drafted, 1, window, merge=steps)
         rates.append(float(equal.float().mean()) / bound)
     assert rates[0] > 0.93 and rates[1] > 0.87
     below = Trajectory.chain([path])
     draft = trees.chain_draft(torch.zeros(count, size), path.points[:, None, -1], below)
-    scores = Scores(head.law(torch.zeros(count, 2, size)))
+    scores = Scores(head.distribution(torch.zeros(count, 2, size)))
     last_only = float((Surrogate(tries=1)(draft, scores, noise).length - 1).float().mean())
     assert rates[0] * bound > 4 * last_only
 
@@ -456,10 +458,10 @@ def test_calls_of_a_mixture(size, window, shares):
 @pytest.mark.parametrize("scale", [0.15, 0.35, 1.0])
 def test_a_gaussian_is_foretold(scale):
     """Once the deviation is known, whole windows are kept: 100 steps in hardly more than four passes of 32."""
-    law = Gaussian(schedule(100), 8, scale).law(torch.full((20, 1, 8), 0.7))
+    distribution = Gaussian(schedule(100), 8, scale).distribution(torch.full((20, 1, 8), 0.7))
     numbers = Together(20, 100, 8, positions=1).numbers(1)
-    denoise.run(law, numbers, None, 1, 32, 0)
-    assert law.calls["head"] <= 8  # of the slowest of 20 chains
+    denoise.run(distribution, numbers, None, 1, 32, 0)
+    assert distribution.calls["head"] <= 8  # of the slowest of 20 chains
 
 
 def test_law_of_a_mixture_where_forecasts_fail():
@@ -470,11 +472,11 @@ def test_law_of_a_mixture_where_forecasts_fail():
     sch = schedule(steps)
 
     def ends(window, seed, accept=False):
-        law = Denoising(mixture(sch, 2, 0.15), sch.steps, (count, 1), 2)
+        distribution = Denoising(mixture(sch, 2, 0.15), sch.steps, (count, 1), 2)
         numbers = Together(count, steps, 2, positions=1, seed=seed).numbers(1)
         if accept:
-            numbers = numbers._replace(coins=torch.full_like(numbers.coins, -torch.inf))
-        return denoise.run(law, numbers, None, 1, window, 0)[0]
+            numbers = numbers._replace(uniforms=torch.full_like(numbers.uniforms, -torch.inf))
+        return denoise.run(distribution, numbers, None, 1, window, 0)[0]
 
     plain = ends(1, 1)
     directions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.7, 0.7], [0.7, -0.7]])
@@ -512,12 +514,12 @@ def test_what_is_foretold_depends_on_points_of_the_way_alone():
     before, value = torch.randn(2, 3, 6, 4, generator=numbers)
     zero = torch.zeros(3, dtype=torch.long)
     errors = torch.zeros(3, len(denoise.SPREADS))
-    chains = denoise.Chains(zero, before[:, 0], zero.bool(), before[:, 0], zero, errors, zero + 6)
+    chains = denoise.ActiveTrajectories(zero, before[:, 0], zero.bool(), before[:, 0], zero, errors, zero + 6)
     place, moved = torch.arange(6), torch.tensor([[1], [3], [6]])
     index = place.expand(3, 6) + 5
-    found = denoise.foretold(steps, chains, index, before, value, moved, place)
+    found = denoise.update_forecast(steps, chains, index, before, value, moved, place)
     later = (place >= moved)[..., None].float()
-    other = denoise.foretold(steps, chains, index, before + later, value - later, moved, place)
+    other = denoise.update_forecast(steps, chains, index, before + later, value - later, moved, place)
     for one, two in zip(found, other):
         assert torch.equal(one, two)
     assert bool((found[2][0] == 0).all()) and bool((found[2][1:] > 0).all())
@@ -540,7 +542,7 @@ def test_a_pass_reads_no_more_of_the_forecast_than_its_window():
     count, steps, width = 40, schedule(60).steps, 2
     denoise.forecast(steps)
     zero = torch.zeros(count, dtype=torch.long)
-    chains = denoise.Chains(
+    chains = denoise.ActiveTrajectories(
         zero, torch.zeros(count, 1), zero.bool(), torch.zeros(count, 1), zero, torch.zeros(count, 7), zero + width
     )
     numbers = Together(count, 60, 1).numbers(1)
@@ -556,7 +558,7 @@ def test_a_pass_reads_no_more_of_the_forecast_than_its_window():
 def test_temperature_scales_both_bounds_of_the_deviations():
     low, high = torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.0])
     one = torch.ones(2)
-    for steps in (Steps(one, one, low, high), Steps(one, one, low, low)):
+    for steps in (DenoisingSteps(one, one, low, high), DenoisingSteps(one, one, low, low)):
         cold = steps.warmer(0.5)
         assert cold.fixed == steps.fixed
         for name in ("low", "high"):
@@ -567,16 +569,18 @@ def test_temperature_scales_both_bounds_of_the_deviations():
 @pytest.mark.parametrize("noisy", [False, True])
 def test_the_last_step_alone_is_without_noise(noisy, learned):
     low = torch.tensor([-1.0, -2.0, -3.0])
-    steps = Steps(torch.full((3,), 0.5), torch.ones(3), low, low + 1.0 if learned else low, noisy=noisy)
-    law = Denoising(lambda x, step, chains: (x + 1, torch.full_like(x, 0.25) if learned else None), steps, (5, 1), 2)
+    steps = DenoisingSteps(torch.full((3,), 0.5), torch.ones(3), low, low + 1.0 if learned else low, noisy=noisy)
+    distribution = Denoising(
+        lambda x, step, chains: (x + 1, torch.full_like(x, 0.25) if learned else None), steps, (5, 1), 2
+    )
     start, normal = torch.randn(5, 2), torch.randn(5, 3, 2)
-    path, x = law.sample(start, normal), start
+    path, x = distribution.sample(start, normal), start
     for i in range(3):
         mean = 0.5 * x + x + 1
         x = mean + (low[i] + 0.25 * learned).exp() * normal[:, i] * (noisy or i < 2)
         torch.testing.assert_close(path.mean[:, i], mean)
         torch.testing.assert_close(path.points[:, i + 1], x)
-    torch.testing.assert_close(law.value(start, normal), x)
+    torch.testing.assert_close(distribution.value(start, normal), x)
 
 
 def test_a_trajectory_ends_at_the_drafted_vector():

@@ -15,7 +15,7 @@ from tests.test_mar_target import PLAN, generators, network, ruled
 from visspec import ImagePipeline
 from visspec import tree as trees
 from visspec.loop.decode import decode
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.models.drafters.mar import SmallMAR
 from visspec.models.nets import layouts_mar, layouts_nextstep
 from visspec.models.nets.flow import flow_schedule, flow_schedule_v11
@@ -71,7 +71,7 @@ def test_nextstep_draws_as_its_published_sampler(images, guidance):
     layout, texts = images.layout(4 * 2, 6 * 2), ["a cat", "tea"]
     target = NextStepAR(images)
     rule = ruled(target)
-    state = decode(target, None, rule, asked(images, texts, guidance, layout), Pace(1, False))
+    state = decode(target, None, rule, asked(images, texts, guidance, layout), AdaptiveLength(1, False))
     noise = rule.make_noise(generators(2), 0).numbers(layout.positions)
     start, normal = (part.unflatten(0, (2, layout.positions)) for part in (noise.start, noise.steps))
     model, qwen = images.model, images.decoder
@@ -98,7 +98,7 @@ def test_nextstep_draws_as_its_published_sampler(images, guidance):
                 x = x + math.sqrt(2 * (1 - t) * dt) * normal[row, index, i]
             x = x + 0.04 * velocity(x, grid[-1]) + 0.00625 * normal[row, index, STEPS - 1]  # the declared noise
             values = torch.cat([values, x])
-        torch.testing.assert_close(state.tape.values(row), values, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(state.output.values(row), values, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
@@ -108,10 +108,10 @@ def test_nodes_of_nextstep_have_the_laws_of_their_paths(images):
     (one, _), (many, _) = (target.prefill(asked(images, ["a cat", "tea"], 2.0, layout)) for _ in range(2))
     for state in (one, many):
         state.position = state.position + 1
-    together = target.verify(many, Draft(draft, trees.chain(3, "cpu"))).law
+    together = target.verify(many, Draft(draft, trees.chain(3, "cpu"))).distribution
     x, step = torch.randn(2, 3, 16), torch.tensor([0, 2, STEPS - 1]).expand(2, -1)
     for node in range(4):
-        alone = target.verify(one, Draft(draft[:, node : node + 1], trees.chain(0, "cpu"))).law
+        alone = target.verify(one, Draft(draft[:, node : node + 1], trees.chain(0, "cpu"))).distribution
         one.cache.slots.commit([[0]] * 4)
         one.position = one.position + 1
         found = together.kernel(x, step, torch.tensor([node, 4 + node]))
@@ -152,7 +152,7 @@ def test_mar_in_the_pipeline(folder, guidance):
         passes = torch.from_numpy(out.passes[row]).flatten()[drawn]
         assert passes[0] == 0 and bool((passes.diff() >= 0).all()) and len(out.passes[row]) == 3
     assert sum(t.faults for t in out.traces) == 0
-    assert max(count for t in out.traces for r in t.rounds for count in r.gained) > 1
+    assert max(count for t in out.traces for r in t.rounds for count in r.committed) > 1
 
 
 def test_mar_refuses_what_it_can_not_draw(folder):

@@ -8,7 +8,7 @@ import torch
 
 from tests.doubles import altered
 from visspec.api.loading import load_image_model
-from visspec.laws import Steps
+from visspec.distributions import DenoisingSteps
 from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler, guided, load, value_of
 from visspec.models.nets.diffusion_head import cosine_levels, schedule
 from visspec.recipes import continuous_autoencoder, continuous_card, continuous_data, continuous_draw
@@ -169,7 +169,7 @@ def test_settled_autoencoder_gives_tokens_of_deviation_one(monkeypatch):
     """
     monkeypatch.setattr(continuous_autoencoder, "CONFIG", SMALL)
     trained = continuous_autoencoder.AutoencoderKL(**SMALL).eval()
-    model = continuous_autoencoder.settle(trained, count=64)
+    model = continuous_autoencoder.normalize_latents(trained, count=64)
     first = continuous_data.FIRST_SEED["tokens"] - 1
     scenes = [continuous_data.pair(first - i)[1] for i in range(64)]
     pictures = continuous_autoencoder.pixels(scenes, continuous_data.SIDE)
@@ -198,10 +198,10 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
          "--autoencoder-steps", "2", "--decoder-steps", "2", "--every-prompt", "72"]
     )  # fmt: skip
     continuous_autoencoder.AutoencoderStage(options, 0).run()
-    continuous_autoencoder.DecoderStage(options, 0).run()
+    continuous_autoencoder.AutoencoderDecoderStage(options, 0).run()
     continuous_data.write_tokens(options, continuous_autoencoder.load_autoencoder(tmp_path))
-    continuous_draw.DrawStage(options, 0).run()
-    continuous_draw.DraftStage(options, 0).run()
+    continuous_draw.ContinuousStage(options, 0).run()
+    continuous_draw.ContinuousDraftStage(options, 0).run()
     continuous_card.finish(options)
     for name in continuous_card.NAMES.values():
         assert isinstance(load(tmp_path / name), ContinuousPainter)
@@ -211,4 +211,4 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
 
 def test_schedule_of_a_painter_is_noisy_to_the_end(painter):
     plan = painter.schedule()
-    assert isinstance(plan.steps, Steps) and plan.steps.noisy and plan.steps.fixed and len(plan.steps) == 4
+    assert isinstance(plan.steps, DenoisingSteps) and plan.steps.noisy and plan.steps.fixed and len(plan.steps) == 4

@@ -11,7 +11,7 @@ from tests.test_continuous_painter import SMALL, TINY
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
 from visspec.cli import bench_image, bench_image_table
-from visspec.laws import Denoising, Steps, asked
+from visspec.distributions import Denoising, DenoisingSteps, asked
 from visspec.models.drafters.continuous import ContinuousDrafter
 from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler
 from visspec.models.targets.continuous import ContinuousAR
@@ -21,7 +21,9 @@ from visspec.sampling import Normals
 from visspec.types import Request, Sampling
 
 PROMPTS = ["a photo of a red ring", "a photo of a star and a bar", "a photo of a blue square"]
-VECTOR_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Denoising]
+VECTOR_RULES = [
+    name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.distribution is Denoising
+]
 
 
 def fresh(name, autoencoder=None, **sizes):
@@ -85,7 +87,7 @@ def test_plain_decoding_is_the_plain_loop_of_the_model(pipe, guidance):
 @pytest.mark.parametrize("rule", VECTOR_RULES)
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_row_does_not_depend_on_its_batch(pipe, small, rule, drafts):
-    """Rounding differs with the batch, and a coin may turn on it: the first vectors are compared."""
+    """Rounding differs with the batch, and a uniform number may turn on it: the first vectors are compared."""
     options = {"acceptance": rule, "drafter": drafter(small, pipe, levels=2) if drafts else "none"}
     together = drawn(pipe, **options)
     again = drawn(pipe, **options)
@@ -227,7 +229,7 @@ def test_a_drafter_whose_own_conditions_have_another_size_is_refused(pipe, small
 
 def test_a_target_without_noise_in_its_last_step_is_refused(pipe):
     own = pipe.family.steps
-    quiet = Steps(own.keep, own.move, own.low, own.low, noisy=False)
+    quiet = DenoisingSteps(own.keep, own.move, own.low, own.low, noisy=False)
     rule = zoo.acceptance("coupled")
     with pytest.raises(ValueError, match="without noise in its last step"):
         rule.bind(type("Capabilities", (), {"steps": quiet})())
@@ -256,10 +258,12 @@ def test_a_target_that_fails_says_so(pipe):
 def test_schedules_that_do_not_fit_are_refused():
     ones = torch.ones(3)
     with pytest.raises(ValueError, match=r"^move: got shape"):
-        Steps(ones, torch.ones(2), ones, ones)
+        DenoisingSteps(ones, torch.ones(2), ones, ones)
     with pytest.raises(ValueError, match=r"^low: got shape"):
-        Steps(ones, ones, ones.log() - float("inf"), ones)
-    assert isinstance(fresh("painter").schedule().steps, Steps) and issubclass(ContinuousPainter, torch.nn.Module)
+        DenoisingSteps(ones, ones, ones.log() - float("inf"), ones)
+    assert isinstance(fresh("painter").schedule().steps, DenoisingSteps) and issubclass(
+        ContinuousPainter, torch.nn.Module
+    )
 
 
 def test_the_stock_loop_is_the_models_own_sampler(pipe):

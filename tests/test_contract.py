@@ -20,7 +20,7 @@ from tests.doubles import (
 )
 from tests.tiny import FAMILIES, IMAGE, VIDEO, VIDEOS, VISUAL, model_of, prompt, shapes, single_row
 from visspec import tree as trees
-from visspec.loop.decode import settle
+from visspec.loop.decode import apply_verdict
 from visspec.types import Verdict
 
 BRANCHING = (-1, 0, 0, 1, 1, 3, 2, 5)
@@ -50,7 +50,7 @@ def check_against_stock(name, rows, state, draft, scores, parent, leaves):
         path = path_to(parent, leaf)
         gained = [state.tokens[b] + draft.value[b, path[1:]].tolist() for b in range(len(rows))]
         alone = forced(name, rows, gained)
-        torch.testing.assert_close(scores.law.logits[:, path], alone[:, -len(path) :], **CLOSE)
+        torch.testing.assert_close(scores.distribution.logits[:, path], alone[:, -len(path) :], **CLOSE)
 
 
 def commit(target, state, draft, scores, paths):
@@ -58,7 +58,7 @@ def commit(target, state, draft, scores, paths):
     width = max(map(len, paths))
     path = torch.tensor([p + [-1] * (width - len(p)) for p in paths])
     following = torch.arange(20, 20 + len(paths))
-    outcome = settle(state, draft, scores, Verdict(path, torch.tensor([len(p) for p in paths]), following))
+    outcome = apply_verdict(state, draft, scores, Verdict(path, torch.tensor([len(p) for p in paths]), following))
     target.commit(state, draft, outcome)
 
 
@@ -83,7 +83,7 @@ def test_tree_rows_equal_paths_and_commit_equals_prefill(name, shape):
         for b, tokens in enumerate(state.tokens):
             gained = [tokens + draft.value[b, [1, 3, 5, 7]].tolist()] * len(rows)
             torch.testing.assert_close(
-                scores.law.logits[b, [0, 1, 3, 5, 7]], forced(name, rows, gained)[b, -5:], **CLOSE
+                scores.distribution.logits[b, [0, 1, 3, 5, 7]], forced(name, rows, gained)[b, -5:], **CLOSE
             )
         return
     draft = random_draft(state, seed=1)

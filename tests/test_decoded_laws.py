@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.laws import plain_law
+from tests.distributions import plain_law
 from tests.tables import Steady, Table, TableDrafter, TableTarget, TableTree, decoded
 from tests.test_law import chi_square
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
-from visspec.laws import Categorical, draw
+from visspec.distributions import Categorical, draw
 from visspec.models.drafters import jacobi
 from visspec.models.drafters.jacobi import Jacobi, Window
 
@@ -47,7 +47,7 @@ def samples(table, drafter, rule, rows, length):
 def joint(drafter, rule, rows=6000):
     """The p-value of the joint law of the first tokens: the target's, by enumeration."""
     index = samples(SHARP, drafter, rule, rows, SHORT) @ torch.tensor([V**i for i in reversed(range(SHORT))])
-    return chi_square(torch.bincount(index, minlength=V**SHORT), plain_law(SHARP.law(), V, SHORT))
+    return chi_square(torch.bincount(index, minlength=V**SHORT), plain_law(SHARP.distribution(), V, SHORT))
 
 
 def balance(drafter, rule, rows=1500):
@@ -101,7 +101,7 @@ def test_windows_of_known_laws_are_all_kept(rule, redraw):
     table.logp_CV[:] = table.logp_CV[0].clone()
     for seed in range(8):
         state = decoded(TableTarget(table), Jacobi(width, redraw), rule(), 1, 60, seed, Steady(width))
-        gained = [found.gained[0] for found in state.trace.rounds]
+        gained = [found.committed[0] for found in state.trace.rounds]
         assert all(a + b >= width + 2 for a, b in itertools.pairwise(gained[:-1])) and min(gained) < width
 
 
@@ -130,11 +130,11 @@ class Coined(TableDrafter):
 
 
 class Stuck(Jacobi):
-    """Tosses the same coins in every round."""
+    """Tosses the same uniform numbers in every round."""
 
     def start(self, state, scores):
         super().start(state, scores)
-        state.memory.coins.advance = lambda counts: None
+        state.memory.noise.advance = lambda counts: None
 
 
 class Forgetful(Jacobi):
@@ -142,9 +142,9 @@ class Forgetful(Jacobi):
 
     def observe(self, state, draft, scores, verdict, outcome):
         super().observe(state, draft, scores, verdict, outcome)
-        window, last = state.memory, scores.law.p[:, -1:]
+        window, last = state.memory, scores.distribution.p[:, -1:]
         unjudged = verdict.length[:, None] + torch.arange(window.tokens.shape[1]) > draft.levels
-        state.memory = Window(window.tokens, torch.where(unjudged[..., None], last, window.q), window.coins)
+        state.memory = Window(window.tokens, torch.where(unjudged[..., None], last, window.q), window.noise)
 
 
 def careless(p, q):
@@ -175,7 +175,7 @@ def test_kept_laws_are_those_of_the_tokens_up_to_the_stop(rule):
     assert len(ends) > 4 and all(2 not in tokens[:-1] for tokens in state.tokens)
     assert [len(row) for row in state.trace.origin] == [len(row) for row in state.tokens]
     assert any(word == "drafted" and tokens[-1] == 2 for tokens, (*_, word) in zip(state.tokens, state.trace.origin))
-    for tokens, kept in zip(state.tokens, state.tape.laws):
+    for tokens, kept in zip(state.tokens, state.output.distributions):
         code, expected = torch.zeros((), dtype=torch.long), []
         for token in tokens:
             expected.append(SHARP.logp_CV[code])

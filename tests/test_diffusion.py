@@ -9,14 +9,14 @@ import torch
 import transformers as tf
 
 import visspec
+from tests.distributions import context_law, plain_law, total_variation
 from tests.doubles import NEW, new_tokens, stock
-from tests.laws import context_law, plain_law, total_variation
 from tests.published import begun
 from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import VOCAB, model_of, prompt, shapes
 from visspec.api import zoo
-from visspec.laws.categorical import residual
+from visspec.distributions.categorical import residual
 from visspec.loop.decode import open_request
 from visspec.models.drafters.assistants import assistant
 from visspec.models.drafters.block_training import DECAY
@@ -217,15 +217,15 @@ def test_filled_blocks_keep_the_law_of_draws(steps, seed, unwarped):  # noqa: F8
 
 def two_tokens(p, drafts):
     """The law of two tokens after rejection sampling of drafts (share, first, its law, second, its law)."""
-    law = torch.zeros(2, 2, dtype=torch.float64)
+    distribution = torch.zeros(2, 2, dtype=torch.float64)
     for share, first, law_1, second, law_2 in drafts:
         taken = min(1.0, float(p(())[first] / law_1[first]))
         kept = min(1.0, float(p((first,))[second] / law_2[second]))
-        law[first, second] += share * taken * kept
-        law[first] += share * taken * (1 - kept) * residual(p((first,)), law_2)
+        distribution[first, second] += share * taken * kept
+        distribution[first] += share * taken * (1 - kept) * residual(p((first,)), law_2)
         for other in range(2):
-            law[other] += share * (1 - taken) * residual(p(()), law_1)[other] * p((other,))
-    return law
+            distribution[other] += share * (1 - taken) * residual(p(()), law_1)[other] * p((other,))
+    return distribution
 
 
 def test_filling_the_surest_place_first_would_not():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.laws import context_law, output_law, plain_law, total_variation
+from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.test_image_drafter import path_law, request, rounds
 from tests.test_image_targets import made
 from tests.test_law import chi_square
@@ -19,10 +19,10 @@ from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
 from visspec.api import zoo
 from visspec.api.loading import load_image_model
-from visspec.loop.decode import decode, open_request, settle
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
-from visspec.models.drafters.distilled import DistilledDrafter, Known, config_for, seen
+from visspec.loop.decode import apply_verdict, decode, open_request
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
+from visspec.models.drafters.distilled import DistilledDrafter, DistilledMemory, config_for, seen
 from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledConfig
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
@@ -48,9 +48,9 @@ def drafter(seed=1, *, levels=None, refine=6, **config):
 
 def run(made, used, rule=None, levels=None):
     target = ImageAR(family(), features=used is not None)
-    guarded = None if used is None else Guarded(used, target.capabilities)
-    pace = Pace(levels or (used.traits.levels if used else 1), adaptive=False)
-    state = decode(target, guarded, rule or Exact(), made, pace)
+    guarded = None if used is None else SafeDrafter(used, target.capabilities)
+    length_policy = AdaptiveLength(levels or (used.traits.levels if used else 1), adaptive=False)
+    state = decode(target, guarded, rule or Exact(), made, length_policy)
     if guarded is not None:
         guarded.finish(state)
     return torch.tensor(state.tokens), state
@@ -87,9 +87,11 @@ def enumerated(used, keep=False, places=3, kinds=4):
     made = request(ids.expand(kinds**places, -1), attention.expand(kinds**places, -1))
     tokens, state = run(made, used, Few(choices, places, keep))
     assert state.trace.faults == 0
-    law = torch.zeros((24,) * places, dtype=torch.float64)
-    law.index_put_(tuple(tokens[:, :places].T), torch.full((len(tokens),), kinds**-places, dtype=torch.float64), True)
-    return law
+    distribution = torch.zeros((24,) * places, dtype=torch.float64)
+    distribution.index_put_(
+        tuple(tokens[:, :places].T), torch.full((len(tokens),), kinds**-places, dtype=torch.float64), True
+    )
+    return distribution
 
 
 def test_the_output_is_a_function_of_the_noise_alone_enumerated():
@@ -128,13 +130,13 @@ def test_rejection_keeps_any_target_law_enumerated(refine):
         torch.testing.assert_close(q[rows, 2], q[rows[:1], 2].expand(len(rows), V), rtol=1e-4, atol=1e-6)
         counts = torch.bincount(torch.tensor([tokens[row][1] for row in rows]), minlength=V)
         assert chi_square(counts, q[rows[0], 2] / q[rows[0], 2].sum()) > 1e-3
-    p, law, total = context_law(V, 0), torch.zeros((V,) * 3, dtype=torch.float64), 0.0
+    p, distribution, total = context_law(V, 0), torch.zeros((V,) * 3, dtype=torch.float64), 0.0
     distinct = {tuple(drawn): row for row, drawn in enumerate(tokens)}
     for drawn, row in distinct.items():
         weight = path_law(parent, drawn, q[row])
         total += weight
-        law += weight * output_law(p, rounds(p, parent, drawn, q[row]), V, 3)
-    assert total == pytest.approx(1.0, abs=1e-5) and total_variation(law, plain_law(p, V, 3)) < 1e-5
+        distribution += weight * output_law(p, rounds(p, parent, drawn, q[row]), V, 3)
+    assert total == pytest.approx(1.0, abs=1e-5) and total_variation(distribution, plain_law(p, V, 3)) < 1e-5
     flat = torch.full_like(q, 1 / V)  # the control: a law they were not drawn from
     off = sum(
         path_law(parent, drawn, q[row]) * output_law(p, rounds(p, parent, drawn, flat[row]), V, 3)
@@ -228,7 +230,7 @@ def test_a_draft_sees_what_is_known_and_nothing_else():
         draft = used.propose(state, 3)
         found = target.verify(state, draft)
         verdict = Exact()(draft, found, state.noise)
-        outcome = settle(state, draft, found, verdict)
+        outcome = apply_verdict(state, draft, found, verdict)
         target.commit(state, draft, outcome)
         used.observe(state, draft, found, verdict, outcome)
     logits, stored, length = {}, state.memory.stored, ids.shape[1]
@@ -252,7 +254,7 @@ def test_a_draft_sees_what_is_known_and_nothing_else():
 def test_rows_that_have_come_less_far_see_less():
     """Columns: a padded prompt of two, codes up to the furthest row's newest, and the draft's own three elements."""
     stored = torch.arange(9.0).view(1, 1, 1, 1, 9, 1).expand(2, 2, 2, 3, 9, 4)
-    known = Known(stored, torch.tensor([[False, True], [True, True]]), None)
+    known = DistilledMemory(stored, torch.tensor([[False, True], [True, True]]), None)
     element, memory, mask = seen(known, [1, 3], 3)
     assert element.tolist() == [[1, 2, 3], [3, 4, 5]]
     assert memory.shape == (2, 2, 2, 3, 5, 4) and memory[0, 0, 0, 0, :, 0].tolist() == [0, 1, 2, 3, 4]
@@ -268,19 +270,19 @@ def test_rows_leave_with_their_memory_and_their_numbers_and_no_more_is_drafted_t
     state, scores = open_request(ImageAR(family(), features=False), Rejection(), made)
     used.start(state, scores)
     known = state.memory
-    stored, numbers = known.stored.clone(), known.coins.window(40).clone()
+    stored, numbers = known.stored.clone(), known.noise.window(40).clone()
     draft = used.propose(state, 4)
     verdict = Verdict(torch.tensor([[0, 1, -1], [0, -1, -1], [0, 1, 2]]), torch.tensor([2, 1, 3]), state.pending)
-    outcome = settle(state, draft, scores, verdict)
+    outcome = apply_verdict(state, draft, scores, verdict)
     used.observe(state, draft, scores, verdict, outcome)
     for b, count in enumerate((2, 1, 3)):
-        assert torch.equal(known.coins.window(8)[b], numbers[b, count : count + 8])
+        assert torch.equal(known.noise.window(8)[b], numbers[b, count : count + 8])
         fresh = (known.stored[:, :, b] != stored[:, :, b]).flatten(0, 2).any(dim=0).any(dim=-1)
         assert fresh[7 : 7 + count].all() and not fresh[:7].any() and not fresh[7 + 3 :].any()
     stored = known.stored.clone()
     used.select(state, [0, 2])
     assert torch.equal(known.stored, stored[:, :, [0, 2]]) and torch.equal(known.prompt, attention[[0, 2]])
-    assert torch.equal(known.coins.window(1)[1], numbers[2, 3:4])
+    assert torch.equal(known.noise.window(1)[1], numbers[2, 3:4])
     state.rows, state.pending = [0, 2], state.pending[[0, 2]]
     for row, length in ((0, 13), (2, 15)):
         state.tokens[row][:] = [1] * length
@@ -304,11 +306,11 @@ def test_a_draft_that_has_settled_is_what_the_network_says_behind_itself():
         element, memory, mask = seen(known, [0, 0, 0], 7)
         kind = torch.where(element == 0, KNOWN, GUESSED)
         x, _ = used.head(used.table[draft.value[:, :-1]], kind, element, memory, mask)
-        law = warp(used.head.logits(x), state.request.sampling)
-        drawn = (law + (known.coins or state.noise).window(7)[..., :24]).argmax(dim=-1)
+        distribution = warp(used.head.logits(x), state.request.sampling)
+        drawn = (distribution + (known.noise or state.noise).window(7)[..., :24]).argmax(dim=-1)
         assert torch.equal(drawn, draft.value[:, 1:])
         if draft.q is not None:
-            torch.testing.assert_close(draft.q.p[:, 1:], law.softmax(dim=-1), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(draft.q.p[:, 1:], distribution.softmax(dim=-1), rtol=1e-4, atol=1e-6)
         state.calls.clear()
 
 
@@ -335,7 +337,7 @@ def test_row_ends_are_entered_and_never_drafted(temperature):
     entered = []
     used.head.register_forward_pre_hook(lambda module, given: entered.append((given[0], given[2])))
     target = ImageAR(case.family, features=True)
-    guarded = Guarded(used, target.capabilities)
+    guarded = SafeDrafter(used, target.capabilities)
     plain, fast = (
         case_drawn(case, one, two, temperature) for one, two in ((ImageAR(case.family), None), (target, guarded))
     )
@@ -358,7 +360,7 @@ def case_drawn(case, target, used, temperature):
         fixed=case.layout.fixed,
     )  # fmt: skip
     request.generators = [torch.Generator().manual_seed(b) for b in range(3)] if temperature else None
-    return decode(target, used, Exact(), request, Pace(5, adaptive=False))
+    return decode(target, used, Exact(), request, AdaptiveLength(5, adaptive=False))
 
 
 # --- checkpoints and recipe -------------------------------------------------------------------------------------------

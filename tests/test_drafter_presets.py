@@ -24,7 +24,7 @@ from visspec.recipes import train_drafter
 from visspec.recipes.drafter_presets import focused, frequent, of_preset
 from visspec.recipes.train_drafter import Prompts, request_of
 from visspec.train.capture import capture
-from visspec.train.loop import Plan, Step
+from visspec.train.loop import Step, TrainingOptions
 
 NEW = 12
 TINY = {"steps": 3, "rows": 3, "max_new_tokens": 7, "reuse": 1, "validate_every": 3}
@@ -82,11 +82,11 @@ def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
     """Also where a run goes on."""
     seen = []
 
-    def measured(drafter, before=train_drafter.Validation.__call__):
+    def measured(drafter, before=train_drafter.TextValidation.__call__):
         seen.append(drafter.drafter.paths)
         return before(drafter)
 
-    monkeypatch.setattr(train_drafter.Validation, "__call__", measured)
+    monkeypatch.setattr(train_drafter.TextValidation, "__call__", measured)
     for resume in (False, True):
         train_drafter.run("x", data[0], tmp_path / "out", preset="eagle", **{**TINY, "steps": 3}, resume=resume)
     drafter = train_drafter.fresh_or_resumed(
@@ -161,7 +161,7 @@ def test_what_a_network_draws_in_training_is_a_function_of_seed_and_step(tmp_pat
             inputs = prompt("llava", ["4 i 5", "6 i 3"], seed=number)
             return request_of(model, inputs, temperature=1.0, max_new_tokens=6, seed=number)
 
-        plan = Plan(steps=3, batch=2, rows=2, group=1, reuse=1, unroll=1)
+        plan = TrainingOptions(steps=3, batch=2, rows=2, group=1, reuse=1, unroll=1)
         trainer = train_drafter.Trainer(target, drafter, visspec.Exact(), prompts, plan, tmp_path / str(n), {})
         torch.manual_seed(n)
         trainer.run()
@@ -204,7 +204,7 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, first, monkeypat
             told = state.memory.placed(state.position)[:, None] + torch.arange(read, anchor)
             known = lesson.features[:, start + read : start + anchor]
             if anchor > read:
-                state.memory.waiting.append((told, known, [anchor - read] * 2))
+                state.memory.pending_inputs.append((told, known, [anchor - read] * 2))
             pending, read = lesson.ids[:, start + anchor], anchor
             hidden = drafter._pass(state.memory, pending, state.memory.placed(state.position) + anchor)
             before = lesson.ids[:, start + anchor : start + anchor + 3]
@@ -226,8 +226,8 @@ def test_a_markov_head_adds_what_the_token_above_says(width):
     for b in range(3):
         for node in range(1, draft.tree.size):
             told = head.markov.up.weight @ head.markov.down.weight[draft.value[b, parent[b, node]]]
-            law = held[0][b, depth[b, node] - 1] + told
-            assert (law > law[draft.value[b, node]]).sum() < width
+            distribution = held[0][b, depth[b, node] - 1] + told
+            assert (distribution > distribution[draft.value[b, node]]).sum() < width
 
 
 def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp_path):
@@ -244,7 +244,7 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
         visspec.accelerate(model, d, adaptive=False).run(**inputs, max_new_tokens=8, do_sample=False).state
         for d in (drafter, again)
     )
-    assert [r.gained for r in first.trace.rounds] == [r.gained for r in second.trace.rounds]
+    assert [r.committed for r in first.trace.rounds] == [r.committed for r in second.trace.rounds]
     with pytest.raises(ValueError, match="form: got a drafter with markov 5 for 'dflash', expected 0"):
         BlockDrafter.for_model(model, layers=1, markov=5).export(tmp_path / "no", "dflash")
 
@@ -271,7 +271,7 @@ def test_the_loss_of_a_small_vocabulary_is_of_its_ids_where_the_target_chooses_o
     target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
     inputs = prompt("llava", ["4 i 5", "9 i 3"])
     lesson = capture(target, visspec.Exact(), request_of(model, inputs, temperature=1.0, max_new_tokens=30, seed=1))
-    loss, _ = Step(drafter, Plan(unroll=1, opening=1.0))(lesson, "soft_ce")
+    loss, _ = Step(drafter, TrainingOptions(unroll=1, opening=1.0))(lesson, "soft_ce")
     (logits, _, mask), *_ = drafter.rollout(lesson, 1)
     chosen = lesson.logits.argmax(-1)
     counted = mask & (chosen >= 10) & (chosen < 40)
@@ -350,7 +350,7 @@ def test_the_table_names_fields_that_exist():
     configs = {"eagle-head": EagleConfig, "block-head": BlockConfig, "diffusion-lm": DiffusionConfig}
     for preset in presets.TRAINED.values():
         fields = set(configs[preset.kind].__dataclass_fields__)
-        assert set(preset.network) <= fields and set(preset.plan) <= set(Plan.__dataclass_fields__)
+        assert set(preset.network) <= fields and set(preset.plan) <= set(TrainingOptions.__dataclass_fields__)
         assert set(preset.draft) <= {"width", "nodes", "tree"} and preset.source and preset.sees
 
 

@@ -15,11 +15,11 @@ from visspec.api import loading as targets
 from visspec.api.captions import prepare
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
-from visspec.loop.decode import open_request, retire, settle
+from visspec.loop.decode import apply_verdict, open_request, retire
 from visspec.models.drafters.eagle import FeatureDrafter, config_for
 from visspec.models.drafters.feature_layout import layer_inputs, plan
-from visspec.models.drafters.feature_memory import Memory
-from visspec.models.nets.feature_head import FeatureHead, Folded, rotations, rotations_at, staggered
+from visspec.models.drafters.feature_memory import FeatureMemory
+from visspec.models.nets.feature_head import FeatureHead, FusedWeights, rotations, rotations_at, staggered
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes.train_drafter import request_of
 
@@ -71,7 +71,7 @@ def test_state_after_ragged_rounds_equals_a_fresh_start_on_the_whole_prefix(name
         draft = type(draft)(tokens, draft.tree, draft.q)
         scores = target.verify(state, draft)
         verdict = rule(draft, scores, None)
-        outcome = settle(state, draft, scores, verdict)
+        outcome = apply_verdict(state, draft, scores, verdict)
         target.commit(state, draft, outcome)
         drafter.observe(state, draft, scores, verdict, outcome)
         retire(state, target, drafter)
@@ -141,7 +141,7 @@ def test_images_reach_the_draft_and_the_off_switch_hides_them():
                 scores.features.zero_()  # what the target saw must not tell
                 drafter.start(state, scores)
                 state.pending.fill_(7)
-                state.memory.waiting[0][0].fill_(7)
+                state.memory.pending_inputs[0][0].fill_(7)
                 features.append(drafter._catch_up(state.memory, 1))
     seen, blind, seen_other, blind_other = features
     assert not torch.allclose(seen, seen_other, atol=1e-4)
@@ -238,7 +238,7 @@ def test_prompts_longer_than_the_table_of_rotations_grow_it():
 
 
 def test_a_memory_with_room_stays_where_it_is():
-    memory = Memory(2, [3])
+    memory = FeatureMemory(2, [3])
     memory.write_prompt(torch.randn(1, 3, 4, 8), [3])
     slots, kept = memory.kv.shape[1], memory.kv
     memory.reserve(slots)
@@ -259,7 +259,7 @@ def test_laws_are_those_of_float32_whatever_the_type_of_the_weights():
         drafter._logits = lambda feature, own=drafter._logits: found[-1].append(own(feature)) or found[-1][-1]
         found.append([])
         drafter.propose(state, 4)
-    assert len(found[0]) == len(found[1]) == 4 and drafter.fold.qkv.dtype == torch.float64
+    assert len(found[0]) == len(found[1]) == 4 and drafter.fuse.qkv.dtype == torch.float64
     for single, double in zip(*found):
         torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-3)
 
@@ -278,13 +278,13 @@ def test_staggered_attention_is_that_of_the_chain():
 def test_folded_weights_say_what_the_network_says():
     model = model_of("llava")
     drafter = make("llava")
-    head, fold = drafter.head, drafter.fold
+    head, fuse = drafter.head, drafter.fuse
     token, feature, image = torch.tensor([7, 9]), torch.randn(2, 32), torch.randn(2, 32)
     with torch.no_grad():
         expected = head.join(model.get_input_embeddings()(token), feature, image)
-        torch.testing.assert_close(drafter._join(token, feature, image @ fold.image_in), expected)
-        drafter.fold = Folded.of(head, None, torch.float32)
-        torch.testing.assert_close(drafter._join(token, feature, image @ fold.image_in), expected)
+        torch.testing.assert_close(drafter._join(token, feature, image @ fuse.image_in), expected)
+        drafter.fuse = FusedWeights.of(head, None, torch.float32)
+        torch.testing.assert_close(drafter._join(token, feature, image @ fuse.image_in), expected)
 
 
 @pytest.fixture
@@ -399,10 +399,12 @@ def test_a_drafter_that_rests_reads_everything_when_it_wakes():
                 draft.value[0, 1:] = answer[0, len(state.tokens[0]) :][:levels]
             scores = target.verify(state, draft)
             verdict = rule(draft, scores, None)
-            outcome = settle(state, draft, scores, verdict)
+            outcome = apply_verdict(state, draft, scores, verdict)
             target.commit(state, draft, outcome)
             drafter.observe(state, draft, scores, verdict, outcome)
-        assert len(state.memory.waiting) == 3 and min(state.memory.waiting[0][2]) < 3 == max(state.memory.waiting[0][2])
+        assert len(state.memory.pending_inputs) == 3 and min(state.memory.pending_inputs[0][2]) < 3 == max(
+            state.memory.pending_inputs[0][2]
+        )
         first = drafter._catch_up(state.memory, 1)
         _, expected = whole_prefix(drafter, model, inputs, state)
         torch.testing.assert_close(first, expected, rtol=2e-4, atol=2e-5)
@@ -416,7 +418,7 @@ def captioner():
 def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captioner):
     model, processor = captioner
     fast = visspec.accelerate(model, "vispec")
-    assert fast.name == "vispec" and fast.pace.levels == fast.drafter.inner.traits.levels
+    assert fast.name == "vispec" and fast.length_policy.levels == fast.drafter.inner.traits.levels
     images = [to_image(scene_from_seed(HELD_OUT_SEED + 5000 + i)) for i in range(3)]
     inputs = prepare(processor, images, "describe the picture in detail .", model)
     assert torch.equal(fast.generate(**inputs), model.generate(**inputs))
@@ -447,7 +449,7 @@ def test_a_prompt_read_in_blocks_is_the_prompt_read_at_once(monkeypatch):
         monkeypatch.setattr(eagle, "BLOCK", size)
         quick = visspec.accelerate(model, drafter, adaptive=False)
         seen = []
-        monkeypatch.setattr(Memory, "reserve", lambda memory, slots, seen=seen: seen.append(memory))
+        monkeypatch.setattr(FeatureMemory, "reserve", lambda memory, slots, seen=seen: seen.append(memory))
         quick.generate(**inputs, max_new_tokens=200, min_new_tokens=200, do_sample=False)
         monkeypatch.undo()
         kept.append((seen[0].kv[:, : max(seen[0].lengths)].clone(), seen[0].kv.shape[1], quick.last_state.tokens))

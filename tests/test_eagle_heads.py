@@ -12,7 +12,7 @@ from tests.tiny import model_of, prompt, shapes, single_row
 from visspec.models.drafters.eagle_heads import EagleDrafter
 from visspec.models.nets.eagle_config import EagleConfig
 from visspec.models.nets.eagle_head import frequencies
-from visspec.models.nets.image_compression import Branches
+from visspec.models.nets.image_compression import SpecVLMBranches
 
 NEW = 14
 SUM = {"fusion": "sum", "positions": "index"}
@@ -145,7 +145,7 @@ def test_a_tree_draws_every_node_from_its_own_path(name, form, monkeypatch):
 
 def one_round(target, drafter, state, answer):
     """Verify a chain of which row b has its next b + 1 tokens right."""
-    from visspec.loop.decode import retire, settle
+    from visspec.loop.decode import apply_verdict, retire
 
     tokens = torch.stack([answer[b, len(t) - 1 :][:4] for b, t in enumerate(state.tokens)])
     for b in range(len(tokens)):
@@ -153,7 +153,7 @@ def one_round(target, drafter, state, answer):
     draft = visspec.tree.chain_draft(state.pending, tokens[:, 1:])
     scores = target.verify(state, draft)
     verdict = visspec.Exact()(draft, scores, None)
-    outcome = settle(state, draft, scores, verdict)
+    outcome = apply_verdict(state, draft, scores, verdict)
     target.commit(state, draft, outcome)
     drafter.observe(state, draft, scores, verdict, outcome)
     retire(state, target, drafter)
@@ -231,7 +231,7 @@ def test_forms_that_do_not_go_together(changes, sentence):
 def test_branches_of_a_gate(branch):
     """Each is what torch's own layers make of a run alone, however long its neighbours are."""
     config = make("llava", "specvlm").config
-    network = Branches(config).eval()
+    network = SpecVLMBranches(config).eval()
     with torch.no_grad():
         network.gate.weight.zero_()
         network.gate.bias.copy_(torch.eye(4)[branch])
@@ -250,7 +250,7 @@ def test_branches_of_a_gate(branch):
 
 
 def test_a_gate_draws_in_training_and_is_taught_by_what_it_drew():
-    network, x, real = Branches(make("llava", "specvlm").config), torch.randn(1, 6, 32), torch.ones(1, 6).bool()
+    network, x, real = SpecVLMBranches(make("llava", "specvlm").config), torch.randn(1, 6, 32), torch.ones(1, 6).bool()
     question = torch.randn(1, 32)
     with torch.no_grad():
         network.gate.weight.zero_()

@@ -13,7 +13,7 @@ from tests.tables import Table, TableDrafter, TableTarget, decoded
 from tests.tiny import IMAGE, VOCAB, llama, prompt, shapes
 from visspec import tree as trees
 from visspec.accept.exact import Exact
-from visspec.laws import Categorical, check_tensor
+from visspec.distributions import Categorical, check_tensor
 from visspec.types import Capabilities, DrafterTraits, Tree
 
 SAMPLE = {"do_sample": True, "max_new_tokens": NEW, "seed": 4}
@@ -253,14 +253,14 @@ def test_a_bad_law_takes_no_other_with_it():
     limits = Categorical.limits(Capabilities(vocab=4), "cpu")
     q = torch.full((2, 4, 4), 0.25)
     q[0, 1], q[0, 2, 3], q[1, 3, 0] = float("nan"), float("inf"), -0.5
-    law, lawful = Categorical(p=q).checked(torch.zeros(2, 4, dtype=torch.long), limits)
+    distribution, lawful = Categorical(p=q).checked(torch.zeros(2, 4, dtype=torch.long), limits)
     assert lawful.tolist() == [[True, False, False, True], [True, True, True, False]]
-    assert torch.equal(law.p, torch.where(lawful[..., None], 0.25, 0.0).expand(2, 4, 4))
+    assert torch.equal(distribution.p, torch.where(lawful[..., None], 0.25, 0.0).expand(2, 4, 4))
 
 
 @pytest.mark.parametrize("kind", BAD_LAWS)
 def test_sampling_goes_on_as_without_the_draft(kind):
-    """With coins: a node without a law is not drafted, and every token stays possible."""
+    """With uniform numbers: a node without a law is not drafted, and every token stays possible."""
     inputs = prompt("llava", shapes("llava")["ragged"])
     drafter = Spoilt(stock("llava", "ragged"), lambda d, s: BAD_LAWS[kind](d), samples=True)
     model = fast("llava", drafter, acceptance="rejection")
@@ -353,9 +353,9 @@ def test_every_id_can_be_banned(banned):
             return drafted(tokens, trees.static((-1, 0, 0, 0, 0)))
 
     state = decoded(target, Siblings(), Exact(), 2, 8)
-    offered = [compact(draft)[:, 1:].unique(dim=0).tolist() for draft in target.drafts if draft.tree.size > 1]
-    assert len(offered) > 1 and state.trace.faults == 0
-    assert all(tokens == [[-1 if i == banned else i for i in range(4)]] for tokens in offered)
+    draft_lengths = [compact(draft)[:, 1:].unique(dim=0).tolist() for draft in target.drafts if draft.tree.size > 1]
+    assert len(draft_lengths) > 1 and state.trace.faults == 0
+    assert all(tokens == [[-1 if i == banned else i for i in range(4)]] for tokens in draft_lengths)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

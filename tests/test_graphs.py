@@ -22,14 +22,14 @@ from tests.test_recurrent import model_of as recurrent
 from tests.test_threads import hurried as hurried
 from tests.test_threads import together
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
-from visspec.accept.captured import Captured
 from visspec.accept.exact import Exact
+from visspec.accept.graphed_rule import GraphedRule
 from visspec.api.images import ImagePipeline
 from visspec.models.drafters import feature_drafting
 from visspec.models.drafters.eagle import FeatureDrafter, config_for
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.nets.feature_head import FeatureHead
-from visspec.models.targets import lending
+from visspec.models.targets import buffer_pool
 from visspec.models.targets.image_ar import ImageAR
 from visspec.types import Target
 
@@ -39,8 +39,8 @@ IMAGES = sorted(images.CASES)
 
 @pytest.fixture
 def standin(monkeypatch) -> Standin:
-    monkeypatch.setattr(lending, "WORTH", 1)
-    monkeypatch.setattr(lending, "FIRST", 16)
+    monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)
+    monkeypatch.setattr(buffer_pool, "FIRST", 16)
     return recording(monkeypatch)
 
 
@@ -87,7 +87,7 @@ def test_every_family_in_every_shape(name, standin):
         seen, recorder = eager_passes(model.target), model.target.recorder
         assert greedy(model, name, shape) == stock(name, shape), shape
         assert len(seen) == recorder.graphs > 0 and not recorder.refused
-        assert recorder in model.pairing.passes
+        assert recorder in model.setup.passes
 
 
 @pytest.mark.filterwarnings("error")
@@ -107,7 +107,7 @@ def test_every_image_family(name, temperature, standin, monkeypatch):
     plain = images.draw(case, [0, 1, 2], Jacobi(5), temperature=temperature)[0]
     monkeypatch.setattr(images, "ImageAR", recorded)
     monkeypatch.setattr(case.family, "recorder", None)
-    for rule in ("exact", Captured(Exact())):
+    for rule in ("exact", GraphedRule(Exact())):
         assert images.draw(case, [0, 1, 2], Jacobi(5), rule, temperature)[0] == plain
         assert images.draw(case, [2], Jacobi(5), rule, temperature)[0] == plain[2:]
     assert len(set(used)) == 1 and not used[0].refused  # the family's
@@ -150,7 +150,7 @@ def test_sampling_with_seeds(standin):
     (plain, found), quick = both(model, lambda: Hostile(seed=1), *asked, acceptance="rejection")
     assert [r.state.tokens for r in plain] == [r.state.tokens for r in found]
     assert plain[0].state.tokens != plain[1].state.tokens
-    assert isinstance(quick.rule, Captured) and quick.rule.recordings and quick.last_stats.acceptance == "Rejection"
+    assert isinstance(quick.rule, GraphedRule) and quick.rule.recordings and quick.last_stats.acceptance == "Rejection"
 
 
 def test_rows_leave_one_after_the_other(standin):
@@ -234,7 +234,7 @@ def slots_of(stores):
 
 @pytest.mark.filterwarnings("error")
 def test_beyond_the_largest_bucket_it_runs_eager(standin, monkeypatch):
-    monkeypatch.setattr(lending, "LARGEST", 32)
+    monkeypatch.setattr(buffer_pool, "LARGEST", 32)
     model = llama(seed=7)
     inputs = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(0))}
     asked = {**inputs, "max_new_tokens": 60, "do_sample": False}
@@ -312,7 +312,7 @@ def test_stores_are_back_when_nothing_holds_them(standin):
 
 
 def test_few_stores_and_recordings_are_kept(standin, monkeypatch):
-    monkeypatch.setattr(lending, "IDLE", 1)
+    monkeypatch.setattr(buffer_pool, "MAX_IDLE", 1)
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     recorder = quick.target.recorder
@@ -329,16 +329,18 @@ def test_few_stores_and_recordings_are_kept(standin, monkeypatch):
 
 @pytest.mark.parametrize("rows, room", [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24)])
 def test_capacities(rows, room):
-    assert lending.capacity(rows) == room
+    assert buffer_pool.capacity(rows) == room
 
 
 def test_buckets():
-    assert lending.buckets(4096) == [256, 512, 1024, 2048, 4096] and lending.buckets(300) == [256, 512]
-    assert lending.buckets(None)[-1] == lending.buckets(1 << 20)[-1] == lending.LARGEST and lending.buckets(8) == [256]
+    assert buffer_pool.buckets(4096) == [256, 512, 1024, 2048, 4096] and buffer_pool.buckets(300) == [256, 512]
+    assert buffer_pool.buckets(None)[-1] == buffer_pool.buckets(1 << 20)[
+        -1
+    ] == buffer_pool.LARGEST and buffer_pool.buckets(8) == [256]
 
 
 def test_a_short_request_records_nothing_and_uses_what_there_is(standin, monkeypatch):
-    monkeypatch.setattr(lending, "WORTH", 8)
+    monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 8)
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     recorder, seen = quick.target.recorder, eager_passes(quick.target)
@@ -386,13 +388,13 @@ def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
             found, want = (compiling.drafted(each, inputs, **more) for each in (quick, eager))
             assert found == want, rows
     made, replays = own.graphs, standin.replays
-    assert made and not own.refused and quick.pairing.passes == [quick.target.recorder, own]
+    assert made and not own.refused and quick.setup.passes == [quick.target.recorder, own]
     found = compiling.drafted(quick, inputs, **GREEDY)
     assert found == compiling.drafted(eager, inputs, **GREEDY) and own.graphs == made
     launches = [2 + -(-depth // 4) for depth, _ in found[1]]
     assert standin.replays - replays == sum(launches) + 1  # with the verdict on the prompt's token
     assert max(launches) == 4
-    assert len(free(own)) == len({stores.number for stores in free(own)}) and quick.last_state.memory.lent is None
+    assert len(free(own)) == len({stores.number for stores in free(own)}) and quick.last_state.memory.lease is None
 
 
 def test_drafts_of_rows_that_join(standin):
@@ -443,7 +445,7 @@ def test_drafts_that_are_not_recorded(standin):
 @pytest.mark.parametrize("last", [1, 2])
 def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
     """At the first call, or in the middle of a draft."""
-    monkeypatch.setattr(lending, "WORTH", 1)
+    monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)
     recording(monkeypatch)
     model = model_of("llava")
     drafter, inputs = chains_of(model), prompt("llava", shapes("llava")["ragged"])
@@ -458,7 +460,7 @@ def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
         return record(call)
 
     own.record = failing
-    said, found = told(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
+    said, found = attn_metadata(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
     assert said == ["graphs: drafts of FeatureDrafter are not recorded, it runs eager: RuntimeError: no graphs here"]
     assert found == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
     assert not own.recordings and not free(own) and not quick.target.recorder.refused
@@ -475,13 +477,13 @@ def test_a_drafter_that_learns_is_recorded_anew(standin):
     drafter.record()
     assert drafter.recorder is first and copy.copy(drafter).recorder is None
     drafter.refresh()
-    assert drafter.recorder is not first and drafter.recorder.levels.qkv is drafter.fold.qkv
+    assert drafter.recorder is not first and drafter.recorder.levels.qkv is drafter.fuse.qkv
 
 
 # --- what can't be recorded -------------------------------------------------------------------------------------------
 
 
-def told(call):
+def attn_metadata(call):
     """What is said of graphs in a call, and its result."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -496,12 +498,12 @@ ASKED = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 20, "do_sa
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("CUDA: no room")])
 def test_a_capture_that_fails(at, error, monkeypatch):
     """At once or later, of a pass or of a verdict: said once, the same tokens, and nothing is kept of it."""
-    monkeypatch.setattr(lending, "WORTH", 1)
-    monkeypatch.setattr(lending, "FIRST", 8)
+    monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)
+    monkeypatch.setattr(buffer_pool, "FIRST", 8)
     made = recording(monkeypatch, {at: error})
     model = llama(seed=9)
     quick = visspec.accelerate(model, "ngram", adaptive=False)
-    said, outputs = told(lambda: [quick.generate(**ASKED) for _ in range(3)])
+    said, outputs = attn_metadata(lambda: [quick.generate(**ASKED) for _ in range(3)])
     assert all(torch.equal(output, model.generate(**ASKED)) for output in outputs)
     recorder, seen = quick.target.recorder, eager_passes(quick.target)
     assert len(said) == 1 and str(error) in said[0] and made.count > at
@@ -516,7 +518,7 @@ def test_a_capture_that_fails(at, error, monkeypatch):
 
 def test_no_memory_for_stores(standin, monkeypatch):
     """Idle ones are freed first; then it runs eager."""
-    allocated, calls, kept = lending.allocated, [], []
+    allocated, calls, kept = buffer_pool.allocated, [], []
 
     def short(kind):
         calls.append(kind)
@@ -524,7 +526,7 @@ def test_no_memory_for_stores(standin, monkeypatch):
             raise torch.OutOfMemoryError("CUDA: no room")
         return allocated(kind)
 
-    monkeypatch.setattr(lending, "allocated", short)
+    monkeypatch.setattr(buffer_pool, "allocated", short)
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED))  # outgrows the first stores: the second try
@@ -532,7 +534,7 @@ def test_no_memory_for_stores(standin, monkeypatch):
     calls.clear()
     kept.append(True)
     quick = visspec.accelerate(model, None)
-    said, output = told(lambda: quick.generate(**ASKED))
+    said, output = attn_metadata(lambda: quick.generate(**ASKED))
     assert torch.equal(output, model.generate(**ASKED)) and len(said) == 1 and "no room" in said[0]
     assert quick.target.recorder.refused and not free(quick.target.recorder)
 
@@ -563,7 +565,7 @@ def test_a_model_that_counts_on_the_host_is_noticed(standin):
     model.model.__class__ = Noting
     plain, quick = (visspec.accelerate(model, None, probe=False, graphs=graph) for graph in (False, None))
     want = plain.generate(**ASKED)
-    said, output = told(lambda: quick.generate(**ASKED))
+    said, output = attn_metadata(lambda: quick.generate(**ASKED))
     assert torch.equal(output, want)
     assert len(said) == 1 and "its output differs by" in said[0]
 
@@ -584,7 +586,7 @@ def asking(model):
 def test_a_pass_that_waits_is_noticed(standin):
     model = asking(llama(seed=9))
     quick = visspec.accelerate(model, None)
-    said, output = told(lambda: quick.generate(**ASKED))
+    said, output = attn_metadata(lambda: quick.generate(**ASKED))
     assert len(said) == 1 and "a synchronizing operation" in said[0]
     assert torch.equal(output, model.generate(**ASKED))
 
@@ -595,7 +597,7 @@ def test_a_hook_is_called(where, standin):
     quick = visspec.accelerate(model, None)
     assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.recordings
     hook = model.get_submodule(where).register_forward_hook(lambda *call: seen.append(call))
-    said, _ = told(lambda: quick.generate(**ASKED))
+    said, _ = attn_metadata(lambda: quick.generate(**ASKED))
     assert len(seen) == ASKED["max_new_tokens"]
     hook.remove()
     name = where or "LlamaForCausalLM"
@@ -608,7 +610,7 @@ def test_hooks_on_what_passes_do_not_go_through(standin):
     model = model_of("llava")
     hook = model.model.vision_tower.register_forward_hook(lambda *call: None)
     quick = fast("llava", None)
-    said, _ = told(lambda: greedy(quick, "llava", "one"))
+    said, _ = attn_metadata(lambda: greedy(quick, "llava", "one"))
     hook.remove()
     assert not said and quick.target.recorder.graphs
 
@@ -628,9 +630,9 @@ def test_modes_in_which_passes_run_eager(standin):
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     with torch.autocast("cpu", torch.bfloat16):
-        said, _ = told(lambda: quick.generate(**ASKED))
+        said, _ = attn_metadata(lambda: quick.generate(**ASKED))
     model.train()
-    said += told(lambda: quick.generate(**ASKED))[0]
+    said += attn_metadata(lambda: quick.generate(**ASKED))[0]
     model.eval()
     assert not said and quick.target.recorder.graphs == 0
     quick.generate(**ASKED)
@@ -661,8 +663,8 @@ def test_models_that_are_not_recorded(what, standin):
     make, words = REFUSED[what]
     model = make()
     for asked in (None, True, False):
-        said, quick = told(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
-        assert quick.target.recorder is None and not isinstance(quick.rule, Captured)
+        said, quick = attn_metadata(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
+        assert quick.target.recorder is None and not isinstance(quick.rule, GraphedRule)
         assert [sentence.startswith(f"graphs: got {words}") for sentence in said] == [True] * bool(asked), said
         assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED))
 
@@ -670,9 +672,9 @@ def test_models_that_are_not_recorded(what, standin):
 def test_on_a_cpu_nothing_is_recorded():
     model = llama(seed=9)
     for asked in (None, False, True):
-        said, quick = told(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
-        assert quick.target.recorder is None and quick.pairing.passes == []
-        said += told(lambda quick=quick: quick.generate(**ASKED))[0]
+        said, quick = attn_metadata(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
+        assert quick.target.recorder is None and quick.setup.passes == []
+        said += attn_metadata(lambda quick=quick: quick.generate(**ASKED))[0]
         wanted = ["graphs: got a model on cpu, expected one on a CUDA device; it runs eager"]
         assert said == wanted * bool(asked)
 
@@ -694,7 +696,7 @@ def test_copies_keep_the_option_and_record_anew(standin):
 def test_compiled_passes_are_not_recorded(standin):
     model = llama(seed=9)
     for asked in (None, True):
-        said, quick = told(lambda asked=asked: visspec.accelerate(model, None, graphs=asked, compile=True))
+        said, quick = attn_metadata(lambda asked=asked: visspec.accelerate(model, None, graphs=asked, compile=True))
         assert quick.target.recorder is None and quick.target.passes is not None
         wanted = ["graphs: got True beside compile=True, expected one of them; passes are compiled"]
         assert said == wanted * bool(asked)
@@ -706,7 +708,7 @@ def test_a_small_model_is_recorded_too(standin):
     seen = eager_passes(quick.drafter.inner.target)
     assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.last_stats.faults == 0
     own = quick.drafter.inner.recorder
-    assert own.graphs == len(seen) > 0 and quick.pairing.passes == [quick.target.recorder, own]
+    assert own.graphs == len(seen) > 0 and quick.setup.passes == [quick.target.recorder, own]
 
 
 def test_images(standin, pipe):
@@ -742,7 +744,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_cuda_graphs_give_the_tokens_of_eager_passes(dtype, monkeypatch):
     """Over three buckets, with rows of different length; again, without a new recording; and in eight threads."""
-    monkeypatch.setattr(lending, "FIRST", 32)
+    monkeypatch.setattr(buffer_pool, "FIRST", 32)
     model = llama(seed=9).to("cuda", dtype)
     inputs = {name: x.cuda() for name, x in prompt("llama", shapes("llama")["ragged"]).items()}
     asked = [{**inputs, "max_new_tokens": 80, **how} for how in ({"do_sample": False}, {"do_sample": True, "seed": 3})]
@@ -771,6 +773,6 @@ def test_a_pass_that_waits_is_noticed_on_a_gpu():
     model = asking(llama(seed=9).cuda())
     quick, asked = visspec.accelerate(model, None), {**ASKED, "input_ids": ASKED["input_ids"].cuda()}
     asked["max_new_tokens"] = 40
-    said, output = told(lambda: quick.generate(**asked))
+    said, output = attn_metadata(lambda: quick.generate(**asked))
     assert len(said) == 1 and "a synchronizing operation" in said[0]
     assert torch.equal(output, model.generate(**asked))

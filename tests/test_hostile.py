@@ -17,11 +17,11 @@ from visspec.accept.exact import Exact
 from visspec.accept.local import Local
 from visspec.accept.rejection import Rejection
 from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.orders import Islands
-from visspec.loop.pace import Pace
-from visspec.loop.view import Peek, View
-from visspec.loop.wavefront import decode_wavefront
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.orders import RejectedRegions
+from visspec.loop.out_of_order import decode_wavefront
+from visspec.loop.read_only import ReadOnlyNoise, ReadOnlyState
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import ImageAR
 from visspec.sampling import Uniform
@@ -103,7 +103,7 @@ IN_STATE = {  # what is done to the state, one thing each; those that raise have
     "cache": lambda s: [t.zero_() for t in (*s.cache.slots.keys, *s.cache.slots.values)],
     "slots": lambda s: s.cache.slots.lengths.clear(),
     "trace": lambda s: s.trace.rounds.clear(),
-    "laws": lambda s: s.laws.clear(),
+    "laws": lambda s: s.distributions.clear(),
     "shared trees": lambda s: [t.zero_() for t in tensors(trees.root(s.pending).tree)],
     "everything": lambda s: [t.zero_() for t in tensors(s)],
 }
@@ -193,7 +193,7 @@ def grown(draft, rng):
     return drafted(tokens, tree)
 
 
-def law(draft, rng):
+def distribution(draft, rng):
     q = torch.nn.functional.one_hot(draft.value, VOCAB).float()
     return rng.choice([q, q.long(), q.double(), q.half(), q + float("nan"), -q, q[:, :1], q.to("meta"), q.to_sparse()])
 
@@ -226,7 +226,7 @@ LIES = {
     "sparse": lambda d, rng: drafted(d.value.to_sparse(), d.tree),
     "subclass": lambda d, rng: drafted(d.value.as_subclass(Slippery), d.tree),
     "lists": lambda d, rng: drafted(d.value.tolist(), d.tree),
-    "law": lambda d, rng: drafted(d.value, d.tree, law(d, rng)),
+    "law": lambda d, rng: drafted(d.value, d.tree, distribution(d, rng)),
     "no draft": lambda d, rng: rng.choice([None, 3, "draft", Draft, d.value]),
     "raises": raising,
     "random": lambda d, rng: drafted(torch.randint(-9, 2 * VOCAB, d.value.shape), d.tree),
@@ -268,8 +268,8 @@ def image(rows, temperature, drafter, rule=None):
     if temperature:
         request.generators = [torch.Generator().manual_seed(r) for r in range(rows)]
     target = ImageAR(family, features=True)
-    guarded = None if drafter is None else Guarded(drafter, target.capabilities)
-    return decode(target, guarded, rule or Exact(), request, Pace(5, adaptive=False)).tokens
+    guarded = None if drafter is None else SafeDrafter(drafter, target.capabilities)
+    return decode(target, guarded, rule or Exact(), request, AdaptiveLength(5, adaptive=False)).tokens
 
 
 WAYS = {  # name: how it is run with a drafter
@@ -335,7 +335,7 @@ def test_a_node_that_denies_its_ancestors_is_not_the_root():
             return drafted(torch.tensor([[5, 6, 7, 8]]), tree)
 
     target = ImageAR(janus())
-    guarded = Guarded(Denier(), target.capabilities)
+    guarded = SafeDrafter(Denier(), target.capabilities)
     mended, sound = guarded._sound(tree, rows, torch.zeros(1, dtype=torch.long))
     assert sound.tolist() == [[True, False, False, False]]
     assert mended.parent.tolist() == [[-1, 0, 0, 0]] and mended.depth.tolist() == [[0, 1, 1, 1]]
@@ -346,7 +346,7 @@ def test_a_parent_that_is_no_node_costs_its_own_node_alone(parent):
     like, true = torch.zeros(1, dtype=torch.long), trees.from_parents(torch.tensor([[-1, 0, 0, 1]]), 2)
     parents = true.parent.clone()
     parents[0, 2] = parent
-    guarded = Guarded(Double(), ImageAR(janus()).capabilities)
+    guarded = SafeDrafter(Double(), ImageAR(janus()).capabilities)
     mended, sound = guarded._sound(Tree(parents, true.depth, true.ancestor, 2, False), 1, like)
     assert sound.tolist() == [[True, True, False, True]]
     assert mended.parent.tolist() == [[-1, 0, 0, 1]] and mended.depth.tolist() == [[0, 1, 1, 2]]
@@ -401,7 +401,7 @@ def test_five_hundred_hostile_requests(plain):
 
 def test_unguarded_writes_would_show(plain, monkeypatch):
     """Control: handed the state itself, drafters do change the output."""
-    monkeypatch.setattr("visspec.loop.guard.View", lambda state: state)
+    monkeypatch.setattr("visspec.loop.safe_drafter.ReadOnlyState", lambda state: state)
     shown = 0
     for wish in ("pending", "position", "cache", "append", "advance", "spent", "seeded", "slots"):
         try:
@@ -412,13 +412,15 @@ def test_unguarded_writes_would_show(plain, monkeypatch):
 
 
 def test_copies_of_generators_yield_no_number_of_the_rule():
-    """What is derived from a copy is known to the drafter; coins of the rule come from what follows it, every time."""
+    """What is derived from a copy is known to the drafter; uniform numbers of the rule come from what follows it, every
+    time.
+    """
     own = torch.Generator().manual_seed(3)
     first = torch.randint(2**62, (), generator=own.clone_state())
     noise = Uniform([own], 4)
     following = own.clone_state()
     skipped = torch.randint(2**62, (), generator=following)
-    peek = Peek(noise)
+    peek = ReadOnlyNoise(noise)
     for _ in range(3):
         copied = peek.generators[0]
         assert torch.randint(2**62, (), generator=copied) == skipped != first
@@ -441,7 +443,7 @@ def test_sketches_of_whole_images_write_nothing_either():
             "Sketcher", (Double,), {"sketch": staticmethod(sketch), "traits": DrafterTraits(whole_images=True)}
         )
         rule.bind(target.capabilities)
-        plan = Islands().joined(rule, Guarded(drafter(), target.capabilities))
+        plan = RejectedRegions().joined(rule, SafeDrafter(drafter(), target.capabilities))
         return decode_wavefront(target, plan, request).tokens
 
     def spoiling(state):
@@ -455,8 +457,8 @@ def test_sketches_of_whole_images_write_nothing_either():
 
 def test_a_view_reads_as_the_state():
     state = type("S", (), {})()
-    state.tokens, state.rows, state.request_view = [[1, 2, 3], [4]], [0, 1], object()
-    view = View(state)
+    state.tokens, state.rows, state.read_only_request = [[1, 2, 3], [4]], [0, 1], object()
+    view = ReadOnlyState(state)
     assert view.tokens == [[1, 2, 3], [4]] and len(view.tokens) == 2 and view.tokens[-1] == [4]
     assert view.tokens[0][1:] == [2, 3] and [9] + view.tokens[0] + [8] == [9, 1, 2, 3, 8]
     assert torch.tensor(view.tokens[0]).tolist() == [1, 2, 3] and [list(row) for row in view.tokens[:1]] == [[1, 2, 3]]

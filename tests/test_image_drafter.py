@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import JanusVQVAE
 
-from tests.laws import context_law, output_law, plain_law, total_variation
+from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.test_law import chi_square
 from tests.tiny_images import emu3, emu3_processor, janus, prompts
 from visspec import tree as trees
@@ -16,10 +16,10 @@ from visspec.accept.rejection import Rejection
 from visspec.api import zoo
 from visspec.eval.world.worlds import world
 from visspec.loop.decode import decode, open_request
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafters import feature_tree
-from visspec.models.drafters.image_eagle import ImageFeatureDrafter, Teaching, config_for
+from visspec.models.drafters.image_eagle import CaptureTarget, ImageFeatureDrafter, config_for
 from visspec.models.nets.image_head import ImageHead
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
@@ -68,9 +68,13 @@ def request(ids, attention, guidance=3.0, temperature=1.0, seed=0, **options):
 
 def run(made, used, rule=None, levels=None):
     target = ImageAR(family(), features=used is not None)
-    guarded = None if used is None else Guarded(used, target.capabilities)
+    guarded = None if used is None else SafeDrafter(used, target.capabilities)
     state = decode(
-        target, guarded, rule or Exact(), made, Pace(levels or (used.traits.levels if used else 1), adaptive=False)
+        target,
+        guarded,
+        rule or Exact(),
+        made,
+        AdaptiveLength(levels or (used.traits.levels if used else 1), adaptive=False),
     )
     if guarded is not None:
         guarded.finish(state)
@@ -86,7 +90,7 @@ def proposed(options, rows=4000, depth=2):
         used.head.codes.bias[V:] = -1e4
     ids, attention = prompts(1)
     made = request(ids.expand(rows, -1), attention.expand(rows, -1))
-    state, scores = open_request(Teaching(family()), Rejection(), made)
+    state, scores = open_request(CaptureTarget(family()), Rejection(), made)
     state.pending = torch.full_like(state.pending, 5)
     used.start(state, scores)
     draft = used.propose(state, depth)
@@ -109,8 +113,8 @@ def test_reported_laws_are_those_the_tokens_were_drawn_from(kind):
         for rows in groups.values():
             torch.testing.assert_close(q[rows, n], q[rows[:1], n].expand(len(rows), V), rtol=1e-4, atol=1e-6)
             counts = torch.bincount(torch.tensor([tokens[row][n - 1] for row in rows]), minlength=V)
-            law = q[rows[0], n] / q[rows[0], n].sum()
-            assert (law > 0.999).any() or chi_square(counts, law) > 1e-3
+            distribution = q[rows[0], n] / q[rows[0], n].sum()
+            assert (distribution > 0.999).any() or chi_square(counts, distribution) > 1e-3
 
 
 def rounds(p, parent, tokens, q, node=0, context=()):
@@ -140,14 +144,14 @@ def test_rejection_keeps_any_target_law_enumerated(kind, seed):
     tokens, parent, q = proposed(LAWS[kind])
     p, levels = context_law(V, seed), 2
     distinct = {tuple(drawn): row for row, drawn in enumerate(tokens)}
-    law = torch.zeros((V,) * (levels + 1), dtype=torch.float64)
+    distribution = torch.zeros((V,) * (levels + 1), dtype=torch.float64)
     total = 0.0
     for drawn, row in distinct.items():
         weight = path_law(parent, drawn, q[row])
         total += weight
-        law += weight * output_law(p, rounds(p, parent, drawn, q[row]), V, levels + 1)
+        distribution += weight * output_law(p, rounds(p, parent, drawn, q[row]), V, levels + 1)
     assert total == pytest.approx(1.0, abs=1e-5)  # every draft was seen, and the laws leave nothing out
-    assert total_variation(law, plain_law(p, V, levels + 1)) < 1e-5
+    assert total_variation(distribution, plain_law(p, V, levels + 1)) < 1e-5
     flat = torch.full_like(q, 1 / V)  # the control: a law they were not drawn from
     off = sum(
         path_law(parent, drawn, q[row]) * output_law(p, rounds(p, parent, drawn, flat[row]), V, levels + 1)
@@ -169,11 +173,11 @@ def test_sampled_pairs_follow_the_model(kind):
     target = ImageAR(family())
     with torch.inference_mode():
         state, scores = target.prefill(request(ids.expand(k, -1), attention.expand(k, -1), top_k=k))
-        first = scores.law.p[0, 0]
+        first = scores.distribution.p[0, 0]
         state.pending, state.position = first.nonzero()[:, 0], state.position + 1
         for row, token in enumerate(state.pending.tolist()):
             state.tokens[row] = [token]
-        second = target.verify(state, trees.root(state.pending)).law.p[:, 0]
+        second = target.verify(state, trees.root(state.pending)).distribution.p[:, 0]
     joint, counts = torch.zeros(24, 24, dtype=torch.float64), torch.zeros(24, 24)
     joint[state.pending] = first[state.pending][:, None].double() * second.double()
     counts.index_put_((tokens[:, 0], tokens[:, 1]), torch.ones(rows), accumulate=True)
@@ -213,7 +217,7 @@ def test_a_row_does_not_depend_on_its_batch(kind):
 def test_a_rollout_is_what_drafting_says():
     """Step k of the rollout at image token t is level k + 1 of a chain that starts at token t - k."""
     ids, attention = prompts(3)
-    used, target = drafter(), Teaching(family())
+    used, target = drafter(), CaptureTarget(family())
     lesson = capture(target, Rejection(), request(ids, attention))
     joined = []
     watch = used.head.fc.register_forward_hook(lambda *args: joined.append(1))
@@ -272,7 +276,7 @@ def test_static_trees_have_the_shape_they_are_told():
 def test_more_siblings_than_codes_are_absent():
     pending, logp = torch.zeros(2, dtype=torch.long), torch.randn(2, 1, 4).log_softmax(-1)
     logp[..., 3] = float("-inf")
-    planned = feature_tree.Planned(pending, (5,), torch.zeros(2, 1, 4))
+    planned = feature_tree.StaticTreeBuilder(pending, (5,), torch.zeros(2, 1, 4))
     planned.grow(logp)
     draft = planned.finish(0)
     assert not draft.real[:, 4:].any() and draft.real[:, 1:4].all()

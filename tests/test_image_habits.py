@@ -22,8 +22,8 @@ import visspec
 from tests import tiny_images as tiny
 from tests.test_image_targets import TEXTS, Case, draw, made, named
 from tests.test_threads import Words
-from visspec.accept.captured import Captured
 from visspec.accept.exact import Exact
+from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
@@ -144,7 +144,7 @@ def refused(call, error=ValueError) -> str:
 
 
 def test_negative_prompts_that_are_refused(monkeypatch):
-    monkeypatch.setattr("visspec.loop.pairing.Pairing.decode", lambda *a: pytest.fail("decoding began"))
+    monkeypatch.setattr("visspec.loop.setup.Pairing.decode", lambda *a: pytest.fail("decoding began"))
     pipe, glm = drawn(), named("glm_image")[1]
     classes = named("llamagen-class")[1]
     cases = {
@@ -198,7 +198,7 @@ def test_a_tuple_instead_of_an_output(pipe):
 
 def test_arguments_that_mean_nothing_here(monkeypatch):
     pipe = drawn()
-    monkeypatch.setattr("visspec.loop.pairing.Pairing.decode", lambda *a: pytest.fail("decoding began"))
+    monkeypatch.setattr("visspec.loop.setup.Pairing.decode", lambda *a: pytest.fail("decoding began"))
     text = refused(lambda: pipe("a", num_inference_steps=50))
     assert text.startswith("num_inference_steps: got 50, expected none: ") and "`drafter`" in text
     assert refused(lambda: pipe("a", latents=torch.zeros(1))).startswith("latents: got a Tensor, expected none: ")
@@ -344,7 +344,7 @@ class Unknown(Rejection):
 
 @pytest.mark.parametrize("change, words", [
     ({"acceptance": Unknown()}, "acceptance: got a Unknown that no name"),
-    ({"acceptance": Captured(Exact())}, "acceptance: got a Captured that no name"),
+    ({"acceptance": GraphedRule(Exact())}, "acceptance: got a Captured that no name"),
     ({"acceptance": RunProduct(0.8, Lantern(10, 0.1))}, "acceptance: got a RunProduct that no name"),
     ({"acceptance": "nothing"}, "acceptance: got 'nothing', expected one of exact"),
     ({"acceptance": "lantern:k=5000"}, "k: got 5000"), ({"levels": 0}, "levels: got 0"),

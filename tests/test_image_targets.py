@@ -23,13 +23,13 @@ from visspec.api.images import ImagePipeline
 from visspec.cli import bench_image, bench_image_table
 from visspec.grammar import held
 from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.nets.llamagen import LlamaGen, LlamaGenConfig
 from visspec.models.nets.vqgan import ImageCodec, VQShape
 from visspec.models.targets.families import FAMILIES, family_of
-from visspec.models.targets.image_ar import Family, ImageAR, Layout, Prompt
+from visspec.models.targets.image_ar import EncodedPrompt, Family, ImageAR, ImageLayout
 from visspec.types import FREE, Drafter, DrafterTraits, Request, Sampling
 
 TEXTS = ["a red cube", "blue", "a blue cube on grass"]
@@ -39,9 +39,9 @@ NEGATIVE = "lowres, blurry."
 @dataclass(frozen=True)
 class Case:
     family: Family
-    layout: Layout
+    layout: ImageLayout
     guidance: float
-    prompt: Callable[[list[int]], Prompt]  # of these rows, as one batch
+    prompt: Callable[[list[int]], EncodedPrompt]  # of these rows, as one batch
     reference: Callable[[int], list[int]]  # greedy loop ids of one row
 
 
@@ -133,7 +133,7 @@ def glm_image() -> Case:
     return Case(family, layout, 1.0, lambda rows: family.from_inputs(inputs(rows)), reference)
 
 
-def plain_loop(step: Callable[[list[int]], torch.Tensor], layout: Layout) -> list[int]:
+def plain_loop(step: Callable[[list[int]], torch.Tensor], layout: ImageLayout) -> list[int]:
     """Greedy loop ids from mixed logits of the codes after so many loop ids, each pass over everything."""
     found: list[int] = []
     for fixed in layout.fixed.tolist():
@@ -144,7 +144,7 @@ def plain_loop(step: Callable[[list[int]], torch.Tensor], layout: Layout) -> lis
 def chameleon(style: str) -> Case:
     model = tiny.chameleon()
     family = family_of(model, tiny.ChameleonTexts(), style=style)
-    layout = family.layout(64, 48 if style == "anole" else 64) if style == "lumina" else Layout.plain(4, 3)
+    layout = family.layout(64, 48 if style == "anole" else 64) if style == "lumina" else ImageLayout.plain(4, 3)
     words = [family.processor.tokenizer(t, add_special_tokens=False)["input_ids"] for t in TEXTS]
     name = model.model.vocabulary_mapping.vocab_map
     begin = ["<racm3:break>"] if style == "anole" else ["<racm3:break>", "<reserved08802>", "<reserved08802>"]
@@ -259,10 +259,10 @@ def draw(case: Case, rows: list[int], drafter=None, rule="exact", temperature=0.
         request.fixed = case.layout.fixed
     if temperature:
         request.generators = [torch.Generator().manual_seed(seed + r) for r in rows]
-    guarded = Guarded(drafter, target.capabilities) if drafter is not None else None
+    guarded = SafeDrafter(drafter, target.capabilities) if drafter is not None else None
     rule = zoo.acceptance(rule) if isinstance(rule, str) else rule
     state = decode(
-        target, guarded, rule, request, Pace(8 if drafter is None else drafter.traits.levels, adaptive=False)
+        target, guarded, rule, request, AdaptiveLength(8 if drafter is None else drafter.traits.levels, adaptive=False)
     )
     if guarded is not None:
         guarded.finish(state)
@@ -365,16 +365,16 @@ def test_a_tree_is_each_of_its_paths(name):
     def opened():
         request = Request(prompt, prompt.ids, case.layout.positions, sampling)
         state, _ = target.prefill(request)
-        state.tape.tokens = [[3], [5]]
+        state.output.tokens = [[3], [5]]
         state.pending, state.position = torch.tensor([3, 5]), state.position + 1
         return state
 
     tree = trees.static((-1, 0, 0, 1, 1, 2, 3))
     tokens = torch.tensor([[3, 1, 2, 4, 7, 6, 9], [5, 8, 0, 2, 3, 4, 1]])
-    scores = target.verify(opened(), drafted(tokens, tree)).law.logits
+    scores = target.verify(opened(), drafted(tokens, tree)).distribution.logits
     for node, path in enumerate(trees.paths(tree)[0].tolist()):
         path = [n for n in path if n >= 0]
-        alone = target.verify(opened(), drafted(tokens[:, path], trees.chain(len(path) - 1))).law.logits[:, -1]
+        alone = target.verify(opened(), drafted(tokens[:, path], trees.chain(len(path) - 1))).distribution.logits[:, -1]
         codes = slice(0, case.family.codes)
         torch.testing.assert_close(scores[:, node, codes], alone[:, codes], rtol=1e-4, atol=1e-4)
         assert bool(scores[:, node, case.family.codes :].isneginf().all())
@@ -555,7 +555,7 @@ def test_codes_become_pixels_through_a_codec():
         family_of(tiny.chameleon(), tiny.ChameleonTexts(), codec=codec),
         family_of(llamagen_model("class"), None, codec=codec),
     ):
-        layout, tokens = Layout.plain(4, 4), torch.arange(16)[None]
+        layout, tokens = ImageLayout.plain(4, 4), torch.arange(16)[None]
         pixels = family.pixels(tokens, layout)
         expected = codec.decode(tokens, (4, 4)).permute(0, 3, 1, 2)
         assert pixels.shape == (1, 3, 8, 8) and not family.no_pixels
@@ -570,7 +570,7 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
     lumina = family_of(tiny.chameleon(), tiny.ChameleonTexts(), style="lumina")
     classes = family_of(llamagen_model("class"), None)
     captions = family_of(llamagen_model("caption"), None)
-    long = Layout.plain(40, 40)
+    long = ImageLayout.plain(40, 40)
     refused = {
         "guidance_scale: got 3.0": lambda: glm.family.check(glm.prompt([0]), glm.layout, 3.0),
         "output_type: got pixels, expected 'latent': the codes of GLM-Image": lambda: glm.family.pixels(

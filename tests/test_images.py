@@ -128,11 +128,11 @@ def test_keyboard_interrupt_leaves_finished_images(pipe):
 
 def test_what_belongs_to_the_model_moves_with_it(folder):
     found = ImagePipeline.from_pretrained(str(folder), torch_dtype=torch.bfloat16, acceptance="lantern:k=4,delta=0.1")
-    found.pairing("jacobi:redraw=maximal", "lantern:k=4,delta=0.1")
+    found.setup("jacobi:redraw=maximal", "lantern:k=4,delta=0.1")
     assert found.model.dtype == torch.bfloat16 and found._built
     found.to("meta")
     assert found.family.codebook.device.type == "meta" and not found._built
-    assert found.pairing("jacobi", "exact").drafter.limits.device.type == "meta"
+    assert found.setup("jacobi", "exact").drafter.limits.device.type == "meta"
 
 
 def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
@@ -163,7 +163,7 @@ def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
     ({"callback_on_step_end": 3}, "callback_on_step_end: got 3"),
 ])  # fmt: skip
 def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch):
-    monkeypatch.setattr("visspec.loop.pairing.Pairing.decode", lambda *a: pytest.fail("decoding began"))
+    monkeypatch.setattr("visspec.loop.setup.Pairing.decode", lambda *a: pytest.fail("decoding began"))
     with pytest.raises(ValueError) as error:
         pipe(**({"prompt": PROMPTS[0]} | change))
     assert str(error.value).startswith(words) and "expected" in str(error.value) and "\n" not in str(error.value)

@@ -18,14 +18,14 @@ from tests.test_scales import generators, moved
 from visspec import ImagePipeline
 from visspec.models.nets import layouts_infinity
 from visspec.models.nets.infinity import InfinityConfig, reach_of, schedule
-from visspec.models.nets.multiscale import Scales
-from visspec.models.nets.scale_kv import Budget
-from visspec.models.nets.scale_reading import Reading
+from visspec.models.nets.multiscale import ScaleSizes
+from visspec.models.nets.scale_kv import CacheBudget
+from visspec.models.nets.scale_reading import ConditionState
 from visspec.models.targets import infinity as targets
-from visspec.models.targets.var import PerScale, VARTarget
+from visspec.models.targets.var import ScaleSettings, VARTarget
 from visspec.types import Request, Sampling
 
-SCALES = Scales(((1, 1), (2, 2), (3, 2), (4, 3)))
+SCALES = ScaleSizes(((1, 1), (2, 2), (3, 2), (4, 3)))
 TOL = {"rtol": 1e-5, "atol": 1e-5}
 BITS, WIDTH, DEPTH, TEXT = 3, 32, 4, 8
 
@@ -213,7 +213,7 @@ def test_published_transformers_say_what_their_formulas_say(tmp_path, chunks, pa
     family = targets.InfinityImages(model, features_of, vae)
     prompt = family.prompt(["a red cube", "snow"], True, negative=["blue", ""])
     rows = prompt.rows(True)
-    reading = Reading(model, vae.quantize, rows, 2)
+    reading = ConditionState(model, vae.quantize, rows, 2)
     (whole,) = reading.read(maps_of(bits[:2], n))
     texts = [features_of([text])[0][0] for text in ("a red cube", "snow", "blue")] + [tensors["cfg_uncond"][:1]]
     for row, (b, text) in enumerate(zip((0, 1, 0, 1), texts)):
@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"unknown tensor 'block_chunks\.0\.module\.0\.ca_gamma'"):
         load(tmp_path, tensors | {"block_chunks.0.module.0.ca_gamma": torch.zeros(WIDTH)})
     with pytest.raises(ValueError, match=r"expected at most 15, beginning with one position"):
-        load(tmp_path, tensors, Scales.square(2, 3))
+        load(tmp_path, tensors, ScaleSizes.square(2, 3))
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -295,9 +295,9 @@ def test_infinity_in_the_pipeline_exact_scales_compositions_and_budgets(parts):
     assert mixed.stats[0].guarantee == "exact for the declared target"
     assert all(torch.equal(a, b) for a, b in zip(all_model.tokens, plainly.tokens))
     assert all(torch.equal(a[: 5 * BITS], b[: 5 * BITS]) for a, b in zip(mixed.tokens, plainly.tokens))
-    full = drawn(budget=Budget.full(SCALES, DEPTH))
+    full = drawn(budget=CacheBudget.full(SCALES, DEPTH))
     assert all(torch.equal(a, b) for a, b in zip(full.tokens, plainly.tokens))
-    cold = drawn(per_scale=PerScale(temperature=(0.01,) * 4))
+    cold = drawn(per_scale=ScaleSettings(temperature=(0.01,) * 4))
     greedy = ImagePipeline(model, features_of, parts={"codec": vae})(**asked | {"temperature": 0.0})
     assert not torch.equal(cold.tokens[0], plainly.tokens[0])
     assert float((cold.tokens[0] == greedy.tokens[0]).float().mean()) > 0.9

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.laws import context_law, odds, plain_law, split, total_variation, verdicts
-from visspec.laws import Categorical, residual
+from tests.distributions import context_law, odds, plain_law, split, total_variation, verdicts
+from visspec.distributions import Categorical, residual
 from visspec.models.drafters import jacobi
 from visspec.models.drafters.jacobi import Jacobi, Window, proactive
 from visspec.types import Outcome, Request, Scores, Verdict
@@ -47,16 +47,20 @@ def state_of(committed, rows=1):
     )  # fmt: skip
 
 
-def pieces(law):
+def pieces(distribution):
     """(number, probability) for each token that an inverse-CDF draw from the law can give."""
-    ends = torch.cat([torch.zeros(1, dtype=law.dtype), law.cumsum(0)])
-    return [(float(ends[i] + ends[i + 1]) / 2, float(law[i])) for i in range(len(law)) if law[i] > 0]
+    ends = torch.cat([torch.zeros(1, dtype=distribution.dtype), distribution.cumsum(0)])
+    return [
+        (float(ends[i] + ends[i + 1]) / 2, float(distribution[i]))
+        for i in range(len(distribution))
+        if distribution[i] > 0
+    ]
 
 
 def candidates(drafter, window, deep):
     """All sets of numbers, (1, deep, 3), that choose the second candidate of each position, with their probability."""
     if drafter.branch == 1:
-        return [(window.coins.numbers, 1.0)]
+        return [(window.noise.numbers, 1.0)]
     choices = []
     for q, token in zip(window.q[0, :deep], window.tokens[0]):
         rest = q.index_fill(0, token, 0.0)
@@ -68,15 +72,15 @@ def candidates(drafter, window, deep):
     ]
 
 
-def redraws(drafter, laws, window, length):
+def redraws(drafter, distributions, window, length):
     """All sets of numbers that matter to the next redraw, (positions, 2) each, with their probability."""
     choices = []
     for j in range(WIDTH):
         n = length + j  # the law after old node n; the old entry n
-        if n >= len(laws):
+        if n >= len(distributions):
             choices.append([((0.5, 0.5), 1.0)])
             continue
-        p, coupled = laws[n], drafter.redraw != "independent" and n < WIDTH
+        p, coupled = distributions[n], drafter.redraw != "independent" and n < WIDTH
         if not coupled:
             choices.append([((0.5, u), w) for u, w in pieces(p)])
             continue
@@ -102,31 +106,31 @@ def starts(drafter, vocab):
 def first_windows(drafter, committed, vocab):
     """The windows that a request can begin with, with their probability."""
     for begun, share in starts(drafter, vocab):
-        coins = Scripted(*begun or [None])
-        empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, vocab).double(), coins)
+        uniforms = Scripted(*begun or [None])
+        empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, vocab).double(), uniforms)
         yield drafter._extended(state_of(committed), empty, torch.zeros(1, dtype=torch.long), vocab, WIDTH), share
 
 
 def process_law(drafter, p, misreport=lambda q: q):
     """Joint law of LENGTH tokens of the loop with this drafter and rejection sampling."""
     vocab = len(p(()))
-    law = torch.zeros((vocab,) * LENGTH, dtype=torch.float64)
+    distribution = torch.zeros((vocab,) * LENGTH, dtype=torch.float64)
     branches = {}
     for y in range(vocab):
         for window, share in first_windows(drafter, (y,), vocab):
-            window = Window(window.tokens, misreport(window.q), window.coins)
+            window = Window(window.tokens, misreport(window.q), window.noise)
             branches[(y,), tuple(window.tokens[0].tolist())] = (float(p(())[y]) * share, window)
     while branches:
         new = {}
         for (committed, _), (weight, window) in branches.items():
             if len(committed) == LENGTH:
-                law[committed] += weight
+                distribution[committed] += weight
                 continue
             for key, share, after in rounds(drafter, p, committed, window, misreport):
                 old = new.get(key, (0.0, None))[0]
                 new[key] = (old + weight * share, after)
         branches = new
-    return law
+    return distribution
 
 
 def rounds(drafter, p, committed, window, misreport):
@@ -134,12 +138,12 @@ def rounds(drafter, p, committed, window, misreport):
     state = state_of(committed)
     depth = min(WIDTH, LENGTH - len(committed) - 1)
     spine = window.tokens[0, :depth].tolist()
-    laws = [p((*committed, *spine[:n])) for n in range(depth + 1)]
+    distributions = [p((*committed, *spine[:n])) for n in range(depth + 1)]
     for chosen, likely in candidates(drafter, window, min(drafter.deep, depth)):
         state.memory = Window(window.tokens, window.q, Scripted(chosen))
         draft = drafter.propose(state, depth)
-        logits = torch.zeros(1, draft.tree.size, len(laws[0]), dtype=torch.float64)
-        logits[0, : depth + 1] = torch.stack(laws).log()  # of what hangs beside the window nothing is read
+        logits = torch.zeros(1, draft.tree.size, len(distributions[0]), dtype=torch.float64)
+        logits[0, : depth + 1] = torch.stack(distributions).log()  # of what hangs beside the window nothing is read
         for gained, share in verdicts(p, committed, draft):
             after = (*committed, *gained)
             if len(after) == LENGTH:
@@ -147,15 +151,17 @@ def rounds(drafter, p, committed, window, misreport):
                 continue
             length = len(gained)
             verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
-            every = itertools.product(redraws(drafter, laws, window, length), starts(drafter, len(laws[0])))
+            every = itertools.product(
+                redraws(drafter, distributions, window, length), starts(drafter, len(distributions[0]))
+            )
             for (numbers, redrawn), (begun, started) in every:
                 state = state_of(after)
-                coins = Scripted(torch.tensor([numbers], dtype=torch.float64), *begun)
-                state.memory = Window(window.tokens, window.q, coins)
+                uniforms = Scripted(torch.tensor([numbers], dtype=torch.float64), *begun)
+                state.memory = Window(window.tokens, window.q, uniforms)
                 drafter.observe(
                     state, draft, Scores(Categorical(logits)), verdict, Outcome([list(range(length))], [list(gained)])
                 )
-                kept = Window(state.memory.tokens, misreport(state.memory.q), coins)
+                kept = Window(state.memory.tokens, misreport(state.memory.q), uniforms)
                 key = (after, (tuple(kept.tokens[0].tolist()), tuple(kept.q.flatten().tolist())))
                 yield key, likely * share * redrawn * started, kept
 
@@ -165,9 +171,9 @@ def rounds(drafter, p, committed, window, misreport):
 @pytest.mark.parametrize("redraw", ["maximal", "independent"])
 def test_redraws_keep_the_law(redraw, start, seed):
     p = context_law(VOCAB, seed)
-    law = process_law(Jacobi(WIDTH, redraw, start), p)
-    assert abs(float(law.sum()) - 1) < 1e-12
-    assert total_variation(law, plain_law(p, VOCAB, LENGTH)) < 1e-12
+    distribution = process_law(Jacobi(WIDTH, redraw, start), p)
+    assert abs(float(distribution.sum()) - 1) < 1e-12
+    assert total_variation(distribution, plain_law(p, VOCAB, LENGTH)) < 1e-12
 
 
 def test_random_codes_that_are_reported_as_points_are_seen():
@@ -177,8 +183,8 @@ def test_random_codes_that_are_reported_as_points_are_seen():
     def points(q):
         return torch.where(q == 1 / VOCAB, torch.tensor([0.9, 0.1]).double(), q)
 
-    law = process_law(Jacobi(WIDTH, "independent", "random"), p, points)
-    assert total_variation(law, plain_law(p, VOCAB, LENGTH)) > 1e-3
+    distribution = process_law(Jacobi(WIDTH, "independent", "random"), p, points)
+    assert total_variation(distribution, plain_law(p, VOCAB, LENGTH)) > 1e-3
 
 
 @pytest.mark.parametrize("deep", [1, 2])
@@ -197,8 +203,8 @@ def test_candidates_that_report_the_law_of_draws_with_replacement_are_seen(deep,
     drawn = drafter._candidates
 
     def wrong(window, deep):
-        tokens, laws, real = drawn(window, deep)
-        return tokens, laws[:, ::2].repeat_interleave(2, dim=1), real
+        tokens, distributions, real = drawn(window, deep)
+        return tokens, distributions[:, ::2].repeat_interleave(2, dim=1), real
 
     monkeypatch.setattr(drafter, "_candidates", wrong)
     assert total_variation(process_law(drafter, p), plain_law(p, 3, LENGTH)) > 1e-3
@@ -214,7 +220,7 @@ def test_windows_of_many_rows_are_narrower_where_tokens_do_not_depend_on_it(rows
     state = state_of((0,), rows)
     state.noise.generators = [torch.Generator() for _ in range(rows)]
     drafter.start(state, Scores(Categorical(torch.zeros(rows, 1, VOCAB))))
-    assert drafter.propose(state, 12).tree.levels == 12  # coins: an image must not depend on its batch
+    assert drafter.propose(state, 12).tree.levels == 12  # uniform numbers: an image must not depend on its batch
 
 
 def test_a_proactive_tree_repeats_the_window_in_its_first_branch():
@@ -227,8 +233,8 @@ def test_a_proactive_tree_repeats_the_window_in_its_first_branch():
 @pytest.mark.parametrize("redraw", ["maximal", "independent"])
 def test_a_misreported_law_is_seen(redraw):
     p = context_law(VOCAB, 0)
-    law = process_law(Jacobi(WIDTH, redraw), p, misreport=lambda q: 0.7 * q + 0.3 * q.flip(-1))
-    assert total_variation(law, plain_law(p, VOCAB, LENGTH)) > 1e-3
+    distribution = process_law(Jacobi(WIDTH, redraw), p, misreport=lambda q: 0.7 * q + 0.3 * q.flip(-1))
+    assert total_variation(distribution, plain_law(p, VOCAB, LENGTH)) > 1e-3
 
 
 def test_a_redraw_that_ignores_the_old_law_is_seen(monkeypatch):
@@ -266,7 +272,7 @@ def positional_law(drafter, p, size, late=False):
 
     late: new drafts read the numbers of the positions that were committed in this round.
     """
-    law, branches = torch.zeros((2,) * size, dtype=torch.float64), {}
+    distribution, branches = torch.zeros((2,) * size, dtype=torch.float64), {}
     halves = {i: [0.5] for i in range(WIDTH)} if drafter.begin == "random" else {}
     for y in range(2):
         for spans, share in split([(0.0, 1.0)] * WIDTH, halves):
@@ -278,18 +284,18 @@ def positional_law(drafter, p, size, late=False):
         for weight, committed, window, spans in branches.values():
             for share, after, *rest in positional_rounds(drafter, p, size, committed, window, spans, late):
                 if len(after) == size:
-                    law[after] += weight * share
+                    distribution[after] += weight * share
                     continue
                 key = (after, *(tuple(x.flatten().tolist()) for x in (rest[0].tokens, rest[0].q)), tuple(rest[1]))
                 new[key] = (new.get(key, (0.0,))[0] + weight * share, after, *rest)
         branches = new
-    return law
+    return distribution
 
 
 def positional_rounds(drafter, p, size, committed, window, spans, late):
     """The branches after one round: probability, tokens, window, spans."""
     state, depth = state_of(committed), min(WIDTH, size - len(committed) - 1)
-    laws = [p((*committed, *window.tokens[0, :n].tolist())) for n in range(depth + 1)]
+    distributions = [p((*committed, *window.tokens[0, :n].tolist())) for n in range(depth + 1)]
     state.memory = window
     draft = drafter.propose(state, depth)
     for gained, share in verdicts(p, committed, draft):
@@ -300,7 +306,7 @@ def positional_rounds(drafter, p, size, committed, window, spans, late):
         cuts = {}
         for j in range(WIDTH):
             if length + j <= depth:
-                cuts[j if late else length + j] = [float(laws[length + j][1])]
+                cuts[j if late else length + j] = [float(distributions[length + j][1])]
             elif length + j >= WIDTH and drafter.begin == "random":
                 cuts[length + j] = [0.5]
         for parts, likely in split([*spans, *[(0.0, 1.0)] * length], cuts):
@@ -308,7 +314,7 @@ def positional_rounds(drafter, p, size, committed, window, spans, late):
             state.memory = Window(window.tokens, window.q, Positional(parts, late))
             verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
             outcome = Outcome([list(range(length))], [list(gained)])
-            drafter.observe(state, draft, Scores(Categorical(torch.stack(laws).log()[None])), verdict, outcome)
+            drafter.observe(state, draft, Scores(Categorical(torch.stack(distributions).log()[None])), verdict, outcome)
             yield share * likely, after, state.memory, parts[length:]
 
 
@@ -316,15 +322,15 @@ def positional_rounds(drafter, p, size, committed, window, spans, late):
 @pytest.mark.parametrize("start", ["left", "above", "random"])
 def test_numbers_of_a_position_keep_the_law_under_a_rule_with_coins(start, seed):
     p = context_law(VOCAB, seed)
-    law = positional_law(Jacobi(WIDTH, "gumbel", start), p, 6)
-    assert total_variation(law, plain_law(p, VOCAB, 6)) < 1e-12
+    distribution = positional_law(Jacobi(WIDTH, "gumbel", start), p, 6)
+    assert total_variation(distribution, plain_law(p, VOCAB, 6)) < 1e-12
 
 
 def test_numbers_that_move_to_another_position_are_seen():
     p = context_law(VOCAB, 0)
-    law = positional_law(Jacobi(WIDTH, "gumbel"), p, 6, late=True)
-    assert abs(float(law.sum()) - 1) < 1e-12
-    assert total_variation(law, plain_law(p, VOCAB, 6)) > 1e-3
+    distribution = positional_law(Jacobi(WIDTH, "gumbel"), p, 6, late=True)
+    assert abs(float(distribution.sum()) - 1) < 1e-12
+    assert total_variation(distribution, plain_law(p, VOCAB, 6)) > 1e-3
 
 
 @pytest.mark.parametrize("options", [

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import visspec
+from tests.distributions import choice_rounds, context_law, contexts, output_law, plain_law, total_variation
 from tests.doubles import drafted, new_tokens
-from tests.laws import choice_rounds, context_law, contexts, output_law, plain_law, total_variation
 from tests.tiny import model_of, prompt
 from visspec import sampling
 from visspec import tree as trees
 from visspec.accept.exact import Exact, follow
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.sampling import Gumbel
 from visspec.types import Scores
 
@@ -56,9 +56,9 @@ def test_exact_law_with_zeros():
     """Laws with cut entries (top-k): a drafted token of probability zero is never kept."""
 
     def p(context):
-        law = context_law(V)(context).clone()
-        law[law.argmin()] = 0
-        return law / law.sum()
+        distribution = context_law(V)(context).clone()
+        distribution[distribution.argmin()] = 0
+        return distribution / distribution.sum()
 
     for parent, tokens in DRAFTS.values():
         assert variation(p, parent, tokens) < EXACT
@@ -102,13 +102,13 @@ def inflated(p, by=1.01):
     tokens = likely(p)
 
     def at_node(n):
-        def law(context):
-            law = p(context).clone()
+        def distribution(context):
+            distribution = p(context).clone()
             if n < K:
-                law[tokens[n + 1]] *= by
-            return law / law.sum()
+                distribution[tokens[n + 1]] *= by
+            return distribution / distribution.sum()
 
-        return law
+        return distribution
 
     return {"at_node": at_node}
 
@@ -144,13 +144,13 @@ def test_choices_share_the_noise_of_their_position():
     noise = Gumbel(generators, V)
     window = noise.window(3)
     logits = torch.randn(2, 4, V)
-    law = Categorical(logits)
+    distribution = Categorical(logits)
     tree = trees.static((-1, 0, 0, 1))
-    chosen = sampling.choose(law, tree.depth, noise, tree.levels)
+    chosen = sampling.choose(distribution, tree.depth, noise, tree.levels)
     for n, depth in enumerate((0, 1, 1, 2)):
         assert torch.equal(chosen[:, n], (logits[:, n] + window[:, depth]).argmax(-1))
     per_row = trees.from_parents(torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]]), 3)
-    chosen = sampling.choose(law, per_row.depth, noise, 3)
+    chosen = sampling.choose(distribution, per_row.depth, noise, 3)
     assert torch.equal(chosen[1, 3], (logits[1, 3] + noise.window(4)[1, 3]).argmax(-1))
 
 
@@ -167,9 +167,9 @@ def test_noise_does_not_depend_on_how_it_is_consumed(steps, peek):
         at += step
 
 
-def chi_square(counts, law):
+def chi_square(counts, distribution):
     """p-value of observed counts under a law; cells of tiny expectation are pooled."""
-    counts, expected = counts.flatten().double(), law.flatten() * counts.sum()
+    counts, expected = counts.flatten().double(), distribution.flatten() * counts.sum()
     small = expected < 5
     assert counts[expected == 0].sum() == 0, "a token of probability zero was drawn"
     pooled = [torch.cat([x[~small], x[small].sum()[None]]) for x in (counts, expected)]
@@ -219,17 +219,17 @@ def test_sampled_pairs_follow_the_model(drafter):
     output = fast.generate(**inputs, **options, num_return_sequences=rows, seed=0)
     pairs = torch.tensor(new_tokens(output, inputs))[:, :2]
 
-    def law(ids):
+    def distribution(ids):
         with torch.no_grad():
             logits = model(ids).logits[:, -1].double() / temperature
         cut = logits < logits.topk(k).values[:, -1:]
         return logits.masked_fill(cut, float("-inf")).softmax(-1)
 
-    first = law(inputs["input_ids"])[0]
+    first = distribution(inputs["input_ids"])[0]
     firsts = first.nonzero()[:, 0]
     ids = torch.cat([inputs["input_ids"].expand(len(firsts), -1), firsts[:, None]], 1)
     joint = torch.zeros(96, 96, dtype=torch.float64)
-    joint[firsts] = first[firsts][:, None] * law(ids)
+    joint[firsts] = first[firsts][:, None] * distribution(ids)
     counts = torch.zeros(96, 96)
     for a, b in pairs.tolist():
         counts[a, b] += 1

@@ -15,13 +15,13 @@ from tests.doubles import Double, Oracle, fast, stock
 from tests.replays import recording
 from tests.tiny import prompt, shapes
 from visspec import tree as trees
-from visspec.models.targets import lending
+from visspec.models.targets import buffer_pool
 from visspec.types import Draft
 
 ROOT = Path(visspec.__file__).parent.parent
 TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
-    {"laws", "kernels"},
+    {"distributions", "kernels"},
     {"types"},
     {"cache", "checkpoint", "files", "hub", "provenance", "replay"},
     {"tree"},
@@ -98,7 +98,7 @@ def calls(tree):
             yield node, ast.unparse(node.func)
 
 
-ROLES = {"drafter", "rule", "target", "accept", "acceptance", "order", "guarded", "pairing", "captured", "spec"}
+ROLES = {"drafter", "rule", "target", "accept", "acceptance", "order", "safe_drafter", "setup", "graphed_rule", "spec"}
 
 
 def asked(tree):
@@ -114,16 +114,14 @@ def test_drafters_rules_and_targets_declare_what_they_are():
     for file, parts in sources():
         if parts and parts[0] in ("models", "kernels"):
             continue
-        core = bool(parts) and parts[0] in ("loop", "accept", "tree", "sampling", "grammar", "laws")
+        core = bool(parts) and parts[0] in ("loop", "accept", "tree", "sampling", "grammar", "distributions")
         for name, whose in asked(ast.parse(file.read_text())):
             if whose in ROLES or (core and whose not in ("value", "self")):
                 found.append(f"{file.relative_to(ROOT)}: {name} of {whose}")
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "line", ["getattr(self.rule, 'x', 0)", "hasattr(drafter, 'y')", "getattr(pairing.target, 'z')"]
-)
+@pytest.mark.parametrize("line", ["getattr(self.rule, 'x', 0)", "hasattr(drafter, 'y')", "getattr(setup.target, 'z')"])
 def test_such_questions_are_seen(line):
     assert [whose in ROLES for _, whose in asked(ast.parse(line))] == [True]
 
@@ -165,7 +163,7 @@ def test_results_travel_as_values():
 
 HOST_READS = {  # the one synchronisation of a round, the slow general road for processors, and after a head's pass
     "denoise.py": ["run"],
-    "decode.py": ["settle"],
+    "decode.py": ["apply_verdict"],
     "sampling.py": ["process"],
 }
 
@@ -195,17 +193,17 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "diffusion_training.py": ["rollout", "rollout"],
     "small_model.py": ["_is_content"],
     "lowres.py": ["small"],
-    "wavefront.py": ["__init__"],
+    "out_of_order.py": ["__init__"],
 }
 
 
 def test_host_copies_are_where_they_should_be():
     """A copy from pageable memory waits for the device, and no count of reads shows it."""
     found = {}
-    core = ("loop/decode", "tree", "cache", "sampling", "loop/guard", "grammar", "loop/wavefront")
+    core = ("loop/decode", "tree", "cache", "sampling", "loop/safe_drafter", "grammar", "loop/out_of_order")
     files = [ROOT / "visspec" / f"{n}.py" for n in core]
     files += sorted((ROOT / "models" / "drafters").glob("*.py"))
-    own = ("masks", "slot_layers", "folding", "ragged", "graphs", "lending")
+    own = ("masks", "slot_layers", "folding", "ragged", "graphs", "buffer_pool")
     files += [ROOT / "models" / "targets" / f"{n}.py" for n in own]
     for file in (*files, *(ROOT / "visspec" / "accept").glob("*.py")):
         for function in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)):
@@ -323,7 +321,7 @@ def test_one_synchronisation_a_round(name, kind, options, monkeypatch):
 def test_one_synchronisation_a_round_of_recorded_passes(options, monkeypatch):
     for shape, drafter in itertools.product(("one", "ragged"), (Chain, Fixed)):
         with monkeypatch.context() as patch:
-            patch.setattr(lending, "WORTH", 1)
+            patch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)
             made = recording(patch)
             for found in waits_per_round("qwen2_5_vl", drafter(), shape, patch, warm=True, **options):
                 assert found == ["tolist"], found

@@ -18,8 +18,8 @@ from visspec.models.drafters.mar import SmallMAR
 from visspec.models.nets.diffusion_head import cosine_levels, schedule
 from visspec.models.nets.mar import MAR, UNCONDITIONAL, MARConfig
 from visspec.models.nets.mar_painter import MARPainter, MARPainterConfig, load
-from visspec.models.targets.mar_painter import PaintedMAR
-from visspec.models.targets.mar_parallel import Parallel
+from visspec.models.targets.mar_painter import MARPainterFamily
+from visspec.models.targets.mar_parallel import ParallelMAR
 from visspec.recipes import mar_card, mar_draw
 from visspec.recipes.captioner_build import save
 from visspec.recipes.continuous_data import write_tokens
@@ -115,7 +115,7 @@ def test_a_drafter_drafts_and_its_head_is_counted(pipe, written):
     ({"size": 4}, "got 64 tokens of 4 numbers and 88 classes, expected the target's 64 of 8 and 88"),
 ])  # fmt: skip
 def test_a_drafter_of_another_kind_is_refused_before_work_starts(pipe, sizes, message):
-    other = SmallMAR(PaintedMAR(fresh(**sizes)))
+    other = SmallMAR(MARPainterFamily(fresh(**sizes)))
     with pytest.raises(ValueError, match=f"^drafter: {message}") as error:
         pipe(PROMPTS[0], drafter=other)
     one_sentence(error)
@@ -133,7 +133,7 @@ def test_presets_have_the_drafter_of_the_painter(pipe):
 
 def test_as_many_passes_as_tokens_are_plain_decoding(pipe):
     plain = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1")
-    out = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1", order=Parallel(64))
+    out = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1", order=ParallelMAR(64))
     for one, two in zip(plain.tokens, out.tokens):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
     assert out.traces[0].calls == plain.traces[0].calls
@@ -152,13 +152,13 @@ def test_fewer_passes_in_the_bench(pipe):
 
 def test_what_can_not_be_drawn_in_fewer_passes_is_refused(pipe):
     with pytest.raises(ValueError, match="iterations: got 0"):
-        Parallel(0)
+        ParallelMAR(0)
     with pytest.raises(ValueError, match=r"iterations: got 65, expected 1\.\.64"):
-        pipe(PROMPTS[0], order=Parallel(65))
-    drafter = SmallMAR(PaintedMAR(fresh()))
+        pipe(PROMPTS[0], order=ParallelMAR(65))
+    drafter = SmallMAR(MARPainterFamily(fresh()))
     with pytest.raises(ValueError, match="drafter: got one beside the order parallel"):
-        pipe(PROMPTS[0], order=Parallel(4), drafter=drafter)
-    with pytest.raises(ValueError, match="order: got ZipAR, which is of Categorical laws"):
+        pipe(PROMPTS[0], order=ParallelMAR(4), drafter=drafter)
+    with pytest.raises(ValueError, match="order: got ZipAR, which is of Categorical distributions"):
         pipe(PROMPTS[0], order="zipar:window=2")
 
 
@@ -190,7 +190,7 @@ def test_initial_weights_are_the_published_ones():
 
 def test_the_recipe_s_masks_and_divergence():
     """Rows know as many tokens as each other; the divergence is zero for the posterior itself."""
-    stage = object.__new__(mar_draw.DrawStage)
+    stage = object.__new__(mar_draw.MARStage)
     plan = schedule(1000, learned=True).steps
     stage.low, stage.high, stage.move = (part.flip(0) for part in (plan.low, plan.high, plan.move))
     stage.noise = (1 - cosine_levels().float()).sqrt()
@@ -211,12 +211,12 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
          "--every", "9", "--every-prompt", "44"]
     )  # fmt: skip
     write_tokens(options, mar_draw.included_autoencoder())
-    stage = mar_draw.DrawStage(options, 0)
+    stage = mar_draw.MARStage(options, 0)
     values, classes, known, hidden = stage.batch()
     assert values.shape == (4, 64, 8) and known.sum(1).unique().numel() == 1 and int(classes.min()) >= UNCONDITIONAL
     assert not bool(known.gather(1, hidden).any())
     stage.run()
-    mar_draw.DraftStage(options, 0).run()
+    mar_draw.MARDraftStage(options, 0).run()
     mar_card.finish(options)
     for name in mar_card.NAMES.values():
         assert isinstance(load(tmp_path / name), MARPainter)

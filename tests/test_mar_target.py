@@ -13,7 +13,7 @@ from visspec.accept.coupled import Coupled
 from visspec.accept.legacy import Legacy
 from visspec.accept.surrogate import Surrogate
 from visspec.loop.decode import decode
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.models.drafters.mar import SmallMAR
 from visspec.models.nets.diffusion_head import schedule
 from visspec.models.nets.latents import unpatched
@@ -67,22 +67,22 @@ def ruled(target, **options):
 
 
 def images(state):
-    return torch.stack([state.tape.values(row) for row in range(len(state.tokens))])
+    return torch.stack([state.output.values(row) for row in range(len(state.tokens))])
 
 
 def plain(target, *args, **options):
-    return decode(target, None, ruled(target), request(*args, **options), Pace(1, False))
+    return decode(target, None, ruled(target), request(*args, **options), AdaptiveLength(1, False))
 
 
 # --- laws of nodes ---------------------------------------------------------------------------------------------------
 
 
-def outputs(law):
+def outputs(distribution):
     """What a law says at some points, for every chain."""
     g = torch.Generator().manual_seed(5)
-    count = law.shape[0] * law.shape[1]
+    count = distribution.shape[0] * distribution.shape[1]
     x, step = torch.randn(count, 3, SIZE, generator=g), torch.tensor([1, 4, STEPS - 1]).expand(count, -1)
-    mean, log_sigma, _ = law.kernel(x, step)
+    mean, log_sigma, _ = distribution.kernel(x, step)
     return x, step, mean, log_sigma
 
 
@@ -122,9 +122,12 @@ def test_every_node_has_the_law_of_its_prefix(model, guidance, kind, predicts):
     state.cache.put(torch.arange(TOKENS + 1).expand(3, -1), drafts)
     nodes = 5
     value = torch.stack([drafts[b, c : c + nodes] for b, c in enumerate(gained)])
-    found = target.verify(state, Draft(value, trees.chain(nodes - 1, "cpu"))).law
-    for law, counts in ((scores.law, [[0]] * 3), (found, [[c + n + 1 for n in range(nodes)] for c in gained])):
-        x, step, mean, log_sigma = outputs(law)
+    found = target.verify(state, Draft(value, trees.chain(nodes - 1, "cpu"))).distribution
+    for distribution, counts in (
+        (scores.distribution, [[0]] * 3),
+        (found, [[c + n + 1 for n in range(nodes)] for c in gained]),
+    ):
+        x, step, mean, log_sigma = outputs(distribution)
         for chain, (row, count) in enumerate((b, count) for b in range(3) for count in counts[b]):
             if count >= TOKENS:
                 continue  # beyond the end
@@ -155,7 +158,7 @@ def test_together_all_nodes_see_what_was_known_before_the_draft(model):
             state.tokens[row].append(0)
     draft = Draft(torch.randn(2, 3, SIZE), trees.chain(2, "cpu"))
     one, all_three = (
-        outputs(t.verify(s, draft).law)[2].view(2, 3, 3, SIZE) for t, s in zip((separate, target), states)
+        outputs(t.verify(s, draft).distribution)[2].view(2, 3, 3, SIZE) for t, s in zip((separate, target), states)
     )
     torch.testing.assert_close(all_three[:, 0], one[:, 0])
     assert not torch.allclose(all_three[:, 1:], one[:, 1:], atol=1e-3)
@@ -170,7 +173,7 @@ def test_a_row_is_drawn_alike_alone_and_in_a_batch(target, guidance):
     alone = request([4], Sampling(1.0, guidance=guidance))
     g = generators(3)[1]
     alone.generators = [g]
-    found = images(decode(target, None, ruled(target), alone, Pace(1, False)))
+    found = images(decode(target, None, ruled(target), alone, AdaptiveLength(1, False)))
     torch.testing.assert_close(found[0], together[1], rtol=0, atol=1e-4)
 
 
@@ -219,38 +222,38 @@ def test_a_drafter_that_is_the_target_is_always_accepted(model, target, guidance
     sampling = Sampling(1.0, guidance=guidance)
     drafter = SmallMAR(MARImages(model, plan=PLAN))
     drafter.attach(target.family)
-    state = decode(target, drafter, ruled(target), request([1, 4, 0], sampling), Pace(3, False))
+    state = decode(target, drafter, ruled(target), request([1, 4, 0], sampling), AdaptiveLength(3, False))
     other = plain(target, [1, 4, 0], sampling)
     order, index = state.request.inputs.order[:, :4], torch.arange(3)[:, None]
     # the numbers of a bonus token are used in another way
     torch.testing.assert_close(images(state)[index, order], images(other)[index, order], rtol=0, atol=1e-4)
-    assert [r.gained for r in state.trace.rounds] == [[4, 4, 4], [4, 4, 4]]
+    assert [r.committed for r in state.trace.rounds] == [[4, 4, 4], [4, 4, 4]]
 
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_other_drafts_are_verified_row_by_row(target, window):
     drafter = SmallMAR(MARImages(network(0, 0.079), plan=PLAN))
     asked = request([1, 4, 0, 2, 3], Sampling(1.0, guidance=2.0))
-    state = decode(target, drafter, ruled(target, window=window), asked, Pace(3, False))
-    gained = [count for r in state.trace.rounds for count in r.gained]
+    state = decode(target, drafter, ruled(target, window=window), asked, AdaptiveLength(3, False))
+    gained = [count for r in state.trace.rounds for count in r.committed]
     assert min(gained) < max(gained) and bool(images(state).isfinite().all())
     assert all(len(tokens) == TOKENS for tokens in state.tokens)
 
 
 def test_the_first_tokens_can_be_left_undrafted(model, target):
     drafter = SmallMAR(MARImages(model, plan=PLAN), wait=4)
-    state = decode(target, drafter, ruled(target), request([1]), Pace(2, False))
+    state = decode(target, drafter, ruled(target), request([1]), AdaptiveLength(2, False))
     assert [r.levels for r in state.trace.rounds] == [0, 0, 0, 0, 2, 0]
-    assert [r.gained for r in state.trace.rounds] == [[1], [1], [1], [1], [3], [1]]
+    assert [r.committed for r in state.trace.rounds] == [[1], [1], [1], [1], [3], [1]]
 
 
 def test_a_drafter_follows_rounds_without_drafts(model, target):
-    class Uneven(Pace):
+    class Uneven(AdaptiveLength):
         def depth(self, state):
             return (0, 2, 0, 1)[len(state.trace.rounds) % 4]
 
     state = decode(target, SmallMAR(MARImages(model, plan=PLAN)), ruled(target), request([1, 3]), Uneven(2, False))
-    assert [r.gained for r in state.trace.rounds] == [[1, 1], [3, 3], [1, 1], [2, 2], [1, 1]]
+    assert [r.committed for r in state.trace.rounds] == [[1, 1], [3, 3], [1, 1], [2, 2], [1, 1]]
     order, index = state.request.inputs.order[:, :8], torch.arange(2)[:, None]
     assert torch.equal(state.memory.values[:, :8], images(state)[index, order])  # it has seen all that was drawn
 
@@ -261,7 +264,7 @@ def test_what_is_known_is_what_was_drawn(rule, together):
     target = MARTarget(MARImages(network(0), plan=PLAN, together=together))
     drafter, rule = SmallMAR(MARImages(network(1, 0.15), plan=PLAN)), rule()
     rule.bind(target.capabilities)
-    state = decode(target, drafter, rule, request([1, 4, 0], Sampling(1.0, guidance=2.0)), Pace(3, False))
+    state = decode(target, drafter, rule, request([1, 4, 0], Sampling(1.0, guidance=2.0)), AdaptiveLength(3, False))
     index, order = torch.arange(3)[:, None], state.request.inputs.order
     drawn = images(state)[index, order]
     rows = slice(None) if len(state.cache.values) == 3 else state.rows

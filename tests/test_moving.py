@@ -67,13 +67,13 @@ def test_a_cast_model_drafts_as_one_that_was_born_so(kind, ragged):
         assert result.stats.faults == 0 and result.stats.tau >= 1 and fast.dtype == torch.bfloat16
         assert fast.target.masks.dtype == torch.bfloat16
         if kind == "features":
-            assert fast.drafter.inner.dtype == fast.drafter.inner.fold.qkv.dtype == torch.bfloat16
+            assert fast.drafter.inner.dtype == fast.drafter.inner.fuse.qkv.dtype == torch.bfloat16
         if kind == "none":
             assert torch.equal(result.output, model.generate(**given, **GREEDY))
         move.float()
         result = fast.run(**ragged, **GREEDY)
         assert torch.equal(result.output, model.generate(**ragged, **GREEDY)) and result.stats.faults == 0
-    assert fast.pairing is fast.pairing, "built once"
+    assert fast.setup is fast.setup, "built once"
 
 
 def test_tables_move_with_the_model():
@@ -97,7 +97,7 @@ def test_copies_of_an_accelerated_model(kind, way):
     options = {**inputs, "max_new_tokens": 300, "do_sample": False}  # long enough for tables to grow
     expected = fast.generate(**options)
     other = way(fast)
-    assert type(other) is Accelerated and other.model is not model and other.pace.levels == 3
+    assert type(other) is Accelerated and other.model is not model and other.length_policy.levels == 3
     assert other.rule.epsilon == fast.rule.epsilon and other.name == fast.name
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()
@@ -173,16 +173,14 @@ def test_a_cast_pipeline(by):
     move = pipe if by == "pipeline" else pipe.model
     move.to(torch.bfloat16)
     drawn = [tokens(pipe, **m) for m in methods]
-    assert (
-        pipe.pairing(learned, "exact").target.masks.dtype == learned.dtype == learned.embed.weight.dtype == pipe.dtype
-    )
+    assert pipe.setup(learned, "exact").target.masks.dtype == learned.dtype == learned.embed.weight.dtype == pipe.dtype
     assert pipe.dtype == torch.bfloat16 and torch.equal(drawn[0], drawn[1]), "still what plain drawing gives"
     move.to(torch.float32)
     pipe.model.load_state_dict(weights)
     pipe.to(torch.float32)
     for method, want in zip(methods, expected):
         assert torch.equal(tokens(pipe, **method), want)
-    assert not learned.fold.qkv.is_inference() and not learned.embed.weight.is_inference()
+    assert not learned.fuse.qkv.is_inference() and not learned.embed.weight.is_inference()
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

@@ -7,15 +7,15 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
+from tests.distributions import verdicts
 from tests.doubles import drafted
-from tests.laws import verdicts
 from visspec import tree as trees
 from visspec.accept import multidraft
 
 KINDS = [(k, replacement) for k in (1, 2, 3) for replacement in (True, False)]
 
 
-def laws(seed, vocab=5, sharpness=1.5):
+def distributions(seed, vocab=5, sharpness=1.5):
     draw = torch.Generator().manual_seed(seed)
     normal = torch.randn(2, vocab, generator=draw, dtype=torch.float64)
     return torch.softmax(sharpness * normal, -1)
@@ -28,11 +28,11 @@ def every_tuple(q, k, replacement):
             continue
         given = []
         for n in range(k):
-            law = q.clone()
+            distribution = q.clone()
             if not replacement:
-                law[list(tokens[:n])] = 0.0
-            given.append(law / law.sum())
-        yield tokens, given, prod(float(law[t]) for t, law in zip(tokens, given))
+                distribution[list(tokens[:n])] = 0.0
+            given.append(distribution / distribution.sum())
+        yield tokens, given, prod(float(distribution[t]) for t, distribution in zip(tokens, given))
 
 
 def transport(p, q, k, replacement):
@@ -50,7 +50,7 @@ def transport(p, q, k, replacement):
 @pytest.mark.parametrize("k,replacement", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_is_the_linear_program(k, replacement, seed):
-    p, q = laws(seed)
+    p, q = distributions(seed)
     if seed == 2:
         p = torch.where(p == p.max(), 0.0, p) / (1 - p.max())  # a token that the target never takes
     assert multidraft.optimal(p, q, k, replacement) == pytest.approx(transport(p, q, k, replacement), abs=1e-9)
@@ -60,7 +60,7 @@ def test_the_bound_is_the_linear_program(k, replacement, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_rule_reaches_what_is_said_and_not_more_than_the_bound(k, replacement, seed):
     """The rule by enumeration of drafts and verdicts."""
-    p, q = laws(seed)
+    p, q = distributions(seed)
     total = 0.0
     for tokens, given, chance in every_tuple(q, k, replacement):
         draft = drafted(torch.tensor([[0, *tokens]]), trees.static((-1, *[0] * k)), torch.stack([q, *given])[None])
@@ -76,7 +76,7 @@ def test_the_rule_reaches_what_is_said_and_not_more_than_the_bound(k, replacemen
 
 def test_one_coupled_draft_agrees_as_often_as_the_formula_says():
     """Sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x): both argmaxes are x."""
-    p, q = laws(4)
+    p, q = distributions(4)
     formula = sum(1 / float(torch.maximum(p / p[x], q / q[x]).sum()) for x in range(len(p)))
     said = multidraft.coupled(p, q, 1, 200_000, torch.Generator().manual_seed(0))
     assert said == pytest.approx(formula, abs=0.005)

@@ -17,7 +17,7 @@ from transformers import (
 
 from visspec.api import zoo
 from visspec.eval.world.palette import CLASSES, COLOURS
-from visspec.eval.world.scene import HELD_OUT_SEED, Scene, Shape
+from visspec.eval.world.scene import HELD_OUT_SEED, Shape, ShapeScene
 from visspec.eval.world.suite import parse, suite, vocabulary
 from visspec.eval.world.worlds import world
 from visspec.recipes import (
@@ -89,7 +89,7 @@ def test_a_patch_has_one_code_wherever_it_stands(low):
     step = painter_build.PATCH / painter_data.SIDE[low]
     at = [Shape("ring", "red", 0.3, 0.35, 0.14), Shape("ring", "red", 0.3 + step, 0.35, 0.14)]
     other = Shape("bar", "blue", 0.7, 0.75, 0.13)
-    scenes = [Scene(()), Scene((at[0],)), Scene((at[0], other)), Scene((at[1],))]
+    scenes = [ShapeScene(()), ShapeScene((at[0],)), ShapeScene((at[0], other)), ShapeScene((at[1],))]
     codes, ink = composed(vq, scenes, low)
     assert codes.shape == ink.shape == (4, side, side)
     assert len(codes[0].unique()) == 1 and not ink[0].any()
@@ -107,14 +107,14 @@ def test_settled_scenes_stand_on_the_grid_and_keep_apart():
         assert all(shape.radius in painter_data.RADII for shape in scene.shapes)
         places = [at / painter_data.STEP for shape in scene.shapes for at in (shape.x, shape.y)]
         assert places == pytest.approx([round(place) for place in places])
-    close = Scene((Shape("ring", "red", 0.3, 0.3, 0.13), Shape("bar", "red", 0.5, 0.3, 0.13)))
+    close = ShapeScene((Shape("ring", "red", 0.3, 0.3, 0.13), Shape("bar", "red", 0.5, 0.3, 0.13)))
     assert painter_data.settled(close) is None
-    assert painter_data.settled(Scene((Shape("ring", "red", 0.1, 0.5, 0.13),))) is None  # over the edge
+    assert painter_data.settled(ShapeScene((Shape("ring", "red", 0.1, 0.5, 0.13),))) is None  # over the edge
 
 
 def test_progress_says_what_has_been_begun():
     metadata = parse("a photo of a red bar and a blue ring")
-    scene = Scene((Shape("ring", "blue", 6 / 12, 3 / 12, 13 / 96), Shape("bar", "red", 4 / 12, 9 / 12, 13 / 96)))
+    scene = ShapeScene((Shape("ring", "blue", 6 / 12, 3 / 12, 13 / 96), Shape("bar", "red", 4 / 12, 9 / 12, 13 / 96)))
     shown = np.zeros((12, 12), bool)
     shown[2:5, 5:7], shown[8:10, 2:6] = True, True
     begun = painter_reading.progress(metadata, scene, shown)
@@ -131,7 +131,7 @@ def test_progress_says_what_has_been_begun():
 
 def test_reading_counts_what_a_prompt_says_only_where_there_is_one():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_reading.Reading(8, tokenizer.get_vocab(), 4)
+    reading = painter_reading.ProbeHeads(8, tokenizer.get_vocab(), 4)
     ids = painter_tokens.prompt_ids(tokenizer, ["a photo of three crosses", "a photo of a bar above a star"])
     begun, layers, looks = torch.zeros(2, 16, 7, dtype=torch.long), torch.randn(2, 2, 16, 8), torch.rand(2, 16, 12)
     both, first = (reading(*layers, looks, ids, torch.tensor(asked), begun) for asked in ([1.0, 1.0], [1.0, 0.0]))
@@ -144,7 +144,7 @@ def test_reading_counts_what_a_prompt_says_only_where_there_is_one():
 
 def test_reading_looks_at_the_class_of_a_shape_while_it_is_new():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_reading.Reading(8, tokenizer.get_vocab(), 2)  # a shape is new for four codes
+    reading = painter_reading.ProbeHeads(8, tokenizer.get_vocab(), 2)  # a shape is new for four codes
     ids = painter_tokens.prompt_ids(tokenizer, ["a photo of a red bar and a blue star"])
     star = (ids[0] == tokenizer.convert_tokens_to_ids("star")).nonzero().item()
     begun, layers, looks = torch.zeros(1, 9, 7, dtype=torch.long), torch.randn(2, 1, 9, 8), torch.rand(1, 9, 12)
@@ -159,7 +159,7 @@ def test_reading_looks_at_the_class_of_a_shape_while_it_is_new():
 
 def test_reading_tells_the_colour_that_stands_before_a_class():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_reading.Reading(len(tokenizer.get_vocab()), tokenizer.get_vocab(), 4)
+    reading = painter_reading.ProbeHeads(len(tokenizer.get_vocab()), tokenizer.get_vocab(), 4)
     ids = painter_tokens.prompt_ids(tokenizer, ["a photo of a red bar and a blue star", "a photo of a ring"])
     with torch.no_grad():
         reading.told.weight.zero_(), reading.told.bias.zero_()
@@ -196,7 +196,7 @@ def test_training_seeds_stay_below_the_held_out_ones():
 
 def test_reading_labels_say_what_the_prompt_asks_for():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_reading.Reading(8, tokenizer.get_vocab(), 12)
+    reading = painter_reading.ProbeHeads(8, tokenizer.get_vocab(), 12)
     prompts = ["a photo of three crosses", "a photo of a bar above a star", "a photo of a red star and a pink ring"]
     labels = torch.stack(reading.labels(painter_tokens.prompt_ids(tokenizer, prompts)), 1)
     kinds, colours = list(CLASSES), list(COLOURS)

@@ -3,7 +3,8 @@
 A position is drafted anew in every round until it is committed, each time with the same number. That is sound as long
 as nothing judged so far depends on the number: then the law of the draft, given all that happened, is the q it reports.
 A branch of the enumeration is (committed tokens, where each position's u may still lie); the drafters' own code
-(`sampling.propose`, `feature_tree.Planned`) makes the drafts, in float64. Two tokens, so that one u decides a draw.
+(`sampling.propose`, `feature_tree.StaticTreeBuilder`) makes the drafts, in float64. Two tokens, so that one u decides a
+draw.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.laws import context_law, plain_law, split, total_variation, verdicts
+from tests.distributions import context_law, plain_law, split, total_variation, verdicts
 from visspec import sampling
 from visspec import tree as trees
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.models.drafters import feature_tree
 from visspec.sampling import Uniform
 from visspec.types import Sampling
@@ -39,13 +40,13 @@ class Chain:
     def draft(self, committed, numbers, depth):
         window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
         state = SimpleNamespace(noise=Uniform.of(window), request=SimpleNamespace(sampling=Sampling(temperature=1.0)))
-        pending, tokens, laws = torch.tensor([committed[-1]]), [], []
+        pending, tokens, distributions = torch.tensor([committed[-1]]), [], []
         for level in range(depth):
             logits = self.q((*committed, *(int(t) for t in tokens))).log()[None]
-            token, law = sampling.propose(logits, state, level)
+            token, distribution = sampling.propose(logits, state, level)
             tokens.append(token)
-            laws.append(law)
-        return trees.chain_draft(pending, torch.stack(tokens, 1), Categorical.chain(laws))
+            distributions.append(distribution)
+        return trees.chain_draft(pending, torch.stack(tokens, 1), Categorical.chain(distributions))
 
 
 class Planned(Chain):
@@ -66,7 +67,7 @@ class Planned(Chain):
         u = torch.tensor(numbers or [0.5], dtype=torch.float64)
         gumbel = torch.stack([torch.zeros_like(u), ((1 - u) / u).log()], dim=-1)[None]
         # The plan always has its full depth: only then does it know who of the last level drawn here gets children.
-        planned = feature_tree.Planned(torch.tensor([committed[-1]]), self.counts[: max(depth, 1)], gumbel)
+        planned = feature_tree.StaticTreeBuilder(torch.tensor([committed[-1]]), self.counts[: max(depth, 1)], gumbel)
         paths = [()]
         if depth < len(self.counts):
             planned.levels = feature_tree.plan(self.counts, "cpu")[1]
@@ -79,7 +80,7 @@ class Planned(Chain):
 
 def process_law(drafter, p, shift=lambda gained: gained):
     """Joint law of SIZE tokens. `shift`: how far the numbers move when so many tokens were gained."""
-    law, branches = torch.zeros((2,) * SIZE, dtype=torch.float64), {}
+    distribution, branches = torch.zeros((2,) * SIZE, dtype=torch.float64), {}
     fresh = ((0.0, 1.0),) * drafter.depth
     for y in range(2):
         branches[(y,), fresh] = float(p(())[y])
@@ -87,7 +88,7 @@ def process_law(drafter, p, shift=lambda gained: gained):
         new = {}
         for (committed, spans), weight in branches.items():
             if len(committed) == SIZE:
-                law[committed] += weight
+                distribution[committed] += weight
                 continue
             depth = min(drafter.depth, SIZE - len(committed) - 1)
             for parts, likely in narrowed(drafter, committed, spans, depth):
@@ -98,7 +99,7 @@ def process_law(drafter, p, shift=lambda gained: gained):
                     key = ((*committed, *gained), after if len(committed) + len(gained) < SIZE else None)
                     new[key] = new.get(key, 0.0) + weight * likely * share
         branches = new
-    return law
+    return distribution
 
 
 def narrowed(drafter, committed, spans, depth, level=0):
@@ -129,13 +130,13 @@ def _float64(monkeypatch):
 @pytest.mark.parametrize("name", list(DRAFTERS))
 def test_numbers_of_a_position_keep_the_law(name, seed):
     p, drafter = context_law(2, seed), DRAFTERS[name](context_law(2, seed + 7))
-    law = process_law(drafter, p)
-    assert abs(float(law.sum()) - 1) < 1e-12
-    assert total_variation(law, plain_law(p, 2, SIZE)) < 1e-12
+    distribution = process_law(drafter, p)
+    assert abs(float(distribution.sum()) - 1) < 1e-12
+    assert total_variation(distribution, plain_law(p, 2, SIZE)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["chain", "static 1-1-2"])
 def test_numbers_that_stay_while_positions_move_are_seen(name):
     p, drafter = context_law(2, 0), DRAFTERS[name](context_law(2, 7))
-    law = process_law(drafter, p, shift=lambda gained: gained - 1)
-    assert total_variation(law, plain_law(p, 2, SIZE)) > 1e-3
+    distribution = process_law(drafter, p, shift=lambda gained: gained - 1)
+    assert total_variation(distribution, plain_law(p, 2, SIZE)) > 1e-3

@@ -11,7 +11,7 @@ from tests.doubles import Double, drafted, fast, new_tokens, stock
 from tests.tiny import prompt, shapes
 from visspec import tree as trees
 from visspec.cache import GROW, SlotCache, visibility
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.stream import filled
 from visspec.types import Round
 
@@ -140,23 +140,28 @@ def test_trees_that_are_none(parent):
 def test_growing_keeps_the_best(rows, width, levels, nodes, seed):
     """Against a naive best-first growth with dictionaries."""
     generator = torch.Generator().manual_seed(seed)
-    law = lambda prefix: torch.randn(9, generator=generator.manual_seed(hash((seed, *prefix)) % 2**31)).log_softmax(-1)  # noqa: E731
-    growing = trees.Growing(torch.arange(rows), width)
+
+    def distribution(prefix):
+        return torch.randn(9, generator=generator.manual_seed(hash((seed, *prefix)) % 2**31)).log_softmax(-1)
+
+    tree_builder = trees.TreeBuilder(torch.arange(rows), width)
     frontier = [[(b,)] for b in range(rows)]
     naive: list[dict[tuple[int, ...], float]] = [{} for _ in range(rows)]
     for _ in range(levels):
-        laws = torch.stack([torch.stack([law(prefix) for prefix in frontier[b]]) for b in range(rows)])
-        tokens, above = growing.grow(laws)
+        distributions = torch.stack(
+            [torch.stack([distribution(prefix) for prefix in frontier[b]]) for b in range(rows)]
+        )
+        tokens, above = tree_builder.grow(distributions)
         for b in range(rows):
             children = {}
             for i, prefix in enumerate(frontier[b]):
-                for token in laws[b, i].topk(width).indices.tolist():
-                    children[(*prefix, token)] = naive[b].get(prefix, 0.0) + float(laws[b, i, token])
+                for token in distributions[b, i].topk(width).indices.tolist():
+                    children[(*prefix, token)] = naive[b].get(prefix, 0.0) + float(distributions[b, i, token])
             naive[b] |= children
             best = sorted(children, key=children.get, reverse=True)[:width]
             frontier[b] = [(*frontier[b][int(a)], int(t)) for t, a in zip(tokens[b], above[b])]
             assert set(frontier[b]) == set(best)
-    draft = growing.finish(nodes)
+    draft = tree_builder.finish(nodes)
     assert draft.tree.size == 1 + min(nodes, sum(len(n) for n in naive[:1]))
     for b in range(rows):
         index = trees.paths(draft.tree)[b].tolist()
@@ -166,13 +171,15 @@ def test_growing_keeps_the_best(rows, width, levels, nodes, seed):
 
 
 def test_a_parent_is_kept_before_a_child_that_is_as_likely():
-    growing = trees.Growing(torch.zeros(1, dtype=torch.long), 2)
+    tree_builder = trees.TreeBuilder(torch.zeros(1, dtype=torch.long), 2)
     for token in (2, 4, 1):
-        growing.grow(
-            torch.full((1, growing.frontier_total.shape[1], 5), float("-inf")).index_fill(2, torch.tensor(token), 0.0)
+        tree_builder.grow(
+            torch.full((1, tree_builder.frontier_total.shape[1], 5), float("-inf")).index_fill(
+                2, torch.tensor(token), 0.0
+            )
         )
     for nodes, tokens in ((1, [0, 2]), (2, [0, 2, 4]), (3, [0, 2, 4, 1])):
-        draft = growing.finish(nodes)
+        draft = tree_builder.finish(nodes)
         assert draft.value[0].tolist() == tokens and draft.tree.parent[0].tolist() == list(range(-1, nodes))
 
 
@@ -268,11 +275,11 @@ def test_visibility(parent, lengths, spare):
 @given(st.data(), st.integers(1, 6))
 def test_pace_asks_within_limits(data, levels):
     """Whatever the times, the depth is within 0 .. min(levels, budget - 1)."""
-    pace = Pace(levels)
+    pace = AdaptiveLength(levels)
     for _ in range(60):
         budget = data.draw(st.integers(1, 9))
         times = {k: data.draw(st.floats(0, 1)) for k in ("verify", "accept", "draft", "observe")}
-        trace = Bag(latest=times, gave_up=0, rounds=[], asked=0, context=data.draw(st.sampled_from([0, 40, 5000])))
+        trace = Bag(latest=times, gave_up=0, rounds=[], requested=0, context=data.draw(st.sampled_from([0, 40, 5000])))
         state = Bag(budget=budget, trace=trace)
         depth = pace.depth(state)
         assert 0 <= depth <= min(levels, budget - 1)
@@ -284,10 +291,10 @@ def test_pace_asks_within_limits(data, levels):
 @pytest.mark.parametrize("where", ["verify", "accept"])
 def test_pace_sees_the_pass_wherever_the_host_waits_for_it(where):
     """On a device the pass is queued under `verify` and waited for under `accept`; its price is the same."""
-    pace = Pace(8)
+    pace = AdaptiveLength(8)
     for n in range(60):
         levels = n % 5
         times = {"verify": 0.001, "accept": 0.001, "draft": 0.0001 * levels, "observe": 0.0}
         times[where] += 0.02 * levels  # a level costs ten plain passes: nothing drafted can pay
-        pace.observe(Bag(latest=times, rounds=[Round(levels, [levels + 1], [False])], context=0, asked=levels))
+        pace.observe(Bag(latest=times, rounds=[Round(levels, [levels + 1], [False])], context=0, requested=levels))
     assert pace.best(8) == 0

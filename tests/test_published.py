@@ -18,7 +18,7 @@ from tests.test_eagle_heads import make, one_round
 from tests.tiny import llama, model_of, prompt, shapes, single_row
 from visspec.api import zoo
 from visspec.models.drafters import published
-from visspec.models.drafters.dflash import Block, BlockModel
+from visspec.models.drafters.dflash import BlockModel, DFlashVariant
 from visspec.models.drafters.published import form_of
 from visspec.models.nets.eagle_config import EagleConfig
 
@@ -840,7 +840,7 @@ def test_an_assistant_of_transformers_by_its_folder(tmp_path):
     target, assistant = muse_glimmer(), block_assistant()
     assistant.save_pretrained(tmp_path / "assistant")
     drafter, _ = zoo.drafter(str(tmp_path / "assistant"), target)
-    assert type(drafter) is BlockModel and drafter.form == Block()
+    assert type(drafter) is BlockModel and drafter.form == DFlashVariant()
     for a, b in zip(drafter.assistant.state_dict().values(), assistant.state_dict().values()):
         assert torch.equal(a, b)
     drafter.export(tmp_path / "again", "transformers")

@@ -168,14 +168,14 @@ def test_rounds_of_a_store_equal_those_with_masks(data):
                 parents = [[-1, *(data.draw(st.integers(0, n)) for n in range(nodes - 1))] for _ in range(live)]
                 tree = trees.from_parents(torch.tensor(parents), nodes)
             extent = slots.open(nodes, "cpu")
-            told = told_by(slots, tree, extent)
+            attn_metadata = told_by(slots, tree, extent)
             key, value = slots.write(0, states(keys, nodes), states(keys, nodes))
             query = states(keys * share, nodes)
-            assert ragged.is_told(told, query)
+            assert ragged.is_tree_metadata(attn_metadata, query)
             seen = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
             mask = seen.expand(live, -1, -1, -1)
-            assert torch.equal(ragged.seen(told, nodes, extent), mask)
-            found, _ = ragged.attend(None, query, key, value, told, True, 0.3)
+            assert torch.equal(ragged.seen(attn_metadata, nodes, extent), mask)
+            found, _ = ragged.attend(None, query, key, value, attn_metadata, True, 0.3)
             wide = [x.repeat_interleave(share, 1) for x in (key, value)]
             wanted = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
             assert found.shape == wanted.shape and found.is_contiguous()
@@ -210,11 +210,11 @@ def test_what_a_gpu_runs_equals_the_mask(backend, heads, keys, size, nodes):
     if backend == ragged.TREE:
         tree = trees.from_parents((torch.arange(nodes, device=device)[None].repeat(3, 1) - 1) // 2, nodes)
     extent = slots.open(nodes, device)
-    told, query = told_by(slots, tree, extent), states(heads, nodes)
+    attn_metadata, query = told_by(slots, tree, extent), states(heads, nodes)
     key, value = slots.write(0, states(keys, nodes), states(keys, nodes))
-    found, _ = ragged.attend(None, query, key, value, told, True, size**-0.5)
+    found, _ = ragged.attend(None, query, key, value, attn_metadata, True, size**-0.5)
     mask = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
-    assert torch.equal(ragged.seen(told, nodes, extent), mask.expand(3, -1, -1, -1))
+    assert torch.equal(ragged.seen(attn_metadata, nodes, extent), mask.expand(3, -1, -1, -1))
     wide = [x.repeat_interleave(heads // keys, 1).float() for x in (key, value)]
     wanted = F.scaled_dot_product_attention(query.float(), *wide, attn_mask=mask).transpose(1, 2)
     assert told_by.name == backend and float((found.float() - wanted).abs().max()) < 2e-2
@@ -228,15 +228,15 @@ def test_nothing_of_a_store_is_copied(on):
     slots.open(5, "cpu")
     slots.write(0, torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8))
     slots.commit([[0, 1, 2, 3, 4], [0, 1], [0, 1, 2]])
-    told = ragged.Backend(ragged.VARLEN, 2)(slots, trees.chain(2), slots.open(3, "cpu"))
+    attn_metadata = ragged.Backend(ragged.VARLEN, 2)(slots, trees.chain(2), slots.open(3, "cpu"))
     key, value = slots.write(0, torch.randn(3, 2, 3, 8), torch.randn(3, 2, 3, 8))
     query = torch.randn(3, 3, 4, 8).transpose(1, 2)
-    ragged.varlen(query, key, value, told, None)
+    ragged.varlen(query, key, value, attn_metadata, None)
     (k, v), (keys, values) = given[0], (slots.keys[0], slots.values[0])
     assert k.data_ptr() == keys.data_ptr() and v.data_ptr() == values.data_ptr()
-    assert told.untyped_storage().nbytes() == 3 * 4 * 4  # its second dimension takes no memory
+    assert attn_metadata.untyped_storage().nbytes() == 3 * 4 * 4  # its second dimension takes no memory
     for b in range(3):
-        first = int(told[0, 0, 1, b])
+        first = int(attn_metadata[0, 0, 1, b])
         assert torch.equal(k[first : first + 3, 1], keys[b, 1, :3])
 
 
@@ -380,10 +380,10 @@ def test_more_than_a_softmax_goes_to_stock_with_a_mask(on):
         rows = 1 if function is without_lengths else 2
         one = SlotCache(rows)
         one.keys, one.lengths, one.nodes = slots.keys, slots.lengths[:rows], 3
-        told = backend(one, trees.chain(2), extent)
+        attn_metadata = backend(one, trees.chain(2), extent)
         given = query[:rows], pair[0][:rows], pair[1][:rows]
         with pytest.warns(RuntimeWarning, match=f"attention: got .*{why}"):
-            found, _ = entry(module, *given, told, **more)
+            found, _ = entry(module, *given, attn_metadata, **more)
         wanted, _ = entry.stock(module, *given, mask[:rows], **more)
         assert torch.equal(found, wanted) and backend.name == ragged.MASK
 
@@ -412,7 +412,7 @@ def test_masks_of_others_are_not_mistaken():
         torch.ones(2, 1, 3, 9, dtype=torch.uint8), torch.ones(2, 1, 3, 9, dtype=torch.bool), torch.ones(2, 1, 4, 9),
         torch.ones(1, 1, 3, 3, dtype=torch.int32),
     ):  # fmt: skip
-        assert not ragged.is_told(other, query)
+        assert not ragged.is_tree_metadata(other, query)
 
 
 def test_two_threads_tell_different_passes(on):

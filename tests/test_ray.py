@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_cli import refused
 from visspec.api import distributed, sources
-from visspec.api.distributed import Claims, Pool, Worker, groups
+from visspec.api.distributed import Claims, RayWorker, WorkerPool, groups
 from visspec.api.shards import Shards
 from visspec.api.sources import Record, seed_of
 from visspec.cli import ray_shards
@@ -29,7 +29,7 @@ def loud():
     return lambda records: ({"id": r.id, "text": r.id.upper(), "error": r.error} for r in records)
 
 
-class Alone(Worker):
+class Alone(RayWorker):
     """A worker in this process."""
 
     def _ask(self, what, *values):
@@ -51,7 +51,7 @@ def test_a_shard_is_named_after_its_ids_and_made_once(shards, monkeypatch):
     with shards.opened({"a": 1}), pytest.raises(ValueError, match="another run is writing"):
         shards.opened({"a": 1})
     with shards.opened({"a": 1}):
-        worker = Alone(make, shards, Claims(set()), Pool(), os.getcwd())
+        worker = Alone(make, shards, Claims(set()), WorkerPool(), os.getcwd())
         records = [Record("b"), Record("a")]
         first, again = worker.written(records), worker.written(records[::-1])
     assert made == ["b", "a"] and first["shard"] == again["shard"] and shards.ids() == {"a", "b"}
@@ -84,7 +84,7 @@ def test_records_travel_as_tables():
 
 def test_ids_that_are_no_text_are_known_again(shards):
     """Ids of file names that are not UTF-8; two lists of ids are not one name of a shard."""
-    worker, ids = Alone(loud, shards, Claims(set()), Pool(), os.getcwd()), ["h\udcffme", "\ud800", "a\nb"]
+    worker, ids = Alone(loud, shards, Claims(set()), WorkerPool(), os.getcwd()), ["h\udcffme", "\ud800", "a\nb"]
     shards.folder.mkdir()
     worker.written([Record(id) for id in ids])
     assert shards.ids() == {"h\\udcffme", "\\ud800", "a\nb"}
@@ -149,8 +149,8 @@ def test_the_record_that_kills_workers_is_found_and_the_others_are_made(shards):
     claims, records = Claims(set()), [Record(id) for id in "abc"]
     for _ in range(3):  # the first time all at once, then twice at "b"
         with pytest.raises(Died):
-            Alone(make, shards, claims, Pool(), os.getcwd()).written(records)
-    told = Alone(make, shards, claims, Pool(), os.getcwd()).written(records)
+            Alone(make, shards, claims, WorkerPool(), os.getcwd()).written(records)
+    told = Alone(make, shards, claims, WorkerPool(), os.getcwd()).written(records)
     found = {row["id"]: row for row in shards.read()}
     assert found["a"]["text"] == "A" and found["c"]["error"] is None and "2 workers died at it" in found["b"]["error"]
     assert told["errors"] == [found["b"]["error"]]
@@ -164,9 +164,9 @@ def test_workers_that_die_while_they_load_are_a_sentence(shards):
 
     for _ in range(2 + 2):
         with pytest.raises(MemoryError):
-            Alone(make, shards, claims, Pool(2), os.getcwd())
+            Alone(make, shards, claims, WorkerPool(2), os.getcwd())
     with pytest.raises(ValueError, match="workers died while they loaded the model"):
-        Alone(make, shards, claims, Pool(2), os.getcwd())
+        Alone(make, shards, claims, WorkerPool(2), os.getcwd())
 
 
 def test_the_seed_of_a_record_follows_from_its_id():
@@ -212,7 +212,7 @@ def test_bad_input_is_a_sentence(argv, words, tmp_path, capsys, monkeypatch):
 
 
 def test_a_prompt_that_cannot_be_drawn_is_an_error_record(pipe):
-    from visspec.cli.generate_ray import COLUMNS, Drawing
+    from visspec.cli.generate_ray import COLUMNS, RecordImages
 
     records = [
         Record("a", prompt="a ring"),
@@ -220,7 +220,7 @@ def test_a_prompt_that_cannot_be_drawn_is_an_error_record(pipe):
         Record("odd", prompt="a \ud800"),
         Record("none", error="none: no prompt"),
     ]
-    drawing = Drawing(pipe, {"batch_size": 2, "temperature": 1.0}, seed=5)
+    drawing = RecordImages(pipe, {"batch_size": 2, "temperature": 1.0}, seed=5)
     found = {row["id"]: row for row in drawing(records)}
     assert set(found["a"]) == set(COLUMNS) and found["none"]["error"] == "none: no prompt"
     assert found["long"]["error"].startswith("long: ") and found["long"]["image"] is None
@@ -235,7 +235,7 @@ def test_a_prompt_that_cannot_be_drawn_is_an_error_record(pipe):
 @pytest.fixture(scope="module")
 def cluster():
     ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'visspec[ray]')")
-    with distributed.cluster(Pool(workers=3)):
+    with distributed.cluster(WorkerPool(workers=3)):
         yield ray
 
 
@@ -260,21 +260,21 @@ def test_workers_that_are_killed_lose_nothing(cluster, tmp_path):
     ids, complaints = [f"r{i:02}" for i in range(20)], []
     readers = [lambda: map(Record, ids), lambda: map(Record, ids[:2])]
     with shards.opened({}):
-        told = list(distributed.run(readers, make, shards, pool=Pool(2), size=4, complain=complaints.append))
+        told = list(distributed.run(readers, make, shards, pool=WorkerPool(2), size=4, complain=complaints.append))
     found = {row["id"]: row for row in shards.read()}
     assert len(list(shards.read(["id"]))) == 20 and sorted(found) == ids and sum(t["records"] for t in told) == 20
     assert [id for id, row in found.items() if row["error"]] == ["r13"] and found["r05"]["text"] == "R05"
     assert sorted(complaints) == [f"r0{i}: got this id twice, expected one record of each" for i in (0, 1)]
     with shards.opened({}):
-        assert list(distributed.run([lambda: map(Record, ids)], make, shards, pool=Pool(1))) == []
+        assert list(distributed.run([lambda: map(Record, ids)], make, shards, pool=WorkerPool(1))) == []
 
     def broken():
         raise ValueError("model: got none, expected one")
 
     with shards.opened({}), pytest.raises(ValueError, match="model: got none, expected one"):
-        list(distributed.run([lambda: map(Record, ["new"])], broken, shards, pool=Pool(1)))
+        list(distributed.run([lambda: map(Record, ["new"])], broken, shards, pool=WorkerPool(1)))
     with pytest.raises(ValueError, match="workers: got 9 of 1 CPU each, expected at most"):
-        list(distributed.run(readers, make, shards, pool=Pool(9)))
+        list(distributed.run(readers, make, shards, pool=WorkerPool(9)))
 
 
 @pytest.mark.slow
@@ -303,12 +303,12 @@ def test_captions_of_two_processes_are_those_of_one(cluster, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_images_of_two_processes_are_those_of_one(cluster, pipe, folder, tmp_path):
-    from visspec.cli.generate_ray import Drawing
+    from visspec.cli.generate_ray import RecordImages
 
     out = tmp_path / "out"
     argv = ["generate", "a ring", "a cube", "-n", "2", "--ray", "--shard", "1", "--out", str(out), "--seed", "5"]
     assert main([*argv, "--model", str(folder)]) == 0
     found = {row["id"]: row["image"] for row in Shards(out, {}).read()}
     records = [Record(f"{text}#{k}", prompt=text) for text in ("a ring", "a cube") for k in range(2)]
-    drawing = Drawing(pipe, {"batch_size": 1}, 5)  # pixels round by the size of a batch
+    drawing = RecordImages(pipe, {"batch_size": 1}, 5)  # pixels round by the size of a batch
     assert found == {row["id"]: row["image"] for row in drawing(records)}

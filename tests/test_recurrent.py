@@ -115,7 +115,7 @@ def test_greedy_equals_stock(name, lengths):
 @pytest.mark.parametrize("most", [1, 4])
 def test_replays_are_bounded(name, most, monkeypatch):
     """With a small bound they are settled often, in rows that stand apart."""
-    monkeypatch.setattr(recurrent, "MOST", most)
+    monkeypatch.setattr(recurrent, "MAX_RECORDINGS", most)
     lengths = (12, 7, 3)
     inputs, expected = prompt(name, lengths), stock(name, lengths)
     fast = visspec.accelerate(model_of(name), Erring(expected, 0.5, 3, True), adaptive=False)
@@ -170,7 +170,7 @@ def test_a_rejection_costs_no_pass():
     finally:
         hook.remove()
     trace = result.state.trace
-    assert any(trace.rounds[n].tried[0] for n in range(len(trace.rounds)))
+    assert any(trace.rounds[n].had_rejection[0] for n in range(len(trace.rounds)))
     assert len(passes) == 1 + len(trace.rounds)
 
 

@@ -21,8 +21,8 @@ from tests.doubles import Oracle, chain_of, compact, drafted, fast, new_tokens, 
 from tests.test_eagle import make, opened
 from tests.tiny import VOCAB, llama, model_of, prompt, shapes, single_row
 from visspec import tree as trees
-from visspec.loop import pace as paces
-from visspec.loop.pace import Pace
+from visspec.loop import draft_length
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.models.drafters.ngram import NGram
 from visspec.models.drafters.small_model import SmallModel
@@ -111,7 +111,7 @@ def test_an_absent_child_was_not_tried():
         return drafted(tokens, trees.from_parents(torch.tensor([[-1, 0, 1]]), 2))
 
     first, origin, _ = decoded("even", write)
-    assert first.tried == [False, True] and [row[1] for row in origin] == ["bonus", "corrected"]
+    assert first.had_rejection == [False, True] and [row[1] for row in origin] == ["bonus", "corrected"]
 
 
 def test_rows_draft_no_further_than_they_would_alone():
@@ -135,61 +135,65 @@ def test_rows_draft_no_further_than_they_would_alone():
 # --- pace -------------------------------------------------------------------------------------------------------------
 
 
-def to_device(pace, rounds, verify=1e-3, draft=1e-4, context=0):
+def to_device(length_policy, rounds, verify=1e-3, draft=1e-4, context=0):
     """A pace that has seen rounds; times: seconds as functions of the levels."""
     verify, draft = (f if callable(f) else lambda levels, f=f: f for f in (verify, draft))
     for each in rounds:
         latest = {"verify": verify(each.levels), "accept": 0.0, "draft": draft(each.levels), "observe": 0.0}
-        pace.observe(Bag(rounds=[each], latest=latest, context=context, asked=each.levels))
-    return pace
+        length_policy.observe(Bag(rounds=[each], latest=latest, context=context, requested=each.levels))
+    return length_policy
 
 
 def test_rates_are_accepted_over_reached():
     """Half of what is drafted at each depth is kept: 100 rounds by hand, every second of them kept to the end."""
-    pace = to_device(Pace(3), [Round(3, [4], [False]), Round(3, [1], [True])] * 300)
-    assert pace.rate(1) == pytest.approx(0.5, abs=0.03)
-    assert pace.rate(2) == pytest.approx(1.0, abs=0.03) and pace.rate(3) == pytest.approx(1.0, abs=0.03)
-    pace = to_device(Pace(3), [Round(3, [2], [True])] * 300)
-    assert [pace.rate(d) for d in (1, 2)] == pytest.approx([1.0, 0.0], abs=0.03)
-    assert pace.rate(3) == pytest.approx(paces.PRIOR_RATE), "never reached"
+    length_policy = to_device(AdaptiveLength(3), [Round(3, [4], [False]), Round(3, [1], [True])] * 300)
+    assert length_policy.rate(1) == pytest.approx(0.5, abs=0.03)
+    assert length_policy.rate(2) == pytest.approx(1.0, abs=0.03) and length_policy.rate(3) == pytest.approx(
+        1.0, abs=0.03
+    )
+    length_policy = to_device(AdaptiveLength(3), [Round(3, [2], [True])] * 300)
+    assert [length_policy.rate(d) for d in (1, 2)] == pytest.approx([1.0, 0.0], abs=0.03)
+    assert length_policy.rate(3) == pytest.approx(draft_length.PRIOR_RATE), "never reached"
 
 
 def test_a_short_row_is_no_rejection_but_offers_less():
     """Beside a row that keeps five of five, one with a node and no more: rate 1 at depth 2, offered half."""
-    pace = to_device(Pace(5), [Round(5, [6, 2], [False, False])] * 300)
-    assert [pace.rate(d) for d in (1, 2, 5)] == pytest.approx([1.0] * 3, abs=0.03)
-    assert [pace.offered(d) for d in (1, 2, 3, 5)] == pytest.approx([1.0, 0.5, 1.0, 1.0], abs=0.03)
+    length_policy = to_device(AdaptiveLength(5), [Round(5, [6, 2], [False, False])] * 300)
+    assert [length_policy.rate(d) for d in (1, 2, 5)] == pytest.approx([1.0] * 3, abs=0.03)
+    assert [length_policy.offered(d) for d in (1, 2, 3, 5)] == pytest.approx([1.0, 0.5, 1.0, 1.0], abs=0.03)
 
 
 def test_drafting_that_costs_more_than_it_brings_is_left_out():
     """Every draft is kept. A level costs nothing to verify, and to draft little, or as much as two plain passes."""
     rounds = [Round(levels, [levels + 1], [False]) for levels in (1, 2, 3, 4)] * 20 + [Round(0, [1], [False])] * 20
-    assert to_device(Pace(4), rounds, draft=lambda levels: 1e-5 * levels).best(4) == 4
-    assert to_device(Pace(4), rounds, draft=lambda levels: 2e-3 * levels).best(4) == 0
-    assert to_device(Pace(4), rounds, verify=lambda levels: 1e-3 + 2e-3 * levels).best(4) == 0
+    assert to_device(AdaptiveLength(4), rounds, draft=lambda levels: 1e-5 * levels).best(4) == 4
+    assert to_device(AdaptiveLength(4), rounds, draft=lambda levels: 2e-3 * levels).best(4) == 0
+    assert to_device(AdaptiveLength(4), rounds, verify=lambda levels: 1e-3 + 2e-3 * levels).best(4) == 0
 
 
 def test_costs_are_fitted_again_where_the_prompt_is_longer():
     """Behind a short prompt a level costs nothing to verify, behind a long one as much as three plain passes."""
     rounds = [Round(levels, [levels + 1], [False]) for levels in (1, 2, 3, 4)] * 20 + [Round(0, [1], [False])] * 20
-    pace = to_device(Pace(4), rounds, draft=1e-5)
-    assert pace.best(4, pace.at(40)) == pace.best(4, pace.at(9000)) == 4, "what is known of short ones is the start"
-    to_device(pace, rounds[:4] * 3, verify=lambda levels: 1e-2 + 3e-2 * levels, draft=1e-5, context=9000)
-    assert pace.best(4, pace.at(40)) == 4 and pace.best(4, pace.at(9000)) == 0
-    assert pace.best(4, pace.at(20000)) == 0, "9,000 tokens are nearer than 40"
+    length_policy = to_device(AdaptiveLength(4), rounds, draft=1e-5)
+    assert length_policy.best(4, length_policy.at(40)) == length_policy.best(4, length_policy.at(9000)) == 4, (
+        "what is known of short ones is the start"
+    )
+    to_device(length_policy, rounds[:4] * 3, verify=lambda levels: 1e-2 + 3e-2 * levels, draft=1e-5, context=9000)
+    assert length_policy.best(4, length_policy.at(40)) == 4 and length_policy.best(4, length_policy.at(9000)) == 0
+    assert length_policy.best(4, length_policy.at(20000)) == 0, "9,000 tokens are nearer than 40"
 
 
 def test_a_drafter_that_rarely_offers_a_node_does_not_pay():
     """What it offers is always kept, at half the cost of a plain pass: worth it for every row, not for one in ten."""
     seen = [Round(1, [2] * 10, [False] * 10)] * 20 + [Round(0, [1] * 10, [False] * 10)] * 20
-    assert to_device(Pace(1), seen, draft=5e-4).best(1) == 1
+    assert to_device(AdaptiveLength(1), seen, draft=5e-4).best(1) == 1
     seen = [Round(1, [2] + [1] * 9, [False] * 10)] * 60 + [Round(0, [1] * 10, [False] * 10)] * 20
-    assert to_device(Pace(1), seen, draft=5e-4).best(1) == 0
+    assert to_device(AdaptiveLength(1), seen, draft=5e-4).best(1) == 0
 
 
 def test_a_line_forgets_what_it_was_taught_long_ago():
     """One slow round of eight levels, then 300 of four: what is left of the first says nothing of the slope."""
-    line = paces.Line()
+    line = draft_length.LinearCost()
     line.add(8, 100.0)
     for _ in range(300):
         line.add(4, 1.0)
@@ -199,62 +203,64 @@ def test_a_line_forgets_what_it_was_taught_long_ago():
 
 @pytest.mark.parametrize("weight", [1.0, 4.0])
 def test_untried_depths_have_the_rate_of_the_prior_whatever_it_weighs(weight, monkeypatch):
-    monkeypatch.setattr(paces, "PRIOR_WEIGHT", weight)
-    assert Pace(2).rate(1) == pytest.approx(paces.PRIOR_RATE) and Pace(2).offered(1) == 1.0
+    monkeypatch.setattr(draft_length, "PRIOR_WEIGHT", weight)
+    assert AdaptiveLength(2).rate(1) == pytest.approx(draft_length.PRIOR_RATE) and AdaptiveLength(2).offered(1) == 1.0
 
 
 @given(st.integers(1, 6), st.integers(0, 999))
 def test_the_best_depth_commits_most_tokens_a_second(levels, seed):
-    """Of all depths, by the formula at the head of `pace`; drafting at all must promise two per cent."""
-    random, pace = Random(seed), Pace(levels)
-    pace.rounds = 100
+    """Of all depths, by the formula at the head of `length_policy`; drafting at all must promise two per cent."""
+    random, length_policy = Random(seed), AdaptiveLength(levels)
+    length_policy.rounds = 100
     for d in range(levels):
-        pace.open[d] = random.uniform(1, 40)
-        pace.tried[d] = pace.open[d] * random.uniform(0.3, 1)
-        pace.kept[d] = pace.tried[d] * random.random()
+        length_policy.reached[d] = random.uniform(1, 40)
+        length_policy.attempts[d] = length_policy.reached[d] * random.uniform(0.3, 1)
+        length_policy.accepted[d] = length_policy.attempts[d] * random.random()
     prices = random.uniform(0, 0.3), random.uniform(0, 0.3)
     for d in range(levels + 1):
-        pace.costs[0].verify.add(d, 1 + prices[0] * d)
-        pace.costs[0].draft.add(d, prices[1] * d)
-    speed = [1 / pace.costs[0].verify.at(0)]
+        length_policy.costs[0].verify.add(d, 1 + prices[0] * d)
+        length_policy.costs[0].draft.add(d, prices[1] * d)
+    speed = [1 / length_policy.costs[0].verify.at(0)]
     for d in range(1, levels + 1):
-        reached = [math.prod(pace.offered(i) * pace.rate(i) for i in range(1, j + 1)) for j in range(d + 1)]
-        speed.append(sum(reached) / (pace.costs[0].verify.at(d) + pace.costs[0].draft.at(d)))
+        reached = [
+            math.prod(length_policy.offered(i) * length_policy.rate(i) for i in range(1, j + 1)) for j in range(d + 1)
+        ]
+        speed.append(sum(reached) / (length_policy.costs[0].verify.at(d) + length_policy.costs[0].draft.at(d)))
     pays = [d for d in range(1, levels + 1) if speed[d] > 1.02 * speed[0]]
-    assert pace.best(levels) == max(pays, key=speed.__getitem__, default=0)
-    assert pace.costs[0].verify.at(2.5) == pytest.approx(1 + prices[0] * 2.5)
+    assert length_policy.best(levels) == max(pays, key=speed.__getitem__, default=0)
+    assert length_policy.costs[0].verify.at(2.5) == pytest.approx(1 + prices[0] * 2.5)
 
 
 def test_a_rest_doubles_and_ends_with_success():
-    pace = to_device(Pace(2), [Round(0, [1], [False])] + [Round(2, [1], [True])] * 50, draft=1.0)
-    pace.costs[0].look, pace.lost = 1000, 0.0
+    length_policy = to_device(AdaptiveLength(2), [Round(0, [1], [False])] + [Round(2, [1], [True])] * 50, draft=1.0)
+    length_policy.costs[0].next_probe, length_policy.overhead = 1000, 0.0
     state = Bag(budget=9, trace=Bag(gave_up=0, context=0))
     assert (
-        pace.depth(state) == 0
-        and pace.costs[0].resting == paces.FIRST_REST
-        and pace.costs[0].rest == 2 * paces.FIRST_REST
+        length_policy.depth(state) == 0
+        and length_policy.costs[0].cooling == draft_length.FIRST_COOLDOWN
+        and length_policy.costs[0].cooldown == 2 * draft_length.FIRST_COOLDOWN
     )
-    assert [pace.depth(state) for _ in range(paces.FIRST_REST)] == [0] * paces.FIRST_REST
-    assert state.trace.gave_up == 1 + paces.FIRST_REST and pace.costs[0].resting == 0
-    to_device(pace, [Round(2, [2], [True])])
-    assert pace.costs[0].rest == paces.FIRST_REST
+    assert [length_policy.depth(state) for _ in range(draft_length.FIRST_COOLDOWN)] == [0] * draft_length.FIRST_COOLDOWN
+    assert state.trace.gave_up == 1 + draft_length.FIRST_COOLDOWN and length_policy.costs[0].cooling == 0
+    to_device(length_policy, [Round(2, [2], [True])])
+    assert length_policy.costs[0].cooldown == draft_length.FIRST_COOLDOWN
 
 
 @pytest.mark.parametrize("levels", [0, -1, 1024, 300_000_000, 2.0, "3", None])
 def test_impossible_depths_are_refused(levels):
     with pytest.raises(ValueError, match=r"levels: got .* expected a whole number from 1 to 1023"):
-        Pace(levels)
+        AdaptiveLength(levels)
 
 
 def test_threads_share_a_pace():
     """Nothing that eight threads tell it at once is lost, and a rest is taken once."""
-    pace, each = Pace(4), 250
+    length_policy, each = AdaptiveLength(4), 250
 
     def work():
         for n in range(each):
             state = Bag(budget=9, trace=Bag(gave_up=0, context=0))
-            assert 0 <= pace.depth(state) <= 4
-            to_device(pace, [Round(4, [5], [False]) if n % 3 else Round(4, [1], [True])])
+            assert 0 <= length_policy.depth(state) <= 4
+            to_device(length_policy, [Round(4, [5], [False]) if n % 3 else Round(4, [1], [True])])
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -266,16 +272,16 @@ def test_threads_share_a_pace():
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert pace.rounds == 8 * each and pace.costs[0].resting >= 0
-    assert all(k <= t <= o for k, t, o in zip(pace.kept, pace.tried, pace.open))
+    assert length_policy.rounds == 8 * each and length_policy.costs[0].cooling >= 0
+    assert all(k <= t <= o for k, t, o in zip(length_policy.accepted, length_policy.attempts, length_policy.reached))
 
 
 def test_a_pace_is_copied_with_what_it_learned():
-    pace = to_device(Pace(3), [Round(3, [2], [True])] * 9)
-    for other in (copy.deepcopy(pace), pickle.loads(pickle.dumps(pace))):
-        assert other.kept == pace.kept and other.rounds == 9
+    length_policy = to_device(AdaptiveLength(3), [Round(3, [2], [True])] * 9)
+    for other in (copy.deepcopy(length_policy), pickle.loads(pickle.dumps(length_policy))):
+        assert other.accepted == length_policy.accepted and other.rounds == 9
         to_device(other, [Round(3, [4], [False])])
-        assert other.rounds == 10 and pace.rounds == 9
+        assert other.rounds == 10 and length_policy.rounds == 9
 
 
 # --- drafters draft for the place where the loop stands ---------------------------------------------------------------
@@ -348,8 +354,8 @@ def test_a_small_model_drafts_what_it_would_say_after_all_that_was_emitted(shape
             super().observe(state, draft, scores, verdict, outcome)
 
     model = visspec.accelerate(llama(), Watched(small, llama(), reads), adaptive=False, levels=4)
-    turns, asked = itertools.count(), model.pace.depth
-    model.pace.depth = lambda state: 0 if next(turns) < plain else asked(state)
+    turns, asked = itertools.count(), model.length_policy.depth
+    model.length_policy.depth = lambda state: 0 if next(turns) < plain else asked(state)
     output = new_tokens(model.generate(**inputs, do_sample=False, max_new_tokens=24), inputs)
     assert output == stock("llama", shape, 24) and model.last_stats.faults == 0
     assert reads < 9 or {0, 1, 4} <= set(seen), "none, some and all of a draft were accepted"

@@ -1,4 +1,6 @@
-"""Rules that toss their own coins: agreement with the enumerated law, the acceptance identity, and the drift meter."""
+"""Rules that toss their own uniform numbers: agreement with the enumerated law, the acceptance identity, and the drift
+meter.
+"""
 
 from types import SimpleNamespace
 
@@ -13,20 +15,20 @@ from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
 from visspec.api import zoo
-from visspec.laws import Categorical, draw, residual
-from visspec.loop.decode import settle
+from visspec.distributions import Categorical, draw, residual
+from visspec.loop.decode import apply_verdict
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import Raster
-from visspec.loop.pace import Pace
-from visspec.loop.pairing import Pairing
+from visspec.loop.output import TokenBuffer
+from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import Stats
-from visspec.loop.tape import Ids
-from visspec.sampling import SIBLINGS, Coins, ranks
+from visspec.sampling import SIBLINGS, AcceptanceNoise, ranks
 from visspec.types import Request, Scores, State, Verdict
 
 V = 6
 
 
-def laws(seed: int, sharpness: float = 1.5) -> tuple[torch.Tensor, torch.Tensor]:
+def distributions(seed: int, sharpness: float = 1.5) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     p, q = torch.softmax(sharpness * torch.randn(2, V, generator=generator, dtype=torch.float64), -1)
     return p, q
@@ -41,8 +43,8 @@ def one_step(rule, p, q, rows: int, seed: int = 0):
     drawn = draw(q.float().expand(rows, V), window[:, 0, -1])
     tokens = torch.stack([torch.zeros_like(drawn), drawn], 1)
     logits = p.log().float().expand(rows, 2, V)
-    law = torch.stack([torch.zeros(V), q.float()]).expand(rows, 2, V)
-    return drawn, rule(drafted(tokens, tree.chain(1), law), Scores(Categorical(logits)), noise)
+    distribution = torch.stack([torch.zeros(V), q.float()]).expand(rows, 2, V)
+    return drawn, rule(drafted(tokens, tree.chain(1), distribution), Scores(Categorical(logits)), noise)
 
 
 def first_token(drawn, verdict) -> torch.Tensor:
@@ -55,7 +57,7 @@ def frequencies(tokens) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rejection_keeps_the_law_and_accepts_as_often_as_it_can(seed):
-    p, q = laws(seed)
+    p, q = distributions(seed)
     drawn, verdict = one_step(Rejection(), p, q, 200_000, seed)
     error = 4 * (p * (1 - p) / 200_000).sqrt()
     assert ((frequencies(first_token(drawn, verdict)) - p).abs() < error).all()
@@ -69,12 +71,12 @@ class Careless(Rejection):
 
     def __call__(self, draft, scores, noise):
         verdict = super().__call__(draft, scores, noise)
-        again = draw(scores.law.p[:, 0], noise.window(1)[:, 0, SIBLINGS])
+        again = draw(scores.distribution.p[:, 0], noise.window(1)[:, 0, SIBLINGS])
         return type(verdict)(verdict.path, verdict.length, torch.where(verdict.length == 2, verdict.next, again))
 
 
 def test_the_law_test_can_fail():
-    p, q = laws(0)
+    p, q = distributions(0)
     drawn, verdict = one_step(Careless(), p, q, 200_000)
     assert ((frequencies(first_token(drawn, verdict)) - p).abs() > 4 * (p * (1 - p) / 200_000).sqrt()).any()
 
@@ -91,7 +93,7 @@ def typical_law(rule: Typical, p, q):
 @given(st.integers(0, 10_000), st.floats(0.01, 1.2), st.floats(0.01, 2.0))
 def test_every_point_of_acceptance_costs_a_point_of_total_variation(seed, epsilon, delta):
     """acceptance = (1 - TV(p, q)) + TV(output, p), for any f not below the exact one (docs/guide.md, Drift)."""
-    p, q = laws(seed)
+    p, q = distributions(seed)
     f, output = typical_law(Typical(epsilon, delta), p, q)
     acceptance = float((q * f).sum())
     assert abs(float(output.sum()) - 1) < 1e-12
@@ -101,7 +103,7 @@ def test_every_point_of_acceptance_costs_a_point_of_total_variation(seed, epsilo
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_drift_meter_is_unbiased(seed):
-    p, q = laws(seed, 1.0)
+    p, q = distributions(seed, 1.0)
     rule = Typical(0.2, 0.5)
     rows = 100_000
     drawn, verdict = one_step(rule, p, q, rows, seed)
@@ -115,7 +117,7 @@ def test_the_drift_meter_is_unbiased(seed):
 
 
 def test_a_strict_enough_typical_rule_is_rejection():
-    p, q = laws(5)
+    p, q = distributions(5)
     a = one_step(Rejection(), p, q, 5000)[1]
     b = one_step(Typical(1.5, 1e9), p, q, 5000)[1]
     assert torch.equal(a.next, b.next) and torch.equal(a.length, b.length)
@@ -142,16 +144,16 @@ def test_absent_nodes_are_never_accepted_and_leave_the_law_alone():
 def test_coins_belong_to_position_and_rank():
     shape = tree.static((-1, 0, 0, 1, 1, 1, 2))
     assert ranks(shape).tolist() == [[0, 0, 1, 0, 1, 2, 0]]
-    noise = Coins.of(torch.arange(3 * (SIBLINGS + 2)).view(1, 3, -1).float())
+    noise = AcceptanceNoise.of(torch.arange(3 * (SIBLINGS + 2)).view(1, 3, -1).float())
     width = SIBLINGS + 2
-    assert noise.toss(shape)[0].tolist() == [[0, 0, 1, width, width + 1, width + 2, width]]
+    assert noise.accept_uniforms(shape)[0].tolist() == [[0, 0, 1, width, width + 1, width + 2, width]]
 
 
 def test_siblings_beyond_the_last_coin_share_it():
     """None of them is judged by the number that draws the residual."""
-    noise = Coins.of(torch.arange(2 * (SIBLINGS + 2)).view(1, 2, -1).float())
-    coins, residual_draw = noise.toss(tree.static((-1, *[0] * (SIBLINGS + 3))))
-    assert coins[0, 1:].tolist() == [*range(SIBLINGS), *[SIBLINGS - 1] * 3]
+    noise = AcceptanceNoise.of(torch.arange(2 * (SIBLINGS + 2)).view(1, 2, -1).float())
+    uniforms, residual_draw = noise.accept_uniforms(tree.static((-1, *[0] * (SIBLINGS + 3))))
+    assert uniforms[0, 1:].tolist() == [*range(SIBLINGS), *[SIBLINGS - 1] * 3]
     assert residual_draw.tolist() == [SIBLINGS]
 
 
@@ -175,13 +177,13 @@ def test_bad_rules_are_refused_in_a_sentence(text):
 def metered():
     """A state of three rows whose second has left, after two rounds of two rows."""
     request = Request({}, torch.zeros(3, 1, dtype=torch.long), max_new_tokens=9)
-    state = State(request, torch.zeros(2).long(), torch.zeros(2).long(), None, [2, 0], Ids(request, 3))
+    state = State(request, torch.zeros(2).long(), torch.zeros(2).long(), None, [2, 0], TokenBuffer(request, 3))
     state.trace.origin = [[] for _ in range(3)]
     draft = drafted(torch.tensor([[0, 1, 2], [0, 3, 4]]), tree.chain(2))
     for _ in range(2):
         path, length = torch.tensor([[0, 1, 2], [0, 1, -1]]), torch.tensor([3, 2])
         verdict = Verdict(path, length, torch.tensor([5, 5]), torch.tensor([0.25, 1.0]), torch.tensor([2.0, 0.5]))
-        settle(state, draft, Scores(Categorical(torch.zeros(2, 3, V))), verdict)
+        apply_verdict(state, draft, Scores(Categorical(torch.zeros(2, 3, V))), verdict)
     return state
 
 
@@ -197,6 +199,6 @@ def test_meters_are_credited_to_the_rows_that_paid():
 
 def test_drift_and_displacement_are_reported_a_token():
     target = SimpleNamespace(capabilities=SimpleNamespace(guarantee="exact", declared=""))
-    stats = Stats.of(metered(), Pairing(target, None, "", Typical(), Pace(), Raster()))
+    stats = Stats.of(metered(), DecodingSetup(target, None, "", Typical(), AdaptiveLength(), Raster()))
     assert (stats.tokens, stats.rounds) == (10, 2)
     assert stats.drift_per_token == 0.25 and stats.displacement_per_token == 0.5

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.doubles import NEW, Hostile, Oracle, TreeOracle, fast, new_tokens
 from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
-from visspec.laws import draw, residual
+from visspec.distributions import draw, residual
 from visspec.sampling import warp
 from visspec.types import Sampling
 
@@ -108,12 +108,12 @@ def test_scores_equal_stock(option, do_sample, monkeypatch):
     ours = fast("llava", TreeOracle(new_tokens(plain, inputs), wrong=0.3)).generate(**inputs, **options, **seeded)
     assert torch.equal(ours.sequences, plain.sequences)
     length = inputs["input_ids"].shape[1]
-    coins = iter(ours.sequences[:, length:].T)
+    uniforms = iter(ours.sequences[:, length:].T)
     multinomial = torch.multinomial
 
     def by_hand(*args, **kwargs):  # stock sampling is led along our tokens
         in_sample = any(frame.function == "_sample" for frame in inspect.stack()[:3])
-        return next(coins)[:, None] if in_sample else multinomial(*args, **kwargs)
+        return next(uniforms)[:, None] if in_sample else multinomial(*args, **kwargs)
 
     monkeypatch.setattr(torch, "multinomial", by_hand)
     stock = model_of("llava").generate(**inputs, **options)

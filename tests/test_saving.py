@@ -25,7 +25,7 @@ GREEDY = {"max_new_tokens": 10, "do_sample": False}
 def drafts(fast, inputs):
     """What was drafted in each round."""
     state = fast.run(**inputs, **GREEDY).state
-    return [(r.levels, r.gained) for r in state.trace.rounds]
+    return [(r.levels, r.committed) for r in state.trace.rounds]
 
 
 def same(fast, again, inputs):
@@ -48,7 +48,7 @@ def test_an_accelerated_model_is_read_back(tmp_path, how):
     fast = visspec.accelerate(model, drafter, levels=3, adaptive=False)
     fast.save_pretrained(tmp_path / "all")
     again = visspec.Accelerated.from_pretrained(tmp_path / "all", adaptive=False)
-    assert again.tokenizer is None and again.pairing.drafter.traits.trees == fast.pairing.drafter.traits.trees
+    assert again.tokenizer is None and again.setup.drafter.traits.trees == fast.setup.drafter.traits.trees
     same(fast, again, inputs)
     if how == "folder":
         assert json.loads((tmp_path / "all" / "drafter" / "provenance.json").read_text()) == {"seed": 4}
@@ -76,7 +76,7 @@ def test_a_model_knows_its_drafter(tmp_path):
         assert (drafter, visspec.accelerate(model).name, visspec.accelerate(model, "ngram").name) == (own, own, "ngram")
     bare = model_of("llava")
     assert visspec.accelerate(bare).name == "ngram"
-    assert visspec.accelerate(bare, ["auto", None]).pairing.each[0].name == "ngram"
+    assert visspec.accelerate(bare, ["auto", None]).setup.each[0].name == "ngram"
     for written, name in ((make("llava", "eagle3"), "drafter"), ("suffix", "suffix"), (None, "ngram")):
         visspec.accelerate(bare, written).save_pretrained(tmp_path)
         model = type(bare).from_pretrained(tmp_path)

@@ -8,13 +8,13 @@ from tests.test_scales import CLASSES, SCALES, images, network, plain, vae
 from visspec import ImagePipeline
 from visspec.models.drafters.scales import SmallVAR
 from visspec.models.nets import scale_kv
-from visspec.models.nets.multiscale import Scales
-from visspec.models.nets.scale_kv import Budget, KeptCache, attention, centres, pooled, selectivity
-from visspec.models.nets.scale_reading import Reading
+from visspec.models.nets.multiscale import ScaleSizes
+from visspec.models.nets.scale_kv import BudgetedCache, CacheBudget, attention, centres, pooled, selectivity
+from visspec.models.nets.scale_reading import ConditionState
 from visspec.models.targets.var import VARImages, VARTarget
 from visspec.types import Sampling
 
-LONG = Scales.square(1, 2, 3, 4, 6, 8)  # caches of 1, 5, 14, 30, 66 tokens
+LONG = ScaleSizes.square(1, 2, 3, 4, 6, 8)  # caches of 1, 5, 14, 30, 66 tokens
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,13 @@ def target(model, budget=None):
 
 
 def uniform(tokens, scales=LONG, depth=2, window=4):
-    return Budget(tuple(tuple(min(tokens, have) for have in scales.begins[1:-1]) for _ in range(depth)), window)
+    return CacheBudget(tuple(tuple(min(tokens, have) for have in scales.begins[1:-1]) for _ in range(depth)), window)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, guidance=2.5)])
 def test_a_whole_budget_is_bit_identical(model, sampling):
-    kept, laws = [], []
-    for budget in (None, Budget.full(LONG, 2)):
+    kept, distributions = [], []
+    for budget in (None, CacheBudget.full(LONG, 2)):
         made = target(model, budget)
         kept.append(images(plain(made, [1, 4, 0], sampling, scales=6)))
         reading = made.reading(plain(made, [1], sampling, scales=6).request.inputs, sampling, model)
@@ -41,9 +41,9 @@ def test_a_whole_budget_is_bit_identical(model, sampling):
         for _ in range(5):
             said.append(reading.read(codes)[0].logits[0])
             reading.keep([1])
-        laws.append(said)
-    assert torch.equal(kept[0], kept[1]) and all(torch.equal(a, b) for a, b in zip(*laws))
-    assert target(model, Budget.full(LONG, 2)).capabilities.guarantee == "exact"
+        distributions.append(said)
+    assert torch.equal(kept[0], kept[1]) and all(torch.equal(a, b) for a, b in zip(*distributions))
+    assert target(model, CacheBudget.full(LONG, 2)).capabilities.guarantee == "exact"
 
 
 def test_bytes_stay_within_the_budget(model):
@@ -56,7 +56,7 @@ def test_bytes_stay_within_the_budget(model):
     assert whole["cache"] > 5 * state.trace.memory["cache"]
 
 
-class Noted(KeptCache):
+class Noted(BudgetedCache):
     """Keeps what the layers asked and had."""
 
     def __init__(self, *args):
@@ -72,7 +72,7 @@ class Noted(KeptCache):
 
 def read_all(model, cache, rows=2, seed=0):
     g = torch.Generator().manual_seed(seed)
-    reading = Reading(model, vae().quantize, torch.tensor([1, 4])[:rows], rows, cache)
+    reading = ConditionState(model, vae().quantize, torch.tensor([1, 4])[:rows], rows, cache)
     codes = torch.randint(16, (rows, 6, 64), generator=g)
     said = [reading.read()[0].logits[0]]
     for n in range(5):
@@ -146,7 +146,7 @@ def test_selectivity_is_that_of_the_attention(model):
     assert float(whole.max()) <= 0.25 + 1e-6  # x (1 - x)
     seen = []
 
-    class Spy(scale_kv.Watched):
+    class Spy(scale_kv.AttentionMeter):
         def attend(self, layer, q, k, v):
             out = super().attend(layer, q, k, v)
             if (layer, self.scale) == (1, 3):
@@ -155,11 +155,11 @@ def test_selectivity_is_that_of_the_attention(model):
                 seen.append(weight[..., 14:].sum(-1).mean() * top.sum(-1).mean())
             return out
 
-    original, scale_kv.Watched = scale_kv.Watched, Spy
+    original, scale_kv.AttentionMeter = scale_kv.AttentionMeter, Spy
     try:
         found = selectivity(model, vae().quantize, classes, torch.Generator().manual_seed(0))
     finally:
-        scale_kv.Watched = original
+        scale_kv.AttentionMeter = original
     torch.testing.assert_close(found[1, 3], seen[0])
     again = selectivity(model, vae().quantize, classes, torch.Generator().manual_seed(0))
     assert torch.equal(found, again)
@@ -169,7 +169,7 @@ def test_tokens_are_shared_out_within_the_budget():
     torch.manual_seed(0)
     said = torch.rand(5, len(LONG))
     said[3, 3], said[1, 4] = -5.0, -5.0  # the drafters
-    budget = Budget.allot(said, LONG, share=0.3, window=4, drafters=0.2, decay=0.5)
+    budget = CacheBudget.allot(said, LONG, share=0.3, window=4, drafters=0.2, decay=0.5)
     budget.check(LONG, 5)
     average = round(0.3 * 66)
     assert [row[:3] for row in budget.tokens] == [(1, 5, 14)] * 5, "what fits is whole"
@@ -177,15 +177,15 @@ def test_tokens_are_shared_out_within_the_budget():
         column = [row[k] for row in budget.tokens]
         assert sum(column) <= 5 * average and column[drafter] == max(column) > average > min(column) >= 4
     assert min(row[4] for row in budget.tokens) < min(row[3] for row in budget.tokens), "refiners have less and less"
-    assert Budget.allot(said, LONG, share=1.0).whole(LONG)
+    assert CacheBudget.allot(said, LONG, share=1.0).whole(LONG)
 
 
 def allot(share, scales=6):
-    return Budget.allot(torch.rand(2, scales), LONG, share=share)
+    return CacheBudget.allot(torch.rand(2, scales), LONG, share=share)
 
 
 def checked(*row):
-    Budget((row,) * 2).check(LONG, 2)
+    CacheBudget((row,) * 2).check(LONG, 2)
 
 
 @pytest.mark.parametrize(
@@ -197,12 +197,12 @@ def checked(*row):
         (lambda: checked(1, 5, 14, 30, 67), "budget: got 67 tokens in layer 0 after scale 4, expected 16"),
         (lambda: checked(1, 5, 14, 15, 66), r"got 15 tokens in layer 0 after scale 3, expected 16 \(its window"),
         (lambda: checked(1, 5), r"budget: got 2 layers of \[2\] scales, expected 2 layers of 5"),
-        (lambda: Budget.full(LONG, 3).check(LONG, 2), "budget: got 3 layers"),
-        (lambda: Budget.full(LONG, 2, window=0).check(LONG, 2), "window: got 0"),
-        (lambda: VARImages(network(0), codec=vae(), budget=Budget.full(LONG, 2)), "budget: got 2 layers of"),
-        (lambda: VARImages(network(0), codec=vae(), refiner=network(1), handover=1, budget=Budget.full(SCALES, 2)),
+        (lambda: CacheBudget.full(LONG, 3).check(LONG, 2), "budget: got 3 layers"),
+        (lambda: CacheBudget.full(LONG, 2, window=0).check(LONG, 2), "window: got 0"),
+        (lambda: VARImages(network(0), codec=vae(), budget=CacheBudget.full(LONG, 2)), "budget: got 2 layers of"),
+        (lambda: VARImages(network(0), codec=vae(), refiner=network(1), handover=1, budget=CacheBudget.full(SCALES, 2)),
          "budget: got one beside a refiner"),
-        (lambda: SmallVAR(network(0)).attach(VARImages(network(0), codec=vae(), budget=Budget.full(SCALES, 2))),
+        (lambda: SmallVAR(network(0)).attach(VARImages(network(0), codec=vae(), budget=CacheBudget.full(SCALES, 2))),
          "drafter: got one beside a refiner or a budget"),
         (lambda: selectivity(network(0), vae().quantize, torch.zeros(0).long(), None), "classes: got shape"),
     ],
@@ -216,7 +216,7 @@ def test_wrong_budgets_are_refused(make, words):
 def test_a_budget_in_the_pipeline_is_approximate_and_leaves_nothing_behind(model):
     assert CLASSES == 5
     said = selectivity(model, vae().quantize, torch.tensor([1, 2]), torch.Generator().manual_seed(0))
-    budget = Budget.allot(said, LONG, share=0.3, window=4)
+    budget = CacheBudget.allot(said, LONG, share=0.3, window=4)
     pipe = ImagePipeline(model, None, parts={"codec": vae(), "budget": budget})
 
     def stop(pipe, round, tokens, given):

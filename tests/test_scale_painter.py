@@ -15,19 +15,19 @@ from visspec.api import presets, zoo
 from visspec.api.loading import load_image_model
 from visspec.cli import bench_image, bench_others, bench_sweep
 from visspec.cli.main import main
+from visspec.distributions import Maps
 from visspec.eval.world.suite import suite
-from visspec.laws import Maps
 from visspec.models.drafters.scales import SmallVAR
 from visspec.models.nets.layouts_var import save_vae
 from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE
-from visspec.models.nets.scale_kv import Budget, selectivity
+from visspec.models.nets.scale_kv import CacheBudget, selectivity
 from visspec.models.nets.scale_painter import ScalePainter, ScalePainterConfig, load
-from visspec.models.targets.scale_painter import PaintedVAR, calibrated
+from visspec.models.targets.scale_painter import ScalePainterFamily, calibrated
 from visspec.recipes import scale_card, scale_data, scale_draw, scale_measure, scale_painter, scale_vq
 from visspec.recipes.any_order_data import included_vq
 from visspec.recipes.captioner_build import save
 from visspec.recipes.painter_data import pixels
-from visspec.tree import undrafted
+from visspec.tree import empty_draft
 from visspec.types import Scores
 
 SIDES = (1, 2, 3, 4)
@@ -157,7 +157,7 @@ def test_a_painter_is_a_refiner(pipe):
     ({"budget": float("nan")}, "budget: got nan, expected a share"),
     ({"budget": True}, "budget: got True, expected a `Budget` or the share"),
     ({"budget": "0.1"}, "budget: got '0.1', expected a `Budget` or the share"),
-    ({"budget": Budget(((1, 5, 14),) * 3)}, "budget: got 3 layers"),
+    ({"budget": CacheBudget(((1, 5, 14),) * 3)}, "budget: got 3 layers"),
     ({"ramp": "steep"}, "ramp: got 'steep'"),
 ])  # fmt: skip
 def test_wrong_parts_are_refused_before_work_starts(pipe, parts, said):
@@ -170,8 +170,8 @@ def test_a_share_is_a_budget_by_measured_selectivity(pipe):
     net, quantize = pipe.model.var, pipe.model.autoencoder.quantize
     said = selectivity(net, quantize, torch.arange(4), torch.Generator().manual_seed(0))
     for share, window in ((0.3, 4), (0.1, 1)):
-        wanted = Budget.allot(said, net.config.scales, share, window)
-        assert calibrated(pipe.model, share) == wanted == PaintedVAR(pipe.model, budget=share).budget
+        wanted = CacheBudget.allot(said, net.config.scales, share, window)
+        assert calibrated(pipe.model, share) == wanted == ScalePainterFamily(pipe.model, budget=share).budget
     whole = pipe.parted({"budget": 1})
     out, plain = (p(PROMPTS, seed=[1, 2], output_type="latent") for p in (whole, pipe))
     assert whole.family.budget.whole(net.config.scales) and out.stats[0].guarantee == "exact"
@@ -228,7 +228,7 @@ def test_other_targets_are_rows_of_the_bench(pipe):
 
 
 def test_laws_of_maps_are_noted_without_padding(pipe):
-    rule = bench_sweep.NotedMaps()
+    rule = bench_sweep.ScaleEntropyRecorder()
     pipe("1", seed=1, drafter="none", acceptance=rule, output_type="latent", guidance_scale=1.0)
     assert [len(part) for part in rule.seen] == [1, 4, 9, 16]
     first = scale_measure.laws(pipe.model, torch.tensor([1]), pipe("1", seed=1, guidance_scale=1.0).tokens[0][None])[0]
@@ -236,13 +236,13 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
     torch.testing.assert_close(rule.seen[0][0, 0], entropy, atol=1e-4, rtol=1e-4)
     rule.seen.clear()
     law = Maps(torch.zeros(2, 1, 4, 8), torch.tensor([[4], [1]]))
-    rule(undrafted(torch.zeros(2, 4, dtype=torch.long)), Scores(law), None)
+    rule(empty_draft(torch.zeros(2, 4, dtype=torch.long)), Scores(law), None)
     assert len(rule.seen[0]) == 5
 
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
     assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
-    family = PaintedVAR(fresh(labels=scale_data.LABELS))
+    family = ScalePainterFamily(fresh(labels=scale_data.LABELS))
     assert bench_others.taught(family, suite()) == ["single_object", "colors"]
 
 
@@ -306,7 +306,7 @@ def made_up(folder, pairs):
 def tiny(codec, name="painter", seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return scale_draw.Taught(scale_draw.build(name, codec, {"width": 32, "depth": 2, "heads": 2}))
+        return scale_draw.SharedClassEmbedding(scale_draw.build(name, codec, {"width": 32, "depth": 2, "heads": 2}))
 
 
 @pytest.mark.parametrize("maps", [8, 6, 1])
@@ -332,7 +332,7 @@ def test_distances_by_scale(codec):
         other.var.head.bias.add_(torch.randn(32, generator=torch.Generator().manual_seed(2)))
     apart = scale_measure.apart(model, other, out)
     assert min(apart["kl"]) > 0 and 0 < min(apart["tv"]) and max(apart["tv"]) < 1
-    tight = Budget.full(scale_data.SCALES, 2)
+    tight = CacheBudget.full(scale_data.SCALES, 2)
     assert scale_measure.apart(model, model, out, tight)["kl"] == [0.0] * 8
     assert scale_measure.likeness(out, out) == {"psnr": 60.0, "equal": 2}
 
@@ -352,7 +352,7 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
         "4", "--every", "1", "--every-prompt", "44", "--resume",
     ])  # fmt: skip
     made_up(tmp_path, 32)
-    for stage in (scale_draw.DrawStage, scale_draw.SmallStage, scale_draw.RefineStage):
+    for stage in (scale_draw.ScaleStage, scale_draw.SmallStage, scale_draw.RefineStage):
         halfway = stage(options, 0)
         halfway.steps = 1
         halfway.run()
@@ -360,7 +360,7 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
         made.restore()
         assert made.step == 1
         made.run()
-    taught = scale_draw.Taught(scale_draw.build("small", codec))
+    taught = scale_draw.SharedClassEmbedding(scale_draw.build("small", codec))
     scale_draw.taken(taught, tmp_path / "refined.pt")
     scale_card.finish(options)
     model, _ = load_image_model(str(tmp_path / "painter-var"))
@@ -493,7 +493,7 @@ def test_the_shipped_pair_draws_in_every_way(included):
         most = out.traces[0].memory["cache"] / plain.traces[0].memory["cache"]
         assert (most <= 1) if same else (most < 0.5), "the cache of a composition is half at most"
     kept = included.parted({"budget": 0.1})(texts, **options)
-    budget = PaintedVAR(included.model, budget=0.1).budget
+    budget = ScalePainterFamily(included.model, budget=0.1).budget
     assert kept.stats[0].guarantee == "approximate"
     assert kept.traces[0].memory["cache"] <= max(budget.bytes(included.model.var, 4))
     assert max(sum(row) for row in zip(*budget.tokens)) <= 6 * 23

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.laws import context_law
+from tests.distributions import context_law
 from visspec import tree as trees
 from visspec.accept import scales as rules
-from visspec.laws import Maps, residual
-from visspec.sampling import MapCoins, MapGumbel
+from visspec.distributions import Maps, residual
+from visspec.sampling import ScaleAcceptanceNoise, ScaleGumbel
 from visspec.types import Capabilities, Draft
 
 V, SIZES = 3, (1, 2, 1)  # A, B, C
@@ -22,9 +22,9 @@ P = [[context_law(V, 10 * k + code, sharpness=1.0) for code in range(size)] for 
 Q = [[context_law(V, 100 + 10 * k + code, sharpness=1.0) for code in range(size)] for k, size in enumerate(SIZES)]
 
 
-def laws(table, context, scale):
+def distributions(table, context, scale):
     """Laws (size, V) of a scale's codes after the codes before."""
-    return torch.stack([law(context) for law in table[scale]])
+    return torch.stack([distribution(context) for distribution in table[scale]])
 
 
 def every(scale):
@@ -33,20 +33,20 @@ def every(scale):
 
 def joint(rounds):
     """The law of all codes of A, B and C when a round gives these scales and plain drawing goes on."""
-    law = torch.zeros((V,) * sum(SIZES), dtype=torch.float64)
+    distribution = torch.zeros((V,) * sum(SIZES), dtype=torch.float64)
     for weight, given in rounds:
-        spread(law, weight, given)
-    return law
+        spread(distribution, weight, given)
+    return distribution
 
 
-def spread(law, weight, given):
+def spread(distribution, weight, given):
     context = tuple(code for scale in given for code in scale)
     if len(given) == len(SIZES):
-        law[context] += weight
+        distribution[context] += weight
         return
-    here = laws(P, context, len(given))
+    here = distributions(P, context, len(given))
     for codes in every(len(given)):
-        spread(law, weight * float(here[range(len(codes)), codes].prod()), [*given, codes])
+        spread(distribution, weight * float(here[range(len(codes)), codes].prod()), [*given, codes])
 
 
 PLAIN = joint([(1.0, [])])
@@ -65,13 +65,13 @@ def draft_of(a, b, batch, point=False):
     value[:, 1, :1], value[:, 2, :2] = torch.tensor(a), torch.tensor(b)
     q = None
     if not point:
-        own = padded([laws(Q, (), 0), laws(Q, a, 1), laws(Q, (*a, *b), 2)], batch)
+        own = padded([distributions(Q, (), 0), distributions(Q, a, 1), distributions(Q, (*a, *b), 2)], batch)
         q = Maps(own.logits.roll(1, dims=1), own.count.roll(1, dims=1))
     return Draft(value, trees.chain(2, "cpu"), q)
 
 
 def after(a, b, batch):
-    return padded([laws(P, (), 0), laws(P, a, 1), laws(P, (*a, *b), 2)], batch)
+    return padded([distributions(P, (), 0), distributions(P, a, 1), distributions(P, (*a, *b), 2)], batch)
 
 
 def emitted(verdict, draft):
@@ -81,9 +81,9 @@ def emitted(verdict, draft):
 
 
 def total_variation(rounds):
-    law = joint(rounds)
-    assert abs(float(law.sum()) - 1) < 1e-12
-    return 0.5 * float((law - PLAIN).abs().sum())
+    distribution = joint(rounds)
+    assert abs(float(distribution.sum()) - 1) < 1e-12
+    return 0.5 * float((distribution - PLAIN).abs().sum())
 
 
 # --- the target's own noise -------------------------------------------------------------------------------------------
@@ -98,10 +98,10 @@ def test_the_law_of_scales_under_their_own_noise_is_that_of_plain_decoding(a, b)
     for row, maps in enumerate(choices):
         for n, codes in enumerate(maps):
             one_hot[row, n, : len(codes)] = torch.where(torch.eye(V).bool()[list(codes)], 0.0, -torch.inf)
-    draft, law = draft_of(a, b, len(choices), point=True), after(a, b, 1)
+    draft, distribution = draft_of(a, b, len(choices), point=True), after(a, b, 1)
     rule = rules.Scales()
-    verdict = rule(draft, type("S", (), {"law": Maps(one_hot, law.count.expand(len(choices), -1))}), None)
-    p = law.p[0]
+    verdict = rule(draft, type("S", (), {"law": Maps(one_hot, distribution.count.expand(len(choices), -1))}), None)
+    p = distribution.p[0]
     weights = [
         float(torch.stack([p[n, i, code] for n, codes in enumerate(maps) for i, code in enumerate(codes)]).prod())
         for maps in choices
@@ -114,7 +114,8 @@ def test_the_law_of_scales_under_their_own_noise_is_that_of_plain_decoding(a, b)
     assert total_variation(zip(weights, kept)) > 0.01
 
 
-# --- coins of their own -----------------------------------------------------------------------------------------------
+# --- uniform numbers of their own
+# -----------------------------------------------------------------------------------------------
 
 
 def cells(p, q, drafted):
@@ -142,30 +143,32 @@ class Given:
 
 
 def repaired_rounds(rule, point=None):
-    """All that a round can give, with probabilities: over drafts, or of the one that is a point, and cells of coins."""
+    """All that a round can give, with probabilities: over drafts, or of the one that is a point, and cells of uniform
+    numbers.
+    """
     drafts = [point] if point else [(a, b) for a in every(0) for b in every(1)]
     for a, b in drafts:
         if point:
             drawn, given = 1.0, [torch.eye(V, dtype=torch.float64)[list(codes)] for codes in (a, b)]
         else:
-            given = [laws(Q, (), 0), laws(Q, a, 1)]
+            given = [distributions(Q, (), 0), distributions(Q, a, 1)]
             drawn = float(given[0][0, a[0]] * given[1][[0, 1], list(b)].prod())
-        p = [laws(P, (), 0), laws(P, a, 1), laws(P, (*a, *b), 2)]
+        p = [distributions(P, (), 0), distributions(P, a, 1), distributions(P, (*a, *b), 2)]
         parts = [list(cells(p[0][0], given[0][0], a[0]))]
         parts += [list(cells(p[1][i], given[1][i], b[i])) for i in range(2)]
         parts += [list(cells(p[2][0], None, 0))]
         combined = list(itertools.product(*parts))
         numbers = torch.full((len(combined), 3, WIDE, 3), 0.5, dtype=torch.float64)
         for row, cell in enumerate(combined):
-            for (n, i), (coin, fresh, _) in zip(((0, 0), (1, 0), (1, 1), (2, 0)), cell):
-                numbers[row, n, i, :2] = torch.tensor([coin, fresh], dtype=torch.float64)
-        draft, law = draft_of(a, b, len(combined), point is not None), after(a, b, len(combined))
+            for (n, i), (uniform, fresh, _) in zip(((0, 0), (1, 0), (1, 1), (2, 0)), cell):
+                numbers[row, n, i, :2] = torch.tensor([uniform, fresh], dtype=torch.float64)
+        draft, distribution = draft_of(a, b, len(combined), point is not None), after(a, b, len(combined))
         weights = torch.tensor([[part[2] for part in cell] for cell in combined], dtype=torch.float64).prod(1) * drawn
-        yield from zip(weights.tolist(), rule(draft, law, Given(numbers)))
+        yield from zip(weights.tolist(), rule(draft, distribution, Given(numbers)))
 
 
-def judged(draft, law, noise):
-    return emitted(rules.Repaired()(draft, type("S", (), {"law": law}), noise), draft)
+def judged(draft, distribution, noise):
+    return emitted(rules.Repaired()(draft, type("S", (), {"law": distribution}), noise), draft)
 
 
 @pytest.mark.parametrize("point", [None, ((1,), (2, 0))])
@@ -176,8 +179,8 @@ def test_the_law_of_repaired_scales_is_that_of_plain_decoding(point):
 
 
 def test_a_rule_that_keeps_what_follows_a_repaired_scale_is_not_exact():
-    def keeps(draft, law, noise):
-        chosen = rules.Repaired().chosen(draft, law, noise)
+    def keeps(draft, distribution, noise):
+        chosen = rules.Repaired().chosen(draft, distribution, noise)
         return [[tuple(codes[:size].tolist()) for codes, size in zip(row, SIZES)] for row in chosen]
 
     assert total_variation(repaired_rounds(keeps)) > 0.01
@@ -189,12 +192,12 @@ def test_a_rule_that_draws_again_from_the_whole_law_is_not_exact(monkeypatch):
 
 
 def test_codes_agree_as_often_as_can_be():
-    p, q = laws(P, (), 0)[0], laws(Q, (), 0)[0]
+    p, q = distributions(P, (), 0)[0], distributions(Q, (), 0)[0]
     agreed = 0.0
     for x in range(V):
         for *numbers, weight in cells(p, q, x):
-            coin, fresh = torch.tensor(numbers, dtype=torch.float64)
-            agreed += weight * float(q[x]) * (int(rules.mended(torch.tensor(x), p, q, coin, fresh)) == x)
+            uniform, fresh = torch.tensor(numbers, dtype=torch.float64)
+            agreed += weight * float(q[x]) * (int(rules.mended(torch.tensor(x), p, q, uniform, fresh)) == x)
     assert abs(agreed - float(torch.minimum(p, q).sum())) < 1e-12
 
 
@@ -205,7 +208,9 @@ def generators(rows):
     return [torch.Generator().manual_seed(row) for row in range(rows)]
 
 
-@pytest.mark.parametrize("make", [lambda g: MapGumbel(g, 5, (1, 4, 30)), lambda g: MapCoins(g, (1, 4, 30))])
+@pytest.mark.parametrize(
+    "make", [lambda g: ScaleGumbel(g, 5, (1, 4, 30)), lambda g: ScaleAcceptanceNoise(g, (1, 4, 30))]
+)
 def test_numbers_belong_to_codes_however_they_are_read(make):
     whole = make(generators(2)).codes(3)
     assert whole.shape[:3] == (2, 3, 30) and not whole[:, 1, 4:].any() and bool(whole[:, 2].any(-1).all())

@@ -15,20 +15,20 @@ from tests.test_var_nets import TINY, Published
 from visspec import ImagePipeline
 from visspec import tree as trees
 from visspec.accept.scales import Repaired
-from visspec.accept.scales import Scales as Exact
+from visspec.accept.scales import ScaleSizes as Exact
 from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
-from visspec.loop.pairing import pair
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
+from visspec.loop.setup import build_setup
 from visspec.models.drafters.scales import SmallVAR
-from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Scales
-from visspec.models.nets.scale_reading import Reading
+from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
+from visspec.models.nets.scale_reading import ConditionState
 from visspec.models.nets.var import VAR, VARConfig
-from visspec.models.targets.var import PerScale, ScalePrompt, VARImages, VARTarget
+from visspec.models.targets.var import ScalePrompt, ScaleSettings, VARImages, VARTarget
 from visspec.types import Draft, Request, Sampling
 
 SIDES = (1, 2, 3, 4)
-SCALES = Scales.square(*SIDES)
+SCALES = ScaleSizes.square(*SIDES)
 CLASSES = 5
 
 
@@ -82,19 +82,19 @@ def ruled(target, rule=None):
 
 
 def plain(target, classes, sampling, rule=None, **options):
-    return decode(target, None, ruled(target, rule), request(classes, sampling, **options), Pace(1, False))
+    return decode(target, None, ruled(target, rule), request(classes, sampling, **options), AdaptiveLength(1, False))
 
 
 def images(state):
-    return torch.stack([state.tape.values(row) for row in range(len(state.tokens))])
+    return torch.stack([state.output.values(row) for row in range(len(state.tokens))])
 
 
 def drafted(target, small, classes, sampling, levels=3, rule=None, **options):
     drafter = SmallVAR(small)
     drafter.attach(target.family)
     rule = ruled(target, rule)
-    guarded = Guarded(drafter, target.capabilities, "cpu", True)
-    return decode(target, guarded, rule, request(classes, sampling, **options), Pace(levels, False))
+    guarded = SafeDrafter(drafter, target.capabilities, "cpu", True)
+    return decode(target, guarded, rule, request(classes, sampling, **options), AdaptiveLength(levels, False))
 
 
 # --- laws of nodes ----------------------------------------------------------------------------------------------------
@@ -114,17 +114,17 @@ def by_formula(model, codes, label):
 
 
 def cut(logits, temperature, top_k, top_p):
-    """Law (V,) by the definitions of temperature, top-k and top-p."""
+    """Distribution (V,) by the definitions of temperature, top-k and top-p."""
     order = logits.argsort(descending=True)
     kept = order[: top_k or len(order)]
     p = (logits[kept] / temperature).softmax(-1)
     inside = p.cumsum(0) - p < top_p
-    law = torch.zeros_like(logits)
-    law[kept[inside]] = p[inside] / p[inside].sum()
-    return law
+    distribution = torch.zeros_like(logits)
+    distribution[kept[inside]] = p[inside] / p[inside].sum()
+    return distribution
 
 
-SETTINGS = PerScale(temperature=(1.0, 1.3, 0.7, 1.0), top_k=(0, 5, 9, 3), top_p=(1.0, 0.9, 0.8, 1.0))
+SETTINGS = ScaleSettings(temperature=(1.0, 1.3, 0.7, 1.0), top_k=(0, 5, 9, 3), top_p=(1.0, 0.9, 0.8, 1.0))
 
 
 @torch.no_grad()
@@ -141,22 +141,26 @@ def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
     state, first = target.prefill(request(classes, Sampling(1.0, guidance=guidance)))
     state.cache.read(maps[:, :2])
     state.cache.keep(gained)
-    state.tape.tokens = [list(range(count + 1)) for count in gained]
+    state.output.tokens = [list(range(count + 1)) for count in gained]
     value = torch.stack([maps[b, [min(count + n, 3) for n in range(2)]] for b, count in enumerate(gained)])
-    found = target.verify(state, Draft(value, trees.chain(1, "cpu"))).law
+    found = target.verify(state, Draft(value, trees.chain(1, "cpu"))).distribution
     for b, label in enumerate(classes):
         said = [by_formula(model, codes[b], label), by_formula(model, codes[b], CLASSES)]
-        for law, node, scale in ((first.law, 0, 0), (found, 0, gained[b] + 1), (found, 1, gained[b] + 2)):
+        for distribution, node, scale in (
+            (first.distribution, 0, 0),
+            (found, 0, gained[b] + 1),
+            (found, 1, gained[b] + 2),
+        ):
             if scale == len(SCALES):
-                assert int(law.count[b, node]) == 0
+                assert int(distribution.count[b, node]) == 0
                 continue
             begin, end = SCALES.begins[scale], SCALES.begins[scale + 1]
-            assert int(law.count[b, node]) == end - begin
+            assert int(distribution.count[b, node]) == end - begin
             grown = guidance if ramp == "constant" else 1 + (guidance - 1) * scale / 3
             mixed = said[1] + grown * (said[0] - said[1])
             settings = [getattr(SETTINGS, name)[scale] for name in ("temperature", "top_k", "top_p")]
             wanted = torch.stack([cut(row, *settings) for row in mixed[begin:end]])
-            torch.testing.assert_close(law.p[b, node, : end - begin], wanted, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(distribution.p[b, node, : end - begin], wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
@@ -165,7 +169,7 @@ def test_a_row_is_drawn_alike_alone_and_in_a_batch(model, guidance):
     together = images(plain(target, [1, 4, 0], sampling))
     alone = request([4], sampling)
     alone.generators = generators(3)[1:2]
-    found = images(decode(target, None, ruled(target), alone, Pace(1, False)))
+    found = images(decode(target, None, ruled(target), alone, AdaptiveLength(1, False)))
     assert torch.equal(found[0], together[1]) and together.shape == (3, 30)
 
 
@@ -181,14 +185,14 @@ def test_drafted_scales_are_those_of_plain_decoding(model, sampling):
     far = drafted(target, network(7), classes, sampling)
     for state in (itself, near, far):
         assert torch.equal(images(state), wanted) and state.trace.faults == 0
-    assert [r.gained for r in itself.trace.rounds] == [[3] * 8], "the draft of the last scale is its own bonus"
-    gained = [count for r in near.trace.rounds for count in r.gained]
+    assert [r.committed for r in itself.trace.rounds] == [[3] * 8], "the draft of the last scale is its own bonus"
+    gained = [count for r in near.trace.rounds for count in r.committed]
     assert min(gained) < max(gained) == 3, "rows are at different scales"
     assert len(far.trace.rounds) <= 3
 
 
 def test_a_drafter_follows_rounds_of_any_depth(model):
-    class Uneven(Pace):
+    class Uneven(AdaptiveLength):
         def depth(self, state):
             return (0, 2, 1)[len(state.trace.rounds) % 3]
 
@@ -200,17 +204,17 @@ def test_a_drafter_follows_rounds_of_any_depth(model):
         assert torch.equal(images(state), images(plain(target, classes, sampling)))
 
 
-TOY = Scales(((1, 1), (1, 2), (1, 2)))
+TOY = ScaleSizes(((1, 1), (1, 2), (1, 2)))
 
 
 def joint(first, second, scales, codes, handover, label=1):
     """The law of all codes, in order, of a composition; by full passes."""
-    law = torch.ones(1, dtype=torch.float64)
+    distribution = torch.ones(1, dtype=torch.float64)
     context = torch.zeros(1, 0, dtype=torch.long)
     for k, size in enumerate(scales.sizes):
         net = first if k < handover else second
         count = len(context)
-        reading = Reading(net, vae(codes).quantize, torch.full((count,), label), count)
+        reading = ConditionState(net, vae(codes).quantize, torch.full((count,), label), count)
         maps = None
         if k:
             maps = torch.zeros(count, k, max(scales.sizes), dtype=torch.long)
@@ -219,9 +223,9 @@ def joint(first, second, scales, codes, handover, label=1):
         p = reading.read(maps)[0].logits[-1].double().softmax(-1)
         every = torch.tensor(list(itertools.product(range(codes), repeat=size)))
         here = torch.stack([p[:, i, every[:, i]] for i in range(size)]).prod(0)
-        law = (law[:, None] * here).flatten()
+        distribution = (distribution[:, None] * here).flatten()
         context = torch.cat([context.repeat_interleave(len(every), 0), every.repeat(count, 1)], dim=1)
-    return law
+    return distribution
 
 
 def counted(state, codes):
@@ -230,9 +234,9 @@ def counted(state, codes):
     return torch.bincount(place, minlength=codes ** found.shape[1]).double()
 
 
-def fits(counts, law):
+def fits(counts, distribution):
     """p-value of Pearson's test, rare cells put together."""
-    wanted = law / law.sum() * counts.sum()
+    wanted = distribution / distribution.sum() * counts.sum()
     rare = wanted < 5
     seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
     expected = torch.cat([wanted[~rare], wanted[rare].sum()[None]])
@@ -249,7 +253,7 @@ def test_drafted_scales_have_the_law_of_the_target(rule):
     counts = counted(state, 3)
     assert fits(counts, joint(large, large, TOY, 3, 3)) > 1e-3
     assert fits(counts, joint(small, small, TOY, 3, 3)) < 1e-6, "the test sees a wrong law"
-    gained = [count for r in state.trace.rounds for count in r.gained]
+    gained = [count for r in state.trace.rounds for count in r.committed]
     assert {1, 2} <= set(gained) and state.trace.faults == 0
 
 
@@ -257,7 +261,7 @@ def test_repaired_scales_in_the_loop(model):
     target, classes = VARTarget(VARImages(model, codec=vae())), [1, 4, 0, 2]
     state = drafted(target, moved(model, 0.003), classes, Sampling(1.0, guidance=2.0), rule=Repaired())
     assert images(state).shape == (4, 30) and state.trace.faults == 0
-    assert max(count for r in state.trace.rounds for count in r.gained) == 3
+    assert max(count for r in state.trace.rounds for count in r.committed) == 3
     greedy = drafted(target, moved(model, 0.003), classes, Sampling(0.0), rule=Repaired())
     assert torch.equal(images(greedy), images(plain(target, classes, Sampling(0.0))))
 
@@ -278,18 +282,18 @@ def test_the_refiner_reads_the_scales_so_far_as_a_full_pass_does(model, guidance
 
     class Watching(Exact):
         def __call__(self, draft, scores, noise):
-            kept.append(scores.law)
+            kept.append(scores.distribution)
             return super().__call__(draft, scores, noise)
 
     state = plain(target, [1, 4], sampling, Watching())
     family, found = target.family, images(state)
-    for k, law in enumerate(kept):
+    for k, distribution in enumerate(kept):
         net = model if k < last else small
         for b, label in enumerate((1, 4)):
             said = [by_formula(net, found[b], c) for c in (label, CLASSES)]
             own = [part[SCALES.begins[k] : SCALES.begins[k + 1]] for part in said]
             wanted = own[1] + family.guidance(guidance, k) * (own[0] - own[1])
-            torch.testing.assert_close(law.logits[b, 0], wanted, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(distribution.logits[b, 0], wanted, rtol=1e-4, atol=1e-4)
     assert state.cache.net is small and all(store is not None for store in state.cache.cache.stores)
 
 
@@ -319,7 +323,7 @@ def test_scales_are_drawn_once_and_the_cache_of_the_model_is_freed(model):
 @torch.no_grad()
 def test_a_composition_has_the_law_that_it_declares():
     """1 + 4 codes of 4 ids: 1,024 cells."""
-    toy = Scales.square(1, 2)
+    toy = ScaleSizes.square(1, 2)
     large, small = network(0, toy, codes=4, scale=0.12), network(5, toy, codes=4, scale=0.12)
     target = composed(large, small, 1, codes=4)
     counts = counted(plain(target, [1] * 12000, Sampling(1.0), scales=2), 4)
@@ -339,16 +343,16 @@ def test_wrong_compositions_are_refused(model):
         ("handover: got 5, expected 0..4", lambda: composed(model, small, 5)),
         ("handover: got None, expected a refiner and", lambda: composed(model, small, None)),
         ("handover: got 2, expected a refiner and", lambda: composed(model, None, 2)),
-        (r"refiner: got scales \[1, 4\], expected", lambda: composed(model, network(3, Scales.square(1, 2)), 1)),
+        (r"refiner: got scales \[1, 4\], expected", lambda: composed(model, network(3, ScaleSizes.square(1, 2)), 1)),
         ("refiner: got codes 8, expected 16", lambda: composed(model, network(3, codes=8), 1)),
         ("drafter: got one beside a refiner", lambda: SmallVAR(small).attach(composed(model, small, 2).family)),
         ("drafter: got codes 8, expected 16", lambda: SmallVAR(network(3, codes=8)).attach(images())),
         ("codec: got NoneType, expected VAR's", lambda: VARImages(model)),
         ("codec: got 4 codes of 4, expected the model's 16", lambda: VARImages(model, codec=vae(4))),
         ("ramp: got 'cosine'", lambda: VARImages(model, codec=vae(), ramp="cosine")),
-        ("top_k: got 3 numbers, expected 4", lambda: images(PerScale(top_k=(1, 2, 3)))),
-        ("top_p: got 2.0", lambda: images(PerScale(top_p=(1.0, 2.0, 1.0, 1.0)))),
-        ("temperature: got 0 for a scale", lambda: images(PerScale((0.0, 1.0, 1.0, 1.0)))),
+        ("top_k: got 3 numbers, expected 4", lambda: images(ScaleSettings(top_k=(1, 2, 3)))),
+        ("top_p: got 2.0", lambda: images(ScaleSettings(top_p=(1.0, 2.0, 1.0, 1.0)))),
+        ("temperature: got 0 for a scale", lambda: images(ScaleSettings((0.0, 1.0, 1.0, 1.0)))),
         ("reads hidden states", lambda: VARTarget(VARImages(model, codec=vae()), features=True)),
         ("compile: got True", lambda: VARTarget(VARImages(model, codec=vae()), compiles=True)),
     ):  # fmt: skip
@@ -429,10 +433,10 @@ def test_var_refuses_what_it_can_not_draw(model):
         ({"prompt": "a cat"}, "prompt: got 'a cat', expected a class number 0..4"),
         ({"negative_prompt": "a cat"}, "negative_prompt: got 'a cat', expected a class number 0..4"),
         ({"height": 64}, "height, width: got 64 x None, expected 8 x 8"),
-        ({"acceptance": "exact"}, "Exact judges Categorical laws, expected Maps"),
-        ({"order": "zipar"}, "order: got ZipAR, which is of Categorical laws, expected raster or one of Maps laws"),
-        ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical laws, expected Maps"),
-        ({"drafter": "ngram"}, "drafter: NGram drafts for Categorical laws, expected Maps"),
+        ({"acceptance": "exact"}, "Exact judges Categorical distributions, expected Maps"),
+        ({"order": "zipar"}, "order: got ZipAR, which is of Categorical distributions, expected raster or one of Maps"),
+        ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical distributions, expected Maps"),
+        ({"drafter": "ngram"}, "drafter: NGram drafts for Categorical distributions, expected Maps"),
     ):
         with pytest.raises(ValueError, match=words) as error:
             pipe(**{"prompt": "1", "seed": 0, "output_type": "latent"} | change)
@@ -441,7 +445,7 @@ def test_var_refuses_what_it_can_not_draw(model):
 
 def test_the_guarantee_is_the_weakest(model):
     def made(target, rule):
-        return pair(None, "none", rule, target.family, lambda traits: target).guarantee
+        return build_setup(None, "none", rule, target.family, lambda traits: target).guarantee
 
     exact, joined = VARTarget(VARImages(model, codec=vae())), composed(model, network(3), 2)
     assert made(exact, Exact()) == "exact" == made(exact, Repaired())

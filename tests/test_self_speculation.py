@@ -12,11 +12,11 @@ from tests.test_zoo import janus_pair
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api import zoo
-from visspec.loop.view import View
+from visspec.loop.read_only import ReadOnlyState
 from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.drafters.layers import LayerSkip, Thin, candidates
+from visspec.models.drafters.layers import LayerSkip, SkipPlan, candidates
 from visspec.models.drafters.recycling import _shape, _Table
-from visspec.models.drafters.suffix import Automaton
+from visspec.models.drafters.suffix import SuffixAutomaton
 from visspec.models.targets.hf_decoder import HFDecoder
 
 NAMES = [f"{name}{shared}" for name in ("suffix", "recycling") for shared in ("", ":shared=true")]
@@ -65,7 +65,7 @@ texts = st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=
 @given(texts)
 def test_the_automaton_knows_the_longest_ending_and_what_followed_it(found):
     """Against a search through all texts."""
-    automaton = Automaton()
+    automaton = SuffixAutomaton()
     for text in found:
         automaton.last = 0
         for token in text:
@@ -140,17 +140,19 @@ def test_all_layers_draft_what_the_target_says(family):
     for shape in ("one", "ragged"):
         target, state, _ = opened(family, shapes(family)[shape])
         lengths, before = list(state.cache.slots.lengths), [store.clone() for store in state.cache.slots.keys]
-        token, drafted, laws = state.pending, [], []
+        token, drafted, distributions = state.pending, [], []
         for level in range(4):
-            laws.append(target.partial(state, token, level, frozenset()))
-            token = laws[-1].argmax(dim=-1)
+            distributions.append(target.partial(state, token, level, frozenset()))
+            token = distributions[-1].argmax(dim=-1)
             drafted.append(token)
         assert state.cache.slots.lengths == lengths
         for old, new in zip(before, state.cache.slots.keys):
             for b, length in enumerate(lengths):
                 assert torch.equal(old[b, :, :length], new[b, :, :length])
         scores = target.verify(state, trees.chain_draft(state.pending, torch.stack(drafted, dim=1)))
-        torch.testing.assert_close(scores.law.logits[:, :4], torch.stack(laws, dim=1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            scores.distribution.logits[:, :4], torch.stack(distributions, dim=1), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_a_layer_left_out_is_not_run_and_the_model_stays():
@@ -188,7 +190,7 @@ def first_layer(model, ids):
 
 
 def test_layers_are_chosen_by_acceptance_per_cost():
-    cheap, dear = Thin(frozenset({1, 2, 3}), 0.25), Thin(frozenset({3}), 0.75)
+    cheap, dear = SkipPlan(frozenset({1, 2, 3}), 0.25), SkipPlan(frozenset({3}), 0.75)
     assert cheap.worth > dear.worth  # what costs less is tried first
     for _ in range(20):
         cheap.learn([1, 1], 4)
@@ -223,9 +225,9 @@ def test_options_that_make_no_sense_are_refused():
 def test_only_drafters_that_say_so_run_layers():
     target, state, _ = opened("llama", ["9"])
     with pytest.raises(ValueError, match="partial: got a call outside"):
-        View(state).partial(state.pending, 0, frozenset())
+        ReadOnlyState(state).partial(state.pending, 0, frozenset())
     with pytest.raises(ValueError, match="level: got -1"):
-        View(state, target).partial(state.pending, -1, frozenset())
+        ReadOnlyState(state, target).partial(state.pending, -1, frozenset())
     for skip in ({0, 1}, {7}):
         with pytest.raises(ValueError, match="skip: got layers"):
             target.thinned(frozenset(skip))

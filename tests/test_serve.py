@@ -34,9 +34,9 @@ from openai.types.chat import completion_create_params
 import visspec
 from visspec.api import completions, loading
 from visspec.api.captions import prepare
-from visspec.api.completions import Limits, Refused
+from visspec.api.completions import RequestError, RequestLimits
 from visspec.api.server import Server, Service
-from visspec.api.serving import Desk, Meters, Painting, Worker, Writer, Writing
+from visspec.api.serving import ImageWorker, QueueWorker, RequestQueue, ServerMetrics, StopTextFilter, TextWorker
 from visspec.eval.world.captions import questions
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import held_out_scenes
@@ -78,11 +78,11 @@ class Running:
         self, loaded, *, pipe=None, slots=4, places=32, key=None, drafter="ngram", grace=20, bytes=10**8, **limits
     ):
         self.fast = visspec.accelerate(loaded[0], drafter)
-        self.processor, meters = loaded[1], Meters()
-        limits = Limits(**{"context": 1024} | limits)
-        self.writing = Writing("captioner", self.fast, loaded[1], meters, slots, limits)
-        painting = None if pipe is None else Painting("painter", pipe, meters)
-        desk = Desk(places, meters, limits.at_once, bytes)
+        self.processor, meters = loaded[1], ServerMetrics()
+        limits = RequestLimits(**{"context": 1024} | limits)
+        self.writing = TextWorker("captioner", self.fast, loaded[1], meters, slots, limits)
+        painting = None if pipe is None else ImageWorker("painter", pipe, meters)
+        desk = RequestQueue(places, meters, limits.at_once, bytes)
         self.service = Service(desk, self.writing, painting, key, local=True)
         self.server = Server(self.service, "127.0.0.1", 0, grace, log_level="warning")
         self.thread = threading.Thread(target=self.server.run)
@@ -213,9 +213,9 @@ def test_settings_of_a_request_are_those_of_generate():
         ({"top_p": 0.5}, {"top_p": 0.5}),
         ({"top_k": 0, "seed": 2}, {"top_k": 0, "seed": 2}),
     ):
-        assert completions.chat(body | {"messages": asked("x")}, Limits()).options == options
+        assert completions.chat(body | {"messages": asked("x")}, RequestLimits()).options == options
     both = {"messages": asked("x"), "max_tokens": 7, "max_completion_tokens": 5}
-    assert completions.chat(both, Limits()).most == 5
+    assert completions.chat(both, RequestLimits()).most == 5
 
 
 DONE = {
@@ -243,7 +243,10 @@ UNKNOWN = {"repetition_penalty": 1.2, "min_p": 0.1, "guided_json": {}, "min_toke
 @pytest.mark.parametrize(
     "kind, read",
     [
-        (completion_create_params.CompletionCreateParamsStreaming, lambda body: completions.chat(body, Limits())),
+        (
+            completion_create_params.CompletionCreateParamsStreaming,
+            lambda body: completions.chat(body, RequestLimits()),
+        ),
         (image_generate_params.ImageGenerateParamsStreaming, completions.drawing),
     ],
 )
@@ -256,7 +259,7 @@ def test_every_field_of_the_client_is_done_or_refused(kind, read):
     for name in names & NO_MATTER.keys():
         assert read(good | {name: NO_MATTER[name]}) == read(good)
     for name, value in [*((n, ASKS[n]) for n in sorted(names & ASKS.keys())), *UNKNOWN.items()]:
-        with pytest.raises(Refused, match=r": got .*, expected ") as caught:
+        with pytest.raises(RequestError, match=r": got .*, expected ") as caught:
             read(good | {name: value})
         shown = name if name.isidentifier() else ascii(name)
         assert str(caught.value).startswith(f"{shown}: ") and caught.value.param == shown
@@ -442,13 +445,13 @@ GOOD = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": CONTE
 @given(st.dictionaries(st.sampled_from(NAMES), values), st.none() | GOOD)
 def test_any_body_is_read_or_refused(body, messages):
     body |= {} if messages is None else {"messages": messages, "prompt": "a red ring"}
-    for read in (lambda: completions.chat(body, Limits()), lambda: completions.drawing(body)):
+    for read in (lambda: completions.chat(body, RequestLimits()), lambda: completions.drawing(body)):
         try:
             read()
-        except Refused as error:
+        except RequestError as error:
             assert error.status == 400 and "expected" in str(error)
     neutral = {"n": 1, "presence_penalty": 0.0, "tools": [], "logprobs": False, "stream_options": None, "stop": None}
-    assert completions.chat(neutral | {"messages": asked("x")}, Limits()).messages
+    assert completions.chat(neutral | {"messages": asked("x")}, RequestLimits()).messages
 
 
 def measured(running) -> dict[str, float]:
@@ -639,7 +642,7 @@ def test_a_text_in_pieces_is_the_text(data):
     full = texts[-1] if texts else ""
     ends = st.tuples(st.integers(0, len(full)), st.integers(1, 5)).map(lambda at: full[at[0] : sum(at)])
     stops = data.draw(st.lists((ends | st.text("abé ", max_size=4)).filter(bool), max_size=3))
-    writer, said, left = Writer(decode, stops), "", list(tokens)
+    writer, said, left = StopTextFilter(decode, stops), "", list(tokens)
     last = next((n for n, text in enumerate(texts, 1) if any(s in text for s in stops)), None)
     expected = full.rstrip()
     if last is not None:
@@ -657,15 +660,15 @@ def test_a_text_in_pieces_is_the_text(data):
 def test_jobs_that_nobody_wants_any_more_are_passed_by():
     seen = []
 
-    class Noting(Worker):
+    class Noting(QueueWorker):
         def _work(self):
             while (job := self._next(block=True)) is not None:
                 seen.append(job)
 
-    from visspec.api.serving import Job
+    from visspec.api.serving import QueuedRequest
 
-    jobs = [Job(print, None, cancelled=i == 1) for i in range(3)]
-    worker = Noting("x", Meters())
+    jobs = [QueuedRequest(print, None, cancelled=i == 1) for i in range(3)]
+    worker = Noting("x", ServerMetrics())
     for job in jobs:
         worker.submit(job)
     worker.close()

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 import visspec
+from tests.distributions import context_law, plain_law, total_variation
 from tests.doubles import NEW, new_tokens, stock
-from tests.laws import context_law, plain_law, total_variation
 from tests.test_eagle import make
 from tests.test_positions import SIZE, Chain, process_law
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api import zoo
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.models.drafters import feature_tree
 from visspec.models.drafters import shapes as values
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.ngram import NGram
-from visspec.models.drafters.shapes import RANKS, Stop, optimal
+from visspec.models.drafters.shapes import RANKS, StopCriteria, optimal
 from visspec.models.drafters.shapes import Chain as Built
 from visspec.models.drafters.small_model import SmallModel
 from visspec.sampling import Uniform
@@ -156,14 +156,14 @@ def test_eagles_tree_is_what_its_authors_drew():
 def test_static_nodes_are_the_ranks_they_are_told():
     """Of a skipped rank too, and cut where fewer levels are asked for."""
     paths = ((0,), (2,), (2, 1), (2, 1, 0))
-    laws = torch.randn(1, 1, 9).log_softmax(-1)
+    distributions = torch.randn(1, 1, 9).log_softmax(-1)
     for depth in (1, 2, 3):
-        planned = feature_tree.Planned(
+        planned = feature_tree.StaticTreeBuilder(
             torch.zeros(1, dtype=torch.long), tuple(p for p in paths if len(p) <= depth), None
         )
         for _ in range(depth):
-            planned.grow(laws)
-        draft, order = planned.finish(0), laws[0, 0].argsort(descending=True)
+            planned.grow(distributions)
+        draft, order = planned.finish(0), distributions[0, 0].argsort(descending=True)
         ranked = [path[-1] for path in paths if len(path) <= depth]
         assert draft.value[0, 1:].tolist() == order[ranked].tolist() and draft.real.all()
 
@@ -177,22 +177,22 @@ def test_a_node_without_its_parent_is_refused(wrong):
 # --- trees of the drafter's laws --------------------------------------------------------------------------------------
 
 
-def grown(law, width, nodes, depth, vocab):
+def grown(distribution, width, nodes, depth, vocab):
     """The expected accepted nodes of a grown tree by its own law."""
-    growing, frontier = trees.Growing(torch.zeros(1, dtype=torch.long), width), [()]
+    tree_builder, frontier = trees.TreeBuilder(torch.zeros(1, dtype=torch.long), width), [()]
     for _ in range(depth):
-        tokens, above = growing.grow(torch.stack([law(path).log() for path in frontier])[None].float())
+        tokens, above = tree_builder.grow(torch.stack([distribution(path).log() for path in frontier])[None].float())
         frontier = [(*frontier[a], t) for t, a in zip(tokens[0].tolist(), above[0].tolist())]
-    draft = growing.finish(nodes)
+    draft = tree_builder.finish(nodes)
     value = draft.value[0].tolist()
     paths = [tuple(value[i] for i in path[1:] if i >= 0) for path in trees.paths(draft.tree)[0].tolist()]
-    return sum(mass(law, path) for path in paths[1:])
+    return sum(mass(distribution, path) for path in paths[1:])
 
 
-def mass(law, path):
+def mass(distribution, path):
     share = 1.0
     for depth, token in enumerate(path):
-        share *= float(law(path[:depth])[token])
+        share *= float(distribution(path[:depth])[token])
     return share
 
 
@@ -200,10 +200,12 @@ def test_the_tree_of_the_budget_is_optimal_by_the_drafters_law():
     """Against all sets of the same size, as sums of products are largest over the largest products; a beam is less."""
     less = 0
     for seed in range(20):
-        law, nodes, depth = context_law(4, seed, sharpness=0.7), 5, 3
-        every = sorted((mass(law, p) for d in (1, 2, 3) for p in itertools.product(range(4), repeat=d)), reverse=True)
-        assert grown(law, nodes, nodes, depth, 4) == pytest.approx(sum(every[:nodes]), rel=1e-5)
-        less += grown(law, 2, nodes, depth, 4) < sum(every[:nodes]) - 1e-4
+        distribution, nodes, depth = context_law(4, seed, sharpness=0.7), 5, 3
+        every = sorted(
+            (mass(distribution, p) for d in (1, 2, 3) for p in itertools.product(range(4), repeat=d)), reverse=True
+        )
+        assert grown(distribution, nodes, nodes, depth, 4) == pytest.approx(sum(every[:nodes]), rel=1e-5)
+        less += grown(distribution, 2, nodes, depth, 4) < sum(every[:nodes]) - 1e-4
     assert less > 5
 
 
@@ -220,9 +222,10 @@ class Stopping(Chain):
     def draft(self, committed, numbers, depth):
         window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
         state = SimpleNamespace(
-            noise=Uniform.of(window), request=SimpleNamespace(sampling=Sampling(temperature=1.0)),
+            noise=Uniform.of(window),
+            request=SimpleNamespace(sampling=Sampling(temperature=1.0)),
             pending=torch.tensor([committed[-1]]),
-        )  # fmt: skip
+        )
         chain = self.builder(state)
         for _ in range(depth):
             chain.add(self.q((*committed, *(int(t) for t in chain.tokens))).log()[None])
@@ -246,7 +249,7 @@ def unwarped(monkeypatch):
     monkeypatch.setattr(values, "warp", lambda logits, sampling: logits)  # in float64
 
 
-STOPS = [Stop(confidence=0.5), Stop(entropy=0.75), Stop(entropy=0.7, confidence=0.35)]
+STOPS = [StopCriteria(confidence=0.5), StopCriteria(entropy=0.75), StopCriteria(entropy=0.7, confidence=0.35)]
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=str)
@@ -265,8 +268,12 @@ def test_where_a_stop_ends_chains():
     """Four laws of four ids: certain, even, certain, certain. Behind the even one nothing is drafted."""
     sure, even = torch.tensor([0.0, 9.0, 0.0, 0.0]), torch.zeros(4)
     state = SimpleNamespace(noise=None, request=SimpleNamespace(sampling=Sampling()), pending=torch.tensor([5, 5]))
-    for stop, real in ((Stop(entropy=0.5), [True] * 3 + [False] * 2), (Stop(confidence=0.3), [True] * 3 + [False] * 2),
-                       (Stop(confidence=0.2), [True] * 5), (Stop(entropy=1.3), [True] * 5)):  # fmt: skip
+    for stop, real in (
+        (StopCriteria(entropy=0.5), [True] * 3 + [False] * 2),
+        (StopCriteria(confidence=0.3), [True] * 3 + [False] * 2),
+        (StopCriteria(confidence=0.2), [True] * 5),
+        (StopCriteria(entropy=1.3), [True] * 5),
+    ):
         chain = Built(state, stop)
         for logits in (sure, even, sure, sure):
             chain.add(torch.stack([sure, logits]))
@@ -299,7 +306,7 @@ def test_shapes_are_options_of_a_checkpoint(tmp_path, ranks):
     assert read("tree=eagle").paths == feature_tree.EAGLE and read("tree=eagle").traits.levels == 5
     found = read(f"tree={ranks},nodes=4")
     assert found.paths == optimal(RATES, 4) and found.traits.trees and found.traits.levels == 2
-    assert read("tree=opt,nodes=9").width == 9 and read("confidence=0.3").stop == Stop(confidence=0.3)
+    assert read("tree=opt,nodes=9").width == 9 and read("confidence=0.3").stop == StopCriteria(confidence=0.3)
     assert read("tree=chain,width=4").width == 1 and read("tree=3").paths == ((0,), (1,), (2,))
 
 

@@ -8,13 +8,13 @@ import scipy.stats
 
 from visspec.cli import bench_caption as bench
 from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import Run
+from visspec.eval.speed.paired import ArmRun
 from visspec.types import Round
 
 
 def run(seconds, count=4, first=0.0, stages=None, rounds=(), tokens=None):
     """A run of one row with `count` tokens."""
-    return Run(seconds, tokens or [list(range(count))], first, stages or {}, list(rounds))
+    return ArmRun(seconds, tokens or [list(range(count))], first, stages or {}, list(rounds))
 
 
 def test_speedup_is_the_geometric_mean_of_paired_ratios():
@@ -247,7 +247,7 @@ def test_texts_are_the_first_rows_in_pieces():
         def decode(self, ids, skip_special_tokens):
             return " ".join("abcdefgh"[i] for i in ids)
 
-    runs = [Run(1.0, [[0, 1], [2]], origin=[["plain", "drafted"], ["bonus"]]) for _ in range(bench.TEXTS)]
+    runs = [ArmRun(1.0, [[0, 1], [2]], origin=[["plain", "drafted"], ["bonus"]]) for _ in range(bench.TEXTS)]
     found = bench.texts(runs, Words())
     assert len(found) == bench.TEXTS
     assert found[:2] == [[("a", "plain"), (" b", "drafted")], [("c", "bonus")]]

@@ -82,7 +82,7 @@ def test_rows_are_as_alone_with_every_drafter(name, kind):
     quick, entries = fast(name, drafter), prompts(name)
     for options in ({}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}):
         assert together(quick, entries, **options) == alone(quick, entries, **options)
-    assert quick.pairing.drafter is None or not quick.pairing.drafter.warned
+    assert quick.setup.drafter is None or not quick.setup.drafter.warned
 
 
 def widened(drafter):
@@ -358,7 +358,7 @@ def test_a_row_knows_its_rounds_and_origins():
     for answer in quick.stream(entries, slots=3):
         result = quick.run(**entries[answer.id])
         assert answer.origin == result.state.trace.origin[0]
-        assert [r.gained for r in answer.rounds] == [r.gained for r in result.state.trace.rounds]
+        assert [r.committed for r in answer.rounds] == [r.committed for r in result.state.trace.rounds]
         assert answer.tau == pytest.approx(result.stats.tau) or not answer.rounds
 
 

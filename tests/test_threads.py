@@ -17,17 +17,17 @@ from tests.doubles import Grower, drafted, stock
 from tests.tiny import llama, llava, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.accept import codebook
-from visspec.accept.captured import Captured
+from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
 from visspec.api.images import ImagePipeline
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.models.drafters import feature_drafting
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.image_eagle import ImageFeatureDrafter
 from visspec.models.targets import probe
-from visspec.models.targets.hooks import Watch
+from visspec.models.targets.hooks import DecoderRecorder
 from visspec.models.targets.masks import Masks
 from visspec.types import Scores
 
@@ -90,22 +90,33 @@ def methods() -> list[tuple]:
     grown = ImageFeatureDrafter.for_model(tiny_images.janus(), seed=4)
     grown = ImageFeatureDrafter(grown.head, tiny_images.janus(), tree="dynamic", width=2, nodes=6)
     return [
-        (None, "exact"), ("jacobi:window=4", "exact"), (None, "exact", "zipar:window=2"), (learned, "exact"),
-        ("jacobi:redraw=maximal,window=4", "lantern:k=4,delta=0.2"), (grown, "lantern_plus:k=3,lam=2.0"),
+        (None, "exact"),
+        ("jacobi:window=4", "exact"),
+        (None, "exact", "zipar:window=2"),
+        (learned, "exact"),
+        ("jacobi:redraw=maximal,window=4", "lantern:k=4,delta=0.2"),
+        (grown, "lantern_plus:k=3,lam=2.0"),
         ("jacobi:redraw=independent,start=random,window=4", "grouped:group=4"),
         ("jacobi:redraw=maximal,window=4,branch=2", "rejection"),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_eight_threads_on_one_pipeline(times, hurried):
     alone, shared = pipeline(), pipeline()
     options = [
-        {"prompt": TEXTS[: 1 + i % 3], "seed": i, "drafter": drafter, "acceptance": rule, "batch_size": 2,
-         "order": order[0] if order else None,
-         "temperature": (1.0, 0.7)[i % 2], "output_type": "latent"}
+        {
+            "prompt": TEXTS[: 1 + i % 3],
+            "seed": i,
+            "drafter": drafter,
+            "acceptance": rule,
+            "batch_size": 2,
+            "order": order[0] if order else None,
+            "temperature": (1.0, 0.7)[i % 2],
+            "output_type": "latent",
+        }
         for i, (drafter, rule, *order) in enumerate(methods() * min(times, 3))
-    ]  # fmt: skip
+    ]
     expected = [alone(**o) for o in options]
 
     def job(o, want):
@@ -126,9 +137,11 @@ def test_eight_threads_on_one_pipeline(times, hurried):
 def test_eight_threads_on_one_accelerated_model(kind, times, hurried):
     model = llava()
     drafter = {
-        "ngram": lambda: "ngram", "features": lambda: FeatureDrafter.for_model(model, image_latents=1),
-        "tree": lambda: Grower(stock("llava", "ragged"), 0.3), "small": lambda: model_of("llava"),
-    }[kind]()  # fmt: skip
+        "ngram": lambda: "ngram",
+        "features": lambda: FeatureDrafter.for_model(model, image_latents=1),
+        "tree": lambda: Grower(stock("llava", "ragged"), 0.3),
+        "small": lambda: model_of("llava"),
+    }[kind]()
     fast, asked, expected = visspec.accelerate(model, drafter), [], []
     for i in range(8):
         name = ("one", "ragged")[i % 2] if kind != "tree" else "ragged"
@@ -219,9 +232,15 @@ def test_weights_stay_in_place_until_the_last_call_ends(monkeypatch):
     assert pipe(TEXTS[0], seed=0, output_type="latent").images and moves == ["cpu"] * 5
 
 
-@pytest.mark.parametrize("rule", [
-    Lantern(k=3, delta=0.3), RunProduct(alpha=0.2, base=LanternPlus(k=3, lam=3.0)), Captured(Lantern(k=3, delta=0.3)),
-], ids=lambda rule: type(rule).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Lantern(k=3, delta=0.3),
+        RunProduct(alpha=0.2, base=LanternPlus(k=3, lam=3.0)),
+        GraphedRule(Lantern(k=3, delta=0.3)),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
 def test_a_rule_serves_two_targets(rule):
     """Tables of one target's codebook do not reach another's calls."""
     other = copy.deepcopy(tiny_images.janus())
@@ -248,7 +267,7 @@ def test_recordings_are_replayed_by_one_thread_at_a_time(hurried):
 
         return verdict, replay
 
-    rule, g = Captured(Rejection(), record=record), torch.Generator().manual_seed(0)
+    rule, g = GraphedRule(Rejection(), record=record), torch.Generator().manual_seed(0)
     tree = trees.static((-1, 0, 0, 1, 1, 3))
     cases = []
     for seed in range(8):
@@ -272,7 +291,7 @@ def test_recordings_are_replayed_by_one_thread_at_a_time(hurried):
 def test_a_watch_that_ends_while_another_thread_is_in_the_decoder():
     """Torch has then listed its hook as one to call, and forgotten that it takes keywords."""
     model = llama()
-    watch = Watch(model.get_decoder())
+    watch = DecoderRecorder(model.get_decoder())
     ends = model.get_decoder().register_forward_pre_hook(lambda *_: watch.__exit__())
     watch.__enter__()
     watch.caller = -1  # another thread's
@@ -317,7 +336,7 @@ def test_hooks_are_put_up_one_at_a_time(monkeypatch):
     monkeypatch.setattr(decoder, "register_forward_hook", slow)
 
     def watch():
-        with Watch(decoder):
+        with DecoderRecorder(decoder):
             pass
 
     together([watch] * THREADS)

@@ -19,10 +19,10 @@ from visspec.loop.decode import open_request
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.recipes import train_drafter
-from visspec.recipes.train_drafter import Validation, items_of, request_of
+from visspec.recipes.train_drafter import TextValidation, items_of, request_of
 from visspec.train import losses
 from visspec.train.capture import capture, split
-from visspec.train.loop import Plan, Trainer
+from visspec.train.loop import Trainer, TrainingOptions
 
 ROWS = {"llava": ["4 i 5", "3 i 2 i 6", "9"], "qwen2_5_vl": ["4 i 5", "6 i 3 i 2"]}
 
@@ -51,7 +51,7 @@ def test_a_lesson_is_what_one_forward_pass_says(name):
         after = target.verify(state, visspec.tree.chain_draft(state.pending, lesson.ids[:, length + 1 : -1]))
     torch.testing.assert_close(lesson.features[:, :length], before.features)
     torch.testing.assert_close(lesson.features[:, length:], after.features, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(lesson.logits, after.law.logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lesson.logits, after.distribution.logits, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lesson.positions[..., -1], state.position.expand(lesson.positions.shape[:-1]) + 10)
 
 
@@ -128,7 +128,7 @@ def test_rollout_loss_weighs_steps_and_masks():
 
 def trainer(folder, steps=12, **options):
     drafter = FeatureDrafter.for_model(model_of("llava"), seed=2)
-    plan = Plan(steps=12, batch=3, rows=2, group=2, reuse=2, unroll=2, save_every=6, warm_up=2, **options)
+    plan = TrainingOptions(steps=12, batch=3, rows=2, group=2, reuse=2, unroll=2, save_every=6, warm_up=2, **options)
     made = Trainer(target_for(drafter), drafter, visspec.Exact(), prompts("llava", 8), plan, folder, {"seed": 0})
     return drafter, made
 
@@ -245,9 +245,11 @@ def test_training_raises_tau(tmp_path):
     model = model_of("llava")
     drafter = FeatureDrafter.for_model(model, seed=0, levels=4)
     same = prompts("llava", 16, ["4 i 5"] * 4)
-    validate = Validation(model, drafter, lambda temperature: [same(0, temperature)])
+    validate = TextValidation(model, drafter, lambda temperature: [same(0, temperature)])
     before = validate()
-    plan = Plan(steps=100, batch=4, rows=4, group=1, reuse=100, unroll=3, rate=5e-3, loss="kl", opening=1.0, warm_up=10)
+    plan = TrainingOptions(
+        steps=100, batch=4, rows=4, group=1, reuse=100, unroll=3, rate=5e-3, loss="kl", opening=1.0, warm_up=10
+    )
     target = target_for(drafter)
     run = Trainer(target, drafter, visspec.Exact(), lambda i: same(0, 0.0), plan, tmp_path, {}, validate)
     run.run()

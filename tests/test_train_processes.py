@@ -20,7 +20,7 @@ from visspec.eval.report.training import write_page
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.recipes.train_drafter import items_of, opened
 from visspec.recipes.workers import workers
-from visspec.train.loop import Alone
+from visspec.train.loop import SingleProcess
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,7 +96,7 @@ def test_a_target_split_by_transformers_plan_is_itself(tmp_path):
 
 
 def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):
-    assert isinstance(workers(None, "cpu"), Alone)
+    assert isinstance(workers(None, "cpu"), SingleProcess)
     with pytest.raises(ValueError, match="parallel: got fsdp in one process, expected several"):
         workers("fsdp", "cpu")
     with pytest.raises(ValueError, match="parallel: got 'x', expected ddp or fsdp"):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.test_image_nets import one_sentence
 from visspec.cli.main import main
 from visspec.models.nets.layouts_var import load_var_vae, save_vae, saved_scales
-from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Quantizer, Scales
+from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.recipes import train_vq
 
 SMALL = ["--sides", "1,2,4", "--levels", "2", "--codes", "32", "--size", "4", "--rows", "4", "--every", "40"]
@@ -40,7 +40,7 @@ def command(folder, out, *more):
 def test_gradients_go_where_they_should():
     """The sum's to the features unchanged; the codes' to codebook and convolutions, and a share to the features."""
     torch.manual_seed(0)
-    quantize, scales = Quantizer(16, 4, 2), Scales.square(1, 2, 3)
+    quantize, scales = Quantizer(16, 4, 2), ScaleSizes.square(1, 2, 3)
     features = torch.randn(2, 4, 3, 3, requires_grad=True)
     summed, loss, brought, codes = train_vq.quantised(quantize, features, scales)
     assert torch.equal(codes, quantize.encode(features.detach(), scales))
@@ -61,7 +61,7 @@ def test_gradients_go_where_they_should():
 
 
 def test_unused_codes_start_again_at_what_a_map_was_to_bring():
-    stage = object.__new__(train_vq.VQStage)
+    stage = object.__new__(train_vq.MultiScaleVQStage)
     stage.model = MultiScaleVAE(MultiScaleShape(6, 2, 32, (1, 2), 1))
     stage.options, stage.step, stage.workers = type("O", (), {"seed": 0}), 3, 1
     before = stage.model.quantize.embedding.weight.detach().clone()
@@ -116,7 +116,7 @@ def test_two_processes_train_one_autoencoder(folder, tmp_path):
 def test_a_folder_is_what_the_loader_reads(folder, tmp_path):
     assert main(command(folder, tmp_path, "--steps", "2")) == 0
     model, scales = load_var_vae(tmp_path), saved_scales(tmp_path)
-    assert scales == Scales.square(1, 2, 4) and not model.training and model.factor == 2
+    assert scales == ScaleSizes.square(1, 2, 4) and not model.training and model.factor == 2
     pixels = (
         torch.from_numpy(train_vq.square(Image.open(folder / "0.png"), 8).copy()).permute(2, 0, 1)[None] / 127.5 - 1
     )
@@ -136,7 +136,7 @@ def test_a_folder_is_what_the_loader_reads(folder, tmp_path):
     ],
 )
 def test_another_folder_is_refused(tmp_path, change, said):
-    save_vae(tmp_path, MultiScaleVAE(MultiScaleShape(8, 4, 32, (1, 2), 1)), Scales.square(1, 2))
+    save_vae(tmp_path, MultiScaleVAE(MultiScaleShape(8, 4, 32, (1, 2), 1)), ScaleSizes.square(1, 2))
     tensors, entries = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     change(tensors, entries)
     save_file(tensors, tmp_path / "model.safetensors")

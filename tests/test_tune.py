@@ -10,21 +10,23 @@ from tests.test_cli import refused
 from tests.test_eagle import make
 from tests.tiny import model_of, prompt, shapes
 from visspec.api import ranks, tuning
-from visspec.api.tuning import Batch, Observed
+from visspec.api.tuning import DrafterMeasurement, MeasuredBatch
 from visspec.cli import tune as command
 from visspec.cli.main import main
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import held_out_scenes
-from visspec.loop.pace import gains
+from visspec.loop.draft_length import expected_tokens
 from visspec.models.drafters.shapes import RANKS
 
 
-def simulated(share: float, base: float, slope: float, batches: int = 40) -> tuple[Observed, Observed]:
+def simulated(
+    share: float, base: float, slope: float, batches: int = 40
+) -> tuple[DrafterMeasurement, DrafterMeasurement]:
     """Rounds of 1 row that goes on with probability `share`, at seconds = base + slope * length; and plain decoding."""
     import random
 
     draw, lengths = random.Random(1), [1, 2, 4]
-    seen, plain = Observed("x", 1, lengths), Observed("none", 1, [0])
+    seen, plain = DrafterMeasurement("x", 1, lengths), DrafterMeasurement("none", 1, [0])
     for _ in range(batches):
         left, rounds = 60, []
         while left > 0:
@@ -34,8 +36,8 @@ def simulated(share: float, base: float, slope: float, batches: int = 40) -> tup
                 gained += 1
             rounds.append((length, [gained], base + slope * length))
             left -= gained
-        seen.batches.append(Batch(0.5, rounds, [[0] * 61]))
-        plain.batches.append(Batch(0.5, [(0, [1], base)] * 60, [[0] * 61]))
+        seen.batches.append(MeasuredBatch(0.5, rounds, [[0] * 61]))
+        plain.batches.append(MeasuredBatch(0.5, [(0, [1], base)] * 60, [[0] * 61]))
     return seen, plain
 
 
@@ -43,7 +45,7 @@ def simulated(share: float, base: float, slope: float, batches: int = 40) -> tup
 def test_predictions_are_the_formula_of_the_pace(share, base, slope):
     seen, plain = simulated(share, base, slope)
     rows = tuning.predicted(seen, plain)
-    for row, tau in zip(rows, [list(gains([share] * 4))[i] for i in (0, 1, 3)]):
+    for row, tau in zip(rows, [list(expected_tokens([share] * 4))[i] for i in (0, 1, 3)]):
         seconds = 0.5 + 60 / tau * (base + slope * row["levels"])  # but for last rounds that are cut short
         assert row["tau"] == pytest.approx(tau, rel=0.04)
         assert row["predicted_speedup"] == pytest.approx((0.5 + 60 * base) / seconds, rel=0.06)
@@ -72,8 +74,8 @@ def test_a_preset_is_read_by_accelerate_and_belongs_to_its_model(tmp_path):
     choice = {"drafter": "ngram:longest=2", "acceptance": "typical:epsilon=0.2", "levels": 3}
     tuning.write_preset(path, model, choice, measured_speedup=1.5)
     made = visspec.accelerate(model, path)
-    assert made.name == "ngram" and made.pace.levels == 3 and made.rule.traits.guarantee == "approximate"
-    assert visspec.accelerate(model, str(path), levels=5).pace.levels == 5
+    assert made.name == "ngram" and made.length_policy.levels == 3 and made.rule.traits.guarantee == "approximate"
+    assert visspec.accelerate(model, str(path), levels=5).length_policy.levels == 5
     tuning.write_preset(path, model, {"drafter": "none", "acceptance": "exact", "levels": 0})
     assert visspec.accelerate(model, path).drafter is None
     other = model_of("qwen2")
@@ -179,13 +181,13 @@ def test_acceptance_by_rank_is_measured_and_its_tree_is_tried(images, tmp_path, 
 
 def test_rates_are_what_became_of_the_nodes():
     """Of all rounds that reached a depth, the share that went on is the sum over ranks, with all candidates offered."""
-    watched = ranks.Watched(make("llama", 0).shaped(tree="8-12-10"))
+    watched = ranks.RankMeter(make("llama", 0).shaped(tree="8-12-10"))
     model = visspec.accelerate(model_of("llama"), watched, adaptive=False, levels=3)
     for seed in range(6):
         state = model.run(**prompt("llama", ["9"], seed), max_new_tokens=40, do_sample=False).state
         if seed == 0:
             rounds = [r for r in state.trace.rounds if r.levels]
-            share = sum(r.gained[0] > 1 for r in rounds) / len(rounds)
+            share = sum(r.committed[0] > 1 for r in rounds) / len(rounds)
             assert sum(watched.rates[0]) == pytest.approx(share) and watched.reached[0] == [len(rounds)] * 8
     assert sum(watched.accepted[0]) > 5 and watched.reached[1][0] <= sum(watched.accepted[0])
     assert all(a <= r for rows in zip(watched.accepted, watched.reached) for a, r in zip(*rows))

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from tests.test_continuous_nets import KLFormulas
 from tests.test_image_nets import affine, conv, filled, one_sentence, resnet, within
 from visspec.models.nets import layouts_var
-from visspec.models.nets.multiscale import SCALES, MultiScaleShape, MultiScaleVAE, Quantizer, Scales
-from visspec.models.nets.scale_reading import Reading
+from visspec.models.nets.multiscale import SCALES, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
+from visspec.models.nets.scale_reading import ConditionState
 from visspec.models.nets.var import VAR, VARConfig
 from visspec.recipes.convert_checkpoint import convert
 
 SIDES = (1, 2, 3, 4)
-SMALL = VARConfig(32, 2, 2, Scales.square(*SIDES), codes=16, code_size=4, classes=5)
+SMALL = VARConfig(32, 2, 2, ScaleSizes.square(*SIDES), codes=16, code_size=4, classes=5)
 TOL = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -208,7 +208,7 @@ def test_published_transformers_say_what_their_formulas_say(tmp_path, vae, vae_t
     maps = torch.zeros(2, 3, 16, dtype=torch.long)
     for k, own in enumerate(codes.split(config.scales.sizes, dim=1)[:-1]):
         maps[:, k, : own.shape[1]] = own
-    reading = Reading(model, vae.quantize, classes, 2)
+    reading = ConditionState(model, vae.quantize, classes, 2)
     (whole,) = reading.read(maps)
     for b, label in enumerate(classes.tolist()):
         wanted = Published(tensors, config.heads).logits(inputs[b], label)
@@ -220,7 +220,7 @@ def test_the_published_autoencoder_says_what_its_formulas_say(vae, vae_tensors):
     """In float64."""
     tensors, vae = {name: tensor.double() for name, tensor in vae_tensors.items()}, copy.deepcopy(vae).double()
     formulas, form = VQFormulas(tensors), {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
-    scales, codes = Scales.square(*SIDES), torch.randint(16, (2, 30))
+    scales, codes = ScaleSizes.square(*SIDES), torch.randint(16, (2, 30))
     features, _ = formulas.inputs(codes, SIDES)
     torch.testing.assert_close(vae.quantize.features(codes, scales), features, **TOL)
     hidden = formulas.conv(features, "post_quant_conv", padding=1)
@@ -288,8 +288,8 @@ def test_what_does_not_fit_a_transformer_is_refused(tmp_path):
         refused(r"(checkpoint|heads|scales|\w+): .* expected", tensors | {name: cut})
     refused(r"unknown tensor 'blocks\.0\.attn\.k_bias'", tensors | {"blocks.0.attn.k_bias": torch.zeros(32)})
     refused(r"lvl_1L of .* expected the level", tensors | {"lvl_1L": tensors["lvl_1L"].flip(1)})
-    refused(r"scales: got maps of \(1, 4, 9\) codes", tensors, scales=Scales.square(1, 2, 3))
-    oblong = Scales(((1, 1), (2, 3)))
+    refused(r"scales: got maps of \(1, 4, 9\) codes", tensors, scales=ScaleSizes.square(1, 2, 3))
+    oblong = ScaleSizes(((1, 1), (2, 3)))
     config = VARConfig(**{**vars(SMALL), "scales": oblong})
     refused(r"scales: got None, expected rows and columns", published(config))
     save_file(published(config), file)
@@ -315,9 +315,9 @@ def test_what_does_not_fit_an_autoencoder_is_refused(tmp_path, vae_tensors):
 
 def test_wrong_settings_are_refused(vae):
     for words, make in (
-        ("scales: got none", lambda: Scales(())),
-        ("scales: got 0, expected", lambda: Scales.square(1, 0)),
-        ("scales: got 3, expected rows and columns", lambda: Scales((3,))),
+        ("scales: got none", lambda: ScaleSizes(())),
+        ("scales: got 0, expected", lambda: ScaleSizes.square(1, 0)),
+        ("scales: got 3, expected rows and columns", lambda: ScaleSizes((3,))),
         ("heads: got 3, expected a divisor", lambda: VARConfig(32, 1, 3, SMALL.scales)),
         ("depth: got 0", lambda: VARConfig(32, 0, 2, SMALL.scales)),
         (

@@ -18,8 +18,8 @@ from visspec.eval.world.scene import (
     HELD_OUT_PAIRS,
     HELD_OUT_SEED,
     RADIUS,
-    Scene,
     Shape,
+    ShapeScene,
     allowed_pairs,
     sample_scene,
     scene_from_seed,
@@ -80,7 +80,7 @@ def test_templates_differ_from_each_other():
 
 
 def test_a_circle_has_its_colour_inside_and_the_canvas_outside():
-    image = render(Scene((Shape("circle", "green", 0.5, 0.5, 0.13),)), 96)
+    image = render(ShapeScene((Shape("circle", "green", 0.5, 0.5, 0.13),)), 96)
     assert image.shape == (96, 96, 3) and image.dtype == np.uint8
     assert tuple(image[48, 48]) == COLOURS["green"] and tuple(image[5, 5]) == CANVAS
 
@@ -131,7 +131,7 @@ def test_printed_spelling_parses_as_well():
 
 
 def test_every_wrong_word_costs_a_fact():
-    scene = Scene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
+    scene = ShapeScene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
     good = "in the top left corner there is a large red star ."
     assert captions.score(good, scene) == (4, 4) and captions.missing(good, scene) == 6
     for old, new in (("large", "small"), ("red", "pink"), ("star", "ring")):
@@ -158,7 +158,7 @@ def test_captions_are_not_one_repeated_pattern():
 
 
 def test_questions_are_answered_from_the_scene():
-    scene = Scene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
+    scene = ShapeScene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
     answers = dict(captions.questions(scene))
     assert answers["how many shapes are there ?"] == "two ."
     assert answers["what colour is the star ?"] == "red ."
@@ -227,12 +227,12 @@ def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
 
     threads, shapes = torch.get_num_threads(), world("shapes")
     monkeypatch.setattr(captioner, "score_captions", lambda *_: {"accuracy": 0.0})
-    captioner_vision.teach_vision(tmp_path, shapes, steps=4, batch=4, every=2)
+    captioner_vision.train_vision(tmp_path, shapes, steps=4, batch=4, every=2)
     whole = torch.load(tmp_path / "vision.pt", weights_only=True)
     failing = replace(shapes, lesson=lambda seed: scene_from_seed(seed) if seed != 8 else 1 / 0)
     with pytest.raises(ZeroDivisionError):  # the machine goes down in the third step
-        captioner_vision.teach_vision(tmp_path, failing, steps=4, batch=4, every=2)
-    captioner_vision.teach_vision(tmp_path, shapes, steps=4, batch=4, every=2, resume=True)
+        captioner_vision.train_vision(tmp_path, failing, steps=4, batch=4, every=2)
+    captioner_vision.train_vision(tmp_path, shapes, steps=4, batch=4, every=2, resume=True)
     again = torch.load(tmp_path / "vision.pt", weights_only=True)
     assert again["step"] == 4 and all(torch.equal(whole["tower"][k], again["tower"][k]) for k in whole["tower"])
 

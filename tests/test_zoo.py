@@ -8,15 +8,15 @@ from tests import test_any_order, test_assistants, test_continuous_painting, tes
 from tests.doubles import new_tokens, stock
 from tests.test_image_targets import CASES, draw, made
 from tests.tiny import model_of, prompt, shapes, single_row
-from visspec.accept.captured import Captured
 from visspec.accept.coupled import Coupled
 from visspec.accept.exact import deepest
+from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.rejection import Rejection
 from visspec.api import presets, zoo
-from visspec.api.queueing import Builder
-from visspec.laws import Categorical, categorical
+from visspec.api.queueing import RequestBuilder
+from visspec.distributions import Categorical, categorical
 from visspec.loop.decode import advance, retire, select, start
-from visspec.loop.pairing import check, pair
+from visspec.loop.setup import build_setup, check
 from visspec.loop.stream import join
 from visspec.models.drafters.block_training import BlockDrafter
 from visspec.models.drafters.diffusion_training import DiffusionDrafter
@@ -30,7 +30,7 @@ from visspec.models.drafters.mar import SmallMAR
 from visspec.models.drafters.recycling import Recycling
 from visspec.models.drafters.scales import SmallVAR
 from visspec.models.drafters.small_model import SmallModel
-from visspec.models.drafters.suffix import Suffixes
+from visspec.models.drafters.suffix import SuffixDrafter
 from visspec.models.targets.families import FAMILIES
 from visspec.models.targets.image_ar import ImageAR
 from visspec.models.targets.janus import Janus
@@ -48,7 +48,7 @@ TEXT_ALONE = {"eagle", "eagle-head", "block-head", "diffusion-lm", "layers"}
 DRAFTERS = {  # of the tiny image model, from options
     "none": lambda **options: None,
     "ngram": lambda **options: zoo.load(zoo.DRAFTERS["ngram"][0])(**options),
-    "suffix": lambda **options: Suffixes(**options),
+    "suffix": lambda **options: SuffixDrafter(**options),
     "recycling": lambda **options: Recycling(**options),
     "layers": lambda **options: LayerSkip(**options),
     "jacobi": lambda **options: zoo.load(zoo.DRAFTERS["jacobi"][0])(**{**options, "window": 5}),
@@ -68,7 +68,9 @@ DRAFTERS = {  # of the tiny image model, from options
 ELSEWHERE = {"continuous", "mar", "mtp", "ahead", "neighbours", "var"}
 TOKENS_ALONE = {"distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
 ANY_ORDER = {"spread", "halton"}  # orders of `test_any_order`
-CODE_RULES = [name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.law is Categorical]
+CODE_RULES = [
+    name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.distribution is Categorical
+]
 RULES = {  # options that a codebook of 24 codes has room for
     "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",
 }  # fmt: skip
@@ -82,17 +84,17 @@ def tiny_drafter(spec):
 
 
 def janus_pair(drafter, rule, order=None):
-    """A pairing whose depth does not depend on clocks."""
+    """A setup whose depth does not depend on clocks."""
     family = made("janus").family
 
     def make_target(traits):
         return ImageAR(family, features=bool(traits.feature_layers))
 
-    return pair(drafter, "", rule, family, make_target, order=order, adaptive=False)
+    return build_setup(drafter, "", rule, family, make_target, order=order, adaptive=False)
 
 
-def drawn(pairing, rows, seed=0, temperature=1.0):
-    """Tokens and state of a batch under a pairing."""
+def drawn(setup, rows, seed=0, temperature=1.0):
+    """Tokens and state of a batch under a setup."""
     case = made("janus")
     made_prompt = case.prompt(rows)
     request = Request(
@@ -100,7 +102,7 @@ def drawn(pairing, rows, seed=0, temperature=1.0):
         grid=case.layout.grid,
     )  # fmt: skip
     request.generators = [torch.Generator().manual_seed(seed + r) for r in rows] if temperature else None
-    state = pairing.decode(request)
+    state = setup.decode(request)
     assert state.trace.faults == 0
     return state.tokens, state
 
@@ -147,9 +149,9 @@ def test_a_drafter_leaves_the_text_as_it_is(name):
 def test_a_drafter_leaves_the_image_as_it_is(name, temperature):
     """Greedy and drawn, in a batch and alone."""
     expected, _ = draw(made("janus"), ROWS, temperature=temperature)
-    pairing = janus_pair(tiny_drafter(name), zoo.acceptance("exact"))
-    assert drawn(pairing, ROWS, temperature=temperature)[0] == expected
-    assert drawn(pairing, [1], seed=0, temperature=temperature)[0] == expected[1:2]
+    setup = janus_pair(tiny_drafter(name), zoo.acceptance("exact"))
+    assert drawn(setup, ROWS, temperature=temperature)[0] == expected
+    assert drawn(setup, [1], seed=0, temperature=temperature)[0] == expected[1:2]
 
 
 @pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) - ELSEWHERE))
@@ -179,7 +181,9 @@ class Some(Rejection):
         parent, real = draft.tree.parent, torch.ones_like(draft.value, dtype=bool) if draft.real is None else draft.real
         later = ((parent[..., None] == parent[:, None]) & real[:, None]).tril(-1).any(dim=-1)
         kept = real & ~later & (draft.tree.depth <= draft.value[:, :1] % 3)
-        return deepest(draft.tree, kept | roots(draft.tree), 5 + categorical(scores.law).logits[..., 5:11].argmax(-1))
+        return deepest(
+            draft.tree, kept | roots(draft.tree), 5 + categorical(scores.distribution).logits[..., 5:11].argmax(-1)
+        )
 
 
 class SomeVectors(Coupled):
@@ -208,9 +212,9 @@ def stirred(drafter):
 
 
 def texts(model, drafter, name="llava", parts=PARTS):
-    """A pairing of a text drafter, and the request of a group of rows."""
+    """A setup of a text drafter, and the request of a group of rows."""
     fast = visspec.accelerate(model, stirred(drafter), acceptance=Some(), adaptive=False, levels=3)
-    builder = Builder(model, fast.pairing, {"do_sample": True, "top_k": 0, "max_new_tokens": 60})
+    builder = RequestBuilder(model, fast.setup, {"do_sample": True, "top_k": 0, "max_new_tokens": 60})
     inputs = prompt(name, parts)
     few = (inputs["input_ids"] >= 5) & (inputs["input_ids"] < 88)
     inputs["input_ids"] = torch.where(few, 5 + inputs["input_ids"] % 6, inputs["input_ids"])
@@ -222,14 +226,14 @@ def texts(model, drafter, name="llava", parts=PARTS):
         request.generators = [one.generators[0].clone_state() for one in each]
         return request
 
-    return fast.pairing, asked
+    return fast.setup, asked
 
 
 def pictures(drafter, asked, family=None, rule=None, target=None, levels=3):
-    """A pairing of an image drafter, and the request of some rows."""
+    """A setup of an image drafter, and the request of some rows."""
     make = (lambda _: target) if target else lambda traits: family.made(traits, False)
     rule = rule or Some()
-    return pair(
+    return build_setup(
         drafter, "", rule, family or target.family, make, levels=levels, adaptive=False, order=zoo.order("raster")
     ), asked
 
@@ -314,9 +318,9 @@ BATCHES = {
 }  # fmt: skip
 
 
-def opened(pairing, asked, rows, seen):
+def opened(setup, asked, rows, seen):
     """The state of some rows after their prefill; what is drafted for a row goes to its list in `seen`."""
-    state, drafter = start(pairing.target, pairing.drafter, pairing.rule, asked(rows)), pairing.drafter
+    state, drafter = start(setup.target, setup.drafter, setup.rule, asked(rows)), setup.drafter
     who = dict(enumerate(rows))
 
     def watched(now, depth):
@@ -337,11 +341,11 @@ def opened(pairing, asked, rows, seen):
 @torch.inference_mode()
 def test_what_is_drafted_for_a_row_in_a_batch_is_what_is_drafted_for_it_alone(name):
     """Behind rows that have left and been joined, exact rules hide other rows' keys and laws: only drafts show them."""
-    pairing, asked = BATCHES[name]()
-    decoded = pairing.target, pairing.drafter, pairing.rule, pairing.pace
+    setup, asked = BATCHES[name]()
+    decoded = setup.target, setup.drafter, setup.rule, setup.length_policy
     together: dict[int, list] = {}
-    others = [start(*decoded[:3], asked(rows)) for rows in GROUPS[1:]] if pairing.drafter.traits.joins else []
-    state, who = opened(pairing, asked, GROUPS[0], together)
+    others = [start(*decoded[:3], asked(rows)) for rows in GROUPS[1:]] if setup.drafter.traits.joins else []
+    state, who = opened(setup, asked, GROUPS[0], together)
 
     def rounds(count):
         for _ in range(count):
@@ -358,11 +362,11 @@ def test_what_is_drafted_for_a_row_in_a_batch_is_what_is_drafted_for_it_alone(na
         rounds(1)
         select(state, *decoded[:2], [4, 1, 2])
         rounds(2)
-    assert state.trace.faults == 0 and len({n for r in state.trace.rounds for n in r.gained}) > 1
+    assert state.trace.faults == 0 and len({n for r in state.trace.rounds for n in r.committed}) > 1
     assert any(len(value) > 1 for drafts in together.values() for value, *_ in drafts)
     for row, drafts in together.items():
         alone: dict[int, list] = {}
-        single, _ = opened(pairing, asked, [row], alone)
+        single, _ = opened(setup, asked, [row], alone)
         for _ in drafts:
             advance(single, *decoded)
             retire(single, *decoded[:2])
@@ -382,10 +386,10 @@ def test_a_rule_is_what_its_traits_say(name):
     tokens, state = drawn(janus_pair(tiny_drafter(spec), rule), ROWS)
     assert ("drift" in state.meters) == (rule.traits.guarantee == "approximate")
     assert drawn(janus_pair(tiny_drafter(spec), zoo.acceptance(text)), [2])[0] == tokens[2:]
-    captured = Captured(zoo.acceptance(text))
-    pairing = janus_pair(tiny_drafter(spec), captured)
+    captured = GraphedRule(zoo.acceptance(text))
+    setup = janus_pair(tiny_drafter(spec), captured)
     assert captured.traits == rule.traits and type(captured.inner) is type(rule)
-    assert drawn(pairing, ROWS)[0] == tokens
+    assert drawn(setup, ROWS)[0] == tokens
 
 
 @pytest.mark.parametrize("name", CODE_RULES)
@@ -431,11 +435,11 @@ def test_a_preset_draws(name):
     for large, small in SMALL.items():
         text = text.replace(large, small)
     rule = zoo.acceptance(text)
-    pairing = janus_pair(tiny_drafter(preset.drafter), rule, zoo.order(preset.order))
-    tokens, state = drawn(pairing, ROWS)
+    setup = janus_pair(tiny_drafter(preset.drafter), rule, zoo.order(preset.order))
+    tokens, state = drawn(setup, ROWS)
     assert [len(row) for row in tokens] == [made("janus").layout.positions] * 3
-    assert (pairing.guarantee == "approximate") == ("drift" in state.meters)
+    assert (setup.guarantee == "approximate") == ("drift" in state.meters)
     again = janus_pair(tiny_drafter(preset.drafter), zoo.acceptance(text), zoo.order(preset.order))
     assert drawn(again, ROWS)[0] == tokens
-    if pairing.promises_tokens(False):
+    if setup.promises_tokens(False):
         assert tokens == draw(made("janus"), ROWS, temperature=1.0)[0]

@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 from tests.tiny import model_of, prompt
 from visspec.recipes import train_drafter, workers
-from visspec.train.loop import Alone, Trainer
+from visspec.train.loop import SingleProcess, Trainer
 
 STOP = 6
 
 
-class ByHand(Alone):
+class ByHand(SingleProcess):
     """Gradients averaged one by one, without a wrapper."""
 
     def __init__(self):

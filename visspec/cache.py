@@ -75,7 +75,7 @@ class SlotCache:
         self.spare = 0  # rows that are allocated behind each store's: those of rows that have left
         self.mask: Any = None  # what `masks` keeps from pass to pass
         self.steady = False
-        self.lent: Any = None  # what keeps stores that were lent (`models.targets.graphs`) from others
+        self.lease: Any = None  # what keeps stores that were lent (`models.targets.graphs`) from others
         self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
         self._start = self._extent = 0
 
@@ -207,8 +207,8 @@ class SlotCache:
         other's row b are padding and are left behind; nothing else may be masked in either (`pack`).
         """
         rows, wanted = len(self.lengths), len(self.lengths) + len(take)
-        gained = [other.lengths[b] - skip[b] for b in take]
-        slots = max(max(gained), *(store.shape[2] for store in self.keys))
+        growth = [other.lengths[b] - skip[b] for b in take]
+        slots = max(max(growth), *(store.shape[2] for store in self.keys))
         enough = self.spare >= len(take) and all(store.shape[2] == slots for store in self.keys)
         self.spare = self.spare - len(take) if enough else 0
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
@@ -218,10 +218,10 @@ class SlotCache:
                 else:
                     store = self._allocate(old[:1].expand(wanted, -1, -1, -1), slots)
                     store[:rows, :, : self.length] = old[:, :, : self.length]
-                for row, b, length in zip(range(rows, wanted), take, gained):
+                for row, b, length in zip(range(rows, wanted), take, growth):
                     store[row, :, :length] = new[b, :, skip[b] : other.lengths[b]]
                 mine[layer] = store
-        self.lengths, self.mask = self.lengths + gained, None
+        self.lengths, self.mask = self.lengths + growth, None
 
 
 def moved(store: Tensor, keep: list[int], used: Tensor) -> Tensor:

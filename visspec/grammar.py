@@ -1,6 +1,6 @@
 """Grammar tokens of images: tokens fixed by the layout (end of row, end of image). They are never drafted.
 
-`Request.fixed` has the fixed id of every output position, or FREE. The target's law there is a
+`Request.fixed` has the fixed id of every output position, or FREE. The target's distribution there is a
 point mass, and drafts are filled in before they are verified, so such tokens are always accepted.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visspec.cache import to_device
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.types import FREE, Draft, State
 
 
@@ -25,7 +25,7 @@ def held(state: State, ahead: Tensor) -> Tensor:
 
 
 def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
-    """Log-laws after each node; a point mass where the next token is fixed."""
+    """Log-distributions after each node; a point mass where the next token is fixed."""
     if state.request.fixed is None:
         return logits_BNV
     following_BN = held(state, draft.tree.depth + 1)

@@ -26,21 +26,21 @@ WAITING = frozenset({  # operators whose result the host waits for
 COPIES = frozenset({"_to_copy", "to", "copy_", "lift_fresh"})
 
 
-def cuda_graph(call: Call, pool: Any = None, aside: Any = None) -> tuple[Any, Callable[[], None]]:
+def cuda_graph(call: Call, pool: Any = None, stash: Any = None) -> tuple[Any, Callable[[], None]]:
     """Capture a call. Graphs may share a memory pool, because only outputs are needed after a replay and they are
     copied before the next one. Recordings of one pool are made on one stream, `aside`, of the current device. Returns
     the output, which every replay overwrites, and the replay. Raises as `check_waits` does.
     """
-    aside, now = aside or torch.cuda.Stream(), torch.cuda.current_stream()
-    aside.wait_stream(now)
-    with torch.cuda.stream(aside):
+    stash, now = stash or torch.cuda.Stream(), torch.cuda.current_stream()
+    stash.wait_stream(now)
+    with torch.cuda.stream(stash):
         call()  # compiles kernels, opens libraries
         check_waits(call)
-    now.wait_stream(aside)
+    now.wait_stream(stash)
     graph = torch.cuda.CUDAGraph()
     with (
         torch.cuda.stream(now),
-        torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"),
+        torch.cuda.graph(graph, pool=pool, stream=stash, capture_error_mode="thread_local"),
     ):
         output = call()
     return output, graph.replay

@@ -1,4 +1,4 @@
-"""From logits to laws, and the random numbers that make values of them.
+"""From logits to distributions, and the random numbers that make values of them.
 
 Shapes: B rows, N nodes, T positions, V vocabulary, U numbers of a position. Laws are float32.
 
@@ -7,7 +7,7 @@ that depends on the row's generator and on t alone; that is a draw from p_t (Gum
 whatever batch. A drafter that ranks with the same G_t is coupled to the target and agrees with it with probability at
 least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, "Coupling without communication", 2024).
 
-`Coins` belong to a rule that accepts and rejects draws from a reported law.
+`AcceptanceNoise` belong to a rule that accepts and rejects draws from a reported distribution.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.nn import functional as F
 from visspec import kernels
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.laws import Categorical, Denoising, Maps, Trajectory, draw
+from visspec.distributions import Categorical, Denoising, Maps, Trajectory, draw
 from visspec.types import Draft, Request, Sampling, State, Tree
 
 CHUNK = 16  # positions drawn at a time: a constant, so that a row's stream does not depend on how it is consumed
-SIBLINGS = 32  # coins of a position; a node has at most this many children
+SIBLINGS = 32  # uniform numbers of a position; a node has at most this many children
 
 
 class Noise:
-    """Base class. samples: drafts are to be draws from a law that they report, independent of these numbers."""
+    """Base class. samples: drafts are draws from a distribution that they report, independent of these numbers."""
 
     samples = False
 
@@ -70,9 +70,9 @@ class Noise:
         self.generators += [other.generators[i] for i in take]
         self.ahead += [other.ahead[i] for i in take]
 
-    def draft(self, law: Categorical, level: int) -> tuple[Tensor, Categorical | None]:
-        """A drafted value for each row (B,), `level` positions after the next one, and the law it was drawn from; None
-        where drafts are point masses to the rule.
+    def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, Categorical | None]:
+        """A drafted value for each row (B,), `level` positions after the next one, and the distribution it was drawn
+        from; None where drafts are point masses to the rule.
         """
         raise NotImplementedError
 
@@ -89,42 +89,44 @@ class Gumbel(Noise):
         tiny = torch.finfo(u.dtype).tiny
         return -torch.log((-torch.log(u.clamp_(min=tiny))).clamp_(min=tiny))
 
-    def draft(self, law: Categorical, level: int) -> tuple[Tensor, None]:
-        numbers_BV = self.window(level + 1)[:, level, : law.width]
-        return (law.logits + numbers_BV).argmax(dim=-1), None
+    def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, None]:
+        numbers_BV = self.window(level + 1)[:, level, : distribution.width]
+        return (distribution.logits + numbers_BV).argmax(dim=-1), None
 
     def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
         return logits_BWV + self.window(level + 1)[:, level, None, : logits_BWV.shape[-1]]
 
 
 class Uniform(Noise):
-    """`width` numbers in [0, 1) a position, for draws that a law is reported of; the last of them draws the draft."""
+    """`width` numbers in [0, 1) a position, for draws that a distribution is reported of; the last of them draws the
+    draft.
+    """
 
     samples = True
 
-    def draft(self, law: Categorical, level: int) -> tuple[Tensor, Categorical]:
-        return draw(law.p, self.window(level + 1)[:, level, -1]), law
+    def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, Categorical]:
+        return draw(distribution.p, self.window(level + 1)[:, level, -1]), distribution
 
     def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
         return logits_BWV
 
 
-class Coins(Uniform):
-    """Of each position: a coin for each sibling, the draw of the residual, and the drafter's own draw."""
+class AcceptanceNoise(Uniform):
+    """Of each position: a uniform number for each sibling, the draw of the residual, and the drafter's own draw."""
 
     def __init__(self, generators: Sequence[torch.Generator]):
         super().__init__(generators, SIBLINGS + 2)
 
-    def toss(self, tree: Tree) -> tuple[Tensor, Tensor]:
+    def accept_uniforms(self, tree: Tree) -> tuple[Tensor, Tensor]:
         """(each node's coin (B, N), by its depth and its rank among its siblings; the residual's draw (B,))."""
         window_BTU = self.window(tree.levels + 1)
-        coins_BN = window_BTU.flatten(1).gather(1, trees.kept(tree, _coin).expand(len(window_BTU), -1))
+        coins_BN = window_BTU.flatten(1).gather(1, trees.cached(tree, _coin).expand(len(window_BTU), -1))
         return coins_BN, window_BTU[:, 0, SIBLINGS].contiguous()
 
 
 class Normals(Noise):
-    """Of each position, for chains of S steps in d dimensions: the start and the steps' normal numbers, two coins a
-    step, and K candidates of residuals, with a coin each, for R of the steps: candidates = (R, K).
+    """Of each position, for chains of S steps in d dimensions: the start and the steps' normal numbers, two uniform
+    numbers a step, and K candidates of residuals, with a uniform number each, for R of the steps: candidates = (R, K).
     """
 
     samples = True
@@ -139,26 +141,26 @@ class Normals(Noise):
 
     def _chunk(self, generator: torch.Generator) -> Tensor:
         normals = torch.randn(CHUNK, sum(self.parts[:2]), generator=generator, device=generator.device)
-        coins = torch.rand(CHUNK, sum(self.parts[2:]), generator=generator, device=generator.device)
-        return torch.cat([normals, coins], dim=1)
+        uniforms = torch.rand(CHUNK, sum(self.parts[2:]), generator=generator, device=generator.device)
+        return torch.cat([normals, uniforms], dim=1)
 
-    def numbers(self, positions: int, first: int = 0) -> Numbers:
+    def numbers(self, positions: int, first: int = 0) -> TrajectoryNumbers:
         """The numbers of each row's next positions from `first` on, for M = B (positions - first) chains."""
         numbers_MU = self.window(positions)[:, first:].flatten(0, 1)
-        steps, candidates, coins, chances = numbers_MU.split(self.parts, dim=1)
+        steps, candidates, uniforms, chances = numbers_MU.split(self.parts, dim=1)
         steps = steps.unflatten(1, (self.steps + 1, self.size))
-        return Numbers(
-            steps[:, 0], steps[:, 1:], coins.unflatten(1, (self.steps, 2)).log(),
+        return TrajectoryNumbers(
+            steps[:, 0], steps[:, 1:], uniforms.unflatten(1, (self.steps, 2)).log(),
             candidates.unflatten(1, (*self.candidates, self.size)), chances.unflatten(1, self.candidates).log(),
         )  # fmt: skip
 
-    def draft(self, law: Denoising, level: int) -> tuple[Tensor, Trajectory]:  # type: ignore[override]
+    def draft(self, distribution: Denoising, level: int) -> tuple[Tensor, Trajectory]:  # type: ignore[override]
         numbers = self.numbers(level + 1, level)
-        path = law.sample(numbers.start, numbers.steps)
+        path = distribution.sample(numbers.start, numbers.steps)
         return path.points[:, -1], path
 
 
-class Mapped(Noise):
+class ScaleNoise(Noise):
     """Noise of maps: a position is a scale, and `width` numbers belong to each of its sizes[k] codes. Base class."""
 
     def __init__(self, generators: Sequence[torch.Generator], width: int, sizes: Sequence[int]):
@@ -200,31 +202,31 @@ class Mapped(Noise):
         raise ValueError(f"stream: got {type(self).__name__}, expected noise of tokens: maps are not drawn in streams")
 
 
-class MapGumbel(Mapped, Gumbel):
+class ScaleGumbel(ScaleNoise, Gumbel):
     """Gumbel numbers of every code."""
 
-    def draft(self, law: Maps, level: int) -> tuple[Tensor, None]:  # type: ignore[override]
+    def draft(self, distribution: Maps, level: int) -> tuple[Tensor, None]:  # type: ignore[override]
         numbers_BSV = self.codes(1, level)[:, 0]
-        return (law.logits[:, 0, : numbers_BSV.shape[1]] + numbers_BSV).argmax(dim=-1), None
+        return (distribution.logits[:, 0, : numbers_BSV.shape[1]] + numbers_BSV).argmax(dim=-1), None
 
 
-class MapCoins(Mapped, Uniform):
-    """Of every code: a coin, the draw of the residual, and the drafter's own draw."""
+class ScaleAcceptanceNoise(ScaleNoise, Uniform):
+    """Of every code: a uniform number, the draw of the residual, and the drafter's own draw."""
 
     def __init__(self, generators: Sequence[torch.Generator], sizes: Sequence[int]):
         super().__init__(generators, 3, sizes)
 
-    def draft(self, law: Maps, level: int) -> tuple[Tensor, Maps]:  # type: ignore[override]
+    def draft(self, distribution: Maps, level: int) -> tuple[Tensor, Maps]:  # type: ignore[override]
         numbers_BS = self.codes(1, level)[:, 0, :, 2]
-        return draw(law.p[:, 0, : numbers_BS.shape[1]], numbers_BS), law
+        return draw(distribution.p[:, 0, : numbers_BS.shape[1]], numbers_BS), distribution
 
 
-class Numbers(NamedTuple):
+class TrajectoryNumbers(NamedTuple):
     """Random numbers of M chains."""
 
     start: Tensor  # (M, d)
     steps: Tensor  # (M, S, d)
-    coins: Tensor  # (M, S, 2) logarithms of uniform numbers
+    uniforms: Tensor  # (M, S, 2) logarithms of uniform numbers
     candidates: Tensor  # (M, R, K, d) normal numbers
     chances: Tensor  # (M, R, K) logarithms of uniform numbers
 
@@ -320,12 +322,12 @@ def _reached(
     return [(b, n) for (b, n, _), may in zip(below, may_M.tolist()) if may]
 
 
-def choose(law: Categorical, depth_N: Tensor, noise: Noise | None, levels: int) -> Tensor:
+def choose(distribution: Categorical, depth_N: Tensor, noise: Noise | None, levels: int) -> Tensor:
     """The token sampled at each node with its position's noise, or the argmax without noise: (B, N).
 
     depth_N (1|B, N) is the offset of the node's next position from the pending token.
     """
-    logits_BNV = law.logits
+    logits_BNV = distribution.logits
     if noise is None:
         return logits_BNV.argmax(dim=-1)
     window_BTV = noise.window(levels + 1)
@@ -338,14 +340,15 @@ def choose(law: Categorical, depth_N: Tensor, noise: Noise | None, levels: int) 
 
 
 def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Categorical | None]:
-    """One drafted token per row, in the form that the request's rule expects: (tokens (B,), the law or None).
+    """One drafted token per row, in the form that the request's rule expects: (tokens (B,), the distribution or None).
 
     Greedy: the argmax. Otherwise as the request's noise says (`Noise.draft`): the argmax under the very noise of that
-    position (level 0 is the position after the pending token), a point mass; or a real draw, and the law it came from.
+    position (level 0 is the position after the pending token), a point mass; or a real draw, and the distribution it
+    came from.
     """
     return drawn(Categorical(warp(logits_BV, state.request.sampling)), state, level)
 
 
-def drawn(law: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
-    """The same of a law."""
-    return (law.logits.argmax(dim=-1), None) if state.noise is None else state.noise.draft(law, level)
+def drawn(distribution: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
+    """The same of a distribution."""
+    return (distribution.logits.argmax(dim=-1), None) if state.noise is None else state.noise.draft(distribution, level)

@@ -1,4 +1,4 @@
-"""Shapes of drafts: chains, static trees and trees grown from any per-node law.
+"""Shapes of drafts: chains, static trees and trees grown from any per-node distribution.
 
 Shapes: B rows, N nodes, W frontier width, V vocabulary. The root is node 0; parents come before children.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visspec import kernels
 from visspec.cache import to_device
-from visspec.laws import Law
+from visspec.distributions import Distribution
 from visspec.types import Draft, Tree
 
 _branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # maximum number of children, if known on the host
@@ -37,12 +37,12 @@ def _sealed(parent: tuple[int, ...], device: str) -> Tree:
     return _static(parent, device)
 
 
-def sealed(tree: Tree) -> Tree:
+def frozen_copy(tree: Tree) -> Tree:
     """The loop's copy of a tree from `static`, which drafters can't modify."""
     return _sealed(*_origin[tree])
 
 
-def shown(tree: Tree) -> Tree:
+def public_copy(tree: Tree) -> Tree:
     """The tree passed to drafters: for a sealed tree the one from `static`, otherwise the tree itself."""
     return static(*_origin[tree]) if tree in _origin else tree
 
@@ -83,10 +83,10 @@ def is_static(tree: Tree) -> bool:
     return tree in _derived
 
 
-def kept(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
+def cached(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
     """derive(tree), cached for trees from `static`; `derive` must be a module-level function.
 
-    Other trees may be buffers that change between replays (`accept.captured`).
+    Other trees may be buffers that change between replays (`accept.graphed_rule`).
     """
     known = _derived.get(tree)
     if known is None:
@@ -99,7 +99,7 @@ def kept(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
 
 def above(tree: Tree) -> Tensor:
     """(1|B, N) each node's parent; the root is its own parent."""
-    return kept(tree, _above)
+    return cached(tree, _above)
 
 
 def _above(tree: Tree) -> Tensor:
@@ -108,7 +108,7 @@ def _above(tree: Tree) -> Tensor:
 
 def roots(tree: Tree) -> Tensor:
     """(1|B, N) bool: true at node 0."""
-    return kept(tree, _roots)
+    return cached(tree, _roots)
 
 
 def _roots(tree: Tree) -> Tensor:
@@ -125,12 +125,12 @@ def root(pending: Tensor) -> Draft:
     return Draft(pending[:, None], chain(0, str(pending.device)))
 
 
-def undrafted(pending: Tensor) -> Draft:
+def empty_draft(pending: Tensor) -> Draft:
     """The same on the loop's own tree."""
     return Draft(pending[:, None], _sealed((-1,), str(pending.device)))
 
 
-def chain_draft(pending: Tensor, proposed: Tensor, q: Law | None = None, real: Tensor | None = None) -> Draft:
+def chain_draft(pending: Tensor, proposed: Tensor, q: Distribution | None = None, real: Tensor | None = None) -> Draft:
     """A chain below the pending node, from values (B, T, *X) of its levels. q and real include the root."""
     value = torch.cat([pending[:, None], proposed], dim=1)
     return Draft(value, chain(proposed.shape[1], str(pending.device)), q, real)
@@ -150,7 +150,7 @@ def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
 
 def paths(tree: Tree) -> Tensor:
     """(1|B, N, levels + 1) indices of each node's ancestors from the root to itself, padded with -1."""
-    return kept(tree, _paths)
+    return cached(tree, _paths)
 
 
 def _paths(tree: Tree) -> Tensor:
@@ -160,12 +160,12 @@ def _paths(tree: Tree) -> Tensor:
     return torch.where(found == size, -1, found)
 
 
-class Growing:
-    """Builds a dynamic tree level by level: `grow` takes the laws of a frontier and returns the next frontier.
+class TreeBuilder:
+    """Builds a dynamic tree level by level: `grow` takes the distributions of a frontier and returns the next frontier.
 
-    Best-first by summed log-law (EAGLE-2): every frontier node proposes `width` children, the best `width` of all
-    children become the next frontier, and `finish` keeps the best `nodes` of everything that was proposed. Any law per
-    node can be used; laws perturbed by the noise of their position give coupled trees.
+    Best-first by summed log-distribution (EAGLE-2): every frontier node proposes `width` children, the best `width` of
+    all children become the next frontier, and `finish` keeps the best `nodes` of everything that was proposed. Any
+    distribution per node can be used; distributions perturbed by the noise of their position give coupled trees.
     """
 
     def __init__(self, pending_B: Tensor, width: int):
@@ -178,7 +178,7 @@ class Growing:
         self.children, self.levels, self.size = 0, 0, 1
 
     def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a level by the log-laws after the frontier's nodes.
+        """Add a level by the log-distributions after the frontier's nodes.
 
         Returns the new frontier's tokens (B, width) and the index of each one's parent in the old frontier.
         """

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from visspec.laws import Categorical, Law, Steps
+from visspec.distributions import Categorical, DenoisingSteps, Distribution
 
 TINY = torch.finfo(torch.float32).tiny
 GUARANTEES = ("approximate", "exact for the declared target", "exact")  # from the weakest
@@ -76,14 +76,14 @@ class Tree:
 class Draft:
     """A tree of proposed nodes. X is the shape of a node's value: () for an id.
 
-    `q` is the law that each node was sampled from, given the siblings before it. None: nodes are point masses, that is
-    deterministic, or sampled with the same noise as the target's tokens. Only rules that use their own random numbers
-    support q.
+    `q` is the distribution that each node was sampled from, given the siblings before it. None: nodes are point masses,
+    that is deterministic, or sampled with the same noise as the target's tokens. Only rules that use their own random
+    numbers support q.
     """
 
     value: Tensor  # (B, N, *X); any valid value if a node is not real
     tree: Tree
-    q: Law | None = None  # row 0 unused
+    q: Distribution | None = None  # row 0 unused
     real: Tensor | None = (
         None  # (B, N) bool: false for padding nodes, which are never accepted; the root's entry is ignored
     )
@@ -97,7 +97,7 @@ class Draft:
 class Scores:
     """Result of one target pass over a draft."""
 
-    law: Law  # after each node (B, N), warped (temperature, cuts, processors)
+    distribution: Distribution  # after each node (B, N), warped (temperature, cuts, processors)
     features: Tensor | None = None  # (B, N, F) hidden states of the declared layers, concatenated
     # with keep_raw: "raw", (B, N, V) unwarped logits; with `DrafterTraits.ahead` A: "ahead", (B, N, A, V) warped logits
     aux: Mapping[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Outcome:
 
     path: list[list[int]]  # accepted node indices of each row, node 0 first
     tokens: list[list[int]]  # new tokens of each row: the path without its root, then `next`
-    offered: list[int] = field(default_factory=list)  # levels of each row's chain; of a tree, of the draft
+    draft_lengths: list[int] = field(default_factory=list)  # levels of each row's chain; of a tree, of the draft
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Request:
     generators: Sequence[torch.Generator] | None = None  # one per row; None with greedy sampling
     on_tokens: Callable[[list[int]], bool | None] | None = None  # batch 1: called with a round's tokens; true ends it
     on_round: Callable[[State], None] | None = None  # called after each round, between passes
-    keep_logits: bool = False  # store the warped law of every emitted token
+    keep_logits: bool = False  # store the warped distribution of every emitted token
     keep_raw: bool = False  # store the target's unprocessed logits of every emitted token
     keep_cache: bool = False  # store keys and values of finished rows, to continue from the output
     media: Mapping[str, Any] = field(default_factory=dict)  # pixel values etc., for drafters with a vision tower
@@ -173,8 +173,8 @@ class Round(NamedTuple):
     """One pass over a draft, for every row that was live."""
 
     levels: int  # maximum depth of the draft over rows
-    gained: list[int]  # tokens, the last of them not drafted
-    tried: list[bool]  # whether a node below the end of the accepted path was rejected
+    committed: list[int]  # tokens, the last of them not drafted
+    had_rejection: list[bool]  # whether a node below the end of the accepted path was rejected
 
 
 @dataclass
@@ -188,8 +188,8 @@ class Trace:
     faults: int = 0  # number of invalid drafts and exceptions of the drafter
     calls: Counter[str] = field(default_factory=Counter)  # of networks beside the passes: "head", "draft_head"
     gave_up: int = 0  # rounds without drafting because it would not save time
-    asked: int = 0  # levels that the drafter was asked for in the latest round
-    resting: int = 0  # rounds to come without drafting, for the same reason
+    requested: int = 0  # levels that the drafter was asked for in the latest round
+    cooldown: int = 0  # rounds to come without drafting, for the same reason
     doubted: bool = False  # whether drafting has rested and no draft was accepted since
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
@@ -211,11 +211,11 @@ class State:
     position: Tensor  # (B,) position id of the pending node
     cache: Any  # the target's cache
     rows: list[int]
-    tape: Any  # output of the request, `tape.Ids`; the target chooses it
+    output: Any  # output of the request, `tape.TokenBuffer`; the target chooses it
     noise: Any = None
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
-    request_view: Any = None  # the drafter's read-only view of the request (`view.RequestView`)
+    read_only_request: Any = None  # the drafter's read-only view of the request (`read_only.ReadOnlyRequest`)
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)
@@ -228,12 +228,12 @@ class State:
     @property
     def tokens(self) -> list[list[int]]:
         """Emitted tokens of every original row."""
-        return self.tape.tokens
+        return self.output.tokens
 
     @property
     def finished(self) -> set[int]:
         """Original rows that have ended."""
-        return self.tape.finished
+        return self.output.finished
 
     @property
     def calls(self) -> Counter[str]:
@@ -255,26 +255,26 @@ class State:
 
     def ids(self, live_row: int) -> Tensor:
         """Prompt and emitted tokens of a live row, (1, length)."""
-        return self.tape.ids(self.rows[live_row])
+        return self.output.ids(self.rows[live_row])
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of a target, checked once when a pairing is built."""
+    """Capabilities of a target, checked once when a setup is built."""
 
     trees: bool = True
     vocab: int = 0
     never_drafted: frozenset[int] = frozenset()  # placeholder ids of image, video or audio content
     feature_layers: tuple[int, ...] = ()
     codebook: Tensor | None = None  # (codes, E) float32 as used by the image decoder; larger ids are grammar
-    law: type[Law] = Categorical  # of its nodes
-    steps: Steps | None = None  # of the chains that vectors are sampled by
+    distribution: type[Distribution] = Categorical  # of its nodes
+    steps: DenoisingSteps | None = None  # of the chains that vectors are sampled by
     size: int = 0  # of these vectors
     layers: int = 0  # of which some can be run alone (`Target.partial`)
     scales: tuple[int, ...] = ()  # codes of each node of an image, where nodes are maps
     any_order: bool = False  # images in any order of their places (`Request.order`)
-    guarantee: str = "exact"  # the strongest that a pairing may promise
-    declared: str = ""  # with a guarantee for the declared target: its law, in words
+    guarantee: str = "exact"  # the strongest that a setup may promise
+    declared: str = ""  # with a guarantee for the declared target: its distribution, in words
 
     @property
     def chains(self) -> tuple[int, int]:
@@ -304,11 +304,11 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where ids and laws live."""
+        """Where ids and distributions live."""
         raise NotImplementedError
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompt. Scores: laws (B, 1) after it, features (B, L, F)."""
+        """Run the prompt. Scores: distributions (B, 1) after it, features (B, L, F)."""
         raise NotImplementedError
 
     def verify(self, state: State, draft: Draft) -> Scores:
@@ -356,7 +356,7 @@ class Target:
 
 @dataclass(frozen=True)
 class DrafterTraits:
-    """Traits of a drafter, checked once when a pairing is built."""
+    """Traits of a drafter, checked once when a setup is built."""
 
     levels: int = 8  # maximum draft depth
     feature_layers: tuple[int, ...] = ()  # hidden states of the target that it reads
@@ -365,20 +365,22 @@ class DrafterTraits:
     trees: bool = False  # its drafts branch
     adaptive_depth: bool = True  # false: use a fixed depth, e.g. if drafts improve over several passes
     whole_images: bool = False  # it can draft a whole image (`sketch`)
-    law: type[Law] = Categorical  # of the values it drafts
+    distribution: type[Distribution] = Categorical  # of the values it drafts
     joins: bool = False  # rows can enter a running batch (`join`)
     observes: str = "all"  # rounds that it is told of: "all"; "drafted" and those before it drafts again; "none"
-    partial: bool = False  # it runs some of the target's own layers (`View.partial`)
-    stored: bool = False  # it reads the target's keys and values (`View.stored`)
+    partial: bool = False  # it runs some of the target's own layers (`ReadOnlyState.partial`)
+    stored: bool = False  # it reads the target's keys and values (`ReadOnlyState.stored`)
     any_order: bool = False  # it drafts for any-order targets alone
-    ahead: int = 0  # laws of so many later codes after each node that it reads, of any-order targets: `aux["ahead"]`
+    ahead: int = (
+        0  # distributions of so many later codes after each node that it reads, of any-order targets: `aux["ahead"]`
+    )
 
 
 class Drafter:
     """Base class of drafters: cheap proposers. `propose` may draft fewer levels than asked, never more.
 
-    `state` is a `view.View`: read-only except for `state.memory`. A drafter may be used by several requests and threads
-    at once: store data about a request in `state.memory`.
+    `state` is a `read_only.ReadOnlyState`: read-only except for `state.memory`. A drafter may be used by several
+    requests and threads at once: store data about a request in `state.memory`.
     """
 
     traits = DrafterTraits()
@@ -392,7 +394,7 @@ class Drafter:
         """Called where the target's passes are recorded; by default a drafter runs as it is."""
 
     def attach(self, target: Any) -> None:
-        """Called with the model (for images its family) when a pairing is built, and again after its device or dtype
+        """Called with the model (for images its family) when a setup is built, and again after its device or dtype
         changed.
         """
 
@@ -427,10 +429,10 @@ class RuleTraits:
     """Traits of an acceptance rule."""
 
     guarantee: str = "approximate"  # or "exact", "exact for the declared target"
-    judges_draws: bool = False  # supports sampled drafts with their law q
+    judges_draws: bool = False  # supports sampled drafts with their distribution q
     chains_only: bool = False  # trees are not supported
     whole_images: bool = False  # can verify all positions of a drafted image at once
-    law: type[Law] = Categorical  # of the nodes it verifies
+    distribution: type[Distribution] = Categorical  # of the nodes it verifies
     remembers: bool = False  # its verdict depends on earlier rounds, by its noise
     unmetered: str = ""  # of a rule that reports no drift though it is approximate: why, in words
 
@@ -441,10 +443,10 @@ class Acceptance:
     traits = RuleTraits()
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Called with the target's capabilities when a pairing is built, on a copy of the given rule."""
+        """Called with the target's capabilities when a setup is built, on a copy of the given rule."""
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
-        """Random numbers for a request, one generator per row; `width` is that of the law."""
+        """Random numbers for a request, one generator per row; `width` is that of the distribution."""
         raise NotImplementedError
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
@@ -463,12 +465,16 @@ class Order:
     raster = False  # sequential, with drafts verified by the loop
     drafts = True  # whether a drafter is used
     visits = False  # whether it says in which order an any-order target draws; the loop decodes in any case
-    law: type[Law] = Categorical  # of the nodes of targets that it takes; every target's where it is raster
+    distribution: type[Distribution] = (
+        Categorical  # of the nodes of targets that it takes; every target's where it is raster
+    )
 
     def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
-        """This order with the rule and drafter of a pairing. Raises ValueError if they are incompatible."""
+        """This order with the rule and drafter of a setup. Raises ValueError if they are incompatible."""
         return self
 
-    def decode(self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, pace: Any) -> State:
+    def decode(
+        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+    ) -> State:
         """Decode a batch. Returns the finished state."""
         raise NotImplementedError

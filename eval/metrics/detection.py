@@ -26,7 +26,7 @@ class Detection:
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectionResult:
     """A detector's result for one image. If `refused` is not empty, it is the reason why the image fails."""
 
     detections: tuple[Detection, ...]
@@ -48,7 +48,7 @@ class Detector(Protocol):
     def threshold(self, tag: str) -> float:
         """Scores must exceed this for a task."""
 
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
         """Objects of the given classes in an RGB image (a closed-set detector may return others too)."""
 
 
@@ -94,7 +94,7 @@ class ShapeWorldDetector:
         """The same for all tasks; `ShapeDetector.score` has already been applied."""
         return 0.0
 
-    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> Found:
+    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
         """All shapes of the image; refused if too many pixels are unexplained."""
         seen = self.detector.analyse(image)
         detections = tuple(
@@ -106,7 +106,7 @@ class ShapeWorldDetector:
             refused = (
                 f"{seen.unexplained:.1%} of the pixels are unexplained, more than {self.detector.max_unexplained:.1%}"
             )
-        return Found(detections, refused)
+        return DetectionResult(detections, refused)
 
 
 class DetectedColours:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visspec.eval.metrics.detection import Detection, Found, digest, file_digest
+from visspec.eval.metrics.detection import Detection, DetectionResult, digest, file_digest
 from visspec.eval.metrics.features import weights_hash
 from visspec.eval.metrics.geneval import COLOURS, COUNTING_THRESHOLD, THRESHOLD
 
@@ -86,7 +86,7 @@ class Mask2Former(_ModelDetector):
         self.classes = tuple(classes)
 
     @torch.inference_mode()
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
         """Every instance above the lowest threshold, whatever its class."""
         inputs = self.processor(images=image, return_tensors="pt").to(self.device)
         result = self.processor.post_process_instance_segmentation(
@@ -97,9 +97,9 @@ class Mask2Former(_ModelDetector):
         )[0]
         segments = result["segments_info"]
         if not segments:
-            return Found(())
+            return DetectionResult(())
         masks = np.asarray(result["segmentation"].cpu()).astype(bool).reshape(len(segments), image.height, image.width)
-        return Found(
+        return DetectionResult(
             tuple(
                 Detection(self.classes[info["label_id"]], float(info["score"]), box_of(mask), mask)
                 for info, mask in zip(segments, masks)
@@ -119,7 +119,7 @@ class OwlV2(_ModelDetector):
     processor: Owlv2Processor
 
     @torch.inference_mode()
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
         """Instances of the given classes."""
         texts = [[f"a photo of a {name}" for name in classes]]
         inputs = self.processor(text=texts, images=image, return_tensors="pt").to(self.device)
@@ -128,7 +128,7 @@ class OwlV2(_ModelDetector):
         result = self.processor.post_process_grounded_object_detection(
             self.model(**inputs), threshold=min(self.scores), target_sizes=[(side, side)]
         )[0]
-        return Found(
+        return DetectionResult(
             tuple(
                 Detection(classes[int(label)], float(score), clipped(box, image.size))
                 for score, label, box in zip(result["scores"], result["labels"], result["boxes"])
@@ -145,7 +145,7 @@ class GroundingDino(_ModelDetector):
     processor: GroundingDinoProcessor
 
     @torch.inference_mode()
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
         """Instances of the given classes; phrases that match no class are dropped."""
         text = " ".join(f"{name.lower()}." for name in classes)
         inputs = self.processor(images=image, text=text, return_tensors="pt").to(self.device)
@@ -162,7 +162,7 @@ class GroundingDino(_ModelDetector):
             label = phrase_to_class(phrase, classes)
             if label is not None:
                 out.append(Detection(label, float(score), clipped(box, image.size)))
-        return Found(tuple(out))
+        return DetectionResult(tuple(out))
 
 
 def phrase_to_class(phrase: str, classes: Sequence[str]) -> str | None:
@@ -206,7 +206,7 @@ class MMDetMask2Former:
         """0.3, and 0.9 for counting: calibrated to this model."""
         return COUNTING_THRESHOLD if tag == "counting" else THRESHOLD
 
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> Found:
+    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
         """Every instance of the 80 classes."""
         boxes, masks = self.infer(np.ascontiguousarray(np.asarray(image)[..., ::-1]))
         out = []
@@ -214,7 +214,7 @@ class MMDetMask2Former:
             for row, mask in zip(rows, kept):
                 x0, y0, x1, y1, score = map(float, row)
                 out.append(Detection(label, score, (x0, y0, x1, y1), np.asarray(mask, bool)))
-        return Found(tuple(out))
+        return DetectionResult(tuple(out))
 
 
 class ClipColours:

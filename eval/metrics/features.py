@@ -213,7 +213,7 @@ class Inception:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class FeatureTable:
     """Result of `gather`: number of images, hash of their bytes in order, a sentence for every skipped file."""
 
     n: int
@@ -228,7 +228,7 @@ def gather(
     batch_size: int = 32,
     max_pixels: int = MAX_PIXELS,
     progress: Progress | None = None,
-) -> Gathered:
+) -> FeatureTable:
     """Features of a folder's images, in natural order, passed to `sink` in batches; unusable files are listed.
 
     A new batch begins if the image size changes.
@@ -267,7 +267,7 @@ def gather(
         raise ValueError(
             f"no image of the folder {folder} can be used; the first problem: {problems[0]}, expected readable images"
         )
-    return Gathered(n, content.hexdigest()[:16], problems)
+    return FeatureTable(n, content.hexdigest()[:16], problems)
 
 
 def _stack(batch: list[np.ndarray]) -> torch.Tensor:
@@ -276,7 +276,7 @@ def _stack(batch: list[np.ndarray]) -> torch.Tensor:
 
 def table(
     folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, progress: Progress | None = None
-) -> tuple[torch.Tensor, Gathered]:
+) -> tuple[torch.Tensor, FeatureTable]:
     """All features of a folder (n, dim), for the metrics that need the rows, and the result of `gather`."""
     parts: list[torch.Tensor] = []
     gathered = gather(folder, extractor, parts.append, batch_size, progress=progress)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, Gathered, gather, metric_name
+from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, gather, metric_name
 from visspec.eval.metrics.images import MAX_PIXELS
 from visspec.eval.metrics.references import Reference
 from visspec.eval.metrics.results import Progress
@@ -118,5 +118,5 @@ def from_folder(
 ) -> FrechetResult:
     """Distance of a folder's images to a reference; broken files are listed in `problems` and excluded from N."""
     stats = GaussianStats(extractor.dim)
-    gathered: Gathered = gather(folder, extractor, stats.update, batch_size, max_pixels, progress)
+    gathered: FeatureTable = gather(folder, extractor, stats.update, batch_size, max_pixels, progress)
     return compare(stats, reference, extractor, gathered.problems)

@@ -22,8 +22,8 @@ from visspec.eval.metrics.detection import (
     ColourClassifier,
     DetectedColours,
     Detection,
+    DetectionResult,
     Detector,
-    Found,
     ShapeWorldDetector,
     digest,
 )
@@ -74,7 +74,7 @@ def relations(subject: Sequence[float], reference: Sequence[float]) -> set[str]:
     return {name for name, value in tests.items() if value > POSITION_LEAST}
 
 
-def kept(found: Found, threshold: float, max_overlap: float = MAX_OVERLAP) -> dict[str, list[Detection]]:
+def kept(found: DetectionResult, threshold: float, max_overlap: float = MAX_OVERLAP) -> dict[str, list[Detection]]:
     """Detections above a threshold by class, best first, at most MAX_OBJECTS a class; overlapping ones merged."""
     out: dict[str, list[Detection]] = {}
     for label in dict.fromkeys(d.label for d in found.detections):
@@ -173,7 +173,7 @@ def write_prompt(root: str | Path, index: int, metadata: dict) -> Path:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptFolder:
     """One prompt folder: its name, metadata, image files in order; `problem` is the reason if it can't be used."""
 
     name: str
@@ -182,7 +182,7 @@ class Prompt:
     problem: str = ""
 
 
-def read_prompts(root: str | Path) -> list[Prompt]:
+def read_prompts(root: str | Path) -> list[PromptFolder]:
     """Every numbered folder under `root`, in order of number; ValueError if there is none or none has an image."""
     root = Path(root)
     if not root.is_dir():
@@ -197,7 +197,7 @@ def read_prompts(root: str | Path) -> list[Prompt]:
         try:
             metadata = check_metadata(json.loads((folder / "metadata.jsonl").read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
-            out.append(Prompt(folder.name, {}, (), f"{folder.name}/metadata.jsonl: {_sentence(error)}"))
+            out.append(PromptFolder(folder.name, {}, (), f"{folder.name}/metadata.jsonl: {_sentence(error)}"))
             continue
         samples = folder / "samples"
         names = samples.iterdir() if samples.is_dir() else ()
@@ -205,13 +205,13 @@ def read_prompts(root: str | Path) -> list[Prompt]:
             (p for p in names if re.match(r"\d+\.png", p.name)), key=lambda p: (int(p.name.split(".")[0]), p.name)
         )
         problem = "" if files else f"{folder.name}/samples holds no image such as 0000.png"
-        out.append(Prompt(folder.name, metadata, tuple(files), problem))
+        out.append(PromptFolder(folder.name, metadata, tuple(files), problem))
     if not any(prompt.files for prompt in out):
         raise ValueError(f"the folder {root} holds no image; the first problem: {out[0].problem}")
     return out
 
 
-def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[Prompt]:
+def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[PromptFolder]:
     """Prompts of images that lie in one folder; each row is GenEval's metadata with the image's file name as "image".
 
     Images of one prompt are counted together. ValueError for metadata in another form or if no image exists.
@@ -228,7 +228,9 @@ def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[Prompt]:
     for i, (described, files) in enumerate(found.items()):
         there = tuple(path for path in files if path.is_file())
         lost = [path.name for path in files if not path.is_file()]
-        out.append(Prompt(f"{i:05d}", json.loads(described), there, f"there is no image {lost[0]}" if lost else ""))
+        out.append(
+            PromptFolder(f"{i:05d}", json.loads(described), there, f"there is no image {lost[0]}" if lost else "")
+        )
     if not any(prompt.files for prompt in out):
         raise ValueError(f"prompts: {folder} holds none of the {len(rows)} images named, expected some of them")
     return out
@@ -281,7 +283,7 @@ def judged(
 
 
 def evaluate(
-    root: str | Path | Sequence[Prompt],
+    root: str | Path | Sequence[PromptFolder],
     results: str | Path | None,
     detector: Detector | None = None,
     colours: ColourClassifier | None = None,
@@ -324,7 +326,7 @@ def _image_key(path: Path, metadata: dict) -> str:
         return f"unreadable: {error.strerror}"
 
 
-def _uneven(prompts: list[Prompt]) -> list[str]:
+def _uneven(prompts: list[PromptFolder]) -> list[str]:
     """A sentence for every folder whose number of images differs from the most common one."""
     counts = [len(prompt.files) for prompt in prompts if prompt.files]
     usual = max(set(counts), key=lambda n: (counts.count(n), n))
@@ -335,7 +337,7 @@ def _uneven(prompts: list[Prompt]) -> list[str]:
     ]
 
 
-def _name(prompts: list[Prompt], detector: Detector, colours: ColourClassifier) -> str:
+def _name(prompts: list[PromptFolder], detector: Detector, colours: ColourClassifier) -> str:
     """`GenEval` for the original's prompts, four images each, detector and colour classifier; else with brackets."""
     lines = [json.dumps({k: v for k, v in p.metadata.items() if k in FIELDS}) + "\n" for p in prompts]
     same = sha256("".join(lines).encode()).hexdigest() == ORIGINAL_PROMPTS

@@ -20,7 +20,7 @@ STYLE = (
 )
 
 
-class Shown:
+class CaptionSamples:
     """Thumbnails and coloured texts of the first records of a run, which are not in its file."""
 
     def __init__(self) -> None:
@@ -48,7 +48,9 @@ class Shown:
             return None
 
 
-def write_page(path: Path, records: Iterable[Mapping[str, Any]], shown: Shown, about: Mapping[str, Any]) -> None:
+def write_page(
+    path: Path, records: Iterable[Mapping[str, Any]], shown: CaptionSamples, about: Mapping[str, Any]
+) -> None:
     """Write the page of all records: counts of all of them, the first ones with pictures, the first errors."""
     count = tokens = rounds = failed = 0
     rows: list[Any] = []
@@ -74,7 +76,7 @@ def write_page(path: Path, records: Iterable[Mapping[str, Any]], shown: Shown, a
         draft.write_text(f"{page}<h2>Provenance</h2><pre>{said}</pre>\n", encoding="utf-8", errors="backslashreplace")
 
 
-def _row(record: Mapping[str, Any], shown: Shown) -> str:
+def _row(record: Mapping[str, Any], shown: CaptionSamples) -> str:
     uri, pieces = shown.thumbnail(record), shown.pieces.get(record["id"])
     picture = f'<img src="{uri}" alt="">' if uri else ""
     text = coloured(pieces) if pieces else html.escape(record["caption"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.eval.report import records
-from visspec.eval.report.records import Picture
+from visspec.eval.report.records import RecordImage
 
 MAX_BYTES = 256 << 20
 LARGEST = 1e12
@@ -26,7 +26,7 @@ class Method:
     record: dict[str, Any]
     folder: Path  # base of its image paths
     source: str
-    images: list[Picture] = field(default_factory=list)
+    images: list[RecordImage] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -103,7 +103,7 @@ def rows_of(record: Mapping[str, Any], where: str, what: str) -> list[Any]:
     return rows
 
 
-def pictures_of(row: dict[str, Any], where: str) -> list[Picture]:
+def pictures_of(row: dict[str, Any], where: str) -> list[RecordImage]:
     """The images of a row. Plain paths become entries: images with the same index belong to one prompt and seed, and
     `verdicts`, if the row has them, are in the same order.
     """
@@ -115,7 +115,7 @@ def pictures_of(row: dict[str, Any], where: str) -> list[Picture]:
     for k, image in enumerate(images):
         entry = {"path": image, "prompt": f"picture {k + 1}", "seed": k} if isinstance(image, str) else image
         check_image(entry, f"{where}.images[{k}]")
-        found.append(Picture.of(entry if verdicts is None else entry | {"verdict": verdicts[k]}))
+        found.append(RecordImage.of(entry if verdicts is None else entry | {"verdict": verdicts[k]}))
     return found
 
 

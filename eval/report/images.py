@@ -14,7 +14,7 @@ from PIL import Image, ImageColor
 
 from visspec.eval.metrics.images import open_image
 from visspec.eval.report.figures import rgb
-from visspec.eval.report.records import Picture
+from visspec.eval.report.records import RecordImage
 
 SIDE = 128  # longest side of a thumbnail, pixels
 SMALL = 96  # of one in a result file
@@ -31,7 +31,7 @@ def inside(folder: Path, name: str, where: str) -> Path:
     return path
 
 
-def picture(entry: Picture, folder: Path, where: str) -> Image.Image:
+def picture(entry: RecordImage, folder: Path, where: str) -> Image.Image:
     """The RGB image of an entry, from its `path` or from its base64 `png`. Raises ValueError or FileNotFoundError."""
     if entry.path:
         return open_image(inside(folder, entry.path, where), MAX_PIXELS)

@@ -1,8 +1,8 @@
 """Figures of the report's first screen: speed-up by method, speed against quality, and swept rules.
 
-A method's guarantee is its colour and its shape: a circle has the tokens of plain decoding, a diamond their law, a
-triangle is approximate. Methods on the frontier (no other is as fast and as good) are filled and named; the others are
-hollow and numbered as in the table.
+A method's guarantee is its colour and its shape: a circle has the tokens of plain decoding, a diamond their
+distribution, a triangle is approximate. Methods on the frontier (no other is as fast and as good) are filled and named;
+the others are hollow and numbered as in the table.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def frontier(
     xs = figures.bounds([1.0] + [v for p in points for v in (p.x, *(p.across or ()))])
     top, bottom, left = 26, 236, 40
     x = Scale(*xs, left, RIGHT - 6)
-    y = Warped([v for p in points for v in (p.y, *(p.upwards or ()))], top, bottom, higher_is_better, start)
+    y = SqrtScale([v for p in points for v in (p.y, *(p.upwards or ()))], top, bottom, higher_is_better, start)
     parts = axes(x, y, figures.ticks(*xs, 6), y.marks, (left, top, RIGHT - 6, bottom))
     for (x1, y1), (x2, y2) in pairwise(sorted((x(p.x), y(p.y)) for p in best)):
         parts += [figures.line(x1, y1, x1, y2, INK, 1.2, "3 3"), figures.line(x1, y2, x2, y2, INK, 1.2, "3 3")]
@@ -200,7 +200,7 @@ def on_frontier(points: Sequence[Point], higher_is_better: bool) -> list[Point]:
     return [p for p in points if not beaten(p)]
 
 
-class Warped:
+class SqrtScale:
     """A scale by square roots of the distance to `start`, so that one outlier doesn't press all others together."""
 
     def __init__(self, values: Sequence[float], top: float, bottom: float, upwards: bool, start: float = 0.0):
@@ -225,7 +225,7 @@ class Warped:
 
 
 def axes(
-    x: Scale, y: Scale | Warped, xs: Sequence[float], ys: Sequence[float], box: tuple[float, ...]
+    x: Scale, y: Scale | SqrtScale, xs: Sequence[float], ys: Sequence[float], box: tuple[float, ...]
 ) -> list[Markup]:  # fmt: skip
     """Lines and numbers at the marks xs and ys."""
     left, top, right, bottom = box

@@ -20,7 +20,7 @@ from visspec.eval.report import figures, kernels, overview, prompts
 from visspec.eval.report import images as pictures
 from visspec.eval.report.data import KINDS, Method, interval, methods_of, number, read
 from visspec.eval.report.measures import QUALITY, positive, quality_of, speed_of
-from visspec.eval.report.records import Picture
+from visspec.eval.report.records import RecordImage
 from visspec.eval.speed.paired import in_words, suspicion
 from visspec.files import replacing
 from visspec.loop.stats import COLOURS, MEANING
@@ -62,7 +62,7 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
             methods.append(method)
             method.number = len(methods)
             together.setdefault((method.kind, str(method.record.get("target") or "")), []).append(method)
-    groups = [Group(kind, target, found) for (kind, target), found in together.items()]
+    groups = [MethodGroup(kind, target, found) for (kind, target), found in together.items()]
     failures = [failure for group in groups for failure in group.failures]
     page = environment().get_template("report.html.j2").render(
         groups=groups, methods=[summary(m) for m in methods], guarantees=overview.GUARANTEES,
@@ -92,7 +92,7 @@ def shown(value: Any, digits: int = 2) -> str:
     return "–" if found is None else f"{found:.{digits}f}"
 
 
-class Group:
+class MethodGroup:
     """The methods of one bench and target on the page: figures as markup, images as rows of cells."""
 
     def __init__(self, kind: str, target: str, methods: list[Method]):
@@ -104,7 +104,7 @@ class Group:
         self.headline, self.bars = overview.headline(measured), overview.methods(measured)
         self.frontiers = overview.frontiers(measured)
         self.curves, self.verdicts = overview.sweeps(methods)
-        self.law = next((law for m in methods if isinstance(law := m.record.get("law"), dict)), None)
+        self.distribution = next((law for m in methods if isinstance(law := m.record.get("law"), dict)), None)
         self.kinds = [kind for kind in overview.GUARANTEES if kind in {overview.kind_of(m.record) for m in methods}]
         self.cases, self.left_out = cases(measured, self.failures)
         self.mapped = any(image.acceptance for m in methods for image in m.images)
@@ -285,7 +285,7 @@ def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str
     return shown_cases, len(keys) - len(shown_cases)
 
 
-def _open(image: Picture, method: Method, which: str, failures: list[str]) -> Image.Image | None:
+def _open(image: RecordImage, method: Method, which: str, failures: list[str]) -> Image.Image | None:
     try:
         return pictures.picture(image, method.folder, f"{method.source}: {method.label}: {which}")
     except (ValueError, OSError) as error:
@@ -293,9 +293,9 @@ def _open(image: Picture, method: Method, which: str, failures: list[str]) -> Im
         return None
 
 
-def cell(method: Method, image: Picture | None, opened, base) -> dict[str, Any]:
+def cell(method: Method, image: RecordImage | None, opened, base) -> dict[str, Any]:
     """One picture of a case: thumbnail, verdict, difference to the baseline, acceptance map."""
-    image = image or Picture()
+    image = image or RecordImage()
     right, reason = image.judged
     apart = pictures.difference(opened, base) if opened is not None and base is not None else None
     return {
@@ -310,7 +310,7 @@ def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tu
     rows = method.record["texts"][:MOST_TEXTS]
     found = []
     for k, (row, png) in enumerate(zip(rows, method.record.get("thumbnails") or [None] * len(rows))):
-        opened = _open(Picture(png=png), method, f"picture {k + 1}", failures) if png else None
+        opened = _open(RecordImage(png=png), method, f"picture {k + 1}", failures) if png else None
         pieces = [(piece, origin if origin in COLOURS else "plain") for piece, origin in row]
         found.append((None if opened is None else pictures.thumbnail(opened), pieces))
     return found

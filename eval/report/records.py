@@ -1,7 +1,7 @@
 """Fields of the benches' result files, used by the benches and by the report.
 
 `METHOD`: fields of one measured method, which is a caption record or a row of an image record. `FILE`: fields shared by
-all rows of an image record. `Picture`: an entry of `images`. docs/benchmarks.md explains the fields.
+all rows of an image record. `RecordImage`: an entry of `images`. docs/benchmarks.md explains the fields.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FORMER = {  # fields that are no longer written, read for compatibility with old
 
 
 @dataclass(frozen=True)
-class Picture:
+class RecordImage:
     """One image of a method, as a path inside the folder of the record or as a small PNG in base64.
 
     verdict: {"correct", "reason"}; external files may have a boolean or text. acceptance: (rows, columns) by token, 1
@@ -67,7 +67,7 @@ class Picture:
     acceptance: list[list[float | None]] | None = None
 
     @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Picture:
+    def of(cls, entry: Mapping[str, Any]) -> RecordImage:
         """From a JSON object; the previous version named the verdict `right`."""
         known = {f.name: entry[f.name] for f in fields(cls) if entry.get(f.name) is not None}
         return cls(**({"verdict": entry["right"]} if isinstance(entry.get("right"), bool) else {}) | known)

@@ -5,7 +5,7 @@
 * Low precision: passes of different shape round differently, so near ties may be resolved differently. The same tokens
   are fed one at a time and in draft-shaped passes; the difference of the logits is the size of rounding effects. A
   different output is benign only if the margin at the first divergence is not larger than that.
-* Enumerated law: sampling with an exact rule has the target's law; `tests/test_law.py` enumerates it.
+* Enumerated distribution: sampling with an exact rule has the target's distribution; `tests/test_law.py` enumerates it.
 
 Targets and requests are arguments (`types.Target`, `types.Request`). Shapes: B rows, T tokens, N nodes, V vocabulary.
 """
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.laws import categorical
+from visspec.distributions import categorical
 from visspec.loop.decode import retire
 from visspec.types import Draft, Outcome, Request, Sampling, Target, Tree
 
-LAW = "tests/test_law.py"  # enumerates the law of every exact rule
+LAW = "tests/test_law.py"  # enumerates the distribution of every exact rule
 SUSPECT = 16.0  # a gap of more rounding steps of the largest logit is not due to rounding
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,7 +46,7 @@ def forced_logits(
     shape = trees.chain(0, str(device)) if shape is None else shape
     depths = shape.depth[0].tolist()
     spine = trees.paths(shape)[0][depths.index(shape.levels)].tolist()
-    found = [[categorical(scores.law).logits[b, -1].float().cpu()] for b in range(len(tokens))]
+    found = [[categorical(scores.distribution).logits[b, -1].float().cpu()] for b in range(len(tokens))]
     state.position = state.position + 1
     while True:
         state.finished.update({r for r in state.rows if len(found[r]) == len(tokens[r])})
@@ -63,7 +63,7 @@ def forced_logits(
             path = spine[: len(row) - 1]
             outcome.path.append(path)
             outcome.tokens.append(list(row[1 : len(path) + 1]))
-            found[r] += categorical(scores.law).logits[b, path].float().cpu().unbind()
+            found[r] += categorical(scores.distribution).logits[b, path].float().cpu().unbind()
             state.tokens[r] = list(tokens[r][: len(found[r])])
         target.commit(state, draft, outcome)
         state.position = state.position + torch.tensor([len(p) for p in outcome.path], device=device)
@@ -109,8 +109,8 @@ def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return next((t for t in range(shared) if plain[t] != other[t]), shared)
 
 
-def divergence(plain: Sequence[int], other: Sequence[int], law: Tensor, **where: Any) -> dict[str, Any] | None:
-    """The first divergence, and the margin of the plain token in the plain law (T, V) before it.
+def divergence(plain: Sequence[int], other: Sequence[int], distribution: Tensor, **where: Any) -> dict[str, Any] | None:
+    """The first divergence, and the margin of the plain token in the plain distribution (T, V) before it.
 
     `margin` is None if one output only ends before the other.
     """
@@ -118,7 +118,11 @@ def divergence(plain: Sequence[int], other: Sequence[int], law: Tensor, **where:
     if t is None:
         return None
     ended = t >= min(len(plain), len(other))
-    return {**where, "index": t, "margin": None if ended else float(law[t, plain[t]] - law[t, other[t]])}
+    return {
+        **where,
+        "index": t,
+        "margin": None if ended else float(distribution[t, plain[t]] - distribution[t, other[t]]),
+    }
 
 
 class Tiers:
@@ -146,13 +150,18 @@ class Tiers:
         shapes: Sequence[Tree], prompt: int,
     ) -> None:  # fmt: skip
         """Feed the plain output of a prompt again, one token at a time and in passes of each shape."""
-        laws = forced_logits(target, request, plain)
+        distributions = forced_logits(target, request, plain)
         self.forced += 1
         for shape in shapes:
             self.nodes.add(shape.size)
-            for row, (law, moved) in enumerate(zip(laws, forced_logits(target, request, plain, shape))):
-                self.gap.add(law, moved, prompt=prompt, row=row, nodes=shape.size)
-        found = [divergence(p, o, law, prompt=prompt, row=r) for r, (p, o, law) in enumerate(zip(plain, other, laws))]
+            for row, (distribution, moved) in enumerate(
+                zip(distributions, forced_logits(target, request, plain, shape))
+            ):
+                self.gap.add(distribution, moved, prompt=prompt, row=row, nodes=shape.size)
+        found = [
+            divergence(p, o, distribution, prompt=prompt, row=r)
+            for r, (p, o, distribution) in enumerate(zip(plain, other, distributions))
+        ]
         self.divergences += [entry for entry in found if entry is not None]
 
     def record(self) -> dict[str, Any]:

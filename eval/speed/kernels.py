@@ -94,7 +94,7 @@ def dispatched(case, delta=0.1):
 
     It uses numpy views there, which are not counted; on a GPU the operator is one launch.
     """
-    tensors = (case["tokens"], case["parent"], case["p"], None, case["coins"][0], case["draw"][0], None)
+    tensors = (case["tokens"], case["parent"], case["p"], None, case["uniforms"][0], case["draw"][0], None)
     rule = (case["neighbours"].cpu(), delta, None, len(LEVELS), max(LEVELS))
     arguments = [*(None if t is None else t.cpu() for t in tensors), *rule]
     accept.accept_tree_host(*arguments)

@@ -44,7 +44,7 @@ SMALL = Shapes(
 
 
 @dataclass
-class Job:
+class KernelJob:
     """One row of the table. `build` makes the inputs and returns (ours, eager), which take the index of the repeat."""
 
     kernel: str
@@ -60,21 +60,25 @@ class Job:
 
 
 def _tried_bytes(V):
-    """Bytes of a relaxed verification, on average over these uniforms: eight nodes tested, one law sampled from."""
+    """Bytes of a relaxed verification, on average over these uniforms: eight nodes tested, one distribution sampled
+    from.
+    """
     return 8 * NEIGHBOURS * (4 + 4) + V * 4 * 2
 
 
 def _verify(case, p, i, **options):
-    i %= case["coins"].shape[0]
+    i %= case["uniforms"].shape[0]
     return kernels.accept_tree(
-        case["tokens"], case["parent"], p, None, case["coins"][i], case["draw"][i],
+        case["tokens"], case["parent"], p, None, case["uniforms"][i], case["draw"][i],
         neighbours=case["neighbours"], delta=DELTA, depth=case["paths"].shape[1] - 1, **options,
     )  # fmt: skip
 
 
-def _verify_in_loop(loop, case, shape, laws, table, i, **options):
-    i %= case["coins"].shape[0]
-    return loop(case["tokens"][0], shape, laws, table, DELTA, case["coins"][i, 0], case["draw"][i, 0], **options)
+def _verify_in_loop(loop, case, shape, distributions, table, i, **options):
+    i %= case["uniforms"].shape[0]
+    return loop(
+        case["tokens"][0], shape, distributions, table, DELTA, case["uniforms"][i, 0], case["draw"][i, 0], **options
+    )
 
 
 def _verification_jobs(device):
@@ -88,7 +92,7 @@ def _verification_jobs(device):
         return partial(_verify, case, case["p"]), eager
 
     shape = f"{NODES}x{VOCABULARY} k={NEIGHBOURS}"
-    row = partial(Job, "accept_tree relaxed", shape, "float32", bytes=_tried_bytes(VOCABULARY), draws=DRAWS)
+    row = partial(KernelJob, "accept_tree relaxed", shape, "float32", bytes=_tried_bytes(VOCABULARY), draws=DRAWS)
     return [
         row(build=partial(build, "paths", copied=True), against="loop over paths, laws copied as published"),
         row(build=partial(build, "paths", copied=False), against="loop over paths, no copy of the laws"),
@@ -103,7 +107,9 @@ def _round_job(device, levels, V):
     def build():
         case = verification_case(device, levels, V, NEIGHBOURS)
         uncond = torch.randn(N, V, generator=torch.Generator().manual_seed(1)).to(device)
-        cond = uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE  # with guidance these give the case's law
+        cond = (
+            uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE
+        )  # with guidance these give the case's distribution
         cond, uncond = cond.to(torch.bfloat16), uncond.to(torch.bfloat16)
         table = case["neighbours"].long()
 
@@ -112,12 +118,12 @@ def _round_job(device, levels, V):
             return _verify(case, scores.unsqueeze(0), i, scores=True)
 
         def eager(i):
-            laws = _torch_warp(cond, uncond)
-            return _verify_in_loop(loop_over_children, case, case["parent"][0], laws, table, i)
+            distributions = _torch_warp(cond, uncond)
+            return _verify_in_loop(loop_over_children, case, case["parent"][0], distributions, table, i)
 
         return ours, eager
 
-    return Job(
+    return KernelJob(
         "verification round", f"{N}x{V} k={NEIGHBOURS}", "bfloat16", build, _warp_bytes(N, V) + _tried_bytes(V),
         "torch steps, loop over reached children", draws=DRAWS, whole_round=True,
     )  # fmt: skip
@@ -133,19 +139,19 @@ def _exact_job(device, B=8):
 
         def rows(i):
             first = i % DRAWS * B
-            return case["coins"][first : first + B, 0], case["draw"][first : first + B, 0]
+            return case["uniforms"][first : first + B, 0], case["draw"][first : first + B, 0]
 
         def ours(i):
             return kernels.accept_tree(tokens, parent, p, None, *rows(i), depth=len(LEVELS))
 
         def eager(i):
-            coins, draw = rows(i)
-            return [loop_over_children(tokens[b], parent[0], p[b], None, None, coins[b], draw[b]) for b in range(B)]
+            uniforms, draw = rows(i)
+            return [loop_over_children(tokens[b], parent[0], p[b], None, None, uniforms[b], draw[b]) for b in range(B)]
 
         return ours, eager
 
     against = "loop over reached children"
-    return Job("accept_tree exact", f"{B} rows, {N}x{V}", "float32", build, B * V * 4 * 3, against, draws=DRAWS)
+    return KernelJob("accept_tree exact", f"{B} rows, {N}x{V}", "float32", build, B * V * 4 * 3, against, draws=DRAWS)
 
 
 def _torch_warp(cond, uncond):
@@ -164,7 +170,7 @@ def _warp_job(device, N, V):
         ours = partial(kernels.guided_warp, cond, uncond, GUIDANCE, TEMPERATURE, TOP_K)
         return lambda _: ours(), lambda _: _torch_warp(cond, uncond)
 
-    return Job("guided_warp top-k", f"{N}x{V}", "bfloat16", build, _warp_bytes(N, V), "torch steps")
+    return KernelJob("guided_warp top-k", f"{N}x{V}", "bfloat16", build, _warp_bytes(N, V), "torch steps")
 
 
 def _neighbour_job(device, R=NODES, V=VOCABULARY, K=NEIGHBOURS):
@@ -186,7 +192,7 @@ def _neighbour_job(device, R=NODES, V=VOCABULARY, K=NEIGHBOURS):
 
         return ours, eager
 
-    return Job("neighbour_mass", f"{R}x{V} k={K}", "float32", build, R * K * 12, "loop over tokens")
+    return KernelJob("neighbour_mass", f"{R}x{V} k={K}", "float32", build, R * K * 12, "loop over tokens")
 
 
 def _group_job(device, R, V=65536, group=14):
@@ -208,7 +214,7 @@ def _group_job(device, R, V=65536, group=14):
 
         return ours, eager
 
-    return Job("grouped_mass dynamic", f"{R}x{V} G={group}", "float32", build, R * V * 4, "loop with a sort")
+    return KernelJob("grouped_mass dynamic", f"{R}x{V} G={group}", "float32", build, R * V * 4, "loop with a sort")
 
 
 def _codebook_job(device, V, F, k):
@@ -224,7 +230,7 @@ def _codebook_job(device, V, F, k):
         return ours, eager
 
     name, moved = f"{V}x{F} k={k}", V * F * 4 + V * k * 8
-    return Job("codebook_neighbours", name, "float32", build, moved, "cdist and sort", flops=2 * V * V * F)
+    return KernelJob("codebook_neighbours", name, "float32", build, moved, "cdist and sort", flops=2 * V * V * F)
 
 
 def _cache_dtype(device):
@@ -253,7 +259,7 @@ def _commit_job(device, layers, B=4, H=8, S=1024, F=128, count=5):
 
     moved = 2 * 2 * layers * B * H * (count - 1) * F * dtype.itemsize
     name = f"{2 * layers} x {B}x{H}x{S}x{F}"
-    return Job("commit_kv", name, str(dtype)[6:], build, moved, "index per row and tensor")
+    return KernelJob("commit_kv", name, str(dtype)[6:], build, moved, "index per row and tensor")
 
 
 def _growth_job(device, B=1, W=10, V=VOCABULARY, width=10):
@@ -270,7 +276,7 @@ def _growth_job(device, B=1, W=10, V=VOCABULARY, width=10):
 
         return ours, eager
 
-    return Job("draft_topk", f"{B}x{W}x{V} top {width}", "float32", build, B * W * V * 4, "two top-k")
+    return KernelJob("draft_topk", f"{B}x{W}x{V} top {width}", "float32", build, B * W * V * 4, "two top-k")
 
 
 def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
@@ -300,7 +306,7 @@ def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
 
     moved = (2 * G * (prefix + N) + 2 * H * N) * F * dtype.itemsize
     shape = f"{N} nodes, prefix {prefix}, {H}/{G} heads"
-    row = partial(Job, "tree_attention", shape, str(dtype)[6:], bytes=moved)
+    row = partial(KernelJob, "tree_attention", shape, str(dtype)[6:], bytes=moved)
     return [
         row(build=partial(build, "repeated"), against="SDPA, 4-D mask, repeated keys"),
         row(build=partial(build, "before"), against="SDPA, 4-D mask, keys repeated beforehand"),
@@ -328,7 +334,7 @@ def _losses_job(device, R, V):
         return ours, eager
 
     shape, against = f"{R}x{V}", "torch formula"
-    return Job("draft_losses with gradient", shape, "float32", build, R * V * 4 * 7, against, trains=True)
+    return KernelJob("draft_losses with gradient", shape, "float32", build, R * V * 4 * 7, against, trains=True)
 
 
 def jobs(device, quick):
@@ -336,7 +342,7 @@ def jobs(device, quick):
     shapes = SMALL if quick or device.type == "cpu" else FULL
     return [
         *_verification_jobs(device),
-        *rule_jobs(device, Job),
+        *rule_jobs(device, KernelJob),
         _exact_job(device),
         *(_round_job(device, levels, V) for levels, V in shapes.rounds),
         *(_warp_job(device, sum(levels) + 1, V) for levels, V in shapes.rounds),

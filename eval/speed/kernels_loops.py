@@ -12,10 +12,10 @@ from visspec import kernels
 LEVELS = (10, 16, 14, 10, 8)  # nodes per depth of a 59-node tree, root aside
 
 
-def loop_over_children(tokens, parent, p, neighbours, delta, coins, draw):
+def loop_over_children(tokens, parent, p, neighbours, delta, uniforms, draw):
     """Tests the children of the current node one by one until one is accepted; without neighbours: the exact rule.
 
-    tokens (N), parent (N), p (N, V), neighbours (V, K) or None, coins (N), draw ().
+    tokens (N), parent (N), p (N, V), neighbours (V, K) or None, uniform numbers (N), draw ().
     """
     children: dict[int, list[int]] = {}
     for n, above in enumerate(parent.tolist()):
@@ -33,7 +33,7 @@ def loop_over_children(tokens, parent, p, neighbours, delta, coins, draw):
                 kept = summed[summed <= delta]
                 mass = kept[-1] if kept.numel() else 0.0
                 lender[neighbours[x][: kept.numel()]] = 0
-            if coins[n] < law[x] + mass:
+            if uniforms[n] < law[x] + mass:
                 current, law = n, p[n]
                 path.append(n)
                 break
@@ -45,14 +45,14 @@ def loop_over_children(tokens, parent, p, neighbours, delta, coins, draw):
     return path, int(torch.searchsorted(law.cumsum(0), draw * law.sum(), right=True))
 
 
-def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=True):
-    """Our rule in a loop structured like the published implementations, from warped laws.
+def loop_over_paths(tokens, paths, p, neighbours, delta, uniforms, draw, copied=True):
+    """Our rule in a loop structured like the published implementations, from warped distributions.
 
     Every level selects the paths with the accepted prefix and tests their tokens: the probabilities of all K neighbours
     (a numpy table on the host), a running sum, the last entry within the bound, a branch on the host; after a rejection
-    the token is zeroed and the law renormalised. copied: first expand the laws of the nodes to (P, D, V), as in the
-    published code. Warping is not included.
-    paths (P, D) with -1 as padding, the rest as in `loop_over_children`.
+    the token is zeroed and the distribution renormalised. copied: first expand the distributions of the nodes to (P, D,
+    V), as in the published code. Warping is not included. paths (P, D) with -1 as padding, the rest as in
+    `loop_over_children`.
     """
     candidates = torch.where(paths >= 0, tokens[paths], -1)
     laws_PDV = p[paths] if copied else None
@@ -79,7 +79,7 @@ def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=Tru
                 summed = torch.cumsum(lender[neighbours[x]], dim=0)
                 kept = (summed <= delta).nonzero(as_tuple=True)[0]
                 px = law[x] if kept.numel() == 0 else law[x] + summed[kept[-1]]
-                if coins[paths[j, depth]] < px:
+                if uniforms[paths[j, depth]] < px:
                     prefix = torch.cat((prefix, candidates[j, depth][None]))
                     accepted, best = accepted + 1, j
                     break
@@ -96,12 +96,12 @@ def loop_over_paths(tokens, paths, p, neighbours, delta, coins, draw, copied=Tru
     return path, int(torch.searchsorted(law.cumsum(0), draw * law.sum(), right=True))
 
 
-def published_loop(tokens, paths, scores, q, neighbours, k, coins, draw, delta=None, lam=None):
+def published_loop(tokens, paths, scores, q, neighbours, k, uniforms, draw, delta=None, lam=None):
     """Our implementation of the acceptance of LANTERN's published code, from warped logits, on the host.
 
-    As `loop_over_paths`, but from log-laws scores (P, D, V), already copied to the paths: a softmax of each reached
-    node, and the published residuals, see `visspec.accept.published`. tokens (N,), q (N, V) or None for
-    point masses, neighbours (V, k + 1) a numpy array, coins a list of N floats.
+    As `loop_over_paths`, but from log-distributions scores (P, D, V), already copied to the paths: a softmax of each
+    reached node, and the published residuals, see `visspec.accept.published`. tokens (N,), q (N, V) or None for point
+    masses, neighbours (V, k + 1) a numpy array, uniform numbers a list of N floats.
     """
     candidates = torch.where(paths >= 0, tokens[paths], -1)
     levels, prefix, accepted, best, adjusted = paths.shape[1], candidates[0, :1], 1, 0, False
@@ -122,7 +122,7 @@ def published_loop(tokens, paths, scores, q, neighbours, k, coins, draw, delta=N
                 kept = (summed <= (delta if lam is None else (lam - 1) * px)).nonzero(as_tuple=True)[0]
                 if kept.numel():
                     px = px + summed[kept[-1]]
-                if coins[n] < (px if q is None else px / q[n, x]):
+                if uniforms[n] < (px if q is None else px / q[n, x]):
                     prefix = torch.cat((prefix, candidates[j, depth][None]))
                     accepted, best = accepted + 1, j
                     break
@@ -160,9 +160,9 @@ def paths_of(parent):
 
 
 def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, draws=64):
-    """A 59-node tree of likely tokens under flat laws (top-1 about 7 %, top-1000 kept), and `draws` uniforms.
+    """A 59-node tree of likely tokens under flat distributions (top-1 about 7 %, top-1000 kept), and `draws` uniforms.
 
-    `logits` (N, V) give the laws p (1, N, V). The table of neighbours is int32, as in the rules.
+    `logits` (N, V) give the distributions p (1, N, V). The table of neighbours is int32, as in the rules.
     """
     g = torch.Generator().manual_seed(seed)
     parent, last = [-1], [0]
@@ -183,5 +183,7 @@ def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, d
         "neighbours": neighbours.int(),
         "paths": paths_of(parent),
     }
-    case.update(logits=logits, p=p, coins=torch.rand(draws, 1, N, generator=g), draw=torch.rand(draws, 1, generator=g))
+    case.update(
+        logits=logits, p=p, uniforms=torch.rand(draws, 1, N, generator=g), draw=torch.rand(draws, 1, generator=g)
+    )
     return {k: v.to(device) for k, v in case.items()}

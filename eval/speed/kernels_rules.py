@@ -1,9 +1,9 @@
 """The rows of `bench kernels` for LANTERN's rules as called by the engine.
 
-`rule(draft, scores, noise)`: softmax of the laws, neighbours, verdict, next token, drift and displacement. The eager
-form is the acceptance of the published code on the same laws, trees and uniforms, without drift and displacement
-(`kernels_loops.published_loop`). Codes have 8 features, as in LlamaGen and Janus.
-N draft nodes, V vocabulary, K codes.
+`rule(draft, scores, noise)`: softmax of the distributions, neighbours, verdict, next token, drift and displacement. The
+eager form is the acceptance of the published code on the same distributions, trees and uniforms, without drift and
+displacement (`kernels_loops.published_loop`). Codes have 8 features, as in LlamaGen and Janus. N draft nodes, V
+vocabulary, K codes.
 """
 
 from functools import partial
@@ -13,13 +13,13 @@ import torch
 from visspec import tree as trees
 from visspec.accept import codebook
 from visspec.accept.lantern import Lantern, LanternPlus
+from visspec.distributions import Categorical
 from visspec.eval.speed.kernels_loops import LEVELS, published_loop, verification_case
-from visspec.laws import Categorical
 from visspec.types import Capabilities, Draft, Scores
 
 LEVELS_26 = (4, 8, 8, 3, 2)  # nodes per depth of the published tree of 26 nodes, root aside
 DRAWS = 40  # rounds with different uniforms
-RULES = (  # name, rule, whether drafts are sampled with a law
+RULES = (  # name, rule, whether drafts are sampled with a distribution
     ("rule lantern", partial(Lantern, k=1000, delta=0.1), False),
     ("rule lantern_plus", partial(LanternPlus, k=1000, lam=2.0), True),
     ("rule lantern published", partial(Lantern, k=1000, delta=0.1, compat="repository"), False),
@@ -28,14 +28,14 @@ RULES = (  # name, rule, whether drafts are sampled with a law
 
 
 def drawn(tokens_BN, parent, p_NV, seed=1):
-    """Siblings sampled without replacement from laws near p: (tokens (1, N), q (1, N, V))."""
-    g, laws, tokens_BN = torch.Generator().manual_seed(seed), {}, tokens_BN.clone()
+    """Siblings sampled without replacement from distributions near p: (tokens (1, N), q (1, N, V))."""
+    g, distributions, tokens_BN = torch.Generator().manual_seed(seed), {}, tokens_BN.clone()
     q_BNV = torch.zeros(1, *p_NV.shape)
     for n in range(1, len(parent)):
         above = parent[n]
-        if above not in laws:
-            laws[above] = (p_NV[above].log() + 0.7 * torch.randn(p_NV.shape[1], generator=g)).softmax(-1)
-        law_V = laws[above].clone()
+        if above not in distributions:
+            distributions[above] = (p_NV[above].log() + 0.7 * torch.randn(p_NV.shape[1], generator=g)).softmax(-1)
+        law_V = distributions[above].clone()
         law_V[[int(tokens_BN[0, m]) for m in range(1, n) if parent[m] == above]] = 0.0
         q_BNV[0, n] = law_V / law_V.sum()
         tokens_BN[0, n] = torch.multinomial(q_BNV[0, n], 1, generator=g)
@@ -53,15 +53,15 @@ def compared(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRA
     )
     rule.bind(Capabilities(vocab=V, codebook=codes_KE.to(device)))
     tree = trees.static(tuple(parent), str(device))
-    law = Categorical(p_NV.log()[None].to(device))
-    scores = Scores(law)
+    distribution = Categorical(p_NV.log()[None].to(device))
+    scores = Scores(distribution)
     q = None if q_BNV is None else Categorical(p=q_BNV.to(device))
     draft = Draft(tokens_BN.to(device), tree, q)
     noise = [rule.make_noise([torch.Generator(device).manual_seed(i)], V) for i in range(draws)]
-    tossed = [n.toss(tree) for n in noise]
+    tossed = [n.accept_uniforms(tree) for n in noise]
     table = codebook.neighbours(codes_KE.to(device), rule.k + 1, V).cpu().numpy().astype("uint16")  # as published
     q_NV, paths = None if q is None else q.p[0], case["paths"].to(device)
-    laws_PDV = law.logits[0][paths]  # copied beforehand, as published
+    laws_PDV = distribution.logits[0][paths]  # copied beforehand, as published
     limit = {rule.bound: rule.value}
 
     def ours(i):
@@ -82,7 +82,9 @@ def rule_jobs(device, job, V=16384):
     for name, make, samples in RULES:
         for levels in (LEVELS_26, LEVELS):
             N = sum(levels) + 1
-            moved = 4 * V * (8 if samples else 4)  # about two laws read and written, a sample; also of the drafts
+            moved = (
+                4 * V * (8 if samples else 4)
+            )  # about two distributions read and written, a sample; also of the drafts
             build = partial(compared, make(), levels, samples, device)
             against = "the published loop, from warped logits on"
             rows.append(job(name, f"{N}x{V} k=1000", "float32", build, moved, against, draws=DRAWS))

@@ -17,7 +17,7 @@ from visspec.types import Round
 
 
 @dataclass
-class Run:
+class ArmRun:
     """One arm's output for one prompt. Ids are the model's output after stop trimming, not re-tokenised text."""
 
     seconds: float
@@ -34,13 +34,13 @@ class Run:
         return sum(map(len, self.tokens))
 
 
-Arm = Callable[[Any], Run]
+Arm = Callable[[Any], ArmRun]
 Kind = TypeVar("Kind", bound=Arm)
 
 
 def interleave(
     arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: int = 3, progress: Callable = lambda x: x
-) -> tuple[dict[str, list[Run]], list[str]]:
+) -> tuple[dict[str, list[ArmRun]], list[str]]:
     """Every arm on every prompt. Returns runs by arm, and the failures (a prompt that fails in one arm is
     excluded from all, and listed).
     """
@@ -49,7 +49,7 @@ def interleave(
         for name in names:
             with contextlib.suppress(Exception):  # failures are listed below
                 arms[name](prompt)
-    runs: dict[str, list[Run]] = {name: [] for name in names}
+    runs: dict[str, list[ArmRun]] = {name: [] for name in names}
     failures: list[str] = []
     for i, prompt in enumerate(progress(prompts)):
         order = names if i % 2 == 0 else names[::-1]
@@ -97,12 +97,12 @@ def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = 2000) -> 
     return math.exp(means[int(0.025 * resamples)]), math.exp(means[int(0.975 * resamples)])
 
 
-def compare(slow: Sequence[Run], fast: Sequence[Run], per_token: bool = False) -> dict[str, Any]:
+def compare(slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False) -> dict[str, Any]:
     """Speed-up of `fast` over `slow`, pair by pair. `per_token` divides each time by its number of tokens first, for
     sampled outputs, whose lengths differ.
     """
 
-    def cost(run: Run, seconds: float) -> float:
+    def cost(run: ArmRun, seconds: float) -> float:
         return seconds / max(run.count, 1) if per_token else seconds
 
     whole = [cost(s, s.seconds) / cost(f, f.seconds) for s, f in zip(slow, fast)]
@@ -123,12 +123,12 @@ def compare(slow: Sequence[Run], fast: Sequence[Run], per_token: bool = False) -
     }
 
 
-def tau(runs: Sequence[Run]) -> dict[str, Any]:
+def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:
     """Block efficiency, bonus included: tokens per target pass, over all rounds (micro) and mean by prompt (macro)."""
     passes = [sum(len(g) for _, g, *_ in r.rounds) for r in runs]
-    gained = [sum(sum(g) for _, g, *_ in r.rounds) for r in runs]
-    micro = sum(gained) / max(sum(passes), 1)
-    macro = [g / p for g, p in zip(gained, passes) if p]
+    committed = [sum(sum(g) for _, g, *_ in r.rounds) for r in runs]
+    micro = sum(committed) / max(sum(passes), 1)
+    macro = [g / p for g, p in zip(committed, passes) if p]
     return {
         "tau": micro,
         "tau_without_bonus": micro - 1.0,
@@ -137,13 +137,13 @@ def tau(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def drift(runs: Sequence[Run]) -> float | None:
+def drift(runs: Sequence[ArmRun]) -> float | None:
     """The mean drift per token; None if it was not measured."""
     known = [run.drift for run in runs if run.drift is not None]
     return sum(known) / max(len(known), 1) if len(known) == len(runs) else None
 
 
-def ideal(plain: Sequence[Run], fast: Sequence[Run]) -> dict[str, Any]:
+def ideal(plain: Sequence[ArmRun], fast: Sequence[ArmRun]) -> dict[str, Any]:
     """The maximum decode speed-up for tau at the measured costs, in units of one plain one-token pass.
 
     ideal = tau / (v + c + o): v a verification pass, c drafting, o the rest of a round. The terms between it and

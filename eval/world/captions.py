@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 import numpy as np
 
 from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
-from visspec.eval.world.scene import GRID, Scene, Shape
+from visspec.eval.world.scene import GRID, Shape, ShapeScene
 
 WEIGHTS = (0.6, 0.25, 0.15)
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -84,7 +84,7 @@ def _description(shape: Shape) -> str:
     return f"a {shape.size} {shape.colour} {shape.kind}"
 
 
-def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
+def caption(scene: ShapeScene, rng: np.random.Generator | None = None) -> str:
     """A caption of about 60 to 110 words and marks; without a generator the most probable one."""
     out = [pick(rng, _OPENING).format(n=NUMBERS[len(scene.shapes)]), pick(rng, _GROUND).format(g=scene.ground)]
     for i, shape in enumerate(scene.shapes):
@@ -98,7 +98,7 @@ def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
     return " ".join(out)
 
 
-def questions(scene: Scene) -> list[tuple[str, str]]:
+def questions(scene: ShapeScene) -> list[tuple[str, str]]:
     """Every (question, exact answer) about a scene; attributes only for classes that occur once."""
     out = [
         ("how many shapes are there ?", f"{NUMBERS[len(scene.shapes)]} ."),
@@ -116,7 +116,7 @@ def questions(scene: Scene) -> list[tuple[str, str]]:
     return out
 
 
-def facts(scene: Scene) -> dict[Hashable, str]:
+def facts(scene: ShapeScene) -> dict[Hashable, str]:
     """All facts of a complete caption: count, ground, an empty middle, and four facts per shape."""
     out: dict[Hashable, str] = {"count": NUMBERS[len(scene.shapes)], "ground": scene.ground}
     if not scene.at(CENTRE):
@@ -173,12 +173,12 @@ def parse(text: str) -> list[Fact]:
     return stated(text, _sentence_facts)
 
 
-def score(text: str, scene: Scene) -> tuple[int, int]:
+def score(text: str, scene: ShapeScene) -> tuple[int, int]:
     """(facts right, facts stated); a fact stated twice is right once at most."""
     return right(parse(text), facts(scene))
 
 
-def missing(text: str, scene: Scene) -> int:
+def missing(text: str, scene: ShapeScene) -> int:
     """Number of facts of the scene that the caption doesn't state."""
     return len(facts(scene).keys() - dict(parse(text)).keys())
 

@@ -94,7 +94,7 @@ def _template(kind: str, fx: int, fy: int, radius: int, sigma: float) -> np.ndar
     return out
 
 
-class _Fit:
+class _TemplateFit:
     """Soft coverage of one component, padded, and the search for the best matching template."""
 
     def __init__(self, alpha: np.ndarray, sigma: float, radii: tuple[int, int]):
@@ -276,11 +276,11 @@ class ShapeDetector:
             return None
         radii = (ceil(0.6 * self.min_radius * side * STEPS), floor(1.5 * self.max_radius * side * STEPS))
         alpha = alpha.astype(np.float32)
-        fit = _Fit(alpha, sigma, radii)
+        fit = _TemplateFit(alpha, sigma, radii)
         score, kind, (x, y, radius) = fit.best()
         if HOPELESS < score < SHARP:
             for soft in SOFT:
-                blunt = _Fit(alpha, float(np.hypot(sigma, soft)), radii)
+                blunt = _TemplateFit(alpha, float(np.hypot(sigma, soft)), radii)
                 found = blunt.best()
                 if found[0] > score:
                     fit, (score, kind, (x, y, radius)) = blunt, found

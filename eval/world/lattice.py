@@ -2,7 +2,7 @@
 
 24-pixel sprites (radius 10) stand on an 8-pixel grid, at least one cell apart, on the plain canvas. All sprites
 together use few distinct patches, so the tokenizer is a lookup table: no training, exact round trip. The scenes
-of a prompt are uniform over a finite set, so the law of the tokens can be enumerated.
+of a prompt are uniform over a finite set, so the distribution of the tokens can be enumerated.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ import numpy as np
 
 from visspec.eval.world.palette import CANVAS, CLASSES, COLOURS
 from visspec.eval.world.render import render
-from visspec.eval.world.scene import Scene, Shape
+from visspec.eval.world.scene import Shape, ShapeScene
 from visspec.eval.world.suite import Metadata, colours_for, holds, wanted
 
 SIDE = 64
@@ -31,7 +31,7 @@ def shape_at(kind: str, colour: str, place: int) -> Shape:
     return Shape(kind, colour, x, y, RADIUS / SIDE)
 
 
-def picture(scene: Scene) -> np.ndarray:
+def picture(scene: ShapeScene) -> np.ndarray:
     """Pixels of a lattice scene, uint8 (64, 64, 3)."""
     return render(scene, SIDE)
 
@@ -44,7 +44,7 @@ def codebook() -> np.ndarray:
     canvas[:] = CANVAS
     seen[canvas.tobytes()] = canvas
     for colour, kind in product(COLOURS, CLASSES):
-        for patch in _patches(picture(Scene((shape_at(kind, colour, 0),)))):
+        for patch in _patches(picture(ShapeScene((shape_at(kind, colour, 0),)))):
             seen.setdefault(patch.tobytes(), patch)
     book = np.stack(list(seen.values()))
     book.flags.writeable = False
@@ -116,12 +116,12 @@ def _relation(metadata: Metadata) -> str | None:
     return next((item["position"][0] for item in metadata["include"] if "position" in item), None)
 
 
-def _scene(items: list[tuple[str, str | None]], colours: tuple[str, ...], places: tuple[int, ...]) -> Scene:
+def _scene(items: list[tuple[str, str | None]], colours: tuple[str, ...], places: tuple[int, ...]) -> ShapeScene:
     order = np.argsort(places)
-    return Scene(tuple(shape_at(items[i][0], colours[i], places[i]) for i in order))
+    return ShapeScene(tuple(shape_at(items[i][0], colours[i], places[i]) for i in order))
 
 
-def sample_scene(metadata: Metadata, rng: np.random.Generator, pairs: str = "any") -> Scene:
+def sample_scene(metadata: Metadata, rng: np.random.Generator, pairs: str = "any") -> ShapeScene:
     """A scene that matches a prompt: placement and unspecified colours uniform (`pairs="train"`: the split's)."""
     items = wanted(metadata)
     options = layouts(len(items), _relation(metadata))

@@ -59,7 +59,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Scene:
+class ShapeScene:
     """Shapes in raster order on one ground; `texture_seed` fixes the ground's pixels."""
 
     shapes: tuple[Shape, ...]
@@ -79,7 +79,7 @@ def allowed_pairs(pairs: str = "any") -> list[tuple[str, str]]:
     return every if pairs == "any" else [p for p in every if (p in HELD_OUT_PAIRS) == (pairs == "held_out")]
 
 
-def sample_scene(rng: np.random.Generator, pairs: str = "any", counts: tuple[int, ...] = COUNTS) -> Scene:
+def sample_scene(rng: np.random.Generator, pairs: str = "any", counts: tuple[int, ...] = COUNTS) -> ShapeScene:
     """Sample a scene: count, cells, background and every attribute uniform; shapes are in raster order."""
     choices = allowed_pairs(pairs)
     n = int(rng.choice(counts))
@@ -95,14 +95,14 @@ def sample_scene(rng: np.random.Generator, pairs: str = "any", counts: tuple[int
         y = (cell // GRID + 0.5) / GRID + CENTRE_JITTER * jitter[i, 1]
         shapes.append(Shape(kind, colour, float(x), float(y), float(radius)))
     ground = GROUNDS[int(rng.integers(len(GROUNDS)))]
-    return Scene(tuple(shapes), ground, int(rng.integers(1 << 31)))
+    return ShapeScene(tuple(shapes), ground, int(rng.integers(1 << 31)))
 
 
-def scene_from_seed(seed: int, pairs: str = "any") -> Scene:
+def scene_from_seed(seed: int, pairs: str = "any") -> ShapeScene:
     """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
     return sample_scene(np.random.default_rng(seed), pairs)
 
 
-def held_out_scenes(count: int, first: int = 0) -> list[Scene]:
+def held_out_scenes(count: int, first: int = 0) -> list[ShapeScene]:
     """Held-out scenes number first..first+count, on which nothing is trained."""
     return [scene_from_seed(HELD_OUT_SEED + first + i) for i in range(count)]

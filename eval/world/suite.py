@@ -14,7 +14,7 @@ from itertools import permutations, product
 import numpy as np
 
 from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS
-from visspec.eval.world.scene import HELD_OUT_PAIRS, Scene, Shape
+from visspec.eval.world.scene import HELD_OUT_PAIRS, Shape, ShapeScene
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 RELATIONS = ("left of", "right of", "above", "below")
@@ -169,7 +169,7 @@ def colours_for(rng: np.random.Generator, items: list[tuple[str, str | None]], p
 
 def free_scene(
     metadata: Metadata, rng: np.random.Generator, grounds: tuple[str, ...] = GROUNDS, pairs: str = "any"
-) -> Scene:
+) -> ShapeScene:
     """A scene of the free tier that matches a prompt exactly, with FREE_GAP between boxes."""
     items = wanted(metadata)
     relation = next((item["position"][0] for item in metadata["include"] if "position" in item), None)
@@ -188,7 +188,7 @@ def free_scene(
     colours = colours_for(rng, items, pairs)
     shapes = [Shape(kind, c, *where) for (kind, _), c, where in zip(items, colours, placed)]
     ground = grounds[int(rng.integers(len(grounds)))]
-    return Scene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), ground, int(rng.integers(1 << 31)))
+    return ShapeScene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), ground, int(rng.integers(1 << 31)))
 
 
 def sample_prompt(rng: np.random.Generator, split: str = "all", tag: str | None = None) -> Metadata:

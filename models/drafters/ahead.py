@@ -1,9 +1,9 @@
-"""An any-order model as drafter of itself: laws of later codes given what is known, without those in between.
+"""An any-order model as drafter of itself: distributions of later codes given what is known, without those in between.
 
-The pass that verifies a draft gives, after each of its nodes, the laws of the places after the next one
+The pass that verifies a draft gives, after each of its nodes, the distributions of the places after the next one
 (`targets.randar`); those after the last accepted node are the next draft's. So draft and verification come from one
 network (any-subset speculative decoding, ASSD: Guo and Ermon, ICLR 2026) and a round is one pass, not two; in exchange
-the pending code is not among what a draft's laws are given. B rows, A later places, V codes.
+the pending code is not among what a draft's distributions are given. B rows, A later places, V codes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -31,13 +31,13 @@ class Ahead(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         depth = min(depth, state.memory.shape[1], state.budget - 1)
         if depth < 1:
-            return trees.undrafted(state.pending)
-        law = Categorical(state.memory[:, :depth])
+            return trees.empty_draft(state.pending)
+        distribution = Categorical(state.memory[:, :depth])
         if state.noise is None:
-            return trees.chain_draft(state.pending, law.logits.argmax(dim=-1))
-        drawn = [state.noise.draft(Categorical(law.logits[:, level]), level) for level in range(depth)]
-        values, laws = zip(*drawn)
-        given = [q for q in laws if q is not None]
+            return trees.chain_draft(state.pending, distribution.logits.argmax(dim=-1))
+        drawn = [state.noise.draft(Categorical(distribution.logits[:, level]), level) for level in range(depth)]
+        values, distributions = zip(*drawn)
+        given = [q for q in distributions if q is not None]
         return trees.chain_draft(state.pending, torch.stack(values, dim=1), Categorical.chain(given) if given else None)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:

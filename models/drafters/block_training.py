@@ -1,7 +1,7 @@
 """Block drafters of our own training: DFlash, and with a Markov and a confidence head DSpark, for any target.
 
-Shapes: B rows, L prompt, M longest answer, T = M - 1 laws of an answer, A anchors, K block, C context, d hidden size,
-F features, V vocabulary.
+Shapes: B rows, L prompt, M longest answer, T = M - 1 distributions of an answer, A anchors, K block, C context, d
+hidden size, F features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from visspec.cache import additive
 from visspec.models.drafters import feature_checkpoint as checkpoint
-from visspec.models.drafters.dflash import Block, BlockModel
+from visspec.models.drafters.dflash import BlockModel, DFlashVariant
 from visspec.models.nets.block_head import BlockConfig, BlockHead
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
 
@@ -33,7 +33,7 @@ class BlockDrafter(BlockModel):
     def __init__(self, head: BlockHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         check_target(head.config, model)
         self.head, self.config = head.to(model.device), head.config
-        form = Block(causal=True, index=True, raw=True)
+        form = DFlashVariant(causal=True, index=True, raw=True)
         super().__init__(self._running(head, model.dtype), model, width, nodes, form)
         self.borrowed = (model.get_input_embeddings(), model.get_output_embeddings())
         self.apart = not (head.config.markov or head.config.confidence)
@@ -94,11 +94,12 @@ class BlockDrafter(BlockModel):
         return self.head.confidence(hidden_BTd.detach(), vector)
 
     def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """One pass over blocks that tile the answers, for training (`visspec.train.capture.Lesson`); `steps` is unused.
+        """One pass over blocks that tile the answers, for training (`visspec.train.capture.TrainingBatch`); `steps` is
+        unused.
 
         Returns logits (B, T, V), hidden states (B, T, d) and the weight of each element (B, T), 0 where none counts.
-        Element t, the law after answer token t, is predicted by the block whose anchor is the last one up to token t.
-        In training the first anchor is drawn.
+        Element t, the distribution after answer token t, is predicted by the block whose anchor is the last one up to
+        token t. In training the first anchor is drawn.
         """
         ids, prompt, ahead = lesson.ids, lesson.prompt_length, self.block - 1
         count, device = lesson.logits.shape[1], ids.device

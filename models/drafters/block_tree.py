@@ -1,4 +1,6 @@
-"""Trees over the laws of a block, which are those of their depth whatever stands above (DDTree, arXiv 2604.12989)."""
+"""Trees over the distributions of a block, which are those of their depth whatever stands above (DDTree, arXiv
+2604.12989).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from visspec.types import Draft, State
 def over(
     state: State,
     logits_BKV: Tensor,
-    growing: Any,
+    tree_builder: Any,
     nodes: int,
     following: Callable[[Tensor], Tensor | None] = lambda _: None,
 ) -> Draft:
-    """A tree over the laws of a block by its builder, `tree.Growing` (the `nodes` most likely nodes of its width a
-    level, best first) or one with its methods. following: what the tokens above (B, W) add to the logits, (B, W, V), if
-    anything. Raises ValueError for rules that judge draws.
+    """A tree over the distributions of a block by its builder, `tree.TreeBuilder` (the `nodes` most likely nodes of its
+    width a level, best first) or one with its methods. following: what the tokens above (B, W) add to the logits, (B,
+    W, V), if anything. Raises ValueError for rules that judge draws.
     """
     if state.noise is not None and state.noise.samples:
         raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
@@ -32,5 +34,5 @@ def over(
         logits_BWV = warp(logits_BWV, state.request.sampling)
         if state.noise is not None:
             logits_BWV = state.noise.perturbed(logits_BWV, level)
-        token_BW, _ = growing.grow(logits_BWV.log_softmax(dim=-1).expand(-1, token_BW.shape[1], -1))
-    return growing.finish(nodes)
+        token_BW, _ = tree_builder.grow(logits_BWV.log_softmax(dim=-1).expand(-1, token_BW.shape[1], -1))
+    return tree_builder.finish(nodes)

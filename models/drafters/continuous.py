@@ -1,8 +1,8 @@
 """Drafts of vectors from a small model of the painter's own form, on the painter's hidden states where it reads them.
 
 Each drafted vector is a chain of the target's steps under the small head, whose realised points the rule couples the
-target's own chain with. The small head may be asked at some steps only, its estimate kept in between: the drafted law
-is that of this cheaper chain, known at every step.
+target's own chain with. The small head may be asked at some steps only, its estimate kept in between: the drafted
+distribution is that of this cheaper chain, known at every step.
 
 Shapes: B rows, R = B or 2 B cache rows, U tokens not read yet, d size of a token, F features of the target.
 """
@@ -19,10 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.laws import Denoising, Trajectory
+from visspec.distributions import Denoising, Trajectory
 from visspec.models.nets.continuous_painter import ContinuousPainter, load
 from visspec.models.targets.continuous import ContinuousAR, ContinuousImages
-from visspec.models.targets.image_ar import Prompt
+from visspec.models.targets.image_ar import EncodedPrompt
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
 
@@ -52,7 +52,7 @@ class ContinuousDrafter(Drafter):
         self.family, self.skip = ContinuousImages(small, None, settings=target.generation_config), skip
         self.own = ContinuousAR(self.family)
         self.feature, self.alone = ours.feature, int(wait * theirs.grid**2)
-        self.traits = DrafterTraits(levels, (-1,) if ours.feature else (), samples=True, law=Denoising)
+        self.traits = DrafterTraits(levels, (-1,) if ours.feature else (), samples=True, distribution=Denoising)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> ContinuousDrafter:
@@ -72,16 +72,16 @@ class ContinuousDrafter(Drafter):
         ids = prompt.tokens
         if ids is None:
             raise ValueError("prompt: got embeddings, expected ids (`ContinuousImages.from_ids`)")
-        inner = Prompt(prompt.ids, self.family.embed_prompt(ids), prompt.attention, tokens=ids)
+        inner = EncodedPrompt(prompt.ids, self.family.embed_prompt(ids), prompt.attention, tokens=ids)
         own = Request(inner, prompt.ids, request.max_new_tokens, request.sampling)
-        memory = Memory(self.own.prefill(own)[0])
+        memory = ContinuousMemory(self.own.prefill(own)[0])
         self.own.select(memory.own, rows)
         memory.own.rows, memory.own.position = rows, memory.own.position[rows] + 1
         memory.queue(list(state.pending[:, None]), self._known(scores, rows, [[-1]] * len(rows)))
         state.memory = memory
 
     def propose(self, state: State, depth: int) -> Draft:
-        memory: Memory = state.memory
+        memory: ContinuousMemory = state.memory
         if min(len(state.tokens[row]) for row in state.rows) < self.alone:
             return trees.root(state.pending)
         own, slots = memory.own, memory.own.cache.slots
@@ -100,14 +100,14 @@ class ContinuousDrafter(Drafter):
             if level:
                 hidden = self._read(memory, values[-1][:, None], hidden if self.feature else None)
                 memory.advance([1] * len(state.rows))
-            law = self.family.laws(hidden, own.request, state.calls, "draft_head", self.skip)
-            value, path = noise.draft(law, level)
+            distribution = self.family.distributions(hidden, own.request, state.calls, "draft_head", self.skip)
+            value, path = noise.draft(distribution, level)
             values.append(value)
             paths.append(path)
         slots.lengths, own.position = committed, position  # drafted tokens are read again with the target's features
         return trees.chain_draft(state.pending, torch.stack(values, dim=1), Trajectory.chain(paths))
 
-    def _read(self, memory: Memory, values_BUd: Tensor, features: Tensor | None) -> Tensor:
+    def _read(self, memory: ContinuousMemory, values_BUd: Tensor, features: Tensor | None) -> Tensor:
         """Hidden states (R, U, C) of the small decoder over tokens below what it has read."""
         if self.feature and features is None:
             features = values_BUd.new_zeros(len(memory.own.cache.slots.lengths), values_BUd.shape[1], self.feature)
@@ -129,7 +129,7 @@ class ContinuousDrafter(Drafter):
         state.memory.queue(values, self._known(scores, list(rows), outcome.path))
 
     def select(self, state: State, keep: list[int]) -> None:
-        memory: Memory = state.memory
+        memory: ContinuousMemory = state.memory
         rows = len(state.memory.own.rows)
         self.own.select(memory.own, keep)
         memory.own.rows = [memory.own.rows[b] for b in keep]
@@ -140,7 +140,7 @@ class ContinuousDrafter(Drafter):
 
 
 @dataclass
-class Memory:
+class ContinuousMemory:
     """The small model's state, and what it has not read: vectors (u, d) of each row, hidden states (u, F) of all R."""
 
     own: State

@@ -23,7 +23,7 @@ from visspec.cache import additive, to_device
 from visspec.models.drafters import block_tree
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.models.drafters.feature_memory import accepted, packed, prompt_first
-from visspec.models.drafters.shapes import Chain, Shaped
+from visspec.models.drafters.shapes import Chain, StructuredDrafter
 from visspec.models.nets.block_pass import BlockPass, foldable, stamp
 from visspec.models.targets.hf_decoder import describe
 from visspec.models.targets.slot_layers import SlotLayers
@@ -31,7 +31,7 @@ from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, Stat
 
 
 @dataclass(frozen=True)
-class Block:
+class DFlashVariant:
     """What the published forms of DFlash do differently. The defaults are transformers' own.
 
     anchor: the pending token's place predicts too (`sample_from_anchor`). causal: windows hide later places of the
@@ -57,16 +57,16 @@ UNMASKED: dict[str, Tensor | None] = dict.fromkeys(("full_attention", "sliding_a
 NEEDED = ("block_size", "mask_token_id", "target_layer_ids")  # of the configuration
 
 
-class BlockModel(Shaped):
+class BlockModel(StructuredDrafter):
     """Drafts from `assistant`, a loaded block drafter made for `model`. width > 1: trees of at most `nodes` nodes over
-    the block's laws instead of chains; `shaped` sets others. form: of a published checkpoint. Raises ValueError where
-    it does not fit the target.
+    the block's distributions instead of chains; `shaped` sets others. form: of a published checkpoint. Raises
+    ValueError where it does not fit the target.
     """
 
     apart = True  # whether nothing but the pass tells what a place is: neither `_following` nor `_expected` do
 
     def __init__(
-        self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24, form: Block | None = None
+        self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24, form: DFlashVariant | None = None
     ):
         config: Any = assistant.config
         theirs, text = describe(model), model.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -80,7 +80,7 @@ class BlockModel(Shaped):
         if not 0 <= config.mask_token_id < text.vocab_size:
             raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
-        self.model, self.form = model, form or Block()
+        self.model, self.form = model, form or DFlashVariant()
         self._fold: tuple[tuple, BlockPass | None] = ((), None)
         self._check_width()
         self.block, self.mask = config.block_size, config.mask_token_id
@@ -132,7 +132,7 @@ class BlockModel(Shaped):
         if self.form.index:
             position_BL = torch.arange(position_BL.shape[1], device=position_BL.device).expand(rows, -1)
             state.memory.offset = state.position - to_device(counts, state.position.device)
-        state.memory.waiting.append((position_BL, features, counts))
+        state.memory.pending_inputs.append((position_BL, features, counts))
         if self._folded() is not None:  # others read it with the first block
             self._pass(state.memory, state.pending, state.position, places=0)
 
@@ -140,8 +140,8 @@ class BlockModel(Shaped):
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
         logits_BKV = self._laws(hidden_BKd)
         if self.width > 1:
-            growing = self.growing(state, logits_BKV.shape[1])
-            return block_tree.over(state, logits_BKV, growing, self.nodes, self._following)
+            tree_builder = self.tree_builder(state, logits_BKV.shape[1])
+            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, self._following)
         chain, token = Chain(state, self.stop), state.pending
         if self.apart:
             chain.extend(logits_BKV)
@@ -188,8 +188,10 @@ class BlockModel(Shaped):
         block = self.block if places is None else places
         slots, like = memory.cache.slots, next(self.assistant.parameters())
         rows = len(slots.lengths)
-        position_BC, context_BCF, counts = packed(memory.waiting) if memory.waiting else self._nothing(rows, position_B)
-        memory.waiting = []
+        position_BC, context_BCF, counts = (
+            packed(memory.pending_inputs) if memory.pending_inputs else self._nothing(rows, position_B)
+        )
+        memory.pending_inputs = []
         width = context_BCF.shape[1]
         extent = slots.open(width + block, pending.device)
         ids_BK = torch.full((rows, block), self.mask, dtype=pending.dtype, device=pending.device)
@@ -258,19 +260,19 @@ class BlockModel(Shaped):
         path_BD, features, counts = accepted(scores, verdict, outcome)
         first_B = state.memory.placed(state.position) - verdict.length
         position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)
-        state.memory.waiting.append((position_BD, features, counts))
+        state.memory.pending_inputs.append((position_BD, features, counts))
 
     def select(self, state: State, keep: list[int]) -> None:
         memory: _Context = state.memory
         memory.cache.select(keep)
-        memory.waiting = [(p[keep], f[keep], [c[b] for b in keep]) for p, f, c in memory.waiting]
+        memory.pending_inputs = [(p[keep], f[keep], [c[b] for b in keep]) for p, f, c in memory.pending_inputs]
         memory.offset = None if memory.offset is None else memory.offset[keep]
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         mine: _Context = state.memory
         theirs: _Context = other.memory
         for memory in (mine, theirs):  # keys and values of all rows are there, and nothing waits
-            if memory.waiting:
+            if memory.pending_inputs:
                 some = state.pending.new_zeros(len(memory.cache.slots.lengths))
                 self._pass(memory, some, some, None if self._folded() is None else 0)
         mine.cache.join(theirs.cache, take)
@@ -284,7 +286,7 @@ class _Context:
     def __init__(self, rows: int, answer: int):
         self.cache = SlotLayers(rows, answer)
         self.limit = MAX_NODES  # levels of the next draft, see `shapes`
-        self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
         self.offset: Tensor | None = None  # (B,) the target's positions less the drafter's
 
     def placed(self, position_B: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from visspec.checkpoint import (
     read_tensors,
     shown,
 )
-from visspec.models.drafters.dflash import Block, BlockModel
+from visspec.models.drafters.dflash import BlockModel, DFlashVariant
 from visspec.models.drafters.eagle_layouts import (
     VERSION,
     check_verifier,
@@ -88,7 +88,7 @@ def read(
     tensors = unprefixed(read_tensors(folder), folder)
     load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
     if "lm_head.weight" in own:
-        block = Block(**{**vars(block), **_head(folder, tensors, few, vocab, model)})
+        block = DFlashVariant(**{**vars(block), **_head(folder, tensors, few, vocab, model)})
     return BlockModel(assistant.to(model.device), model, width, nodes, block)
 
 
@@ -99,7 +99,7 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
 
 def config_of(
     folder: Path, form: str, data: dict, model: PreTrainedModel, causal: bool | None = None
-) -> tuple[MuseGlimmerAssistantConfig, Block]:
+) -> tuple[MuseGlimmerAssistantConfig, DFlashVariant]:
     """transformers' configuration of a checkpoint, and what else it says. Raises ValueError for what we don't have."""
     layer, more = layer_of(folder, form, data), object_of(data.get("dflash_config"))
     said = {**data, **more} if form == "dflash" else data
@@ -171,12 +171,12 @@ def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list
 
 def _block(
     folder: Path, form: str, said: dict, kinds: list[str], window: int, causal: bool | None
-) -> Block:  # fmt: skip
+) -> DFlashVariant:  # fmt: skip
     if causal is not None and not isinstance(causal, bool):
         raise ValueError(f"causal: got {shown(causal)}, expected true or false")
     if form == "speculators":
         hides = not said.get("sliding_window_non_causal", False) if causal is None else causal
-        return Block(
+        return DFlashVariant(
             anchor=bool(said.get("sample_from_anchor", False)), causal=hides, reach=window, from_anchor=True,
             index=True, raw=True,
         )  # fmt: skip
@@ -195,7 +195,7 @@ def _block(
         check_positive(name, 1.0 if value is None else value)
     scale, multiplier = (1.0 if value is None else float(value) for value in numbers.values())
     hides = (own is None or bool(own)) if causal is None else causal
-    return Block(
+    return DFlashVariant(
         causal=hides, reach=window - 1, index=True, raw=True, scale=scale, multiplier=multiplier,
         softcap=float(softcap),
     )  # fmt: skip
@@ -275,7 +275,7 @@ def check_form(drafter: BlockModel, form: str) -> None:
     """Raises ValueError if a published form can't hold a drafter."""
     if form not in FORMS:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
-    block, plain = drafter.form, Block()
+    block, plain = drafter.form, DFlashVariant()
     only = {"dflash": ("scale", "multiplier", "softcap"), "speculators": ("anchor", "head"), "transformers": ()}[form]
     for name in ("anchor", "head", "scale", "multiplier", "softcap"):
         if name not in only and getattr(block, name) != getattr(plain, name):

@@ -3,8 +3,8 @@
 Such a model is a network of ids, masks among them, to logits at all places. It has the target's tokenizer and knows
 nothing else of the target: each pass reads the text so far, without what stands for pictures, and masks behind it. One
 pass denoises the whole block (DEER). With `steps` above 1, the first places are filled and the others denoised again.
-Places are filled from left to right, and not the surest ones first, as these models generate by themselves: so the law
-of a place follows from the tokens before it alone, which rejection sampling needs.
+Places are filled from left to right, and not the surest ones first, as these models generate by themselves: so the
+distribution of a place follows from the tokens before it alone, which rejection sampling needs.
 
 Shapes: B rows, L text, N drafted tokens, K masks, V vocabulary.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from visspec.cache import to_device
 from visspec.checkpoint import check_whole, shown
 from visspec.models.drafters import block_tree
-from visspec.models.drafters.shapes import Chain, Shaped
+from visspec.models.drafters.shapes import Chain, StructuredDrafter
 from visspec.models.drafters.small_model import READS, VOCABULARY_PADDING
 from visspec.models.targets.hf_decoder import describe, vocabulary
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
@@ -32,14 +32,15 @@ def denoises(network: nn.Module) -> bool:
     return type(network).__name__.endswith("ForMaskedLM") or named is not None
 
 
-class DiffusionModel(Shaped):
+class DiffusionModel(StructuredDrafter):
     """Drafts from `network`, a loaded model of masked tokens with the tokenizer of `model`.
 
     mask: the id of a place to be predicted, default that of the network's configuration. block: most masks of a pass.
     steps: passes of a whole block, each of which fills an equal part of it. reads: most tokens of a text that are read,
     its first and the last ones. shifted: the logits of a place stand at the one before it, as in models made of
-    autoregressive ones (Dream). width > 1: trees of at most `nodes` nodes over the laws of one pass instead of chains;
-    `shaped` sets others. Raises ValueError where the vocabularies differ by more than padding, or a value is none.
+    autoregressive ones (Dream). width > 1: trees of at most `nodes` nodes over the distributions of one pass instead of
+    chains; `shaped` sets others. Raises ValueError where the vocabularies differ by more than padding, or a value is
+    none.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class DiffusionModel(Shaped):
         if self.width > 1:
             state.calls["draft_pass"] += 1
             logits_BKV = self._barred(self.denoised(texts, None, depth))
-            return block_tree.over(state, logits_BKV, self.growing(state, depth), self.nodes)
+            return block_tree.over(state, logits_BKV, self.tree_builder(state, depth), self.nodes)
         chain = Chain(state, self.stop)
         while (done := len(chain.tokens)) < depth:
             state.calls["draft_pass"] += 1

@@ -1,6 +1,6 @@
 """Diffusion language models of our own training as block drafters, for any target.
 
-Shapes: B rows, L places, K masks, T laws of an answer, d hidden size, V vocabulary.
+Shapes: B rows, L places, K masks, T distributions of an answer, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from visspec.models.drafters.block_training import DECAY
 from visspec.models.drafters.dflash import bare
 from visspec.models.drafters.diffusion import DiffusionModel
 from visspec.models.drafters.small_model import READS
-from visspec.models.nets.diffusion_lm import DiffusionConfig, DiffusionHead
+from visspec.models.nets.diffusion_lm import DiffusionConfig, DiffusionLMLayers
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
 
 
-class DiffusionDrafter(checkpoint.Saved, DiffusionModel):
+class DiffusionDrafter(checkpoint.SavedHead, DiffusionModel):
     """A drafter around a `DiffusionHead`, for one loaded target, whose embedding and head it uses. Options as those of
     `DiffusionModel`. Raises ValueError if the network was made for another target.
     """
 
     def __init__(
         self,
-        head: DiffusionHead,
+        head: DiffusionLMLayers,
         model: PreTrainedModel,
         *,
         steps: int = 1,
@@ -49,12 +49,14 @@ class DiffusionDrafter(checkpoint.Saved, DiffusionModel):
     def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> DiffusionDrafter:
         """An untrained drafter for a target. `options` are fields of DiffusionConfig."""
         torch.manual_seed(seed)
-        return cls(DiffusionHead(config_for(model, **options)), model)
+        return cls(DiffusionLMLayers(config_for(model, **options)), model)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> DiffusionDrafter:
         """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
-        return cls(checkpoint.read(folder, DiffusionHead, lambda config: check_target(config, model)), model, **options)
+        return cls(
+            checkpoint.read(folder, DiffusionLMLayers, lambda config: check_target(config, model)), model, **options
+        )
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -83,8 +85,8 @@ class DiffusionDrafter(checkpoint.Saved, DiffusionModel):
         return self.lm_head(hidden_BKd.to(self.lm_head.weight.dtype))[..., : self.known]
 
     def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """`steps` passes for training (`visspec.train.capture.Lesson`), each over one block of each answer: up to
-        `block` masks behind a random token of it (DEER's continuation of a prefix).
+        """`steps` passes for training (`visspec.train.capture.TrainingBatch`), each over one block of each answer: up
+        to `block` masks behind a random token of it (DEER's continuation of a prefix).
 
         Returns for each logits (B, T, V), hidden states (none of them, (B, T, 0)) and the weight of each element (B,
         T): `DECAY` to the power of its place in the block, 0 where none counts.

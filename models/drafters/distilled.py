@@ -7,11 +7,12 @@ teacher's for that noise, always, and after every verification it drafts again f
 tokens alone, so it needs nothing from the target but its embeddings.
 
 A draft is made in at most `refine` passes of the network over all its places. Before the first, places hold nothing;
-each pass gives every place a law given the guesses before it, and the argmax of law and noise is the next guess. On a
-CPU, where it can be looked at for nothing, a guess that repeats itself ends this early: further passes would repeat it.
+each pass gives every place a distribution given the guesses before it, and the argmax of distribution and noise is the
+next guess. On a CPU, where it can be looked at for nothing, a guess that repeats itself ends this early: further passes
+would repeat it.
 
-Rules with random numbers of their own get noise of the drafter's, and with it draws from the reported laws: a place's
-law is read off guesses before it only, which do not depend on its own numbers.
+Rules with random numbers of their own get noise of the drafter's, and with it draws from the reported distributions: a
+place's distribution is read off guesses before it only, which do not depend on its own numbers.
 
 Shapes: B rows, P prompt, T elements, S elements of the memory, D depth, V ids, d hidden size of the target.
 """
@@ -28,8 +29,8 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.cache import to_device
+from visspec.distributions import Categorical
 from visspec.grammar import held
-from visspec.laws import Categorical
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters.image_eagle import IMPOSSIBLE, check_grid, check_target, embedding, warn_of_guidance
 from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledConfig, DistilledHead
@@ -40,15 +41,15 @@ from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, 
 
 
 @dataclass
-class Known:
+class DistilledMemory:
     """What a request's drafts are made from."""
 
     stored: Tensor  # (layers, 2, B, H, S, E): the memory of the prompt, then a slot for each code
     prompt: Tensor  # (B, P) bool: which of the prompt is no padding
-    coins: Gumbel | None  # the drafter's random numbers, for rules with their own
+    noise: Gumbel | None  # the drafter's random numbers, for rules with their own
 
 
-class DistilledDrafter(checkpoint.Saved, Drafter):
+class DistilledDrafter(checkpoint.SavedHead, Drafter):
     """A drafter around a `DistilledHead`, for one image model (or its `Family`).
 
     levels: places of a draft (default: the configuration's); refine: passes of the network for one. Raises ValueError
@@ -96,26 +97,26 @@ class DistilledDrafter(checkpoint.Saved, Drafter):
         prompt, rows = state.request.inputs, state.rows
         embeds, real_BP = prompt.embeds[rows].to(self.table.dtype), prompt.attention[rows]
         _, stored = self.head(*words(embeds, real_BP, self.head))
-        coins = None
+        noise = None
         if state.noise is not None and state.noise.samples:
-            coins = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
+            noise = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
         room = (0, 0, 0, self.config.positions)
-        state.memory = Known(F.pad(stored, room), real_BP, coins)
+        state.memory = DistilledMemory(F.pad(stored, room), real_BP, noise)
 
     def propose(self, state: State, depth: int) -> Draft:
         depth = min(depth, state.budget - 1)
         if depth < 1:
-            return trees.undrafted(state.pending)
-        value_BD, law = self._drawn(state, depth)
-        if law is None:
+            return trees.empty_draft(state.pending)
+        value_BD, distribution = self._drawn(state, depth)
+        if distribution is None:
             return trees.chain_draft(state.pending, value_BD)
-        p_BDV = law.p
+        p_BDV = distribution.p
         return trees.chain_draft(state.pending, value_BD, Categorical(p=torch.cat([p_BDV[:, :1], p_BDV], dim=1)))
 
     def _drawn(self, state: State, depth: int) -> tuple[Tensor, Categorical | None]:
-        """Codes of the next places (B, D) and, for rules that judge draws, the laws that they were drawn from."""
-        known: Known = state.memory
-        noise, pending, vocab = known.coins or state.noise, state.pending[:, None], self.config.vocab
+        """Codes of the next places (B, D) and, for rules that judge draws, what they were drawn from."""
+        known: DistilledMemory = state.memory
+        noise, pending, vocab = known.noise or state.noise, state.pending[:, None], self.config.vocab
         numbers_BDV = 0.0 if noise is None else noise.window(depth)[..., :vocab]
         element_BD, memory, mask = seen(known, [len(state.tokens[row]) - 1 for row in state.rows], depth)
         own_BD = None
@@ -128,33 +129,33 @@ class DistilledDrafter(checkpoint.Saved, Drafter):
             state.calls["draft_pass"] += 1
             x_BDd, _ = self.head(self.table[value_BD], kind_BD, element_BD, memory, mask)
             logits = F.pad(self.head.logits(x_BDd), (0, vocab - self.config.codes), value=IMPOSSIBLE)
-            law = Categorical(warp(logits, state.request.sampling))
-            drawn_BD = (law.logits + numbers_BDV).argmax(dim=-1)
+            distribution = Categorical(warp(logits, state.request.sampling))
+            drawn_BD = (distribution.logits + numbers_BDV).argmax(dim=-1)
             if own_BD is not None:
                 drawn_BD = torch.where(own_BD == FREE, drawn_BD, own_BD)
             before_BD = torch.cat([pending, drawn_BD[:, :-1]], dim=1)
             if number and value_BD.device.type == "cpu" and torch.equal(before_BD, value_BD):
                 break
             value_BD, kind_BD[:, 1:] = before_BD, GUESSED
-        return drawn_BD, None if known.coins is None else law
+        return drawn_BD, None if known.noise is None else distribution
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Remember the codes that the target has read and kept; what rows have not is not seen, and overwritten."""
-        known: Known = state.memory
+        known: DistilledMemory = state.memory
         count = max(map(len, outcome.path))
-        first = [len(state.tokens[row]) - len(gained) - 1 for row, gained in zip(state.rows, outcome.tokens)]
+        first = [len(state.tokens[row]) - len(committed) - 1 for row, committed in zip(state.rows, outcome.tokens)]
         value_BN, (element_BN, memory, mask) = draft.value[:, :count], seen(known, first, count)
         _, fresh = self.head(self.table[value_BN], torch.full_like(value_BN, KNOWN), element_BN, memory, mask)
         slot_BN = known.prompt.shape[1] + element_BN.clamp(max=self.config.positions - 1)
         known.stored.scatter_(4, slot_BN[None, None, :, None, :, None].expand_as(fresh), fresh)
-        if known.coins is not None:
-            known.coins.advance([len(tokens) for tokens in outcome.tokens])
+        if known.noise is not None:
+            known.noise.advance([len(tokens) for tokens in outcome.tokens])
 
     def select(self, state: State, keep: list[int]) -> None:
-        known: Known = state.memory
+        known: DistilledMemory = state.memory
         known.stored, known.prompt = known.stored[:, :, keep], known.prompt[keep]
-        if known.coins is not None:
-            known.coins.select(keep)
+        if known.noise is not None:
+            known.noise.select(keep)
 
 
 def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Tensor, ...]:
@@ -166,7 +167,7 @@ def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Ten
     return embeds_BPd, torch.full_like(element, KNOWN), element, head.empty(rows), mask
 
 
-def seen(known: Known, newest: list[int], depth: int) -> tuple[Tensor, Tensor, Tensor]:
+def seen(known: DistilledMemory, newest: list[int], depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Elements (B, D) from each row's newest code on, the memory as far as any row has come, and what elements see
     of it and of each other: those before, (B, D, S + D).
     """

@@ -20,8 +20,8 @@ from visspec import tree as trees
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.drafters.feature_levels import Chains, Replays, ahead
-from visspec.models.drafters.feature_memory import Memory
+from visspec.models.drafters.feature_levels import CompiledDrafter, GraphedDrafter, ahead
+from visspec.models.drafters.feature_memory import FeatureMemory
 from visspec.models.nets.feature_head import FeatureHead, HeadConfig
 from visspec.models.targets.hf_decoder import content_ids, vocabulary
 from visspec.types import Draft, Scores, State
@@ -80,27 +80,27 @@ class FeatureDrafter(FeatureDrafting):
         size = BLOCK if features_BLF.device.type == "cpu" else max(layout.token.shape[1], 1)
         starts = range(0, max(layout.token.shape[1], 1), size)
         parts = (self.elements(layout.part(start, size), *given)[:2] for start in starts)
-        memory = Memory(self.config.key_heads, self._first(state, attention), state.request.max_new_tokens)
+        memory = FeatureMemory(self.config.key_heads, self._first(state, attention), state.request.max_new_tokens)
         if self.images and layout.runs:
-            memory.shift = self._shift(context[1][layout.last_image.to(context[1].device)])
+            memory.image_bias = self._shift(context[1][layout.last_image.to(context[1].device)])
         self._read_prompt(state, memory, layout.lengths, parts, features_BLF[:, -1:])
 
     def compile(self) -> None:
         """Draft chains through `torch.compile`, with graphs that the first long request makes; trees as ever."""
         if self.passes is None and self.width == 1 and self.stop is None:
-            self.passes = Chains(self)
+            self.passes = CompiledDrafter(self)
 
     def record(self) -> None:
         """Draft chains in recordings, trees as ever."""
         if self.passes is None and self.recorder is None and self.width == 1 and self.stop is None:
-            self.recorder = Replays(self)
+            self.recorder = GraphedDrafter(self)
 
     def refresh(self) -> None:
         super().refresh()
         if self.passes is not None:
-            self.passes = Chains(self)
+            self.passes = CompiledDrafter(self)
         if self.recorder is not None:
-            self.recorder = Replays(self)
+            self.recorder = GraphedDrafter(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("passes", "recorder")}
@@ -113,7 +113,7 @@ class FeatureDrafter(FeatureDrafting):
         calls = self.passes or self.recorder
         if calls is None or self.stop is not None:
             return super().propose(state, depth)
-        memory: Memory = state.memory
+        memory: FeatureMemory = state.memory
         more = ahead(memory, depth)
         memory.reserve(memory.end + more)
         memory.table = self._turns_to(max(memory.positions) + more)
@@ -124,7 +124,7 @@ class FeatureDrafter(FeatureDrafting):
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.memory.join(other.memory, take)
 
-    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.Layout:
+    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
         real = None if attention_BL is None else attention_BL.tolist()
         latents = self.config.image_latents if self.images else 0
         return layouts.plan(ids_BL.tolist(), real, frozenset(self.config.image_ids), latents)
@@ -147,14 +147,14 @@ class FeatureDrafter(FeatureDrafting):
 
     def _shift(self, global_Bd: Tensor) -> Tensor:
         """What the last global vectors add to the layer inputs of drafts."""
-        assert self.fold.image_in is not None
-        return global_Bd.to(self.dtype) @ self.fold.image_in
+        assert self.fuse.image_in is not None
+        return global_Bd.to(self.dtype) @ self.fuse.image_in
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
         return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
 
-    def _lesson_layout(self, lesson: Any) -> layouts.Layout:
+    def _lesson_layout(self, lesson: Any) -> layouts.PromptLayout:
         prompt = lesson.prompt_length
         return layouts.extend(self._plan(lesson.ids[:, :prompt], lesson.attention), prompt, lesson.lengths)
 

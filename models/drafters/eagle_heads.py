@@ -24,7 +24,7 @@ from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters.eagle import FeatureDrafter, scaled_section
 from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.drafters.feature_memory import Memory
+from visspec.models.drafters.feature_memory import FeatureMemory
 from visspec.models.drafters.shapes import Chain
 from visspec.models.nets.eagle_config import COMPRESSED, EagleConfig
 from visspec.models.nets.eagle_head import EagleHead, LowRank, turns, turns_at
@@ -114,17 +114,19 @@ class EagleDrafter(FeatureDrafter):
     def _rotations(self, length: int, device: torch.device) -> Tensor:
         return turns(self.config, length, device)
 
-    def _rotations_at(self, table_PC: Tensor, position: Tensor) -> Tensor:
-        return turns_at(table_PC, position, self.config.mrope_section, self.config.mrope_interleaved)
+    def _rotations_at(self, rope_table_PC: Tensor, position: Tensor) -> Tensor:
+        return turns_at(rope_table_PC, position, self.config.mrope_section, self.config.mrope_interleaved)
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.Layout:
+    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
         real = None if attention_BL is None else attention_BL.tolist()
         image_ids, latents = frozenset(self.config.image_ids), self.config.image_latents
         return layouts.shifted(ids_BL.tolist(), real, image_ids, self.config.images, latents)
 
-    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor, features_BLF: Tensor) -> tuple[Tensor, Tensor]:
+    def _context(
+        self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if self.images:
             return super()._context(layout, embeddings_BLd, features_BLF)
         if self.config.image_latents:
@@ -169,12 +171,12 @@ class EagleDrafter(FeatureDrafter):
     def propose(self, state: State, depth: int) -> Draft:
         if self.config.block == 1:
             return super().propose(state, depth)
-        memory: Memory = state.memory
+        memory: FeatureMemory = state.memory
         depth = self.levels(state, depth)
         ahead_BKd = self.run.spread(self._catch_up(memory, depth))
         if self.width > 1:
             logits_BKV = self._logits(ahead_BKd[:, :depth])
-            return block_tree.over(state, logits_BKV, self.growing(state, logits_BKV.shape[1]), self.nodes)
+            return block_tree.over(state, logits_BKV, self.tree_builder(state, logits_BKV.shape[1]), self.nodes)
         chain = Chain(state, self.stop)
         while True:
             chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
@@ -182,12 +184,12 @@ class EagleDrafter(FeatureDrafter):
                 return chain.finish()
             ahead_BKd = self.run.spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
 
-    def _again(self, memory: Memory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
+    def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
         """Read the last K of the drafted ids, stored after those before them: the predicted feature (B, d)."""
         rows, width, heads = *feature_BKd.shape[:2], self.config.heads
         done = token_BT.shape[1] - width
-        x_Nd = self._join(token_BT[:, done:], feature_BKd, memory.added(width))
-        qkv = self._project(x_Nd, rows, width, memory.turns(memory.table[done:], width))
+        x_Nd = self._join(token_BT[:, done:], feature_BKd, memory.context_bias(width))
+        qkv = self._project(x_Nd, rows, width, memory.rope(memory.table[done:], width))
         memory.write(qkv[:, :, heads:], done)
         x_Bd = x_Nd.view(rows, width, -1)[:, -1]
         return self._attended(x_Bd, qkv[:, -1, :heads], partial(memory.attend, drafted=done + width))
@@ -200,11 +202,11 @@ class EagleDrafter(FeatureDrafter):
     def _shift(self, global_Bd: Tensor) -> Tensor:
         return self.run.shift(global_Bd.to(self.dtype))
 
-    def _join(self, token: Tensor, feature: Tensor, added: Tensor | None) -> Tensor:
+    def _join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
         embed = self._embedded(token).to(feature.dtype)
         image = torch.zeros_like(feature) if self.images else None
         x = self.run.join(embed, feature, image)
-        return (x if added is None else x + added).flatten(0, -2)
+        return (x if context_bias is None else x + context_bias).flatten(0, -2)
 
     def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
         return torch.cat(self.run.parted(x_Nd.view(rows, width, -1), turn_BTC), dim=2)

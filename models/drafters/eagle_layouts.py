@@ -81,8 +81,8 @@ def read(
     tensors = unprefixed(read_tensors(folder), folder)
     if missing and EMBEDDING in tensors:
         rows: Any = model.get_input_embeddings().weight
-        added = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
-        tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], added])
+        context_bias = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
+        tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], context_bias])
     load_strictly(head, {own: tensors[name] for name, own in names.items()}, folder, named)
     check_ids(head, folder)
     return EagleDrafter(head, model, **options)

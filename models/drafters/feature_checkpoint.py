@@ -27,7 +27,7 @@ NAMES = {
 }
 
 
-class Saved:
+class SavedHead:
     """A drafter whose checkpoint folder is its network, `head`."""
 
     head: Any

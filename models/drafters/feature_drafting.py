@@ -1,8 +1,8 @@
 """Base class of feature drafters (EAGLE-type): one decoder layer that drafts level by level on the target's features.
 
 Because the network has one layer, attention and MLP are only needed for the *last* new element; for the others keys
-and values are sufficient. One pass reads the features of all tokens accepted in the last round and gives the law of the
-first level; each further level is one element per row.
+and values are sufficient. One pass reads the features of all tokens accepted in the last round and gives the
+distribution of the first level; each further level is one element per row.
 
 Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V vocabulary, W width of a tree.
 """
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from visspec.cache import to_device
 from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
-from visspec.models.drafters.feature_memory import Memory
+from visspec.models.drafters.feature_memory import FeatureMemory
 from visspec.models.drafters.feature_tree import MOST_CHILDREN
-from visspec.models.drafters.shapes import Chain, Shaped
-from visspec.models.nets.feature_head import Folded, rotate, rotations, rotations_at, staggered, unit
+from visspec.models.drafters.shapes import Chain, StructuredDrafter
+from visspec.models.nets.feature_head import FusedWeights, rotate, rotations, rotations_at, staggered, unit
 from visspec.sampling import warp
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -32,7 +32,7 @@ GROWING = threading.Lock()  # so that a shorter table never replaces a longer on
 FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
 
 
-class FeatureDrafting(checkpoint.Saved, Shaped):
+class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
     """A drafter with a `FeatureHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
     of at most `nodes` nodes; `shaped` sets others.
 
@@ -68,7 +68,7 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
         table, (vocab, d) = None, self.embed.weight.shape
         if vocab * d <= FOLD_LIMIT:
             table = self.embed(torch.arange(vocab, device=self.embed.weight.device))
-        self.fold = Folded.of(self.head, table, self.dtype)
+        self.fuse = FusedWeights.of(self.head, table, self.dtype)
 
     def attach(self, target: Any) -> None:
         """Adapt to the device and dtype of a target (a model or a family)."""
@@ -90,9 +90,9 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
         """exp(i * angle) of the rotary channels at positions [0, length), complex64 (length, C)."""
         return rotations(length, self.config.head_size, self.config.rope_theta, device)
 
-    def _rotations_at(self, table_PC: Tensor, position: Tensor) -> Tensor:
+    def _rotations_at(self, rope_table_PC: Tensor, position: Tensor) -> Tensor:
         """Rotations (B, T, C) of elements at positions (B, T), or (3, B, T)."""
-        return rotations_at(table_PC, position, self.config.mrope_section)
+        return rotations_at(rope_table_PC, position, self.config.mrope_section)
 
     def _turns_to(self, length: int) -> Tensor:
         """Rotations of at least `length` positions. The cached table is shared by threads: use the returned one."""
@@ -106,12 +106,14 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
                 self._turns = table
         return table
 
-    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor, features_BLF: Tensor) -> tuple[Tensor, Tensor]:
+    def _context(
+        self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
         return layouts.compress(self.head, embeddings_BLd, layout)
 
     def elements(
-        self, layout: layouts.Layout, following_BLd: Tensor, features_BLF: Tensor, embeddings: Tensor,
+        self, layout: layouts.PromptLayout, following_BLd: Tensor, features_BLF: Tensor, embeddings: Tensor,
         positions: Tensor, known: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Layer inputs (B, T, d) and rotations (B, T, C) of a layout's elements, and their context vectors.
@@ -129,12 +131,17 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
         table = self._turns_to(int(position.max()) + 1 if position.numel() else 1)
         return x_BTd, self._rotations_at(table, position), context
 
-    def _next_embeddings(self, layout: layouts.Layout, following_BLd: Tensor) -> Tensor:
+    def _next_embeddings(self, layout: layouts.PromptLayout, following_BLd: Tensor) -> Tensor:
         index = layout.token.clamp(max=following_BLd.shape[1] - 1)
         return layouts.pick(following_BLd, index).to(self.trained.dtype)
 
     def _read_prompt(
-        self, state: State, memory: Memory, lengths: list[int], parts: Iterable[tuple[Tensor, Tensor]], last: Tensor
+        self,
+        state: State,
+        memory: FeatureMemory,
+        lengths: list[int],
+        parts: Iterable[tuple[Tensor, Tensor]],
+        last: Tensor,
     ) -> None:
         """Compute keys and values of a prompt's elements except the last, stored with its feature (B, 1, F).
 
@@ -149,8 +156,8 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
         state.memory = memory
 
     def propose(self, state: State, depth: int) -> Draft:
-        """A chain of `depth` levels, or a tree. Coupled to the positions' noise, or sampled with its law."""
-        memory: Memory = state.memory
+        """A chain of `depth` levels, or a tree. Coupled to the positions' noise, or sampled with its distribution."""
+        memory: FeatureMemory = state.memory
         depth = self.levels(state, depth)
         feature_Bd = self._catch_up(memory, depth)
         if self.width > 1:
@@ -160,7 +167,7 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
             token_B = chain.add(self._logits(feature_Bd))
             if level + 1 < depth:
                 entered_B = self._entered(token_B, state, level)
-                x_Bd = self._join(entered_B[:, None], feature_Bd[:, None], memory.added_at(level))
+                x_Bd = self._join(entered_B[:, None], feature_Bd[:, None], memory.context_bias_at(level))
                 feature_Bd = self._level(memory, x_Bd, level)
         return chain.finish()
 
@@ -193,28 +200,28 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
             return self.lm_head(feature.to(self.dtype))
         return F.linear(feature.to(weight.dtype), weight, self.lm_head.bias)
 
-    def _join(self, token: Tensor, feature: Tensor, added: Tensor | None) -> Tensor:
+    def _join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
         """Layer inputs (N, d): fc([embedding; feature]) and what the context adds. token (...), the others (..., d)."""
-        fold = self.fold
-        if fold.table is not None:
-            base = fold.table[token]
+        fuse = self.fuse
+        if fuse.table is not None:
+            base = fuse.table[token]
         else:
             embed = unit(self.embed(token.flatten()))
-            base = torch.addmm(fold.bias, embed, fold.embed_in).view(feature.shape)
-        if added is not None:
-            base = base + added
-        return torch.addmm(base.flatten(0, -2), feature.flatten(0, -2), fold.feature_in)
+            base = torch.addmm(fuse.bias, embed, fuse.embed_in).view(feature.shape)
+        if context_bias is not None:
+            base = base + context_bias
+        return torch.addmm(base.flatten(0, -2), feature.flatten(0, -2), fuse.feature_in)
 
-    def _catch_up(self, memory: Memory, depth: int) -> Tensor:
+    def _catch_up(self, memory: FeatureMemory, depth: int) -> Tensor:
         """Process the stored elements and predict the feature after each row's pending token, (B, d)."""
-        token_BT, feature_BTF, counts = memory.take()
+        token_BT, feature_BTF, counts = memory.pop_pending()
         rows, width = token_BT.shape
         memory.reserve(memory.end + width + depth * self.width)
         memory.table = self._turns_to(max(memory.positions) + width + depth)
         if self.config.reduced:
             feature_BTF = self.head.reduced(feature_BTF.to(self.trained.dtype))
-        x_Nd = self._join(token_BT, feature_BTF.to(self.dtype), memory.added(width))
-        qkv = self._project(x_Nd, rows, width, memory.turns(memory.table, width))
+        x_Nd = self._join(token_BT, feature_BTF.to(self.dtype), memory.context_bias(width))
+        qkv = self._project(x_Nd, rows, width, memory.rope(memory.table, width))
         heads = self.config.heads
         memory.write(qkv[:, :, heads:])
         memory.advance(counts)
@@ -228,17 +235,17 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
     def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
         """Rotated queries, rotated keys, and values of a block of elements, (B, T, 3H, E)."""
         heads, size = self.config.heads, self.config.head_size
-        qkv = torch.mm(_unit(x_Nd), self.fold.qkv).view(rows, width, 3 * heads, size)
-        turned = qkv[:, :, : 2 * heads]
+        qkv = torch.mm(_unit(x_Nd), self.fuse.qkv).view(rows, width, 3 * heads, size)
+        apply_rope = qkv[:, :, : 2 * heads]
         if qkv.dtype == torch.float32:  # in place, which saves two calls
-            torch.view_as_complex(turned.unflatten(-1, (-1, 2))).mul_(turn_BTC[:, :, None])
+            torch.view_as_complex(apply_rope.unflatten(-1, (-1, 2))).mul_(turn_BTC[:, :, None])
         else:
-            turned.copy_(rotate(turned, turn_BTC))
+            apply_rope.copy_(rotate(apply_rope, turn_BTC))
         return qkv
 
-    def _level(self, memory: Memory, x_Bd: Tensor, level: int) -> Tensor:
+    def _level(self, memory: FeatureMemory, x_Bd: Tensor, level: int) -> Tensor:
         """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
-        qkv = self._project(x_Bd, x_Bd.shape[0], 1, memory.turn(memory.table, level)[:, None])
+        qkv = self._project(x_Bd, x_Bd.shape[0], 1, memory.rope_at(memory.table, level)[:, None])
         memory.write(qkv[:, :, self.config.heads :], level)
         return self._attended(x_Bd, qkv[:, 0, : self.config.heads], partial(memory.attend, drafted=level + 1))
 
@@ -247,36 +254,36 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
         return self._finish(x_Nd, attend(query_NHE))
 
     def _finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
-        fold = self.fold
-        x = torch.addmm(x_Bd, attended_Bd, fold.out)
-        gate, up = torch.mm(_unit(x), fold.gate_up).chunk(2, dim=-1)
-        x = torch.addmm(x, F.silu(gate).mul_(up), fold.down)
-        return _unit(x).mul_(fold.norm_out)
+        fuse = self.fuse
+        x = torch.addmm(x_Bd, attended_Bd, fuse.out)
+        gate, up = torch.mm(_unit(x), fuse.gate_up).chunk(2, dim=-1)
+        x = torch.addmm(x, F.silu(gate).mul_(up), fuse.down)
+        return _unit(x).mul_(fuse.norm_out)
 
-    def _tree(self, state: State, memory: Memory, feature_Bd: Tensor, depth: int) -> Draft:
-        """Grow a tree. With noise, children are ranked by their law *given* the noise of their position."""
-        growing, rows = self.growing(state, depth), feature_Bd.shape[0]
+    def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
+        """Grow a tree. With noise, children are ranked by their distribution *given* the noise of their position."""
+        tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
         feature_BWd, seen = feature_Bd[:, None], None
         for level in range(depth):
-            law = warp(self._logits(feature_BWd), state.request.sampling)
+            distribution = warp(self._logits(feature_BWd), state.request.sampling)
             if state.noise is not None:
-                law = state.noise.perturbed(law, level)
-            token_BW, parent_BW = growing.grow(law.log_softmax(dim=-1))
+                distribution = state.noise.perturbed(distribution, level)
+            token_BW, parent_BW = tree_builder.grow(distribution.log_softmax(dim=-1))
             if level + 1 == depth:
                 break
             width = token_BW.shape[1]
             carried = layouts.pick(feature_BWd, parent_BW)
-            x_Nd = self._join(self._entered(token_BW, state, level), carried, memory.added_at(level))
+            x_Nd = self._join(self._entered(token_BW, state, level), carried, memory.context_bias_at(level))
             eye = torch.eye(width, dtype=torch.bool, device=x_Nd.device).expand(rows, width, width)
             seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
-            qkv = self._project(x_Nd, rows, width, memory.turn(memory.table, level)[:, None])
+            qkv = self._project(x_Nd, rows, width, memory.rope_at(memory.table, level)[:, None])
             memory.write(qkv[:, :, self.config.heads :], seen.shape[2] - width)
             query_NHE = qkv[:, :, : self.config.heads].flatten(0, 1)
             feature_Nd = self._attended(x_Nd, query_NHE, partial(memory.attend_tree, seen_BWM=seen))
             feature_BWd = feature_Nd.view(rows, width, -1)
-        return growing.finish(self.nodes)
+        return tree_builder.finish(self.nodes)
 
-    def _lesson_layout(self, lesson: Any) -> layouts.Layout:
+    def _lesson_layout(self, lesson: Any) -> layouts.PromptLayout:
         """The elements of a lesson's prompts and answers."""
         raise NotImplementedError
 
@@ -302,11 +309,11 @@ class FeatureDrafting(checkpoint.Saved, Shaped):
         return None
 
     def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Self-fed steps over whole answers, for training (`visspec.train.capture.Lesson`).
+        """Self-fed steps over whole answers, for training (`visspec.train.capture.TrainingBatch`).
 
         Step k sees true features up to k tokens back, and its own predictions from there on. Per step, and per token
         of a pass: logits (B, T, V) of the `ids`, predicted features (B, T, d), and which elements count (B, T) bool.
-        Element t of a row's answer predicts the law after answer token t.
+        Element t of a row's answer predicts the distribution after answer token t.
         """
         ids, features = lesson.ids, lesson.features
         layout, following = self._lesson_layout(lesson), self._following(lesson)

@@ -19,7 +19,7 @@ from visspec.models.nets.feature_head import FeatureHead
 
 
 @dataclass(frozen=True)
-class Layout:
+class PromptLayout:
     """The elements of a batch of prompts. Index tensors are (B, T); 0 at padding."""
 
     lengths: list[int]  # elements of each row
@@ -31,13 +31,13 @@ class Layout:
     runs: list[tuple[int, int, int]]  # (row, start, end) of every image run
     prompt: int = 0  # tokens of the prompts
 
-    def part(self, start: int, size: int) -> Layout:
+    def part(self, start: int, size: int) -> PromptLayout:
         """Elements from `start` on, at most `size`."""
         own = {name: getattr(self, name)[:, start : start + size] for name in ("token", "slot", "latent", "image")}
         return replace(self, **own)
 
 
-def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], latents: int) -> Layout:
+def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], latents: int) -> PromptLayout:
     """The elements of prompts, except the last, which needs the first generated token.
 
     ids: prompts of equal length. real: false at padding. With latents 0 image slots have no elements.
@@ -68,7 +68,7 @@ def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozens
 
 def shifted(
     ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], images: str, latents: int
-) -> Layout:
+) -> PromptLayout:
     """The same for published drafters, which count the element of tokens t and t + 1 to an image if t + 1 is a slot.
 
     images: as in `nets.eagle_config.IMAGES`. "embeddings": `latent` is 1 + the index of slot t + 1 in the batch.
@@ -97,16 +97,20 @@ def shifted(
     return packed_rows(rows, newest, runs, len(ids[0]))
 
 
-def packed_rows(rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int = 0) -> Layout:
+def packed_rows(
+    rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int = 0
+) -> PromptLayout:
     """A layout of rows of (token, slot, latent, image)."""
     width = max(map(len, rows), default=0)
     padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
     index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4)
     token_BT, slot_BT, latent_BT, image_BT = index.unbind(-1)
-    return Layout([len(r) for r in rows], token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs, prompt)
+    return PromptLayout(
+        [len(r) for r in rows], token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs, prompt
+    )
 
 
-def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:
+def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> PromptLayout:
     """Extend a layout by answers of `answers[b]` tokens: text elements from the prompt's last token on.
 
     The answer's last token has no feature and the one before it is the last that an element can start from.
@@ -123,7 +127,7 @@ def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:
         return torch.where(new, value, torch.nn.functional.pad(x, (0, width - x.shape[1])))
 
     lengths = [n + max(m - 1, 0) for n, m in zip(layout.lengths, answers)]
-    return Layout(
+    return PromptLayout(
         lengths,
         grown(layout.token, step),
         grown(layout.slot, step),
@@ -135,7 +139,7 @@ def extend(layout: Layout, prompt_length: int, answers: list[int]) -> Layout:
     )
 
 
-def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
     """Latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
     zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
     if not layout.runs:
@@ -145,7 +149,7 @@ def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: Layout) -> tuple
     return torch.cat([zero.to(out.dtype), out[:, :-1].flatten(0, 1)]), torch.cat([zero.to(out.dtype), out[:, -1]])
 
 
-def condense(head: Any, embeddings_BLd: Tensor, feature_BLd: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def condense(head: Any, embeddings_BLd: Tensor, feature_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
     """The same of compressors that read the slots' layer inputs (FLASH, SpecVLM); there are no global vectors."""
     zero = embeddings_BLd.new_zeros(1 + len(layout.runs), embeddings_BLd.shape[-1])
     if not layout.runs:
@@ -158,7 +162,7 @@ def condense(head: Any, embeddings_BLd: Tensor, feature_BLd: Tensor, layout: Lay
     return torch.cat([zero[:1].to(out.dtype), out.flatten(0, 1)]), zero
 
 
-def slots_of(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def slots_of(layout: PromptLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Rows (R, 1) and slots (R, S) of all runs, and which are there; a shorter run's last slot is repeated."""
     longest = max(end - start for _, start, end in layout.runs)
     row, start, end = (torch.tensor(x, device=device) for x in zip(*layout.runs))
@@ -167,7 +171,7 @@ def slots_of(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tens
 
 
 def layer_inputs(
-    head: FeatureHead, layout: Layout, embed_BTd: Tensor, feature_BTd: Tensor, latents: Tensor, globals_: Tensor
+    head: FeatureHead, layout: PromptLayout, embed_BTd: Tensor, feature_BTd: Tensor, latents: Tensor, globals_: Tensor
 ) -> Tensor:
     """Layer inputs (B, T, d): text elements join their (reduced) feature and embedding, latents enter as they are."""
     device = embed_BTd.device
@@ -184,7 +188,7 @@ def pick(x_BL: Tensor, index_BT: Tensor) -> Tensor:
     return x_BL[torch.arange(x_BL.shape[0], device=x_BL.device)[:, None], index]
 
 
-def positions_at(positions: Tensor, layout: Layout, rows: int, section: tuple[int, ...]) -> Tensor:
+def positions_at(positions: Tensor, layout: PromptLayout, rows: int, section: tuple[int, ...]) -> Tensor:
     """Position ids of the elements, (B, T), or (3, B, T) for a drafter with M-RoPE.
 
     positions: (B, L), or (3 | 4, B, L) where row 0 of four is the plain text position; a single row is shared by all.

@@ -3,7 +3,7 @@
 A level of a small network is two dozen kernels of a few microseconds each, and as much work on the host. The calls of a
 draft differ in nothing but sizes: the first takes the elements that wait, the others the last id of the one before.
 Through `torch.compile` one graph serves blocks of one element, one longer blocks; several rows have two of their own.
-As CUDA graphs (`models.targets.lending`) blocks are padded to few lengths, and attention is to a store's slots.
+As CUDA graphs (`models.targets.buffer_pool`) blocks are padded to few lengths, and attention is to a store's slots.
 
 Shapes: B rows, T elements of a block, K = `GROUP` levels, S slots, H heads, E head size, C = E / 2 rotations, P
 positions, d hidden size, V vocabulary.
@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from visspec.cache import packed, to_device
 from visspec.kernels.common import next_power_of_2
-from visspec.models.drafters.feature_memory import Memory
-from visspec.models.nets.feature_head import TINY, Folded, unit
-from visspec.models.targets.compiled import Graphs, close
-from visspec.models.targets.lending import Lending, said
+from visspec.models.drafters.feature_memory import FeatureMemory
+from visspec.models.nets.feature_head import TINY, FusedWeights, unit
+from visspec.models.targets.buffer_pool import GraphBufferPool, one_line
+from visspec.models.targets.compiled import CompiledFunctions, close
 from visspec.replay import REPLAYING, Recording, stream
 from visspec.types import State
 
@@ -30,12 +30,12 @@ GROUP = 4  # levels of a call; a draft of other depths computes up to GROUP - 1 
 BLOCK = 5  # elements of the block that stands for all with more than one
 
 
-class Levels(nn.Module):
+class DraftLevels(nn.Module):
     """A drafter's network as a function of tensors, with the drafter's own weights."""
 
     embed: Any
     lm_head: Any
-    table: Tensor | None  # these are those of `Folded`
+    table: Tensor | None  # these are those of `FusedWeights`
     embed_in: Tensor
     bias: Tensor
     feature_in: Tensor
@@ -45,10 +45,10 @@ class Levels(nn.Module):
     down: Tensor
     norm_out: Tensor
 
-    def __init__(self, heads: int, fold: Folded, embed: nn.Module, lm_head: nn.Module):
+    def __init__(self, heads: int, fuse: FusedWeights, embed: nn.Module, lm_head: nn.Module):
         super().__init__()
         self.heads, self.embed, self.lm_head = heads, embed, lm_head
-        for name, weight in vars(fold).items():
+        for name, weight in vars(fuse).items():
             self.register_buffer(name, weight, persistent=False)
 
     def forward(
@@ -96,8 +96,8 @@ class Levels(nn.Module):
         pair, turn = qkv[:, :, : 2 * self.heads].float().unflatten(-1, (-1, 2)), turn_BTC2[:, :, None]
         real = pair[..., 0] * turn[..., 0] - pair[..., 1] * turn[..., 1]
         imaginary = pair[..., 0] * turn[..., 1] + pair[..., 1] * turn[..., 0]
-        turned = torch.stack([real, imaginary], dim=-1).flatten(-2).to(qkv.dtype)
-        return torch.cat([turned, qkv[:, :, 2 * self.heads :]], dim=2)
+        apply_rope = torch.stack([real, imaginary], dim=-1).flatten(-2).to(qkv.dtype)
+        return torch.cat([apply_rope, qkv[:, :, 2 * self.heads :]], dim=2)
 
     def attend(self, query_BHE: Tensor, kv_BSHE: Tensor, at_B: Tensor, extent: int) -> Tensor:
         """Attention of a query per row to the slots up to its own, (B, d)."""
@@ -127,21 +127,21 @@ def normed(x: Tensor) -> Tensor:
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=TINY)
 
 
-class Calls:
-    """Drafts of a drafter's `Levels`, in calls of them that subclasses make."""
+class DraftCalls:
+    """Drafts of a drafter's `DraftLevels`, in calls of them that subclasses make."""
 
     call: Any
     name: str
 
     def __init__(self, drafter: Any):
         super().__init__(type(drafter).__name__)  # type: ignore[call-arg]  # of the class beside this one
-        self.levels = Levels(drafter.config.heads, drafter.fold, drafter.embed, drafter.lm_head)
+        self.levels = DraftLevels(drafter.config.heads, drafter.fuse, drafter.embed, drafter.lm_head)
         self.vocab, self.head = drafter.config.vocab, drafter.head if drafter.config.reduced else None
 
     def draft(self, state: State, depth: int) -> Tensor:
         """Ids (B, depth) below the pending ones; the elements that wait are read. The memory has room for them."""
-        memory: Memory = state.memory
-        token_BT, feature_BTF, counts = memory.take()
+        memory: FeatureMemory = state.memory
+        token_BT, feature_BTF, counts = memory.pop_pending()
         feature_BTd, length = self._reduced(feature_BTF), -(-depth // GROUP) * GROUP
         token_BT, feature_BTd = self._block(token_BT, feature_BTd)
         numbers_BTV, scale = self._numbers(state, length)
@@ -160,15 +160,15 @@ class Calls:
         """The elements that wait, as a call takes them."""
         return token_BT, feature_BTd
 
-    def _called(self, memory: Memory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """What `Levels` gives."""
+    def _called(self, memory: FeatureMemory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """What `DraftLevels` gives."""
         return self.call(*given)
 
-    def _fixed(self, memory: Memory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
+    def _fixed(self, memory: FeatureMemory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
         """What is the same for all calls of a draft, which writes `more` elements: the store, its extent, rotations and
         the context's term.
         """
-        shift_Bd = memory.shift
+        shift_Bd = memory.image_bias
         if shift_Bd is None:
             shift_Bd = like_BTd.new_zeros(like_BTd.shape[0], like_BTd.shape[2])
         return kv_BSHE, memory.end + more, torch.view_as_real(memory.table), shift_Bd
@@ -187,7 +187,7 @@ class Calls:
         return state.noise.window(levels)[:, :, : self.vocab], scale
 
 
-class Chains(Calls, Graphs):
+class CompiledDrafter(DraftCalls, CompiledFunctions):
     """Drafts, compiled. A drafter that can't be compiled drafts as it does, which a warning says."""
 
     def __init__(self, drafter: Any):
@@ -204,7 +204,7 @@ class Chains(Calls, Graphs):
     def _warm_up(self, several: bool, state: State) -> None:
         """Make the two graphs for this number of rows and compare what they give, on a copy of the request's memory."""
         memory, rows = state.memory, len(state.rows)
-        feature_BTd = self._reduced(memory.waiting[-1][1])[:, -1:]
+        feature_BTd = self._reduced(memory.pending_inputs[-1][1])[:, -1:]
         numbers_BKV, scale = self._numbers(state, GROUP)
         with self.warming(several, "drafts"):
             for width in (BLOCK if rows != BLOCK else BLOCK + 1, 1):
@@ -216,7 +216,7 @@ class Chains(Calls, Graphs):
                 close(got, want, feature_BTd.dtype)
 
 
-class Replays(Calls, Lending):
+class GraphedDrafter(DraftCalls, GraphBufferPool):
     """Drafts, recorded. Their keys and values are lent; a drafter that can't be recorded drafts as it does."""
 
     def __init__(self, drafter: Any):
@@ -225,7 +225,7 @@ class Replays(Calls, Lending):
 
     def fits(self, state: State, more: int) -> bool:
         """Whether the next draft of a request, of `more` elements, goes through recordings."""
-        memory: Memory = state.memory
+        memory: FeatureMemory = state.memory
         wanted = self.bucket(memory.end + more)
         device = memory.kv.device
         if self.refused or wanted is None or self.recorder(device) is None or not (self.fixed and maximal(state)):
@@ -234,19 +234,19 @@ class Replays(Calls, Lending):
             return False
         with REPLAYING:
             try:
-                kept = memory.lent
-                memory.lent, (kv,) = self.settled(kept, [memory.kv], 1, memory.end, wanted, stream(device))
-                if memory.lent is not kept:
-                    memory.settle(kv, memory.lent.stores.kind[0] - len(kv))
+                kept = memory.lease
+                memory.lease, (kv,) = self.acquire(kept, [memory.kv], 1, memory.end, wanted, stream(device))
+                if memory.lease is not kept:
+                    memory.move_storage(kv, memory.lease.stores.kind[0] - len(kv))
             except Exception as error:
                 self._fail(error)
         return not self.refused
 
-    def finish(self, memory: Memory) -> None:
+    def finish(self, memory: FeatureMemory) -> None:
         """A request has ended: its store goes back."""
-        if memory.lent is not None:
-            memory.settle(memory.kv.new_empty(len(memory.kv), 0, *memory.kv.shape[2:]), 0)
-            memory.lent = None
+        if memory.lease is not None:
+            memory.move_storage(memory.kv.new_empty(len(memory.kv), 0, *memory.kv.shape[2:]), 0)
+            memory.lease = None
 
     def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
         more = (
@@ -254,11 +254,11 @@ class Replays(Calls, Lending):
         )  # behind the last of a row, where levels are written
         return F.pad(token_BT, (0, more)), F.pad(feature_BTd, (0, 0, 0, more))
 
-    def _called(self, memory: Memory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _called(self, memory: FeatureMemory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         token_BT, feature_BTd, numbers_BKV, told_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = given
         held = [token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale]
         weights = (turns_PC2, self.levels.embed.weight, self.levels.lm_head.weight)
-        key = (memory.lent.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in held))
+        key = (memory.lease.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in held))
         with REPLAYING, torch.cuda.device_of(kv_BSHE):
             if self.refused:
                 return self._plain(*given)
@@ -299,7 +299,7 @@ class Replays(Calls, Lending):
         return made
 
     def _fail(self, error: Exception) -> None:
-        self.refuse(f"drafts of {self.name} are not recorded, it runs eager: {said(error)}")
+        self.refuse(f"drafts of {self.name} are not recorded, it runs eager: {one_line(error)}")
 
 
 def _packed(drafter: Any) -> bool:
@@ -315,6 +315,6 @@ def maximal(state: State) -> bool:
     return sampling.greedy or not (sampling.top_k > 0 or sampling.top_p < 1.0)
 
 
-def ahead(memory: Memory, depth: int) -> int:
+def ahead(memory: FeatureMemory, depth: int) -> int:
     """Elements that a draft, or a warm-up, may write behind those that were read."""
-    return max(next_power_of_2(sum(token.shape[1] for token, _, _ in memory.waiting)), BLOCK + 1) + depth + GROUP
+    return max(next_power_of_2(sum(token.shape[1] for token, _, _ in memory.pending_inputs)), BLOCK + 1) + depth + GROUP

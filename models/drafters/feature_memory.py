@@ -18,7 +18,7 @@ from visspec.cache import first_room, gathered, more_room, moved, to_device, wid
 from visspec.types import MAX_NODES, Outcome, Scores, Verdict
 
 
-class Memory:
+class FeatureMemory:
     """State of one request.
 
     heads: of keys, and as many of values. first: the position, by row, of the first element after the prompt's read.
@@ -29,12 +29,12 @@ class Memory:
         self.heads, self.answer = heads, answer
         self.positions = first  # position of each row's next element
         self.lengths: list[int] = [0] * len(first)
-        self.shift: Tensor | None = None  # (B, d) term of the last global vector in a layer input
-        self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.image_bias: Tensor | None = None  # (B, d) term of the last global vector in a layer input
+        self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
         self.kv = torch.empty(0)
         self.limit = MAX_NODES  # levels of the next draft, see `shapes`
         self.spare = 0  # rows allocated behind those of `kv`: of rows that have left
-        self.lent: Any = None  # what keeps a store that was lent (`models.targets.lending`) from others
+        self.lease: Any = None  # what keeps a store that was lent (`models.targets.buffer_pool`) from others
         self.table = torch.empty(0)  # rotations by position, as far as this draft goes
 
     def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:
@@ -50,7 +50,7 @@ class Memory:
             self._measure()
         self.kv[:, start:end] = kv_BTHE
 
-    def settle(self, kv_BSHE: Tensor, spare: int) -> None:
+    def move_storage(self, kv_BSHE: Tensor, spare: int) -> None:
         """Go on in another store, which holds what this one does, with `spare` rows behind."""
         self.kv, self.spare = kv_BSHE, spare
         self._view()
@@ -80,33 +80,33 @@ class Memory:
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
         """Store elements to be processed later: counts[b] in row b, padded on the right."""
-        self.waiting.append((token_BT, feature_BTF, counts))
+        self.pending_inputs.append((token_BT, feature_BTF, counts))
 
-    def take(self) -> tuple[Tensor, Tensor, list[int]]:
+    def pop_pending(self) -> tuple[Tensor, Tensor, list[int]]:
         """Remove and return all stored elements as one block, each row packed to the left."""
-        waiting, self.waiting = self.waiting, []
-        return packed(waiting)
+        pending_inputs, self.pending_inputs = self.pending_inputs, []
+        return packed(pending_inputs)
 
-    def turns(self, table_PC: Tensor, width: int) -> Tensor:
+    def rope(self, rope_table_PC: Tensor, width: int) -> Tensor:
         """Rotations of the next `width` elements, (1|B, T, C)."""
         if self.even:
-            return table_PC[None, self.positions[0] : self.positions[0] + width]
-        return table_PC[self._position_B[:, None] + torch.arange(width, device=table_PC.device)]
+            return rope_table_PC[None, self.positions[0] : self.positions[0] + width]
+        return rope_table_PC[self._position_B[:, None] + torch.arange(width, device=rope_table_PC.device)]
 
-    def turn(self, table_PC: Tensor, level: int) -> Tensor:
+    def rope_at(self, rope_table_PC: Tensor, level: int) -> Tensor:
         """Rotations of the element `level` below the last one read, (1|B, C)."""
         if self.even:
             at = self.positions[0] + level
-            return table_PC[at : at + 1]
-        return table_PC[self._position_B + level]
+            return rope_table_PC[at : at + 1]
+        return rope_table_PC[self._position_B + level]
 
-    def added(self, width: int) -> Tensor | None:
+    def context_bias(self, width: int) -> Tensor | None:
         """Context term of the layer inputs of the next `width` elements, (1|B, 1|T, d)."""
-        return None if self.shift is None else self.shift[:, None]
+        return None if self.image_bias is None else self.image_bias[:, None]
 
-    def added_at(self, level: int) -> Tensor | None:
+    def context_bias_at(self, level: int) -> Tensor | None:
         """The same for elements `level` below the last one read, (1|B, 1, d)."""
-        return self.added(1)
+        return self.context_bias(1)
 
     def write(self, kv_BTHE: Tensor, offset: int = 0) -> None:
         """Write a block `offset` slots after the processed elements. Padding is written to unused slots."""
@@ -167,11 +167,11 @@ class Memory:
         self.spare += len(self.lengths) - len(keep)
         self._view()
         self.lengths, self.positions = ([x[b] for b in keep] for x in (self.lengths, self.positions))
-        self.shift = None if self.shift is None else self.shift[keep]
-        self.waiting = [(t[keep], f[keep], [c[b] for b in keep]) for t, f, c in self.waiting]
+        self.image_bias = None if self.image_bias is None else self.image_bias[keep]
+        self.pending_inputs = [(t[keep], f[keep], [c[b] for b in keep]) for t, f, c in self.pending_inputs]
         self._measure()
 
-    def join(self, other: Memory, take: list[int]) -> None:
+    def join(self, other: FeatureMemory, take: list[int]) -> None:
         """Add rows of another request's memory, in the room that is spare."""
         rows, wanted = len(self.lengths), len(self.lengths) + len(take)
         longest = max(other.lengths[b] for b in take)
@@ -184,33 +184,33 @@ class Memory:
             self.kv, self.spare = grown, 0
         self.kv[rows:, :longest] = other.kv[:, :longest][take]
         self._view()
-        if self.shift is not None or other.shift is not None:
-            self.shift = torch.cat([self._shift_like(other), other._shift_like(self)[take]])
+        if self.image_bias is not None or other.image_bias is not None:
+            self.image_bias = torch.cat([self._image_bias_like(other), other._image_bias_like(self)[take]])
         self.lengths = self.lengths + [other.lengths[b] for b in take]
         self.positions = self.positions + [other.positions[b] for b in take]
-        self.waiting, other.waiting = [self.take()], [other.take()]
-        (token, feature, counts), (new_token, new_feature, new_counts) = self.waiting[0], other.waiting[0]
+        self.pending_inputs, other.pending_inputs = [self.pop_pending()], [other.pop_pending()]
+        (token, feature, counts), (new_token, new_feature, new_counts) = self.pending_inputs[0], other.pending_inputs[0]
         width = max(token.shape[1], new_token.shape[1])
         tokens = torch.cat([_padded(t, width) for t in (token, new_token[take])])
         features = torch.cat([_padded(f, width) for f in (feature, new_feature[take])])
-        self.waiting = [(tokens, features, counts + [new_counts[b] for b in take])]
+        self.pending_inputs = [(tokens, features, counts + [new_counts[b] for b in take])]
         self._measure()
 
-    def _shift_like(self, other: Memory) -> Tensor:
+    def _image_bias_like(self, other: FeatureMemory) -> Tensor:
         """The rows' shift, or zeros if none of them has an image."""
-        if self.shift is not None:
-            return self.shift
-        assert other.shift is not None
-        return other.shift.new_zeros(len(self.lengths), other.shift.shape[1])
+        if self.image_bias is not None:
+            return self.image_bias
+        assert other.image_bias is not None
+        return other.image_bias.new_zeros(len(self.lengths), other.image_bias.shape[1])
 
 
-def packed(waiting: list[tuple[Tensor, Tensor, list[int]]]) -> tuple[Tensor, Tensor, list[int]]:
+def packed(pending_inputs: list[tuple[Tensor, Tensor, list[int]]]) -> tuple[Tensor, Tensor, list[int]]:
     """Blocks of (tokens (B, T), features (B, T, F), counts) as one, each row packed to the left."""
-    if len(waiting) == 1:
-        return waiting[0]
-    token, feature = torch.cat([w[0] for w in waiting], dim=1), torch.cat([w[1] for w in waiting], dim=1)
-    widths = [w[0].shape[1] for w in waiting]
-    parts = [w[2] for w in waiting]
+    if len(pending_inputs) == 1:
+        return pending_inputs[0]
+    token, feature = torch.cat([w[0] for w in pending_inputs], dim=1), torch.cat([w[1] for w in pending_inputs], dim=1)
+    widths = [w[0].shape[1] for w in pending_inputs]
+    parts = [w[2] for w in pending_inputs]
     totals = [sum(c[b] for c in parts) for b in range(token.shape[0])]
     if all(min(c) == width for c, width in zip(parts, widths)):
         return token, feature, totals

@@ -3,10 +3,10 @@
 A shape is a tuple of paths of ranks: (0, 2) is the third candidate below the first one. `EAGLE` is a published shape,
 `spread` makes one of counts of nodes a depth (LANTERN++), `likeliest` one of measured acceptance (Sequoia).
 
-Children are the most likely tokens, or sampled without replacement: sorting the Gumbel-perturbed log-law gives samples
-without replacement, so one Gumbel vector per position gives all siblings of a node, and a sibling's law is the node's
-law without the earlier siblings. Nodes of the same depth share the numbers of their position, because at most one of
-them is reached.
+Children are the most likely tokens, or sampled without replacement: sorting the Gumbel-perturbed log-distribution gives
+samples without replacement, so one Gumbel vector per position gives all siblings of a node, and a sibling's
+distribution is the node's distribution without the earlier siblings. Nodes of the same depth share the numbers of their
+position, because at most one of them is reached.
 
 Shapes: B rows, N nodes, W frontier width, M nodes of a level, K children, V vocabulary.
 """
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.types import Draft, Tree
 
 MOST_CHILDREN = 32  # limit of the acceptance rules' random numbers per position
@@ -53,7 +53,7 @@ def parse(shape: str | int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """Nodes of one depth, by parent and rank, and which of them have children."""
 
     parent: Tensor  # (M,) index in the frontier above
@@ -117,7 +117,7 @@ def spread(counts: tuple[int, ...]) -> Paths:
 
 
 @lru_cache(maxsize=256)
-def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[Level]]:
+def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[TreeLevel]]:
     """The tree of a shape, or of counts as in `spread`. Raises ValueError if a node's parent is not in it."""
     paths: Any = spread(shape) if isinstance(shape[0], int) else in_levels(shape)  # type: ignore[arg-type]
     place = {(): 0} | {path: n for n, path in enumerate(paths, 1)}
@@ -134,18 +134,18 @@ def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[Level]
         parent, rank = [spot[path[:-1]] for path in here], [path[-1] for path in here]
         numbers = (torch.tensor(x, dtype=torch.long, device=device) for x in (parent, rank, wanted))
         of_parent, of_rank, of_open = numbers
-        levels.append(Level(of_parent, of_rank, max(rank) + 1, of_open))
+        levels.append(TreeLevel(of_parent, of_rank, max(rank) + 1, of_open))
         above = here
     return tree, levels
 
 
-class Planned:
-    """Builds a static tree; methods as in `trees.Growing`. Without random numbers: the most likely children."""
+class StaticTreeBuilder:
+    """Builds a static tree; methods as in `trees.TreeBuilder`. Without random numbers: the most likely children."""
 
     def __init__(self, pending_B: Tensor, shape: tuple[int, ...] | Paths, gumbel_BTV: Tensor | None):
         self.tree, self.levels = plan(shape, str(pending_B.device))
         self.tokens, self.gumbel, self.done = [pending_B[:, None]], gumbel_BTV, 0
-        self.laws: list[Tensor] = []
+        self.distributions: list[Tensor] = []
         self.real = [torch.ones_like(pending_B[:, None], dtype=torch.bool)]
 
     def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ class Planned:
         self.tokens.append(token_BM)
         self.real.append((value_BWK > float("-inf"))[:, level.parent, level.rank])
         if self.gumbel is not None:
-            self.laws.append(_conditional(logp_BWV, child_BWK)[:, level.parent, level.rank])
+            self.distributions.append(_conditional(logp_BWV, child_BWK)[:, level.parent, level.rank])
         self.done += 1
         hangs = level.parent[level.open]
         return token_BM[:, level.open], hangs.expand(len(token_BM), -1)
@@ -170,15 +170,15 @@ class Planned:
     def finish(self, nodes: int) -> Draft:
         """The draft. `nodes` is ignored."""
         q = None
-        if self.laws:
-            q = Categorical(p=torch.cat([torch.zeros_like(self.laws[0][:, :1]), *self.laws], dim=1))
+        if self.distributions:
+            q = Categorical(p=torch.cat([torch.zeros_like(self.distributions[0][:, :1]), *self.distributions], dim=1))
         return Draft(torch.cat(self.tokens, dim=1), self.tree, q, torch.cat(self.real, dim=1))
 
 
 def _conditional(logp_BWV: Tensor, child_BWK: Tensor) -> Tensor:
-    """The law of each child given the siblings before it, (B, W, K, V); zero if no mass is left."""
-    laws, rest = [], logp_BWV
+    """The distribution of each child given the siblings before it, (B, W, K, V); zero if no mass is left."""
+    distributions, rest = [], logp_BWV
     for rank in range(child_BWK.shape[-1]):
-        laws.append(rest.softmax(dim=-1).nan_to_num(0.0))
+        distributions.append(rest.softmax(dim=-1).nan_to_num(0.0))
         rest = rest.scatter(-1, child_BWK[..., rank : rank + 1], float("-inf"))
-    return torch.stack(laws, dim=2)
+    return torch.stack(distributions, dim=2)

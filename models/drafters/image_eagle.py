@@ -1,8 +1,8 @@
 """The feature drafter of image tokens (EAGLE-type, as in LANTERN): one stream under guidance, a separate code head.
 
 It drafts chains, dynamic trees (LANTERN) or static trees sampled without replacement (LANTERN++). For rules with their
-own random numbers, chains and static trees report the law of every node, and dynamic trees are point masses. For the
-rule `exact` all drafts are coupled to the target's noise.
+own random numbers, chains and static trees report the distribution of every node, and dynamic trees are point masses.
+For the rule `exact` all drafts are coupled to the target's noise.
 
 Shapes: B rows, L prompt, T positions of the image, d hidden size, F features, V ids.
 """
@@ -24,7 +24,7 @@ from visspec.models.drafters import feature_checkpoint as checkpoint
 from visspec.models.drafters import feature_layout as layouts
 from visspec.models.drafters import feature_tree
 from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.drafters.feature_memory import Memory
+from visspec.models.drafters.feature_memory import FeatureMemory
 from visspec.models.nets.image_head import ImageHead, ImageHeadConfig
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import Family, ImageAR
@@ -36,22 +36,22 @@ OTHER_SCALE = 1.5  # warn if the guidance differs by more than this factor from 
 IMPOSSIBLE = -1e4  # logit of grammar ids, which are never drafted: probability 0 in float32
 
 
-class ImageMemory(Memory):
+class ImageMemory(FeatureMemory):
     """Memory with position embeddings (P, d) and the drafter's random numbers."""
 
     places: Tensor
-    coins: Gumbel | None = None
+    noise: Gumbel | None = None
 
-    def added(self, width: int) -> Tensor:
-        return self.turns(self.places, width)
+    def context_bias(self, width: int) -> Tensor:
+        return self.rope(self.places, width)
 
-    def added_at(self, level: int) -> Tensor:
-        return self.turn(self.places, level)[:, None]
+    def context_bias_at(self, level: int) -> Tensor:
+        return self.rope_at(self.places, level)[:, None]
 
     def select(self, keep: list[int]) -> None:
         super().select(keep)
-        if self.coins is not None:
-            self.coins.select(keep)
+        if self.noise is not None:
+            self.noise.select(keep)
 
 
 class ImageFeatureDrafter(FeatureDrafting):
@@ -112,9 +112,9 @@ class ImageFeatureDrafter(FeatureDrafting):
         x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
         memory = ImageMemory(self.config.heads, [p - 1 for p in state.position.tolist()])
         before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
-        memory.places = torch.cat([before, places[1:], behind]).to(self.fold.qkv.dtype)
+        memory.places = torch.cat([before, places[1:], behind]).to(self.fuse.qkv.dtype)
         if self.counts and state.noise is not None and state.noise.samples:
-            memory.coins = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
+            memory.noise = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
         self._read_prompt(state, memory, layout.lengths, [(x, turn)], features[:, -1:])
 
     def _like(self, target: Family) -> Tensor:
@@ -129,23 +129,25 @@ class ImageFeatureDrafter(FeatureDrafting):
         parts = self.config.parts * self.config.hidden // scores.features.shape[-1]
         return scores if parts == 1 else dataclasses.replace(scores, features=scores.features.repeat(1, 1, parts))
 
-    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.Layout:
+    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
         real = None if attention_BL is None else attention_BL.tolist()
         return layouts.plan(ids_BL.tolist(), real, frozenset(), 0)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         super().observe(state, draft, self._whole(scores), verdict, outcome)
-        if state.memory.coins is not None:
-            state.memory.coins.advance([len(tokens) for tokens in outcome.tokens])
+        if state.memory.noise is not None:
+            state.memory.noise.advance([len(tokens) for tokens in outcome.tokens])
 
     def propose(self, state: State, depth: int) -> Draft:
         return super().propose(state, min(depth, self.traits.levels) if self.counts else depth)
 
-    def growing(self, state: State, depth: int) -> Any:
+    def tree_builder(self, state: State, depth: int) -> Any:
         if self.counts is None:
-            return trees.Growing(state.pending, self.width)
-        coins = state.memory.coins
-        return feature_tree.Planned(state.pending, self.counts[:depth], None if coins is None else coins.window(depth))
+            return trees.TreeBuilder(state.pending, self.width)
+        noise = state.memory.noise
+        return feature_tree.StaticTreeBuilder(
+            state.pending, self.counts[:depth], None if noise is None else noise.window(depth)
+        )
 
     def _entered(self, token: Tensor, state: State, level: int) -> Tensor:
         if state.request.fixed is None:
@@ -157,10 +159,12 @@ class ImageFeatureDrafter(FeatureDrafting):
     def _logits(self, feature: Tensor) -> Tensor:
         return F.pad(super()._logits(feature), (0, self.config.vocab - self.config.codes), value=IMPOSSIBLE)
 
-    def _context(self, layout: layouts.Layout, embeddings_BLd: Tensor, features_BLF: Tensor) -> tuple[Tensor, Tensor]:
+    def _context(
+        self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
 
-    def _lesson_layout(self, lesson: Any) -> layouts.Layout:
+    def _lesson_layout(self, lesson: Any) -> layouts.PromptLayout:
         layout = self._plan(lesson.ids[:, : lesson.prompt_length], lesson.attention)
         layout = layouts.extend(layout, lesson.prompt_length, lesson.lengths)
         return dataclasses.replace(layout, image=(layout.token - lesson.prompt_length + 2).clamp(min=0))
@@ -175,7 +179,7 @@ class ImageFeatureDrafter(FeatureDrafting):
         return [(logits, feature, mask & free) for logits, feature, mask in super().rollout(lesson, steps)]
 
 
-class Teaching(ImageAR):
+class CaptureTarget(ImageAR):
     """Target for `train.capture`: the scores of the prefill include positions, padding and embeddings."""
 
     def __init__(self, family: Family):

@@ -1,19 +1,19 @@
-"""Jacobi windows: drafts from the target's laws of the previous pass, without training. B rows, N nodes.
+"""Jacobi windows: drafts from the target's distributions of the previous pass, without training. B rows, N nodes.
 
-After a pass, the law at every window position is known for the drafts before it; rejected positions are sampled
-again from it and form the next draft, with that law as q (speculative Jacobi decoding: Teng et al., ICLR 2025).
-`redraw` is the dependence of the new draft on the old one:
+After a pass, the distribution at every window position is known for the drafts before it; rejected positions are
+sampled again from it and form the next draft, with that distribution as q (speculative Jacobi decoding: Teng et al.,
+ICLR 2025). `redraw` is the dependence of the new draft on the old one:
 
     gumbel       the position's noise, as used by the target: token-identical to plain sampling with `exact`
     maximal      the old draft is kept with probability min(1, p_new/p_old), else sampled from the residual: the maximal
-                 coupling of the two laws (speculative coupled decoding, 2025)
+                 coupling of the two distributions (speculative coupled decoding, 2025)
     independent  sampled independently (the published SJD)
 
-`start` initialises positions without a law: a "random" code, or that of the "left" or "above" neighbour.
+`start` initialises positions without a distribution: a "random" code, or that of the "left" or "above" neighbour.
 
 With `branch` above 1 the first `deep` positions, after the last rejection, have that many candidates each, sampled
 without replacement, in a full tree whose first branch is the window (proactive drafting: SJD-PAC, CVPR 2026). It helps
-if laws depend little on the rejected code; it needs branch + branch^2 + ... nodes per pass.
+if distributions depend little on the rejected code; it needs branch + branch^2 + ... nodes per pass.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from visspec import tree as trees
 from visspec.cache import to_device
+from visspec.distributions import Categorical, categorical, draw, residual
 from visspec.grammar import held
-from visspec.laws import Categorical, categorical, draw, residual
 from visspec.sampling import Gumbel, Noise, Uniform, derived
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
@@ -40,11 +40,11 @@ UNKNOWN = -1
 
 @dataclass
 class Window:
-    """Drafts of the next positions, in order. Every q is the law its token was sampled from."""
+    """Drafts of the next positions, in order. Every q is the distribution its token was sampled from."""
 
     tokens: Tensor  # (B, W)
     q: Tensor | None  # (B, W, V); None where drafts are point masses or coupled to the target's own noise
-    coins: Noise | None  # the drafter's random numbers, independent of the rule's; None without q
+    noise: Noise | None  # the drafter's random numbers, independent of the rule's; None without q
 
 
 class Jacobi(Drafter):
@@ -83,15 +83,15 @@ class Jacobi(Drafter):
         self.traits = DrafterTraits(levels=window, samples=samples, trees=branch > 1, adaptive_depth=False)
 
     def start(self, state: State, scores: Scores) -> None:
-        rows, vocab = len(state.rows), scores.law.width
+        rows, vocab = len(state.rows), scores.distribution.width
         window = Window(state.pending.new_zeros(rows, 0), None, None)
         width = min(self.window, max(NARROWEST, self.nodes // max(rows, 1)))
         if state.noise is not None and state.noise.samples:
             generators = [derived(parent) for parent in state.noise.generators]
             coupled = self.redraw == "gumbel"
-            coins = Gumbel(generators, vocab) if coupled else Uniform(generators, 1 + self.branch)
+            noise = Gumbel(generators, vocab) if coupled else Uniform(generators, 1 + self.branch)
             empty_BWV = torch.zeros(rows, 0, vocab, device=state.pending.device)
-            window, width = Window(window.tokens, empty_BWV, coins), self.window
+            window, width = Window(window.tokens, empty_BWV, noise), self.window
         state.memory = self._extended(state, window, torch.zeros_like(state.pending), vocab, width)
 
     def propose(self, state: State, depth: int) -> Draft:
@@ -110,75 +110,79 @@ class Jacobi(Drafter):
         return Draft(nodes, tree, Categorical(p=torch.cat([q, laws_BMV[:, pick]], dim=1)), real)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Shift every row by its new tokens, sample again from the new laws, initialise the positions after.
+        """Shift every row by its new tokens, sample again from the new distributions, initialise the positions after.
 
         With l = verdict.length the old node l + j is at position j + 1 of the new window (j from 0),
-        and the law of that position is the one after old node l + j.
+        and the distribution of that position is the one after old node l + j.
         """
         old: Window = state.memory
         width = old.tokens.shape[1]
         at_BW = verdict.length[:, None] + torch.arange(width, device=verdict.length.device)
         judged_BW, stands_BW = at_BW <= draft.levels, at_BW < width
         tokens = old.tokens.gather(1, at_BW.clamp(max=width - 1))
-        logp_BWV = _take(categorical(scores.law).logits, at_BW)
+        logp_BWV = _take(categorical(scores.distribution).logits, at_BW)
         if old.q is None:
             window = Window(torch.where(judged_BW, self._coupled(logp_BWV, state), tokens), None, None)
         else:
-            assert old.coins is not None  # it comes with q
+            assert old.noise is not None  # it comes with q
             p_BWV, q_BWV = logp_BWV.softmax(dim=-1), _take(old.q, at_BW)
             if self.redraw == "gumbel":  # noise is indexed by position
-                old.coins.advance([len(t) for t in outcome.tokens])
-            drawn = self._drawn(p_BWV, tokens, q_BWV, stands_BW, old.coins)
+                old.noise.advance([len(t) for t in outcome.tokens])
+            drawn = self._drawn(p_BWV, tokens, q_BWV, stands_BW, old.noise)
             if self.redraw != "gumbel":  # new random numbers in every round
-                old.coins.advance([width] * len(outcome.tokens))
+                old.noise.advance([width] * len(outcome.tokens))
             q_BWV = torch.where(judged_BW[..., None], p_BWV, q_BWV)
-            window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.coins)
+            window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.noise)
         known_B = (judged_BW | stands_BW).sum(dim=1)
-        state.memory = self._extended(state, window, known_B, scores.law.width, width)
+        state.memory = self._extended(state, window, known_B, scores.distribution.width, width)
 
     def select(self, state: State, keep: list[int]) -> None:
         old: Window = state.memory
-        if old.coins is not None:
-            old.coins.select(keep)
-        state.memory = Window(old.tokens[keep], None if old.q is None else old.q[keep], old.coins)
+        if old.noise is not None:
+            old.noise.select(keep)
+        state.memory = Window(old.tokens[keep], None if old.q is None else old.q[keep], old.noise)
 
     def _candidates(self, window: Window, deep: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`branch` candidates of each of the first positions, rank by rank: (B, deep * branch); the law of each given
-        those before it, (B, deep * branch, V); and which exist: none if no mass is left.
+        """`branch` candidates of each of the first positions, rank by rank: (B, deep * branch); the distribution of
+        each given those before it, (B, deep * branch, V); and which exist: none if no mass is left.
         """
-        assert window.q is not None and window.coins is not None
-        token_BD, law_BDV, u_BDX = window.tokens[:, :deep], window.q[:, :deep], window.coins.window(deep)
-        tokens, laws, real = [token_BD], [law_BDV], [torch.ones_like(token_BD, dtype=torch.bool)]
+        assert window.q is not None and window.noise is not None
+        token_BD, law_BDV, u_BDX = window.tokens[:, :deep], window.q[:, :deep], window.noise.window(deep)
+        tokens, distributions, real = [token_BD], [law_BDV], [torch.ones_like(token_BD, dtype=torch.bool)]
         for rank in range(1, self.branch):
             law_BDV = law_BDV.scatter(-1, token_BD[..., None], 0.0)
             left_BD1 = law_BDV.sum(dim=-1, keepdim=True)
             law_BDV = law_BDV / left_BD1.clamp(min=torch.finfo(law_BDV.dtype).tiny)
             token_BD = draw(law_BDV, u_BDX[..., 1 + rank])
             tokens.append(token_BD)
-            laws.append(law_BDV)
+            distributions.append(law_BDV)
             real.append(left_BD1[..., 0] > 0)
-        return torch.stack(tokens, 2).flatten(1), torch.stack(laws, 2).flatten(1, 2), torch.stack(real, 2).flatten(1)
+        return (
+            torch.stack(tokens, 2).flatten(1),
+            torch.stack(distributions, 2).flatten(1, 2),
+            torch.stack(real, 2).flatten(1),
+        )
 
     def _coupled(self, logp_BWV: Tensor, state: State) -> Tensor:
-        """The token of each position under its current law: argmax with the position's noise."""
+        """The token of each position under its current distribution: argmax with the position's noise."""
         if state.noise is None:
             return logp_BWV.argmax(dim=-1)
         return (logp_BWV + state.noise.window(logp_BWV.shape[1])[..., : logp_BWV.shape[-1]]).argmax(dim=-1)
 
-    def _drawn(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, coins: Noise) -> Tensor:
+    def _drawn(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, noise: Noise) -> Tensor:
         """Samples from p, coupled to the old draft by `redraw`."""
-        u_BWX = coins.window(p_BWV.shape[1])
+        u_BWX = noise.window(p_BWV.shape[1])
         if self.redraw == "gumbel":
             return (p_BWV.log() + u_BWX).argmax(dim=-1)
         if self.redraw == "independent":
             return draw(p_BWV, u_BWX[..., 1])
-        p_BW, q_BW = (law.gather(-1, old_BW[..., None])[..., 0] for law in (p_BWV, q_BWV))
+        p_BW, q_BW = (distribution.gather(-1, old_BW[..., None])[..., 0] for distribution in (p_BWV, q_BWV))
         kept_BW = stands_BW & (u_BWX[..., 0] * q_BW < p_BW)
         rest_BWV = torch.where(stands_BW[..., None], residual(p_BWV, q_BWV), p_BWV)
         return torch.where(kept_BW, old_BW, draw(rest_BWV, u_BWX[..., 1]))
 
     def _extended(self, state: State, window: Window, known_B: Tensor, vocab: int, width: int) -> Window:
-        """The window at full width: entries from `known_B` on are initialised by `start`, with their law in q."""
+        """The window at full width: entries from `known_B` on are initialised by `start`, with their q."""
         rows = len(window.tokens)
         missing = width - window.tokens.shape[1]
         tokens_BW, q_BWV = window.tokens, window.q
@@ -199,11 +203,11 @@ class Jacobi(Drafter):
             if missing:
                 q_BWV = torch.cat([q_BWV, q_BWV.new_zeros(rows, missing, vocab)], dim=1)
             if self.begin == "random":
-                law = torch.full_like(q_BWV, 1.0 / vocab)
+                distribution = torch.full_like(q_BWV, 1.0 / vocab)
             else:
-                law = torch.zeros_like(q_BWV).scatter_(-1, tokens_BW[..., None], 1.0)
-            q_BWV = torch.where(fresh_BW[..., None], law, q_BWV)
-        return Window(tokens_BW, q_BWV, window.coins)
+                distribution = torch.zeros_like(q_BWV).scatter_(-1, tokens_BW[..., None], 1.0)
+            q_BWV = torch.where(fresh_BW[..., None], distribution, q_BWV)
+        return Window(tokens_BW, q_BWV, window.noise)
 
     def _last_code(self, state: State, known_B: Tensor, width: int) -> Tensor:
         """The last code among the pending token and the first `known_B` entries, (B,), used to initialise after a row
@@ -215,11 +219,11 @@ class Jacobi(Drafter):
 
     def _random(self, state: State, window: Window, vocab: int, width: int) -> Tensor:
         """A uniform id for each entry: (B, W)."""
-        if window.coins is None or self.redraw == "gumbel":  # uniform law, sampled by the noise
-            noise = state.noise if window.coins is None else window.coins
+        if window.noise is None or self.redraw == "gumbel":  # uniform distribution, sampled by the noise
+            noise = state.noise if window.noise is None else window.noise
             return noise.window(width)[..., :vocab].argmax(dim=-1)
-        u_BW2 = window.coins.window(width)
-        window.coins.advance([width] * u_BW2.shape[0])
+        u_BW2 = window.noise.window(width)
+        window.noise.advance([width] * u_BW2.shape[0])
         return (u_BW2[..., 0] * vocab).long().clamp(max=vocab - 1)
 
     def _above(self, state: State, width: int) -> Tensor:
@@ -256,6 +260,6 @@ def proactive(depth: int, deep: int, branch: int, device: str) -> tuple[Tree, Te
 
 
 def _take(laws_BNV: Tensor, at_BW: Tensor) -> Tensor:
-    """Rows of a stack of laws, the last one if the index is out of range: (B, W, V)."""
+    """Rows of a stack of distributions, the last one if the index is out of range: (B, W, V)."""
     index = at_BW.clamp(max=laws_BNV.shape[1] - 1)[..., None]
     return laws_BNV.gather(1, index.expand(-1, -1, laws_BNV.shape[-1]))

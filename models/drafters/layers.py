@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from visspec import tree as trees
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -26,7 +26,7 @@ LEVELS = 4
 
 
 @dataclass
-class Thin:
+class SkipPlan:
     """Layers that are left out, and how drafts without them have fared."""
 
     skip: frozenset[int]
@@ -56,7 +56,8 @@ class LayerSkip(Drafter):
 
     every: the first, the last and every n-th layer between them run. exit: only the first n run. Both 0: one of a few
     such choices, that whose drafts were accepted most for their cost so far, over all requests. With rules that toss
-    coins of their own (`rejection`) the tokens of a seed depend on the choice, the law does not: fix it there.
+    uniform numbers of their own (`rejection`) the tokens of a seed depend on the choice, the distribution does not: fix
+    it there.
     """
 
     traits = DrafterTraits(levels=LEVELS, joins=True, partial=True)
@@ -65,7 +66,7 @@ class LayerSkip(Drafter):
         if every < 0 or exit < 0 or (every and exit):
             raise ValueError(f"every: got {every} with exit {exit}, expected one of them, a count of at least 1")
         self.every, self.exit = every, exit
-        self.choices: list[Thin] = []
+        self.choices: list[SkipPlan] = []
         self._lock = threading.Lock()
 
     def attach(self, target: Any) -> None:
@@ -81,7 +82,7 @@ class LayerSkip(Drafter):
             )
         asked = [spaced(depth, self.every)] if self.every else [frozenset(range(self.exit, depth))]
         skips = asked if self.every or self.exit else candidates(depth)
-        self.choices = [Thin(skip, 1.0 - len(skip) / depth) for skip in skips]
+        self.choices = [SkipPlan(skip, 1.0 - len(skip) / depth) for skip in skips]
         if not self.choices:
             raise ValueError(f"drafter: got a model of {depth} layers, expected at least 2 to leave some out")
 
@@ -94,15 +95,15 @@ class LayerSkip(Drafter):
         view: Any = state  # with the target's layers, as `traits.partial` asks
         token = state.pending
         tokens: list[Tensor] = []
-        laws: list[Categorical] = []
+        distributions: list[Categorical] = []
         for level in range(depth):
             logits_BV = view.partial(token, level, chosen.skip)
             token, q = propose(logits_BV, state, level)
             tokens.append(token)
             if q is not None:
-                laws.append(q)
+                distributions.append(q)
         state.calls["draft_pass"] += depth
-        q = Categorical.chain(laws) if laws else None
+        q = Categorical.chain(distributions) if distributions else None
         return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:

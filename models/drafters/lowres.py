@@ -7,8 +7,8 @@ the request's guidance and warp, separate random numbers and without the request
     latent    every code repeated over the positions it covers (nearest neighbour in the codes' latent space)
     (folder)  the most likely codes of a trained up-sampler (`models.nets.upsampler`)
 
-In raster order the codes are point masses, proposed in chains of `window`. `visspec.loop.wavefront.Islands` takes
-the whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
+In raster order the codes are point masses, proposed in chains of `window`. `visspec.loop.out_of_order.RejectedRegions`
+takes the whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.loop.decode import decode
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.models.drafters import feature_checkpoint
 from visspec.models.nets.upsampler import Upsampler
 from visspec.models.targets.families import prompt_of
-from visspec.models.targets.image_ar import Family, ImageAR, Prompt
+from visspec.models.targets.image_ar import EncodedPrompt, Family, ImageAR
 from visspec.sampling import derived as spending
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State
 
@@ -36,7 +36,7 @@ UPSAMPLERS = ("bicubic", "latent")
 
 
 @dataclass
-class Drawn:
+class LowResDraft:
     """The draft of a request: (original rows, T) on the host."""
 
     codes: list[list[int]]
@@ -77,10 +77,10 @@ class LowRes(Drafter):
         rows: list[list[int]] = [[] for _ in state.tokens]
         for row, codes in zip(state.rows, drawn_BT.tolist()):
             rows[row] = codes
-        state.memory = Drawn(rows)
+        state.memory = LowResDraft(rows)
 
     def propose(self, state: State, depth: int) -> Draft:
-        drawn: Drawn = state.memory
+        drawn: LowResDraft = state.memory
         ahead = [drawn.codes[row][len(state.tokens[row]) :][:depth] for row in state.rows]
         return trees.ragged_draft(state.pending, ahead)
 
@@ -104,7 +104,7 @@ class LowRes(Drafter):
             request.fixed = layout.fixed.to(prompt.ids.device)
         if state.noise is not None:
             request.generators = [derived(parent) for parent in state.noise.generators]
-        drawn = decode(ImageAR(self.family), None, Exact(), request, Pace(1, adaptive=False))
+        drawn = decode(ImageAR(self.family), None, Exact(), request, AdaptiveLength(1, adaptive=False))
         return torch.tensor(drawn.tokens, device=prompt.ids.device)[:, layout.free.to(prompt.ids.device)]
 
     @torch.inference_mode()
@@ -124,7 +124,7 @@ class LowRes(Drafter):
         assert self.target is not None
         return self.target.encode(F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp(0, 1))
 
-    def _prompt(self, state: State, guided: bool) -> Prompt:
+    def _prompt(self, state: State, guided: bool) -> EncodedPrompt:
         """The live rows' prompts for the low-resolution model: from the request's texts if any, else ids."""
         texts, given = state.request.media.get("texts"), state.request.inputs
         if texts is not None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from visspec import tree as trees
-from visspec.laws import Denoising, Trajectory
+from visspec.distributions import Denoising, Trajectory
 from visspec.models.nets.mar_painter import load
-from visspec.models.targets.mar import Known, MARImages, MARTarget
-from visspec.models.targets.mar_painter import PaintedMAR
+from visspec.models.targets.mar import DrawnVectors, MARImages, MARTarget
+from visspec.models.targets.mar_painter import MARPainterFamily
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -20,7 +20,7 @@ class SmallMAR(Drafter):
     an image that are not drafted (token pre-filling of CSpD), when drafts are rarely accepted.
     """
 
-    traits = DrafterTraits(levels=4, samples=True, law=Denoising)
+    traits = DrafterTraits(levels=4, samples=True, distribution=Denoising)
 
     def __init__(self, small: MARImages, wait: int = 0):
         if wait < 0:
@@ -30,7 +30,7 @@ class SmallMAR(Drafter):
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> SmallMAR:
         """Load a checkpoint folder, strictly; `options` as in the constructor. target: a model, for its device."""
-        return cls(PaintedMAR(load(folder).to(target.device)), **options)
+        return cls(MARPainterFamily(load(folder).to(target.device)), **options)
 
     def attach(self, target: MARImages) -> None:
         """Raises ValueError unless the network's images have the tokens and steps of the drafter's."""
@@ -40,29 +40,29 @@ class SmallMAR(Drafter):
             raise ValueError(
                 f"drafter: got {found}, expected the target's {theirs.tokens} of {theirs.size} and {theirs.classes}"
             )
-        steps, wanted = (len(family.laws.steps) for family in (self.small.family, target))
+        steps, wanted = (len(family.distributions.steps) for family in (self.small.family, target))
         if steps != wanted:
             raise ValueError(f"drafter: got {steps} denoising steps, expected {wanted} as the target has")
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = Known.nothing(state.request.inputs, self.small.model.config.size).select(state.rows)
+        state.memory = DrawnVectors.nothing(state.request.inputs, self.small.model.config.size).select(state.rows)
 
     def propose(self, state: State, depth: int) -> Draft:
-        known: Known = state.memory
+        known: DrawnVectors = state.memory
         counts = [len(state.tokens[row]) for row in state.rows]
         depth = min(depth, self.small.model.config.tokens - min(counts))
         if depth < 1 or max(counts) <= self.wait:
-            return trees.undrafted(state.pending)
+            return trees.empty_draft(state.pending)
         values, paths, tokens = [], [], self.small.model.config.tokens
         number_B1 = state.position[:, None]
         known.put(number_B1, state.pending[:, None])
         for level in range(depth):
             number_B1 = number_B1 + 1  # of the token to be drawn, and of those known before it
             prefixes = range(min(counts) + level, min(max(counts) + level, tokens) + 1)
-            law = self.small.after(
+            distribution = self.small.after(
                 known, number_B1, number_B1, prefixes, state.request.sampling, state.calls, "draft_head"
             )
-            value, path = state.noise.draft(law, level)
+            value, path = state.noise.draft(distribution, level)
             known.put(number_B1, value[:, None])
             values.append(value)
             paths.append(path)

@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 
 from visspec import tree as trees
 from visspec.cache import additive, gathered, to_device
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.models.drafters.feature_memory import accepted, packed, prompt_first
 from visspec.models.targets.hf_decoder import LAST
 from visspec.models.targets.slot_layers import SlotLayers
@@ -31,7 +31,7 @@ ATTENDING = {"full_attention", "sliding_attention"}
 
 class MultiToken(Drafter):
     """Chains of as many levels as the checkpoint has layers. heads: a loaded `MtpModel`; None reads the checkpoint of
-    the model when a pairing is built. Raises ValueError for a model without them.
+    the model when a setup is built. Raises ValueError for a model without them.
     """
 
     traits = DrafterTraits(levels=1, feature_layers=LAST, joins=True)
@@ -75,17 +75,17 @@ class MultiToken(Drafter):
         if ids_BL.shape[1] != length:
             raise ValueError(f"input_ids: got {ids_BL.shape[1]} for {length} places, expected an id for each")
         state.memory = _Heads(rows, state.request.max_new_tokens)
-        state.memory.waiting.append(prompt_first(ids_BL, scores.features, scores.aux["attention"]))
+        state.memory.pending_inputs.append(prompt_first(ids_BL, scores.features, scores.aux["attention"]))
 
     def propose(self, state: State, depth: int) -> Draft:
-        tokens, laws = self._round(state.memory, state)
+        tokens, distributions = self._round(state.memory, state)
         state.calls["draft_pass"] += self.count
-        q = Categorical.chain(laws[:depth]) if laws else None
+        q = Categorical.chain(distributions[:depth]) if distributions else None
         return trees.chain_draft(state.pending, torch.stack(tokens[:depth], dim=1), q)
 
     def _round(self, memory: _Heads, state: State | None) -> tuple[list[Tensor], list[Categorical]]:
         """Reads what was accepted since the last round, through all layers, and drafts. state None: reads only."""
-        ids_BC, above_BCd, counts = packed(memory.waiting)
+        ids_BC, above_BCd, counts = packed(memory.pending_inputs)
         slots, device, width = memory.cache.slots, ids_BC.device, ids_BC.shape[1]
         masks = self._masks(slots.lengths, width, slots.open(width, device), above_BCd)
         position_BC = to_device(slots.lengths, device)[:, None] + torch.arange(1, width + 1, device=device)
@@ -93,7 +93,7 @@ class MultiToken(Drafter):
         ahead_BT = torch.cat([ids_BC, ids_BC.new_zeros(len(counts), self.count)], dim=1)
         memory.keep(ids_BC, above_BCd, counts, max(self.count - 1, int(state is None)))
         tokens: list[Tensor] = []
-        laws: list[Categorical] = []
+        distributions: list[Categorical] = []
         for level in range(self.count):
             above_BCd = self.heads.forward_layer(
                 level, above_BCd, position_BC + level, memory.cache, input_ids=ahead_BT[:, level : level + width],
@@ -102,12 +102,12 @@ class MultiToken(Drafter):
             if state is None:
                 continue
             newest_B1d = gathered(above_BCd, last_B1)
-            token, law = propose(self.heads._project_to_logits(newest_B1d)[:, 0], state, level)
+            token, distribution = propose(self.heads._project_to_logits(newest_B1d)[:, 0], state, level)
             tokens.append(token)
-            if law is not None:
-                laws.append(law)
+            if distribution is not None:
+                distributions.append(distribution)
             ahead_BT = ahead_BT.scatter(1, last_B1 + level + 1, token[:, None])
-        return tokens, laws
+        return tokens, distributions
 
     def _masks(self, lengths: list[int], width: int, extent: int, like: Tensor) -> list[Tensor | None]:
         """Of every layer, (B, 1, C, S): an element sees those before it and itself; None where that is all there is."""
@@ -126,12 +126,14 @@ class MultiToken(Drafter):
         path_BD, features, counts = accepted(scores, verdict, outcome)
         shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
         ids_BD = draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
-        state.memory.waiting.append((ids_BD, features, counts))
+        state.memory.pending_inputs.append((ids_BD, features, counts))
 
     def select(self, state: State, keep: list[int]) -> None:
         memory: _Heads = state.memory
         memory.cache.select(keep)
-        memory.waiting = [(ids[keep], hidden[keep], [c[b] for b in keep]) for ids, hidden, c in memory.waiting]
+        memory.pending_inputs = [
+            (ids[keep], hidden[keep], [c[b] for b in keep]) for ids, hidden, c in memory.pending_inputs
+        ]
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         mine: _Heads = state.memory
@@ -139,9 +141,9 @@ class MultiToken(Drafter):
         for memory in (mine, theirs):  # keys and values of all rows are there, and one block of few waits
             self._round(memory, None)
         mine.cache.join(theirs.cache, take)
-        (ids, hidden, counts), (new_ids, new_hidden, new_counts) = mine.waiting[0], theirs.waiting[0]
+        (ids, hidden, counts), (new_ids, new_hidden, new_counts) = mine.pending_inputs[0], theirs.pending_inputs[0]
         ids, hidden = torch.cat([ids, new_ids[take]]), torch.cat([hidden, new_hidden[take]])
-        mine.waiting = [(ids, hidden, counts + [new_counts[b] for b in take])]
+        mine.pending_inputs = [(ids, hidden, counts + [new_counts[b] for b in take])]
 
 
 class _Heads:
@@ -149,18 +151,18 @@ class _Heads:
 
     def __init__(self, rows: int, answer: int):
         self.cache = SlotLayers(rows, answer)
-        self.waiting: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
 
     def keep(self, ids_BC: Tensor, hidden_BCd: Tensor, counts: list[int], again: int) -> None:
         """All but each row's last `again` elements are read for good; these wait to be read once more."""
         slots = self.cache.slots
         left = [min(again, count) for count in counts]
         slots.lengths = [n + count - kept for n, count, kept in zip(slots.lengths, counts, left)]
-        self.waiting = []
+        self.pending_inputs = []
         if again:
             first_B1 = to_device([count - kept for count, kept in zip(counts, left)], ids_BC.device)[:, None]
             at_BA = (first_B1 + torch.arange(again, device=ids_BC.device)).clamp(max=ids_BC.shape[1] - 1)
-            self.waiting = [(ids_BC.gather(1, at_BA), gathered(hidden_BCd, at_BA), left)]
+            self.pending_inputs = [(ids_BC.gather(1, at_BA), gathered(hidden_BCd, at_BA), left)]
 
 
 def _given(*args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Token recycling: drafts trees from what the target itself ranked highest after each token, in earlier passes (Luo et
 al., "Turning trash into treasure", arXiv 2408.08696). Nothing is trained, no network is run.
 
-A table holds for every id the ids that the target's newest law after it ranked highest, at accepted and rejected nodes
-alike. A draft is a static tree below the pending token whose ranks are looked up level by level.
+A table holds for every id the ids that the target's newest distribution after it ranked highest, at accepted and
+rejected nodes alike. A draft is a static tree below the pending token whose ranks are looked up level by level.
 
 Shapes: R original rows, B live rows, N nodes, K candidates of an id, V vocabulary.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.laws import categorical
+from visspec.distributions import categorical
 from visspec.models.drafters.feature_tree import likeliest
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
@@ -27,8 +27,9 @@ class Recycling(Drafter):
     """Trees of `nodes` nodes, at most `width` candidates below a node; width 1 is a chain.
 
     shared: one table for all rows and requests instead of one per row, which helps where answers resemble each other.
-    Drafts then depend on what was decoded before, and so do the tokens of a seed with rules that toss coins of their
-    own (`rejection`, whose law stays the same, and the relaxed ones); with the rule `exact` tokens depend on no draft.
+    Drafts then depend on what was decoded before, and so do the tokens of a seed with rules that toss uniform numbers
+    of their own (`rejection`, whose distribution stays the same, and the relaxed ones); with the rule `exact` tokens
+    depend on no draft.
     """
 
     def __init__(self, nodes: int = 16, width: int = 4, shared: bool = False):
@@ -41,7 +42,7 @@ class Recycling(Drafter):
         self._table: Tensor | None = None  # with `shared`: what requests leave for the next ones
 
     def start(self, state: State, scores: Scores) -> None:
-        width, device = categorical(scores.law).width, state.pending.device
+        width, device = categorical(scores.distribution).width, state.pending.device
         rows = 1 if self.shared else len(state.request.prompt)
         table = self._table
         if table is None or table.device != device or table.shape[1] != width + 2:
@@ -52,7 +53,9 @@ class Recycling(Drafter):
         prompt = state.request.prompt.to(device)
         if prompt.shape[1]:
             state.memory.follow(prompt)
-            state.memory.learn(list(range(len(prompt))), prompt[:, -1:], categorical(scores.law).logits[:, -1:])
+            state.memory.learn(
+                list(range(len(prompt))), prompt[:, -1:], categorical(scores.distribution).logits[:, -1:]
+            )
 
     def propose(self, state: State, depth: int) -> Draft:
         memory: _Table = state.memory
@@ -66,7 +69,7 @@ class Recycling(Drafter):
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         value = draft.value if draft.real is None else draft.value.masked_fill(~draft.real, -2)
-        state.memory.learn(state.rows, value, categorical(scores.law).logits)
+        state.memory.learn(state.rows, value, categorical(scores.distribution).logits)
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.memory.place(state.rows[-len(take) :], other.memory, [other.rows[b] for b in take])
@@ -84,7 +87,7 @@ class _Table:
         return to_device([0] * len(rows) if self.shared else rows, self.table.device)
 
     def follow(self, prompt_RL: Tensor) -> None:
-        """The id that follows each one in the prompt is its first candidate, until a law after it is known."""
+        """The id that follows each one in the prompt is its first candidate, until a distribution after it is known."""
         kept = prompt_RL.shape[0] if not self.shared else 1
         last = self.table.shape[1] - 2
         pair = (prompt_RL < last) & (prompt_RL >= 0)

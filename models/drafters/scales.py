@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.laws import Maps
+from visspec.distributions import Maps
 from visspec.models.nets.scale_painter import ScalePainter, check_codebook, load
-from visspec.models.nets.scale_reading import Group, Mark, NextScale, Reading, stacked
+from visspec.models.nets.scale_reading import ConditionState, DistanceGroup, NextScale, ReadingPosition, stacked
 from visspec.models.targets.var import VARImages, check_alike
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -27,7 +27,7 @@ class SmallVAR(Drafter):
     target is.
     """
 
-    traits = DrafterTraits(levels=2, law=Maps)
+    traits = DrafterTraits(levels=2, distribution=Maps)
 
     def __init__(self, small: NextScale):
         self.small = small
@@ -57,18 +57,18 @@ class SmallVAR(Drafter):
         assert self.family is not None
         prompt, live = state.request.inputs, state.rows
         condition = prompt.rows(state.request.sampling.guidance != 1.0)
-        reading = Reading(self.small, self.family.codec.quantize, condition, len(prompt))
+        reading = ConditionState(self.small, self.family.codec.quantize, condition, len(prompt))
         reading.read()
         reading.select(live)
         state.calls["draft"] += 1
-        state.memory = Following(reading, [[own] for own in state.pending])
+        state.memory = SmallVARState(reading, [[own] for own in state.pending])
 
     def propose(self, state: State, depth: int) -> Draft:
-        memory: Following = state.memory
+        memory: SmallVARState = state.memory
         depth = min(depth, state.budget - 1)
         if depth < 1:
-            return trees.undrafted(state.pending)
-        value, laws = self._catch_up(state, memory)
+            return trees.empty_draft(state.pending)
+        value, distributions = self._catch_up(state, memory)
         images, size = len(state.rows), state.pending.shape[1]
         values: list[Tensor] = []
         given: list[Maps] = []
@@ -77,21 +77,23 @@ class SmallVAR(Drafter):
                 groups = memory.reading.read(values[-1][:, None])
                 memory.reading.keep([1] * images)
                 memory.marks.append(memory.reading.mark())
-                laws = self._law(state, groups, 1)
+                distributions = self._law(state, groups, 1)
                 state.calls["draft"] += 1
-            law = Maps(*_latest(laws, [0] * images)) if level else Maps(*_latest(laws, value))
-            codes_BS = law.logits[:, 0].argmax(-1) if state.noise is None else None
+            distribution = (
+                Maps(*_latest(distributions, [0] * images)) if level else Maps(*_latest(distributions, value))
+            )
+            codes_BS = distribution.logits[:, 0].argmax(-1) if state.noise is None else None
             q = None
             if state.noise is not None:
-                codes_BS, q = state.noise.draft(law, level)
+                codes_BS, q = state.noise.draft(distribution, level)
             assert codes_BS is not None
-            codes_BS = codes_BS.masked_fill(~law.real[:, 0, : codes_BS.shape[1]], 0)
+            codes_BS = codes_BS.masked_fill(~distribution.real[:, 0, : codes_BS.shape[1]], 0)
             values.append(F.pad(codes_BS, (0, size - codes_BS.shape[1])))
             given += [] if q is None else [q]
         return trees.chain_draft(state.pending, torch.stack(values, 1), Maps.chain(given, size) if given else None)
 
-    def _catch_up(self, state: State, memory: Following) -> tuple[list[int], Maps]:
-        """Reads what was committed since the last draft: (the node of each image that was read last, laws)."""
+    def _catch_up(self, state: State, memory: SmallVARState) -> tuple[list[int], Maps]:
+        """Reads what was committed since the last draft: (the node of each image that was read last, distributions)."""
         unread, size = memory.unread, state.pending.shape[1]
         most = max(map(len, unread))
         none = state.pending.new_zeros(size)
@@ -103,14 +105,14 @@ class SmallVAR(Drafter):
         state.calls["draft"] += 1
         return [count - 1 for count in counts], self._law(state, groups, most)
 
-    def _law(self, state: State, groups: list[Group], nodes: int) -> Maps:
+    def _law(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
         family, sampling = self.family, state.request.sampling
         assert family is not None
         return Maps(*stacked(groups, len(state.rows), nodes, lambda x, k: family.warped(sampling, x, k)))
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep what was read of accepted scales; the others, and the next, are to be read."""
-        memory: Following = state.memory
+        memory: SmallVARState = state.memory
         lengths, read = [len(path) for path in outcome.path], len(memory.marks)
         if read:
             memory.reading.back([memory.marks[min(n, read) - 1] for n in lengths])
@@ -121,22 +123,22 @@ class SmallVAR(Drafter):
         memory.marks = []
 
     def select(self, state: State, keep: list[int]) -> None:
-        memory: Following = state.memory
+        memory: SmallVARState = state.memory
         memory.reading.select(keep)
         memory.unread = [memory.unread[b] for b in keep]
 
 
 @dataclass
-class Following:
+class SmallVARState:
     """The small model's reading, and the maps (S,) of each image that it has not read, the pending one last."""
 
-    reading: Reading
+    reading: ConditionState
     unread: list[list[Tensor]]
-    marks: list[Mark] = field(default_factory=list)  # after each pass of the latest draft
+    marks: list[ReadingPosition] = field(default_factory=list)  # after each pass of the latest draft
 
 
-def _latest(law: Maps, node: list[int]) -> tuple[Tensor, Tensor]:
+def _latest(distribution: Maps, node: list[int]) -> tuple[Tensor, Tensor]:
     """Logits (B, 1, S, V) and counts (B, 1) of one node of each image."""
-    index = torch.arange(len(node), device=law.count.device)
-    at = to_device(node, law.count.device)
-    return law.logits[index, at][:, None], law.count[index, at][:, None]
+    index = torch.arange(len(node), device=distribution.count.device)
+    at = to_device(node, distribution.count.device)
+    return distribution.logits[index, at][:, None], distribution.count[index, at][:, None]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.cache import additive, gathered
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.models.targets.hf_decoder import LAST, describe
 from visspec.sampling import propose, warp
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -73,29 +73,31 @@ class SharedCache(Drafter):
         if self.width > 1:
             return self._tree(state, depth, read)
         token, hidden_B1d = state.pending[:, None], state.memory[:, None]
-        tokens, laws = [], []
+        tokens, distributions = [], []
         for level in range(depth):
             logits_B1V, hidden_B1d = read(token, hidden_B1d)
-            drawn, law = propose(logits_B1V[:, 0], state, level)
+            drawn, distribution = propose(logits_B1V[:, 0], state, level)
             token = drawn[:, None]
             tokens.append(drawn)
-            if law is not None:
-                laws.append(law)
-        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), Categorical.chain(laws) if laws else None)
+            if distribution is not None:
+                distributions.append(distribution)
+        return trees.chain_draft(
+            state.pending, torch.stack(tokens, dim=1), Categorical.chain(distributions) if distributions else None
+        )
 
     def _tree(self, state: State, depth: int, read: Any) -> Draft:
         if state.noise is not None and state.noise.samples:
             raise ValueError("acceptance: got a rule that judges draws, expected point masses for an assistant's tree")
-        growing = trees.Growing(state.pending, self.width)
+        tree_builder = trees.TreeBuilder(state.pending, self.width)
         token_BW, hidden_BWd = state.pending[:, None], state.memory[:, None]
         for level in range(depth):
             logits_BWV, hidden_BWd = read(token_BW, hidden_BWd)
             logits_BWV = warp(logits_BWV, state.request.sampling)
             if state.noise is not None:
                 logits_BWV = state.noise.perturbed(logits_BWV, level)
-            token_BW, above_BW = growing.grow(logits_BWV.log_softmax(dim=-1))
+            token_BW, above_BW = tree_builder.grow(logits_BWV.log_softmax(dim=-1))
             hidden_BWd = gathered(hidden_BWd, above_BW)
-        return growing.finish(self.nodes)
+        return tree_builder.finish(self.nodes)
 
     def _reader(self, state: State) -> Any:
         """A pass of the assistant over nodes of this round: (tokens (B, W), hidden (B, W, d)) to (logits, hidden)."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.laws import Categorical, categorical
-from visspec.models.drafters.shapes import Chain, Shaped
+from visspec.distributions import Categorical, categorical
+from visspec.models.drafters.shapes import Chain, StructuredDrafter
 from visspec.models.targets.compiled import compiled
 from visspec.models.targets.hf_decoder import HFDecoder, describe
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Request, Scores, State, Verdict
@@ -25,7 +25,7 @@ READS = 4096  # tokens; a long prompt would cost a small model as large a part o
 VOCABULARY_PADDING = 1024  # models of one family pad their vocabulary differently; the used ids are the same
 
 
-class SmallModel(Shaped):
+class SmallModel(StructuredDrafter):
     """Chains from `small`, a loaded transformers model with the target's tokenizer.
 
     reads: most tokens of a prompt that a small model without pictures reads, its first and the last ones; None for all.
@@ -71,13 +71,13 @@ class SmallModel(Shaped):
 
         def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             model_kwargs.pop("past_key_values", None)
-            # greedy: laws come unwarped
+            # greedy: distributions come unwarped
             own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=request.max_new_tokens)
             kept["state"] = self.target.prefill(own)[0]
             return input_ids
 
         self.target.model.generate(**inputs, custom_generate=prefill, max_new_tokens=1)
-        state.memory = _Following(kept["state"], state)
+        state.memory = _SmallModelState(kept["state"], state)
 
     def _seeing(self, request: Request) -> dict[str, Any]:
         copies = request.copies
@@ -109,7 +109,7 @@ class SmallModel(Shaped):
         return {"input_ids": ids, "attention_mask": keep.long()}
 
     def propose(self, state: State, depth: int) -> Draft:
-        memory: _Following = state.memory
+        memory: _SmallModelState = state.memory
         depth = self.levels(state, depth)
         logits_BV = self._catch_up(state, memory)
         chain = Chain(state, self.stop)
@@ -125,11 +125,11 @@ class SmallModel(Shaped):
         q = categorical(draft.q).p  # over the target's vocabulary
         return replace(draft, q=Categorical(p=nn.functional.pad(q, (0, self.full - q.shape[-1]))))
 
-    def _logits(self, memory: _Following, draft: Draft) -> Tensor:
+    def _logits(self, memory: _SmallModelState, draft: Draft) -> Tensor:
         """(B, M, V) after each token of a draft of its own."""
-        return categorical(self.target.verify(memory.own, draft).law).logits
+        return categorical(self.target.verify(memory.own, draft).distribution).logits
 
-    def _catch_up(self, state: State, memory: _Following) -> Tensor:
+    def _catch_up(self, state: State, memory: _SmallModelState) -> Tensor:
         """Process tokens committed since the last draft: (B, V) logits after each row's pending token."""
         behind = memory.unread
         width = max(map(len, behind))
@@ -144,10 +144,10 @@ class SmallModel(Shaped):
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         self.learn(state, draft, outcome)
-        state.memory.settle(outcome)
+        state.memory.commit(outcome)
 
     def select(self, state: State, keep: list[int]) -> None:
-        memory: _Following = state.memory
+        memory: _SmallModelState = state.memory
         self.target.select(memory.own, keep)
         memory.own.position = memory.own.position[keep]
         memory.unread = [memory.unread[b] for b in keep]
@@ -159,7 +159,7 @@ class SmallModel(Shaped):
         memory.unread = memory.unread + [new.unread[b] for b in take]
 
 
-class _Following:
+class _SmallModelState:
     """The small model's state and the tokens it has not processed."""
 
     def __init__(self, own: State, state: State):
@@ -174,7 +174,7 @@ class _Following:
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
         self.own.position = self.own.position + to_device(counts, self.own.position.device)
 
-    def settle(self, outcome: Outcome) -> None:
+    def commit(self, outcome: Outcome) -> None:
         """Keep accepted drafted tokens in the cache, drop the others, and store the tokens to be processed."""
         held = [min(len(path) - 1, self.drafted) for path in outcome.path]
         self.advance([h - self.drafted for h in held])

@@ -17,12 +17,13 @@ BEFORE = 4  # ids of the prompt's end that stand before a shared answer
 MOST_SHARED = 1 << 16  # ids of shared answers, about 40 MB; beyond, the memory starts anew
 
 
-class Suffixes(Drafter):
+class SuffixDrafter(Drafter):
     """Chains from an automaton of each row's prompt and output; `shortest` is the least number of matching tokens.
 
     shared: also from an automaton of the answers that ended before, of all requests, where it matches at least as much.
-    Drafts then depend on what was decoded before, and so do the tokens of a seed with rules that toss coins of their
-    own (`rejection`, whose law stays the same, and the relaxed ones); with the rule `exact` tokens depend on no draft.
+    Drafts then depend on what was decoded before, and so do the tokens of a seed with rules that toss uniform numbers
+    of their own (`rejection`, whose distribution stays the same, and the relaxed ones); with the rule `exact` tokens
+    depend on no draft.
     """
 
     def __init__(self, shortest: int = 1, shared: bool = False):
@@ -30,7 +31,7 @@ class Suffixes(Drafter):
             raise ValueError(f"shortest: got {shortest}, expected a count of at least 1")
         self.shortest, self.shared = shortest, shared
         self.traits = DrafterTraits(joins=True, observes="all" if shared else "none")
-        self._answers = Answers()
+        self._answers = SharedSuffixes()
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = [_Row(prompt) for prompt in state.request.prompt.tolist()]
@@ -79,19 +80,19 @@ class Suffixes(Drafter):
         return {"shortest": self.shortest, "shared": self.shared}
 
     def __setstate__(self, state: dict) -> None:
-        Suffixes.__init__(self, **state)
+        SuffixDrafter.__init__(self, **state)
 
 
-class Answers:
+class SharedSuffixes:
     """An automaton of answers, for several threads."""
 
     def __init__(self) -> None:
-        self.text, self.lock = Automaton(), threading.Lock()
+        self.text, self.lock = SuffixAutomaton(), threading.Lock()
 
     def add(self, ids: list[int]) -> None:
         with self.lock:
             if self.text.size + len(ids) > MOST_SHARED:
-                self.text = Automaton()
+                self.text = SuffixAutomaton()
             self.text.last = 0  # texts do not run into one another
             for token in ids:
                 self.text.append(token)
@@ -101,8 +102,8 @@ class _Row:
     """Prompt and output of a row, and where it stands among the shared answers."""
 
     def __init__(self, prompt: list[int]):
-        self.text, self.ids, self.prompt = Automaton(), list(prompt), len(prompt)
-        self.pool: Automaton | None = None
+        self.text, self.ids, self.prompt = SuffixAutomaton(), list(prompt), len(prompt)
+        self.pool: SuffixAutomaton | None = None
         self.at = self.matched = 0
         for token in prompt:
             self.text.append(token)
@@ -125,7 +126,7 @@ class _Row:
                 self.at, self.matched = pool.following[self.at][token], self.matched + 1
 
 
-class Automaton:
+class SuffixAutomaton:
     """The suffix automaton of texts that grow at their end (Blumer et al., 1985). State 0 is the empty text; a state
     stands for endings that occur at the same places, the longest of them of `length` tokens; `link` is the longest
     ending of another state.

@@ -15,7 +15,7 @@ from transformers import JanusVQVAE, JanusVQVAEConfig, PreTrainedConfig
 
 from visspec.checkpoint import check_whole
 from visspec.models.nets.llamagen import LlamaGenConfig
-from visspec.models.nets.painters import OwnPainter, load_painter
+from visspec.models.nets.painters import OwnImageModel, load_painter
 from visspec.models.nets.randar import DEVIATION, RandAR
 
 
@@ -59,7 +59,7 @@ class AnyOrderPainterConfig(PreTrainedConfig):
         )
 
 
-class AnyOrderPainter(OwnPainter):
+class AnyOrderPainter(OwnImageModel):
     """`net` draws codes, `vqmodel` (a stock `JanusVQVAE`) turns them into pictures and back."""
 
     config_class = AnyOrderPainterConfig

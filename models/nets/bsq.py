@@ -18,7 +18,7 @@ from diffusers.models.autoencoders.vae import Decoder, Encoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.models.nets.multiscale import GROUPS, Scales
+from visspec.models.nets.multiscale import GROUPS, ScaleSizes
 
 
 class BitQuantizer(nn.Module):
@@ -28,22 +28,22 @@ class BitQuantizer(nn.Module):
         super().__init__()
         self.bits, self.patch = bits, patch
 
-    def grid(self, scale: int, scales: Scales) -> tuple[int, int]:
+    def grid(self, scale: int, scales: ScaleSizes) -> tuple[int, int]:
         """Of the autoencoder at a scale; -1: the finest."""
         rows, columns = scales.grids[scale]
         return rows * self.patch, columns * self.patch
 
-    def blank(self, images: int, scales: Scales, device: torch.device) -> Tensor:
+    def blank(self, images: int, scales: ScaleSizes, device: torch.device) -> Tensor:
         """Features (B, d, H, W) of no maps."""
         return torch.zeros(images, self.bits, *self.grid(-1, scales), device=device)
 
-    def part(self, scale: int, scales: Scales, bits_BS: Tensor) -> Tensor:
+    def part(self, scale: int, scales: ScaleSizes, bits_BS: Tensor) -> Tensor:
         """What a map adds to the features, (B, d, H, W)."""
         code = (2 * bits_BS - 1).float() * self.bits**-0.5
         code = code.unflatten(1, (*scales.grids[scale], -1)).permute(0, 3, 1, 2)
         return F.interpolate(F.pixel_shuffle(code, self.patch), size=self.grid(-1, scales), mode="bilinear")
 
-    def shrink(self, features: Tensor, scale: int, scales: Scales) -> Tensor:
+    def shrink(self, features: Tensor, scale: int, scales: ScaleSizes) -> Tensor:
         """Features (B, d, H, W) as a scale's inputs, (B, h w, n)."""
         return self.rows(F.interpolate(features, size=self.grid(scale, scales), mode="bilinear"))
 
@@ -51,12 +51,12 @@ class BitQuantizer(nn.Module):
         """(B, d, patch h, patch w) -> (B, h w, n)."""
         return F.pixel_unshuffle(x, self.patch).flatten(2).transpose(1, 2)
 
-    def features(self, bits_BT: Tensor, scales: Scales) -> Tensor:
+    def features(self, bits_BT: Tensor, scales: ScaleSizes) -> Tensor:
         """(B, d, H, W) of whole images."""
         sizes = [size * self.bits * self.patch**2 for size in scales.sizes]
         return torch.stack([self.part(k, scales, own) for k, own in enumerate(bits_BT.split(sizes, dim=1))]).sum(dim=0)
 
-    def encode(self, features: Tensor, scales: Scales) -> Tensor:
+    def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
         """Bits (B, T): of each map the signs of what the maps before have left, averaged on its grid."""
         found, left = [], features
         for k in range(len(scales)):
@@ -109,7 +109,7 @@ class BSQVAE(nn.Module):
         return self.shape.patch * 2 ** (len(self.shape.multipliers) - 1)
 
     @torch.no_grad()
-    def encode(self, pixels: Tensor, scales: Scales) -> Tensor:
+    def encode(self, pixels: Tensor, scales: ScaleSizes) -> Tensor:
         """Bits (B, T). Raises ValueError unless the pixels are `factor` times the finest grid."""
         wanted = tuple(side * self.factor for side in scales.grids[-1])
         if pixels.dim() != 4 or tuple(pixels.shape[2:]) != wanted:
@@ -117,7 +117,7 @@ class BSQVAE(nn.Module):
         return self.quantize.encode(self.encoder(pixels).float(), scales)
 
     @torch.no_grad()
-    def decode(self, bits_BT: Tensor, scales: Scales) -> Tensor:
+    def decode(self, bits_BT: Tensor, scales: ScaleSizes) -> Tensor:
         """Pixels. Raises ValueError unless there are as many bits as the scales have."""
         wanted = scales.total * self.shape.size
         if bits_BT.dim() != 2 or bits_BT.shape[1] != wanted:

@@ -19,7 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedConfig
 
 from visspec.checkpoint import check_whole
 from visspec.models.nets.diffusion_head import DiffusionHead, Schedule, schedule
-from visspec.models.nets.painters import OwnPainter, load_painter
+from visspec.models.nets.painters import OwnImageModel, load_painter
 
 
 class ContinuousPainterConfig(PreTrainedConfig):
@@ -55,8 +55,8 @@ class ContinuousPainterConfig(PreTrainedConfig):
         super().__init__(**options)
 
 
-class ContinuousPainter(OwnPainter):
-    """Hidden states of words and tokens, and the law of the next token as a chain of the head's steps.
+class ContinuousPainter(OwnImageModel):
+    """Hidden states of words and tokens, and the distribution of the next token as a chain of the head's steps.
 
     The head predicts the velocity of the forward process x = signal value + noise eps (Salimans and Ho,
     arXiv 2202.00512), v = signal eps - noise value, so that value = signal x - noise v at every level of noise; from a

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.laws import Steps
+from visspec.distributions import DenoisingSteps
 
 LATEST = 0.999  # maximum beta of the cosine schedule
 OFFSET = 0.008  # of the cosine schedule, Nichol and Dhariwal 2021, equation 17
@@ -36,7 +36,7 @@ class Schedule:
     network says, a name of PREDICTIONS.
     """
 
-    steps: Steps
+    steps: DenoisingSteps
     times: Tensor
     signal: Tensor
     noise: Tensor
@@ -78,7 +78,7 @@ def schedule(count: int, learned: bool = False, total: int = 1000, noisy: bool =
     keep = (1 - before) * (1 - beta).sqrt() / (1 - level)
     move = beta * before.sqrt() / (1 - level)
     keep, move, low, high = (part.flip(0).float() for part in (keep, move, low, high))
-    steps = Steps(keep, move, low, high if learned else low, noisy)
+    steps = DenoisingSteps(keep, move, low, high if learned else low, noisy)
     return Schedule(steps, times.flip(0), level.sqrt().flip(0), (1 - level).sqrt().flip(0))
 
 
@@ -97,7 +97,7 @@ class TimeEmbedding(nn.Module):
         return self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1).to(next(self.parameters()).dtype))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block, modulated by the condition."""
 
     def __init__(self, width: int):
@@ -111,7 +111,7 @@ class Block(nn.Module):
         return torch.addcmul(x, gate, self.mlp(torch.addcmul(shift, self.in_ln(x), scale)))
 
 
-class Final(nn.Module):
+class OutputLayer(nn.Module):
     """The last, modulated layer."""
 
     def __init__(self, width: int, out: int):
@@ -144,8 +144,8 @@ class DiffusionHead(nn.Module):
         self.time_embed = TimeEmbedding(width)
         self.cond_embed = nn.Linear(condition, width)
         self.input_proj = nn.Linear(size, width)
-        self.res_blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.final_layer = Final(width, 2 * size if learned else size)
+        self.res_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
+        self.final_layer = OutputLayer(width, 2 * size if learned else size)
 
     def begin(self, published: bool = False) -> None:
         """Initial weights: every block passes its input on, and the output is zero. published: all other layers as MAR

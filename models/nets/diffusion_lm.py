@@ -76,7 +76,7 @@ class DiffusionConfig:
         )
 
 
-class DiffusionHead(nn.Module):
+class DiffusionLMLayers(nn.Module):
     """Trainable weights of a diffusion language model: its layers, and the vector of a mask."""
 
     kind: ClassVar[str] = "diffusion_lm"  # identifies its checkpoints

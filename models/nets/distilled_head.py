@@ -1,7 +1,8 @@
 """The network of a distilled drafter: from the noise of many places to their codes.
 
-A causal decoder over prompt and codes that gives the target's laws *after* guidance from one stream. A code may be a
-guess, or missing: the argmax of a place's law and its Gumbel numbers is the next guess (`models.drafters.distilled`).
+A causal decoder over prompt and codes that gives the target's distributions *after* guidance from one stream. A code
+may be a guess, or missing: the argmax of a place's distribution and its Gumbel numbers is the next guess
+(`models.drafters.distilled`).
 
 Element t of a picture holds code t and is asked for code t + 1; those of a prompt are counted back from it. What stays
 of elements that are known is their keys and values, the memory. Embeddings of codes and words are the target's.
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec.checkpoint import check_positive, check_whole, shown
-from visspec.models.nets.feature_head import MOST_LAYERS, RMSNorm, rotate, rotations
+from visspec.models.nets.feature_head import MOST_LAYERS, FeatureRMSNorm, rotate, rotations
 from visspec.types import MAX_NODES
 
 BEFORE = 64  # positions of rotations before the first code; longer prompts share the first of them
@@ -30,7 +31,7 @@ KNOWN, GUESSED, BLANK = range(3)  # kinds of an element: a code of the target or
 @dataclass(frozen=True)
 class DistilledConfig:
     """Configuration of the network and of its target, whose pictures have `rows` rows of `columns` positions, row ends
-    included. `vocab` includes codes and grammar ids. guidance, temperature: of the laws that it was taught.
+    included. `vocab` includes codes and grammar ids. guidance, temperature: of the distributions that it was taught.
     """
 
     family: str
@@ -70,13 +71,13 @@ class DistilledConfig:
         return asdict(self)
 
 
-class Layer(nn.Module):
+class DistilledLayer(nn.Module):
     """A decoder layer whose attention also sees a memory."""
 
     def __init__(self, config: DistilledConfig):
         super().__init__()
         d, self.heads = config.hidden, config.heads
-        self.norm_in, self.norm_mlp = RMSNorm(d), RMSNorm(d)
+        self.norm_in, self.norm_mlp = FeatureRMSNorm(d), FeatureRMSNorm(d)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.out = nn.Linear(d, d, bias=False)
         self.gate_up = nn.Linear(d, 2 * config.intermediate, bias=False)
@@ -107,8 +108,8 @@ class DistilledHead(nn.Module):
         self.config, d = config, config.hidden
         self.kinds = nn.Parameter(torch.zeros(3, d))
         self.row, self.column = nn.Embedding(config.rows, d), nn.Embedding(config.columns, d)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm_out, self.inner, self.codes = RMSNorm(d), nn.Linear(d, d), nn.Linear(d, config.codes)
+        self.layers = nn.ModuleList(DistilledLayer(config) for _ in range(config.layers))
+        self.norm_out, self.inner, self.codes = FeatureRMSNorm(d), nn.Linear(d, d), nn.Linear(d, config.codes)
         for table in (self.row, self.column):
             nn.init.zeros_(table.weight)
 
@@ -123,7 +124,7 @@ class DistilledHead(nn.Module):
         """(states (B, T, d) for `logits`, keys and values (layers, 2, B, H, T, E) for the memory) of elements.
 
         embed (B, T, d): of each one's code or word, any where it is BLANK; kind, element (B, T): those of a prompt are
-        below 0; memory (layers, 2, B, H, S, E); mask as in `Layer`.
+        below 0; memory (layers, 2, B, H, S, E); mask as in `DistilledLayer`.
         """
         x = embed * (kind != BLANK)[..., None] + self.kinds[kind] + self._asked(element)
         turn, stored = self._turns(element), []

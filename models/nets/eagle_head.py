@@ -10,7 +10,7 @@ layer predicts the feature after token t + 1. What differs is data (`EagleConfig
   [norm(embedding); norm(feature)], the residual is the feature alone, and a norm and a head of the network's own over
   a part of the vocabulary decode it.
 * fusion "cross" (DREAM, arXiv 2505.19201): a layer over embeddings alone, then gated cross-attention to the target's
-  features up to token t, in whose place predicted features stand behind it, and an MLP (`CrossAttention`).
+  features up to token t, in whose place predicted features stand behind it, and an MLP (`FeatureCrossAttention`).
 * images: what the slots of an image are in the draft sequence, see `eagle_config.IMAGES`.
 
 Names of weights are those of the published checkpoints (`layers.0.self_attn.q_proj`, ...). Channels are rotated in
@@ -30,10 +30,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from visspec.models.nets.eagle_config import EagleConfig
-from visspec.models.nets.image_compression import Branches, ImageAdaptor, Queries
+from visspec.models.nets.image_compression import FlashQueries, SpecVLMBranches, ViSpecAdaptor
 
 
-class RMSNorm(nn.Module):
+class EagleRMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale, computed in float32 as Llama's."""
 
     def __init__(self, size: int, eps: float):
@@ -64,23 +64,23 @@ def turns(config: EagleConfig, length: int, device: torch.device | str) -> Tenso
     return torch.polar(torch.full_like(angle, factor), angle)
 
 
-def turns_at(table_PC: Tensor, position: Tensor, section: tuple[int, ...], interleaved: bool) -> Tensor:
+def turns_at(rope_table_PC: Tensor, position: Tensor, section: tuple[int, ...], interleaved: bool) -> Tensor:
     """Rotations of elements, (B, T, C): position is (B, T), or (3, B, T) with `section` channels per row, in blocks or
     interleaved (time, height, width, time, ... as long as a row has channels left, then time; Qwen3-VL).
     """
     if position.dim() == 2:
-        return table_PC[position]
+        return rope_table_PC[position]
     if not section:
-        return table_PC[position[0]]
-    row_C = torch.tensor([row for row, count in enumerate(section) for _ in range(count)], device=table_PC.device)
+        return rope_table_PC[position[0]]
+    row_C = torch.tensor([row for row, count in enumerate(section) for _ in range(count)], device=rope_table_PC.device)
     if interleaved:
-        channel_C = torch.arange(len(row_C), device=table_PC.device)
+        channel_C = torch.arange(len(row_C), device=rope_table_PC.device)
         row_C = channel_C % 3
-        row_C = torch.where(channel_C < 3 * torch.tensor(section, device=table_PC.device)[row_C], row_C, 0)
-    return table_PC[position.permute(1, 2, 0)[..., row_C], torch.arange(len(row_C), device=table_PC.device)]
+        row_C = torch.where(channel_C < 3 * torch.tensor(section, device=rope_table_PC.device)[row_C], row_C, 0)
+    return rope_table_PC[position.permute(1, 2, 0)[..., row_C], torch.arange(len(row_C), device=rope_table_PC.device)]
 
 
-def turned(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
+def apply_rope(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
     """Rotate channel c with channel c + C, of the first 2 C. Out of place, differentiable, in float32."""
     count = turn_BTC.shape[-1]
     real, imaginary, rest = x_BTHE.float().tensor_split((count, 2 * count), dim=-1)
@@ -89,7 +89,7 @@ def turned(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin, rest], dim=-1).to(x_BTHE.dtype)
 
 
-class Attention(nn.Module):
+class EagleAttention(nn.Module):
     """Projections of the layer; `project` and `keys_values` of the head apply them."""
 
     def __init__(self, config: EagleConfig):
@@ -101,10 +101,10 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(read, config.kv_heads * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * size, d, bias=False)
         if config.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(size, config.eps), RMSNorm(size, config.eps)
+            self.q_norm, self.k_norm = EagleRMSNorm(size, config.eps), EagleRMSNorm(size, config.eps)
 
 
-class MLP(nn.Module):
+class EagleMLP(nn.Module):
     """SiLU-gated, as Llama's."""
 
     def __init__(self, config: EagleConfig):
@@ -117,21 +117,21 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
+class EagleLayer(nn.Module):
     """Weights of the decoder layer; EAGLE-1's has no input norm."""
 
     def __init__(self, config: EagleConfig):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.self_attn, self.mlp = EagleAttention(config), EagleMLP(config)
         if config.fusion == "split":
-            self.input_layernorm = RMSNorm(config.hidden, config.eps)  # of the embedding
-            self.hidden_norm = RMSNorm(config.hidden, config.eps)  # of the feature
+            self.input_layernorm = EagleRMSNorm(config.hidden, config.eps)  # of the embedding
+            self.hidden_norm = EagleRMSNorm(config.hidden, config.eps)  # of the feature
         if config.norm_input or config.fusion == "cross":
-            self.input_layernorm = RMSNorm(config.hidden, config.eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
+            self.input_layernorm = EagleRMSNorm(config.hidden, config.eps)
+        self.post_attention_layernorm = EagleRMSNorm(config.hidden, config.eps)
 
 
-class CrossAttention(nn.Module):
+class FeatureCrossAttention(nn.Module):
     """DREAM's attention of the draft stream to features: RMS-normed queries and keys without rotation, and gates that
     are zero at first. Its last block is an MLP here, without the attention that would read the stream of all elements.
     """
@@ -139,13 +139,13 @@ class CrossAttention(nn.Module):
     def __init__(self, config: EagleConfig):
         super().__init__()
         d, size = config.hidden, config.head_size
-        self.norm, self.mlp_norm, self.last_norm = (RMSNorm(d, config.eps) for _ in range(3))
-        self.q_norm, self.k_norm = RMSNorm(size, config.eps), RMSNorm(size, config.eps)
+        self.norm, self.mlp_norm, self.last_norm = (EagleRMSNorm(d, config.eps) for _ in range(3))
+        self.q_norm, self.k_norm = EagleRMSNorm(size, config.eps), EagleRMSNorm(size, config.eps)
         self.q_proj = nn.Linear(d, config.heads * size, bias=False)
         self.k_proj = nn.Linear(d, config.kv_heads * size, bias=False)
         self.v_proj = nn.Linear(d, config.kv_heads * size, bias=False)
         self.o_proj = nn.Linear(config.heads * size, d, bias=False)
-        self.mlp, self.last = MLP(config), MLP(config)
+        self.mlp, self.last = EagleMLP(config), EagleMLP(config)
         self.gate, self.mlp_gate = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ class CrossAttention(nn.Module):
         return middle, middle + self.last(self.last_norm(middle))
 
 
-class Ahead(nn.Module):
+class SemiAutoregressiveHead(nn.Module):
     """FLASH's semi-autoregressive head: a feature, and those of the tokens after it: (..., d) -> (..., K, d)."""
 
     def __init__(self, hidden: int, block: int):
@@ -198,16 +198,16 @@ class EagleHead(nn.Module):
     def __init__(self, config: EagleConfig):
         super().__init__()
         self.config, d, wide = config, config.hidden, config.target_hidden
-        self.layers = nn.ModuleList([Layer(config)])
+        self.layers = nn.ModuleList([EagleLayer(config)])
         if config.fusion == "split":
             self.fc = nn.Linear(config.parts * wide, d, bias=config.fc_bias)
-            self.norm = RMSNorm(d, config.eps)
+            self.norm = EagleRMSNorm(d, config.eps)
             if config.norm_before_fc:
-                self.input_norm = RMSNorm(config.parts * wide, config.eps)
+                self.input_norm = EagleRMSNorm(config.parts * wide, config.eps)
             if config.fc_norm:
-                self.fc_norm = nn.ModuleList(RMSNorm(wide, config.eps) for _ in config.feature_layers)
+                self.fc_norm = nn.ModuleList(EagleRMSNorm(wide, config.eps) for _ in config.feature_layers)
         elif config.fusion == "cross":
-            self.cross, self.norm = CrossAttention(config), RMSNorm(d, config.eps)
+            self.cross, self.norm = FeatureCrossAttention(config), EagleRMSNorm(d, config.eps)
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
         if config.draft_vocab:
@@ -219,11 +219,11 @@ class EagleHead(nn.Module):
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab, d)
         if config.block > 1:
-            self.ahead = Ahead(d, config.block)
+            self.ahead = SemiAutoregressiveHead(d, config.block)
         if config.images in ("queries", "gated"):
-            self.compressor = (Queries if config.images == "queries" else Branches)(config)
+            self.compressor = (FlashQueries if config.images == "queries" else SpecVLMBranches)(config)
         if config.images == "latents":
-            self.imadpt = ImageAdaptor(config, config.image_latents + 1)
+            self.imadpt = ViSpecAdaptor(config, config.image_latents + 1)
             self.img_fc = nn.Linear(2 * d, d, bias=config.fc_bias)
             with torch.no_grad():  # the global vector has no part yet
                 self.img_fc.weight.copy_(torch.eye(d, 2 * d))
@@ -231,7 +231,7 @@ class EagleHead(nn.Module):
                     self.img_fc.bias.zero_()
 
     @property
-    def layer(self) -> Layer:
+    def layer(self) -> EagleLayer:
         return self.layers[0]  # type: ignore[return-value]
 
     @property
@@ -249,7 +249,7 @@ class EagleHead(nn.Module):
         self.t2d[ids] = True
 
     @property
-    def adaptor(self) -> ImageAdaptor:
+    def adaptor(self) -> ViSpecAdaptor:
         """The network that compresses images, as `feature_layout.compress` calls it."""
         return self.imadpt
 
@@ -297,7 +297,7 @@ class EagleHead(nn.Module):
         )
         if self.config.qk_norm:
             query, key = attention.q_norm(query), attention.k_norm(key)
-        query, key = turned(query, turn_BTC), turned(key, turn_BTC)
+        query, key = apply_rope(query, turn_BTC), apply_rope(key, turn_BTC)
         if self.config.fusion == "cross":
             cross, feature = self.cross, x_BTX[..., self.config.hidden :]
             more = (f(feature).unflatten(-1, (-1, size)) for f in (cross.k_proj, cross.v_proj))

@@ -103,7 +103,7 @@ def unit(x: Tensor) -> Tensor:
     return x * (math.sqrt(x.shape[-1]) / norm).to(x.dtype)
 
 
-class RMSNorm(nn.Module):
+class FeatureRMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale."""
 
     def __init__(self, size: int):
@@ -121,14 +121,16 @@ def rotations(length: int, size: int, theta: float, device: torch.device | str) 
     return torch.polar(torch.ones_like(angle), angle)
 
 
-def rotations_at(table_PC: Tensor, position: Tensor, section: tuple[int, ...]) -> Tensor:
+def rotations_at(rope_table_PC: Tensor, position: Tensor, section: tuple[int, ...]) -> Tensor:
     """Rotations of elements, (B, T, C): position is (B, T), or (3, B, T) with `section` channels per row."""
     if position.dim() == 2:
-        return table_PC[position]
+        return rope_table_PC[position]
     if not section:
-        return table_PC[position[0]]
+        return rope_table_PC[position[0]]
     starts = [sum(section[:i]) for i in range(len(section))]
-    return torch.cat([table_PC[position[i]][..., s : s + n] for i, (s, n) in enumerate(zip(starts, section))], dim=-1)
+    return torch.cat(
+        [rope_table_PC[position[i]][..., s : s + n] for i, (s, n) in enumerate(zip(starts, section))], dim=-1
+    )
 
 
 def rotate(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ class ImageAdaptor(nn.Module):
     def __init__(self, config: HeadConfig):
         super().__init__()
         d, self.heads, count = config.hidden, config.heads, config.image_latents + 1
-        self.norm = RMSNorm(d)
+        self.norm = FeatureRMSNorm(d)
         self.queries = nn.Parameter(torch.randn(count, config.heads, config.head_size))
         self.key = nn.Linear(d, d, bias=False)
         self.value = nn.Linear(d, d, bias=False)
@@ -158,7 +160,7 @@ class ImageAdaptor(nn.Module):
 
 
 class FeatureHead(nn.Module):
-    """Trainable weights of the drafter. For drafting they are converted to `Folded`."""
+    """Trainable weights of the drafter. For drafting they are converted to `FusedWeights`."""
 
     kind: ClassVar[str] = "feature_drafter"  # identifies its checkpoints
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
@@ -168,18 +170,18 @@ class FeatureHead(nn.Module):
         self.config, d, middle = config, config.hidden, config.intermediate
         if config.reduced:
             self.reduce = nn.Linear(config.parts * d, d, bias=False)
-        self.embed_norm = RMSNorm(d)
+        self.embed_norm = FeatureRMSNorm(d)
         self.fc = nn.Linear(2 * d, d)
         if config.image_latents:
             self.adaptor = ImageAdaptor(config)
             self.img_fc = nn.Linear(2 * d, d)
-        self.norm_in = RMSNorm(d)
+        self.norm_in = FeatureRMSNorm(d)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.out = nn.Linear(d, d, bias=False)
-        self.norm_mlp = RMSNorm(d)
+        self.norm_mlp = FeatureRMSNorm(d)
         self.gate_up = nn.Linear(d, 2 * middle, bias=False)
         self.down = nn.Linear(middle, d, bias=False)
-        self.norm_out = RMSNorm(d)
+        self.norm_out = FeatureRMSNorm(d)
         self._initialise()
 
     @torch.no_grad()
@@ -262,7 +264,7 @@ def _delayed(x_BTHE: Tensor, by: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Folded:
+class FusedWeights:
     """Weights for drafting: norms folded into the following matrices, matrices transposed, one embedding table.
 
     A level is x = table[token] + shift + feature @ feature_in, then the layer on x / |x|: no embedding, bias or scale.
@@ -281,7 +283,7 @@ class Folded:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, head: FeatureHead, embed_Vd: Tensor | None, dtype: torch.dtype) -> Folded:
+    def of(cls, head: FeatureHead, embed_Vd: Tensor | None, dtype: torch.dtype) -> FusedWeights:
         """Fold a network, in float32, for a target with token embeddings `embed_Vd` (None: look them up later)."""
         d, root = head.config.hidden, math.sqrt(head.config.hidden)
         weight = head.fc.weight.float()

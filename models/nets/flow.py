@@ -4,7 +4,7 @@ Both samplers that were published for NextStep-1 are chains of Gaussian steps. W
 o = x + (1 - t_i) v its estimate of the value, and n = x - t_i v that of the noise:
 
 * of the first release: x' = x + dt ((1 + t) v - x) + sqrt(2 (1 - t) dt) z on a grid that ends at 1 - `last`, then
-  x' = x + last v without noise. Rewritten with o, the steps have the form of `laws.Steps`.
+  x' = x + last v without noise. Rewritten with o, the steps have the form of `distributions.Steps`.
 * of version 1.1: x' = (1 - t') n + t' o - s^2 dt / (2 (1 - t)) n + s sqrt(dt) z, with s = level sqrt((1 - t) / t) where
   t > 0 (at t = 0, level / sqrt(1 - t of the last step)), in the last step as well.
 """
@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from visspec.laws import Steps
+from visspec.distributions import DenoisingSteps
 from visspec.models.nets.diffusion_head import Schedule
 
 QUIET = 0.00625  # deviation of the last step, where the published one has none: that of MAR's heads
@@ -65,4 +65,4 @@ def _check(count: int, shift: float) -> None:
 
 def _schedule(t: Tensor, keep: Tensor, move: Tensor, log_sigma: Tensor, noisy: bool) -> Schedule:
     keep, move, low = (part.float() for part in (keep, move, log_sigma))
-    return Schedule(Steps(keep, move, low, low, noisy), t, t, 1 - t, "flow")
+    return Schedule(DenoisingSteps(keep, move, low, low, noisy), t, t, 1 - t, "flow")

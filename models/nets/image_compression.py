@@ -15,7 +15,7 @@ from torch import Tensor, nn
 BRANCHES = ("prune", "pool", "convolution", "resampler")
 
 
-class ImageAdaptor(nn.Module):
+class ViSpecAdaptor(nn.Module):
     """ViSpec's learned queries (arXiv 2509.15235) over a run: (R, S, d) -> (R, Q, d)."""
 
     def __init__(self, config: Any, count: int):
@@ -33,7 +33,7 @@ class ImageAdaptor(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-class Queries(nn.Module):
+class FlashQueries(nn.Module):
     """FLASH (arXiv 2505.12728): latents are mixtures of a run's elements, weighted by softmax(A H^T), unscaled, where H
     are the target's features at the slots.
     """
@@ -48,7 +48,7 @@ class Queries(nn.Module):
         return score_RQS.masked_fill(~real_RS[:, None], float("-inf")).softmax(dim=-1) @ x_RSd
 
 
-class Branches(nn.Module):
+class SpecVLMBranches(nn.Module):
     """SpecVLM (arXiv 2509.11815): one of four compressions, which a gate chooses by the question. In training by a
     Gumbel-softmax whose forward pass is one-hot; otherwise the gate's first choice.
 
@@ -61,7 +61,7 @@ class Branches(nn.Module):
         d, self.count = config.hidden, config.image_latents
         self.gate = nn.Linear(d, len(BRANCHES))
         self.convolution = nn.Conv1d(d, d, 3, padding=1)
-        self.resampler = ImageAdaptor(config, self.count)
+        self.resampler = ViSpecAdaptor(config, self.count)
 
     def forward(self, x_RSd: Tensor, feature_RSd: Tensor, real_RS: Tensor, question_Rd: Tensor) -> Tensor:
         """x: layer inputs of the slots, feature: unused, question: the target's feature after the prompt. (R, Q, d)."""

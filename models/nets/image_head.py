@@ -2,8 +2,8 @@
 
 The target's feature after a token is the conditional hidden state, with classifier-free guidance concatenated with the
 unconditional one; both are reduced to one vector. Drafting needs no unconditional pass: the network's head is trained
-on the *guided* law at one guidance scale, stored in the configuration. Each element also gets a learned embedding of
-the row and column of the code it predicts.
+on the *guided* distribution at one guidance scale, stored in the configuration. Each element also gets a learned
+embedding of the row and column of the code it predicts.
 
 Shapes: T positions of an image, d hidden size.
 """

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from visspec.checkpoint import check_whole
 from visspec.models.nets.feature_head import rotate
-from visspec.models.nets.multiscale import Scales
-from visspec.models.nets.var import EPSILON, MLP, Attend, Attention, Before, norm
+from visspec.models.nets.multiscale import ScaleSizes
+from visspec.models.nets.var import EPSILON, VARMLP, Attend, ModulatedNorm, VARAttention, norm
 
 BASE = 10000.0  # of rotations
 LONGEST = 512  # text tokens
@@ -49,11 +49,11 @@ GRIDS = {  # by height over width: grids of the published models of a megapixel,
 COUNTS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}  # scales of an image of so many pixels
 
 
-def schedule(ratio: float = 1.0, pixels: str = "1M") -> Scales:
+def schedule(ratio: float = 1.0, pixels: str = "1M") -> ScaleSizes:
     """Published scales of the shape nearest to `ratio` (height over width). Raises ValueError for other `pixels`."""
     if pixels not in COUNTS:
         raise ValueError(f"pixels: got {pixels!r}, expected one of {', '.join(COUNTS)}")
-    return Scales(min(_shapes(), key=lambda shape: abs(shape[0] - ratio))[1][: COUNTS[pixels]])
+    return ScaleSizes(min(_shapes(), key=lambda shape: abs(shape[0] - ratio))[1][: COUNTS[pixels]])
 
 
 def _shapes() -> list[tuple[float, tuple[tuple[int, int], ...]]]:
@@ -62,7 +62,7 @@ def _shapes() -> list[tuple[float, tuple[tuple[int, int], ...]]]:
     return [*GRIDS.items(), *flat[1:]]
 
 
-def reach_of(scales: Scales) -> tuple[int, int]:
+def reach_of(scales: ScaleSizes) -> tuple[int, int]:
     """The grid that positions are stretched to: the finest of the megapixel schedule which these scales begin, or
     their own finest for scales that are not published.
     """
@@ -82,7 +82,7 @@ class InfinityConfig:
     width: int
     depth: int
     heads: int
-    scales: Scales
+    scales: ScaleSizes
     code_size: int = 32
     text: int = 2048
     pool: int = 16
@@ -125,7 +125,7 @@ class Texts:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class TextConditions:
     """What a model has made of texts: pooled (R, C), features (R, T, C), which are real (R, 1, 1, T)."""
 
     pooled: Tensor
@@ -135,8 +135,8 @@ class Given:
     def __len__(self) -> int:
         return len(self.pooled)
 
-    def __getitem__(self, rows: Tensor) -> Given:
-        return Given(self.pooled[rows], self.text[rows], self.real[rows])
+    def __getitem__(self, rows: Tensor) -> TextConditions:
+        return TextConditions(self.pooled[rows], self.text[rows], self.real[rows])
 
 
 class TextAttention(nn.Module):
@@ -168,27 +168,27 @@ class Pooling(TextAttention):
         return self.attended(q_RHQE, text_RTF, real)[:, 0]
 
 
-class CrossAttention(TextAttention):
+class InfinityCrossAttention(TextAttention):
     def __init__(self, width: int, heads: int):
         super().__init__(width, heads, width)
         self.mat_q = nn.Linear(width, width)
 
-    def forward(self, x_RQC: Tensor, given: Given) -> Tensor:
+    def forward(self, x_RQC: Tensor, given: TextConditions) -> Tensor:
         q_RHQE = self.mat_q(x_RQC).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.attended(q_RHQE, given.text, given.real)
 
 
-class Block(nn.Module):
+class InfinityBlock(nn.Module):
     def __init__(self, config: InfinityConfig):
         super().__init__()
         width = config.width
-        self.sa = Attention(width, config.heads)
-        self.ca = CrossAttention(width, config.heads)
+        self.sa = VARAttention(width, config.heads)
+        self.ca = InfinityCrossAttention(width, config.heads)
         self.ca_norm = nn.LayerNorm(width, eps=EPSILON)
-        self.ffn = MLP(width, config.hidden or 4 * width)
+        self.ffn = VARMLP(width, config.hidden or 4 * width)
         self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / math.sqrt(width))
 
-    def forward(self, x_RQC: Tensor, shared: Tensor, given: Given, attend) -> Tensor:
+    def forward(self, x_RQC: Tensor, shared: Tensor, given: TextConditions, attend) -> Tensor:
         """shared: (R, 1, 6, C), of all blocks."""
         gamma1, gamma2, scale1, scale2, shift1, shift2 = (self.ada_gss + shared).unbind(dim=2)
         x_RQC = x_RQC + self.sa(norm(x_RQC) * (scale1 + 1) + shift1, attend) * gamma1
@@ -213,8 +213,8 @@ class Infinity(nn.Module):
         self.lvl_embed = nn.Embedding(config.levels, width)
         self.word_embed = nn.Linear(config.code_size, width)
         self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.head_nm = Before(width)
+        self.blocks = nn.ModuleList(InfinityBlock(config) for _ in range(config.depth))
+        self.head_nm = ModulatedNorm(width)
         self.head = nn.Linear(width, 2 * config.code_size)
         self.level_L: Tensor
         self.spot_L2: Tensor
@@ -229,7 +229,7 @@ class Infinity(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.pos_start.dtype
 
-    def given(self, texts: Texts) -> Given:
+    def given(self, texts: Texts) -> TextConditions:
         """Raises ValueError for texts that are longer than the model's."""
         length = texts.features.shape[1]
         if length > self.config.longest:
@@ -237,9 +237,9 @@ class Infinity(nn.Module):
         real, none = texts.real.to(self.device)[:, None, None], texts.none.to(self.device)[:, None, None]
         features = torch.where(none, self.cfg_uncond[:length], texts.features.to(self.device, self.dtype))
         features = self.text_norm(features)
-        return Given(self.text_proj_for_sos["ca"](features, real), self.text_proj_for_ca(features), real)
+        return TextConditions(self.text_proj_for_sos["ca"](features, real), self.text_proj_for_ca(features), real)
 
-    def first(self, given: Given) -> Tensor:
+    def first(self, given: TextConditions) -> Tensor:
         """Inputs of the first scale, (R, 1, C)."""
         return given.pooled[:, None] + self.pos_start + self.lvl_embed(self.level_L[:1])
 
@@ -247,21 +247,21 @@ class Infinity(nn.Module):
         """Inputs of the positions from `begin` on, (R, Q, C)."""
         return self.word_embed(x_RQn.to(self.dtype)) + self.lvl_embed(self.level_L[begin : begin + x_RQn.shape[1]])
 
-    def forward(self, x_RQC: Tensor, given: Given, attend: Attend, places: Tensor) -> Tensor:
+    def forward(self, x_RQC: Tensor, given: TextConditions, attend: Attend, places: Tensor) -> Tensor:
         """Hidden states (R, Q, C) of inputs (R, Q, C) at places (R|1, Q)."""
         spot = self.spot_L2[places.clamp(max=len(self.spot_L2) - 1)]  # padding lies behind the last
         turn = turns(spot, self.config.width // self.config.heads)
 
-        def turned(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def apply_rope(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k = (rotate(x.transpose(1, 2), turn).transpose(1, 2) for x in (q, k))
             return attend(layer, q, k, v)
 
         shared = self.shared_ada_lin(given.pooled).unflatten(-1, (1, 6, -1))
         for layer, block in enumerate(self.blocks):
-            x_RQC = block(x_RQC, shared, given, partial(turned, layer))
+            x_RQC = block(x_RQC, shared, given, partial(apply_rope, layer))
         return x_RQC
 
-    def logits(self, hidden_RQC: Tensor, given: Given) -> Tensor:
+    def logits(self, hidden_RQC: Tensor, given: TextConditions) -> Tensor:
         """(R, Q, 2 n): the two of the first bit, of the second, ..."""
         return self.head(self.head_nm(hidden_RQC, given.pooled))
 

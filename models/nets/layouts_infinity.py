@@ -18,7 +18,7 @@ from visspec.models.nets.bsq import BSQVAE, BSQShape
 from visspec.models.nets.infinity import Infinity, InfinityConfig, schedule
 from visspec.models.nets.layouts import Named, count, multipliers, need, place, read_published, rename
 from visspec.models.nets.layouts_vq import stock_rules
-from visspec.models.nets.multiscale import Scales
+from visspec.models.nets.multiscale import ScaleSizes
 
 CHUNK = r"block_chunks\.(\d+)\.module\.(\d+)\."
 # follow from the scales
@@ -30,7 +30,7 @@ UNWRAPPED = [
 ]
 
 
-def load_infinity(path: str | Path, scales: Scales | None = None, dtype: torch.dtype | None = None) -> Infinity:
+def load_infinity(path: str | Path, scales: ScaleSizes | None = None, dtype: torch.dtype | None = None) -> Infinity:
     """An Infinity network from a .safetensors file or a folder of them, in evaluation mode.
 
     scales: the size and shape of its images, which weights do not tell; default `infinity.schedule()`, square images of
@@ -54,7 +54,7 @@ def _flat(tensors: Mapping[str, Tensor], where: str | Path) -> Named:
     return rename(tensors, rules, NOT_WEIGHTS)
 
 
-def config_of(tensors: Mapping[str, Tensor], scales: Scales, where: str | Path) -> InfinityConfig:
+def config_of(tensors: Mapping[str, Tensor], scales: ScaleSizes, where: str | Path) -> InfinityConfig:
     """Infer the configuration from the shapes of published weights."""
     width, code_size = need(tensors, "word_embed.weight", 2, where).shape
     longest, text = need(tensors, "cfg_uncond", 2, where).shape

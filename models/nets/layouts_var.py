@@ -19,7 +19,7 @@ from visspec.checkpoint import check_folder, check_whole, check_wholes, load_str
 from visspec.files import write_json
 from visspec.models.nets.layouts import count, multipliers, need, place, read_published, rename
 from visspec.models.nets.layouts_vq import CODEBOOK, fitted, stock_rules
-from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Scales
+from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.nets.var import VAR, VARConfig
 
 CONFIG, WEIGHTS, KIND = "config.json", "model.safetensors", "multiscale_vae"
@@ -28,7 +28,7 @@ NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
 SMOOTH = "quantize.quant_resi.qresi_ls."
 
 
-def load_var(path: str | Path, scales: Scales | None = None, dtype: torch.dtype | None = None) -> VAR:
+def load_var(path: str | Path, scales: ScaleSizes | None = None, dtype: torch.dtype | None = None) -> VAR:
     """A VAR network from a .safetensors file or folder, in evaluation mode.
 
     scales: only for maps that are not square. dtype: default, that of the file. Raises ValueError in one sentence
@@ -41,7 +41,7 @@ def load_var(path: str | Path, scales: Scales | None = None, dtype: torch.dtype 
     return model
 
 
-def config_of(tensors: Mapping[str, Tensor], scales: Scales | None, where: str | Path) -> VARConfig:
+def config_of(tensors: Mapping[str, Tensor], scales: ScaleSizes | None, where: str | Path) -> VARConfig:
     """Infer the configuration from the shapes of published weights, the scales from the level of each position."""
     width, code_size = need(tensors, "word_embed.weight", 2, where).shape
     return VARConfig(
@@ -57,7 +57,7 @@ def config_of(tensors: Mapping[str, Tensor], scales: Scales | None, where: str |
     )
 
 
-def _scales(level_L: Tensor, given: Scales | None, where: str | Path) -> Scales:
+def _scales(level_L: Tensor, given: ScaleSizes | None, where: str | Path) -> ScaleSizes:
     levels = level_L.long().tolist()
     sizes = tuple(levels.count(k) for k in range(max(levels, default=-1) + 1))
     if not sizes or levels != [k for k, size in enumerate(sizes) for _ in range(size)]:
@@ -69,7 +69,7 @@ def _scales(level_L: Tensor, given: Scales | None, where: str | Path) -> Scales:
     sides = [math.isqrt(size) for size in sizes]
     if any(side**2 != size for side, size in zip(sides, sizes)):
         raise ValueError(f"scales: got None, expected rows and columns of the maps of {sizes} codes in {where}")
-    return Scales.square(*sides)
+    return ScaleSizes.square(*sides)
 
 
 def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiScaleVAE:
@@ -88,7 +88,7 @@ def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiSca
     return model
 
 
-def save_vae(folder: str | Path, model: MultiScaleVAE, scales: Scales) -> None:
+def save_vae(folder: str | Path, model: MultiScaleVAE, scales: ScaleSizes) -> None:
     """Write config.json and model.safetensors, with the scales that it was trained for."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -113,12 +113,12 @@ def saved_shape(path: str | Path) -> MultiScaleShape | None:
     return found
 
 
-def saved_scales(path: str | Path) -> Scales:
+def saved_scales(path: str | Path) -> ScaleSizes:
     """The scales that an autoencoder of ours was trained for. Raises ValueError for another folder."""
     entries = _entries(path)
     if entries is None:
         raise ValueError(f"checkpoint: {path} says no scales, expected a folder that `visspec train vq` wrote")
-    return Scales(tuple(tuple(grid) for grid in entries.get("scales") or ()))
+    return ScaleSizes(tuple(tuple(grid) for grid in entries.get("scales") or ()))
 
 
 def _entries(path: str | Path) -> dict | None:

@@ -119,11 +119,11 @@ def turns(
     place = torch.arange(2 * grid * grid, device=device)
     row, column = place // grid, place % grid
     angle = torch.cat([row[:, None] * frequency, column[:, None] * frequency], dim=-1)
-    turned = torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.new_full((prefix, half), 0.0 if apart else 1.0), turned])
+    apply_rope = torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([apply_rope.new_full((prefix, half), 0.0 if apart else 1.0), apply_rope])
 
 
-class RMSNorm(nn.Module):
+class LlamaGenRMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale, in float32."""
 
     def __init__(self, size: int, eps: float):
@@ -135,7 +135,7 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
 
-class Attention(nn.Module):
+class LlamaGenAttention(nn.Module):
     def __init__(self, config: LlamaGenConfig, layer: int):
         super().__init__()
         self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
@@ -175,12 +175,12 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Layer(nn.Module):
+class LlamaGenLayer(nn.Module):
     def __init__(self, config: LlamaGenConfig, layer: int):
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, layer)
-        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = LlamaGenAttention(config, layer)
+        self.ffn_norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
@@ -241,8 +241,8 @@ class LlamaGen(nn.Module):
         caption = config.condition == "caption"
         self.cls_embedding = CaptionCondition(config) if caption else ClassCondition(config)
         self.tok_embeddings = nn.Embedding(config.codes, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(LlamaGenLayer(config, i) for i in range(config.layers))
+        self.norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
         self.output = nn.Linear(config.hidden_size, config.codes, bias=False)
         self._turns: Tensor | None = None  # not a buffer: a change of dtype must not round it
 

@@ -49,7 +49,7 @@ SIZES = {  # as published: diffusion heads as in the authors' evaluation command
 }
 
 
-class Attention(nn.Module):
+class MARAttention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.qkv = nn.Linear(width, 3 * width)
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
+class MARMLP(nn.Module):
     def __init__(self, width: int, hidden: int):
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
@@ -71,15 +71,15 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-class Block(nn.Module):
+class MARBlock(nn.Module):
     """A block of a vision transformer. mask: (B, 1, 1, S) bool, false at padding, or None."""
 
     def __init__(self, width: int, heads: int, hidden: int):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=EPSILON)
-        self.attn = Attention(width, heads)
+        self.attn = MARAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=EPSILON)
-        self.mlp = MLP(width, hidden)
+        self.mlp = MARMLP(width, hidden)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.attn(self.norm1(x), mask)
@@ -96,7 +96,7 @@ class MAR(nn.Module):
         hidden = config.hidden or 4 * width
 
         def blocks() -> nn.ModuleList:
-            return nn.ModuleList(Block(width, config.heads, hidden) for _ in range(config.depth))
+            return nn.ModuleList(MARBlock(width, config.heads, hidden) for _ in range(config.depth))
 
         def table(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape) * 0.02)

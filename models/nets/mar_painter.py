@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from visspec.checkpoint import check_whole
 from visspec.models.nets.diffusion_head import Schedule, schedule
 from visspec.models.nets.mar import MAR, MARConfig
-from visspec.models.nets.painters import OwnPainter, load_painter
+from visspec.models.nets.painters import OwnImageModel, load_painter
 
 
 class MARPainterConfig(PreTrainedConfig):
@@ -44,12 +44,12 @@ class MARPainterConfig(PreTrainedConfig):
         super().__init__(**options)
 
 
-class MARPainter(OwnPainter):
+class MARPainter(OwnImageModel):
     """`mar`, and `autoencoder` where the configuration has one."""
 
     config_class = MARPainterConfig
     base_model_prefix = "mar"
-    wordless = True
+    class_conditional = True
 
     def __init__(self, config: MARPainterConfig):
         super().__init__(config)

@@ -28,7 +28,7 @@ MIX = 0.5  # share of the convolution in what a map adds
 
 
 @dataclass(frozen=True)
-class Scales:
+class ScaleSizes:
     """The maps of an image: (rows, columns) of each, coarse to fine."""
 
     grids: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class Scales:
                 check_whole("scales", side)
 
     @classmethod
-    def square(cls, *sides: int) -> Scales:
+    def square(cls, *sides: int) -> ScaleSizes:
         return cls(tuple((side, side) for side in sides))
 
     def __len__(self) -> int:
@@ -69,7 +69,10 @@ class Scales:
         return self.begins[-1]
 
 
-SCALES = {256: Scales.square(1, 2, 3, 4, 5, 6, 8, 10, 13, 16), 512: Scales.square(1, 2, 3, 4, 6, 9, 13, 18, 24, 32)}
+SCALES = {
+    256: ScaleSizes.square(1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
+    512: ScaleSizes.square(1, 2, 3, 4, 6, 9, 13, 18, 24, 32),
+}
 
 
 def nearest(count: int, scale: int, scales: int) -> int:
@@ -93,33 +96,33 @@ class Quantizer(nn.Module):
     def size(self) -> int:
         return self.embedding.weight.shape[1]
 
-    def blank(self, images: int, scales: Scales, device: torch.device) -> Tensor:
+    def blank(self, images: int, scales: ScaleSizes, device: torch.device) -> Tensor:
         """Features (B, c, H, W) of no maps."""
         return self.embedding.weight.new_zeros(images, self.size, *scales.grids[-1], device=device)
 
-    def smooth(self, scale: int, scales: Scales, x: Tensor) -> Tensor:
+    def smooth(self, scale: int, scales: ScaleSizes, x: Tensor) -> Tensor:
         """The convolution whose tick is nearest to the scale's place between the first (0) and the last (1)."""
         layers: nn.ModuleList = self.quant_resi["qresi_ls"]  # type: ignore[assignment]
         layer = layers[nearest(len(layers), scale, len(scales))]
         return x * (1 - MIX) + layer(x) * MIX
 
-    def part(self, scale: int, scales: Scales, codes_BS: Tensor) -> Tensor:
+    def part(self, scale: int, scales: ScaleSizes, codes_BS: Tensor) -> Tensor:
         """What a map adds to the features, (B, c, H, W)."""
         looked = self.embedding(codes_BS).transpose(1, 2).unflatten(2, scales.grids[scale])
         if scale < len(scales) - 1:
             looked = F.interpolate(looked, size=scales.grids[-1], mode="bicubic")
         return self.smooth(scale, scales, looked)
 
-    def shrink(self, features: Tensor, scale: int, scales: Scales) -> Tensor:
+    def shrink(self, features: Tensor, scale: int, scales: ScaleSizes) -> Tensor:
         """Features (B, c, H, W) on the grid of a scale, (B, S, c)."""
         return F.interpolate(features, size=scales.grids[scale], mode="area").flatten(2).transpose(1, 2)
 
-    def features(self, codes_BT: Tensor, scales: Scales) -> Tensor:
+    def features(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
         """(B, c, H, W) of whole images."""
         maps = enumerate(codes_BT.split(scales.sizes, dim=1))
         return torch.stack([self.part(k, scales, codes) for k, codes in maps]).sum(dim=0)
 
-    def maps(self, features: Tensor, scales: Scales) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def maps(self, features: Tensor, scales: ScaleSizes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each map: what the maps before have left, on its grid (B, S, c); the nearest codes (B, S); what they add,
         (B, c, H, W).
         """
@@ -131,7 +134,7 @@ class Quantizer(nn.Module):
             left = left - part.detach()
             yield at_BSc, codes_BS, part
 
-    def encode(self, features: Tensor, scales: Scales) -> Tensor:
+    def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
         """Codes (B, T): of each map the nearest to what the maps before have left."""
         return torch.cat([codes for _, codes, _ in self.maps(features, scales)], dim=1)
 
@@ -177,7 +180,7 @@ class MultiScaleVAE(nn.Module):
         return 2 ** (len(self.shape.multipliers) - 1)
 
     @torch.no_grad()
-    def encode(self, pixels: Tensor, scales: Scales) -> Tensor:
+    def encode(self, pixels: Tensor, scales: ScaleSizes) -> Tensor:
         """Codes (B, T). Raises ValueError unless the pixels are `factor` times the finest grid."""
         wanted = tuple(side * self.factor for side in scales.grids[-1])
         if pixels.dim() != 4 or tuple(pixels.shape[2:]) != wanted:
@@ -185,7 +188,7 @@ class MultiScaleVAE(nn.Module):
         return self.quantize.encode(self.quant_conv(self.encoder(pixels)), scales)
 
     @torch.no_grad()
-    def decode(self, codes_BT: Tensor, scales: Scales) -> Tensor:
+    def decode(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
         """Pixels. Raises ValueError unless there are as many codes as the scales have."""
         if codes_BT.dim() != 2 or codes_BT.shape[1] != scales.total:
             raise ValueError(f"codes: got shape {tuple(codes_BT.shape)}, expected (B, {scales.total})")

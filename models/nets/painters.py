@@ -12,11 +12,11 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from visspec.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors
 
 
-class OwnPainter(PreTrainedModel):
+class OwnImageModel(PreTrainedModel):
     """Base class of networks that transformers does not have."""
 
     generation_config: Any = None  # guidance and temperature of a folder, for those who sample
-    wordless = False  # whether prompts are names, which no processor reads
+    class_conditional = False  # whether prompts are names, which no processor reads
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """As transformers', and `generation_config`, which it writes only for models with its own `generate`."""
@@ -25,7 +25,7 @@ class OwnPainter(PreTrainedModel):
             self.generation_config.save_pretrained(save_directory)
 
 
-def load_painter(kind: type[OwnPainter], folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+def load_painter(kind: type[OwnImageModel], folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
     """The painter or drafter of a folder, in eval mode. Raises ValueError in one sentence for another folder, before
     any weight is read where the headers tell it.
     """

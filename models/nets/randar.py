@@ -1,10 +1,10 @@
 """RandAR (Pang et al., arXiv 2412.01827): LlamaGen's transformer over codes in any order, each asked for by its place.
 
 Behind the condition stand pairs of a query and a code: the query of a place is one learned vector, rotated as a key at
-that place is, and the law of the code at the place is read off the query. Everything attends to what stands before it,
-so one causal pass over all pairs gives the law of every code given those before it in the order (`forward`), and a
-query that is added behind any prefix gives the law of its place given that prefix. Parameters have the names of the
-published checkpoints: LlamaGen's, and `pos_instruct_embeddings`.
+that place is, and the distribution of the code at the place is read off the query. Everything attends to what stands
+before it, so one causal pass over all pairs gives the distribution of every code given those before it in the order
+(`forward`), and a query that is added behind any prefix gives the distribution of its place given that prefix.
+Parameters have the names of the published checkpoints: LlamaGen's, and `pos_instruct_embeddings`.
 
 Shapes: B rows, N new positions, P prefix, T places, H heads, E head size, d hidden size.
 """
@@ -37,7 +37,7 @@ class RandAR(LlamaGen):
         """Codes and their places (B, N) as inputs (B, 2 N, d): a query, its code, the next query, ..."""
         return torch.stack([self.query(places), self.embed(codes)], dim=2).flatten(1, 2)
 
-    def laws(
+    def distributions(
         self, prefix_BPd: Tensor, codes_BT: Tensor, order_BT: Tensor, attention_BP: Tensor | None = None
     ) -> Tensor:
         """Logits (B, T, V) of codes in an order of each row, given those before them: what training and likelihoods

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.cache import to_device
-from visspec.models.nets.multiscale import Scales
+from visspec.models.nets.multiscale import ScaleSizes
 
 
 class ScaleCache:
     """upto: number of scales that there is room for; default all."""
 
-    def __init__(self, scales: Scales, layers: int, upto: int | None = None):
+    def __init__(self, scales: ScaleSizes, layers: int, upto: int | None = None):
         self.scales, self.room = scales, scales.begins[len(scales) if upto is None else upto]
         self.stores: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self.slots: Tensor | None = None  # (R, Q) positions of the pass, if rows differ

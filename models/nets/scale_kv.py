@@ -1,7 +1,7 @@
 """ScaleKV: a next-scale model's cache cut to a budget by layer and scale (Li et al., arXiv 2505.19602). Approximate.
 
 A layer that looks at its own scale, or at few tokens of earlier ones (a *refiner*), needs less of the cache than one
-that looks around (a *drafter*). `selectivity` measures it, which the published code leaves out, and `Budget.allot`
+that looks around (a *drafter*). `selectivity` measures it, which the published code leaves out, and `CacheBudget.allot`
 shares the tokens out. After each scale a layer keeps a window of the scale's tokens, centres of patches, and those
 tokens that the window looks at most, by the softmax of the layer's own queries and keys, averaged over neighbours of
 the same scale.
@@ -23,22 +23,22 @@ from torch.nn import functional as F
 from visspec.cache import to_device
 from visspec.checkpoint import check_whole
 from visspec.models.nets.bsq import BitQuantizer
-from visspec.models.nets.multiscale import Quantizer, Scales
+from visspec.models.nets.multiscale import Quantizer, ScaleSizes
 from visspec.models.nets.scale_cache import ScaleCache, kept
-from visspec.models.nets.scale_reading import NextScale, Reading
+from visspec.models.nets.scale_reading import ConditionState, NextScale
 
 WINDOW = 16  # as published
 POOL = 3  # side of the neighbourhood that attention is averaged over
 
 
 @dataclass(frozen=True)
-class Budget:
+class CacheBudget:
     """tokens[layer][k]: number of tokens that a layer keeps after scale k; after the last scale nothing is kept."""
 
     tokens: tuple[tuple[int, ...], ...]
     window: int = WINDOW
 
-    def check(self, scales: Scales, depth: int) -> None:
+    def check(self, scales: ScaleSizes, depth: int) -> None:
         """Raises ValueError unless the budget fits a model: from the window to the whole cache at every place."""
         check_whole("window", self.window)
         shape = len(self.tokens), {len(row) for row in self.tokens}
@@ -54,19 +54,24 @@ class Budget:
                         f" to {most} (the whole cache)"
                     )
 
-    def whole(self, scales: Scales) -> bool:
+    def whole(self, scales: ScaleSizes) -> bool:
         """Whether nothing is ever dropped."""
         return all(row == scales.begins[1:-1] for row in self.tokens)
 
     @classmethod
-    def full(cls, scales: Scales, depth: int, window: int = WINDOW) -> Budget:
+    def full(cls, scales: ScaleSizes, depth: int, window: int = WINDOW) -> CacheBudget:
         return cls((scales.begins[1:-1],) * depth, window)
 
     @classmethod
     def allot(
-        cls, selectivity_DK: Tensor, scales: Scales, share: float = 0.1, window: int = WINDOW, drafters: float = 0.1,
+        cls,
+        selectivity_DK: Tensor,
+        scales: ScaleSizes,
+        share: float = 0.1,
+        window: int = WINDOW,
+        drafters: float = 0.1,
         decay: float = 0.5,
-    ) -> Budget:  # fmt: skip
+    ) -> CacheBudget:
         """A `share` of the largest cache for each layer on average, at every scale that does not fit as it is.
 
         drafters: share of the (layer, scale) pairs, those of the lowest selectivity among the layers of their scale.
@@ -108,10 +113,10 @@ def _lowest(selectivity_DJ: Tensor, count: int) -> list[tuple[int, int]]:
     return [divmod(place, z.shape[1]) for place in order]
 
 
-class KeptCache:
+class BudgetedCache:
     """The cache under a budget. Passes are over one scale of all rows."""
 
-    def __init__(self, scales: Scales, budget: Budget):
+    def __init__(self, scales: ScaleSizes, budget: CacheBudget):
         self.scales, self.budget, self.scale = scales, budget, 0
         self.stores: list[tuple[Tensor, Tensor] | None] = [None] * len(budget.tokens)
         self.places: list[Tensor | None] = [None] * len(budget.tokens)  # (R, H, M) positions, None: from 0 on
@@ -193,7 +198,7 @@ def centres(grid: tuple[int, int], window: int) -> tuple[int, ...]:
     return tuple(i * columns + j for i in down for j in across)
 
 
-def pooled(score_RHM: Tensor, places_RHM: Tensor, scales: Scales, scale: int) -> Tensor:
+def pooled(score_RHM: Tensor, places_RHM: Tensor, scales: ScaleSizes, scale: int) -> Tensor:
     """Scores averaged over the kept neighbours on the grid of their own scale."""
     size = (*score_RHM.shape[:2], scales.begins[scale + 1])
     dense = score_RHM.new_zeros(size).scatter(2, places_RHM, score_RHM)
@@ -206,12 +211,12 @@ def pooled(score_RHM: Tensor, places_RHM: Tensor, scales: Scales, scale: int) ->
     return torch.cat(parts, dim=2).gather(2, places_RHM)
 
 
-class Watched(ScaleCache):
+class AttentionMeter(ScaleCache):
     """A whole cache whose attention is measured: at each layer and scale, the weight of the scale's own tokens, and
     that of the `share` of earlier tokens that a query looks at most.
     """
 
-    def __init__(self, scales: Scales, layers: int, share: float):
+    def __init__(self, scales: ScaleSizes, layers: int, share: float):
         super().__init__(scales, layers)
         self.share, self.scale = share, 0
         self.own, self.picked = torch.zeros(layers, len(scales)), torch.zeros(layers, len(scales))
@@ -234,9 +239,12 @@ class Watched(ScaleCache):
 
 @torch.inference_mode()
 def selectivity(
-    model: NextScale, quantizer: Quantizer | BitQuantizer, condition: Any, generator: torch.Generator,
+    model: NextScale,
+    quantizer: Quantizer | BitQuantizer,
+    condition: Any,
+    generator: torch.Generator,
     share: float = 0.1,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention selectivity (D, K) from images of a handful of classes (numbers (R,)) or texts (`Texts`), drawn without
     guidance: the mean weight of a scale's own tokens times that of the `share` of earlier tokens that each query looks
     at most. 0 at the first scale.
@@ -246,8 +254,8 @@ def selectivity(
     if isinstance(condition, Tensor) and (condition.dim() != 1 or not len(condition)):
         raise ValueError(f"classes: got shape {tuple(condition.shape)}, expected at least one number")
     scales, rows = model.config.scales, len(condition)
-    watched = Watched(scales, model.config.depth, share)
-    reading = Reading(model, quantizer, condition, rows, watched)
+    watched = AttentionMeter(scales, model.config.depth, share)
+    reading = ConditionState(model, quantizer, condition, rows, watched)
     codes = None
     for _ in scales.sizes:
         (group,) = reading.read(codes)

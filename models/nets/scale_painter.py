@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from visspec.checkpoint import check_whole
-from visspec.models.nets.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, Scales
-from visspec.models.nets.painters import OwnPainter, load_painter
+from visspec.models.nets.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, ScaleSizes
+from visspec.models.nets.painters import OwnImageModel, load_painter
 from visspec.models.nets.var import VAR, VARConfig
 
 
@@ -55,19 +55,19 @@ class ScalePainterConfig(PreTrainedConfig):
         """The network's."""
         return VARConfig(
             **self.network,
-            scales=Scales(tuple((rows, columns) for rows, columns in self.grids)),
+            scales=ScaleSizes(tuple((rows, columns) for rows, columns in self.grids)),
             codes=self.shape.codes,
             code_size=self.shape.size,
             classes=len(self.labels),
         )
 
 
-class ScalePainter(OwnPainter):
+class ScalePainter(OwnImageModel):
     """`var` draws maps of codes, `autoencoder` turns them into pictures and back."""
 
     config_class = ScalePainterConfig
     base_model_prefix = "var"
-    wordless = True
+    class_conditional = True
 
     def __init__(self, config: ScalePainterConfig):
         super().__init__(config)

@@ -22,7 +22,7 @@ from visspec.models.nets.var import VAR
 NextScale = VAR | Infinity
 
 
-class Group(NamedTuple):
+class DistanceGroup(NamedTuple):
     """Images that are equally far, and what was said of their next scales."""
 
     images: list[int] | None  # None: all
@@ -30,14 +30,14 @@ class Group(NamedTuple):
     logits: list[Tensor]  # of each scale (R of these images, codes, V)
 
 
-class Mark(NamedTuple):
+class ReadingPosition(NamedTuple):
     """Where a reading was."""
 
     counts: list[int]
     features: Tensor
 
 
-class Reading:
+class ConditionState:
     """condition: of R rows, as the network takes it (`given`): VAR numbers of classes, Infinity texts. cache: empty;
     default for all scales.
     """
@@ -59,7 +59,7 @@ class Reading:
         """Rows of an image."""
         return len(self.given) // len(self.count)
 
-    def read(self, value_BNS: Tensor | None = None, last: bool = False) -> list[Group]:
+    def read(self, value_BNS: Tensor | None = None, last: bool = False) -> list[DistanceGroup]:
         """One pass over the next N maps of each image, after the class if it is the first. What was said of the scale
         after each; of the first scale too in the first pass. last: of the last only.
 
@@ -86,7 +86,7 @@ class Reading:
                 first, kept, own = first + number - 1, kept[-1:], own[:, -kept[-1] :]
             said = self.net.logits(own, given).split(kept, dim=1) if number else ()
             codes = self.net.config.codes  # a position's codes one after another
-            found.append(Group(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in said]))
+            found.append(DistanceGroup(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in said]))
         self.begun = True
         return found
 
@@ -103,10 +103,10 @@ class Reading:
         """The first maps of the latest pass are final, the others are as if they had been read by themselves."""
         self.count, self.after = [had + nodes for had in self.count], self.after[nodes:]
 
-    def mark(self) -> Mark:
-        return Mark(list(self.count), self.features)
+    def mark(self) -> ReadingPosition:
+        return ReadingPosition(list(self.count), self.features)
 
-    def back(self, marks: list[Mark]) -> None:
+    def back(self, marks: list[ReadingPosition]) -> None:
         """To the mark of each image; what was read since is free."""
         self.count = [mark.counts[b] for b, mark in enumerate(marks)]
         self.features = torch.stack([mark.features[b] for b, mark in enumerate(marks)])
@@ -177,7 +177,7 @@ class Reading:
         return x_RQC, places
 
 
-def stacked(groups: list[Group], images: int, nodes: int, warped: Any) -> tuple[Tensor, Tensor]:
+def stacked(groups: list[DistanceGroup], images: int, nodes: int, warped: Any) -> tuple[Tensor, Tensor]:
     """Logits (B, N, S, V) of all images, and how many codes each node has (B, N).
 
     warped: (logits (R, codes, V) of some images, scale) -> (images, codes, V). Nodes behind the last scale have none.

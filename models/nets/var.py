@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.checkpoint import check_whole
-from visspec.models.nets.multiscale import Scales
+from visspec.models.nets.multiscale import ScaleSizes
 
 EPSILON = 1e-6  # of layer norms
 SHARPEST = math.log(100)  # largest logarithm of a head's scale of attention
@@ -39,7 +39,7 @@ class VARConfig:
     width: int
     depth: int
     heads: int
-    scales: Scales
+    scales: ScaleSizes
     codes: int = 4096
     code_size: int = 32
     classes: int = 1000
@@ -55,12 +55,12 @@ class VARConfig:
             raise ValueError(f"heads: got {self.heads}, expected a divisor of the width {self.width}")
 
     @classmethod
-    def of(cls, depth: int, scales: Scales, shared: bool = False) -> VARConfig:
+    def of(cls, depth: int, scales: ScaleSizes, shared: bool = False) -> VARConfig:
         """As published: d16, d20, d24, d30, d36."""
         return cls(64 * depth, depth, depth, scales, shared=shared)
 
 
-class Attention(nn.Module):
+class VARAttention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         return self.proj(attend(q, F.normalize(k, dim=-1), v).transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
+class VARMLP(nn.Module):
     def __init__(self, width: int, hidden: int):
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
@@ -89,14 +89,14 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
-class Block(nn.Module):
+class VARBlock(nn.Module):
     """A block of a transformer whose norms are modulated by the class: its own way, or shared and shifted."""
 
     def __init__(self, config: VARConfig):
         super().__init__()
         width = config.width
-        self.attn = Attention(width, config.heads)
-        self.ffn = MLP(width, config.hidden or 4 * width)
+        self.attn = VARAttention(width, config.heads)
+        self.ffn = VARMLP(width, config.hidden or 4 * width)
         if config.shared:
             self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / math.sqrt(width))
         else:
@@ -111,7 +111,7 @@ class Block(nn.Module):
         return x_RQC + self.ffn(norm(x_RQC) * (scale2 + 1) + shift2) * gamma2
 
 
-class Before(nn.Module):
+class ModulatedNorm(nn.Module):
     """The modulated norm before the head."""
 
     def __init__(self, width: int):
@@ -145,8 +145,8 @@ class VAR(nn.Module):
         self.lvl_embed = nn.Embedding(len(scales), width)
         if config.shared:
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.head_nm = Before(width)
+        self.blocks = nn.ModuleList(VARBlock(config) for _ in range(config.depth))
+        self.head_nm = ModulatedNorm(width)
         self.head = nn.Linear(width, config.codes)
         self.level_L: Tensor
         self.register_buffer("level_L", torch.tensor(scales.levels), persistent=False)

@@ -10,7 +10,7 @@ from visspec.models.nets.any_order_painter import AnyOrderPainter, JanusCodec
 from visspec.models.targets.randar import RandARImages
 
 
-class PaintedAnyOrder(RandARImages):
+class AnyOrderPainterFamily(RandARImages):
     """settings: a generation_config in place of the model's."""
 
     def __init__(self, model: AnyOrderPainter, processor: Any = None, *, settings: Any = None):

@@ -2,7 +2,8 @@
 2407.06135, 2408.02657.)
 
 The stock forward forbids image tokens, so its backbone and its head are called apart. What differs between the
-published models is a `Style`. transformers has no decoder of these codes: `codec` is one (`visspec.models.nets.vqgan`).
+published models is a `PromptStyle`. transformers has no decoder of these codes: `codec` is one
+(`visspec.models.nets.vqgan`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.models.targets.image_ar import Family, Layout, Prompt, Vocabulary, counted, left_padded
+from visspec.models.targets.image_ar import EncodedPrompt, Family, ImageLayout, Vocabulary, counted, left_padded
 
 BOS, BEGIN, END, TURN = "<s>", "<racm3:break>", "<eoss>", "<reserved08706>"
 LARGEST = 2048  # pixels along a side that a header can name
 
 
 @dataclass(frozen=True)
-class Style:
+class PromptStyle:
     """How a model was trained to draw. `{}` in `question` is the text; sizes are in pixels."""
 
     question: str
@@ -32,15 +33,15 @@ class Style:
     sized: bool = False  # the image begins with two tokens that say how many steps high and wide it is
     unconditional: tuple[str, ...] = (BOS,)  # what stays of a prompt, before the header, without its words
 
-    def header(self, layout: Layout, codes_per_step: int) -> list[str]:
+    def header(self, layout: ImageLayout, codes_per_step: int) -> list[str]:
         """Tokens between the words and the first code."""
         counts = [side // codes_per_step for side in layout.grid] if self.sized else []
         return [BEGIN, *(f"<reserved{8800 + count:05d}>" for count in counts)]
 
 
 STYLES = {
-    "anole": Style("{}", guidance=3.0, size=512),
-    "lumina": Style(
+    "anole": PromptStyle("{}", guidance=3.0, size=512),
+    "lumina": PromptStyle(
         "Generate an image of {width}x{height} according to the following prompt:\n{}",
         guidance=4.0,
         size=768,
@@ -59,7 +60,7 @@ class Chameleon(Family):
     A negative prompt is put as a prompt is; an empty one is the style's unconditional prompt.
     """
 
-    def __init__(self, model: Any, processor: Any, codec: Any = None, style: str | Style = "anole"):
+    def __init__(self, model: Any, processor: Any, codec: Any = None, style: str | PromptStyle = "anole"):
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(f"style: got {style!r}, expected one of {', '.join(STYLES)}")
         self.style = STYLES[style] if isinstance(style, str) else style
@@ -84,7 +85,7 @@ class Chameleon(Family):
                 " (visspec.models.nets.layouts_vq.load_taming_vq)"
             )
 
-    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         style, height, width = self.style, height or self.style.size, width or self.style.size
         if not style.step and (height, width) != (style.size, style.size):
             raise ValueError(f"height, width: got {height} x {width}, expected {style.size} x {style.size}")
@@ -95,11 +96,11 @@ class Chameleon(Family):
         ids = iter(range(self.codes, self.codes + self.grammar))
         row_end, end = (next(ids) if name else None for name in (style.row_end, style.end))
         tail = () if end is None else (end,)
-        return Layout.lines(height // self.factor, width // self.factor, row_end, tail)
+        return ImageLayout.lines(height // self.factor, width // self.factor, row_end, tail)
 
     def prompt(
-        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
-    ) -> Prompt:
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
         layout = layout or self.layout()
         height, width = (side * self.factor for side in layout.grid)
         every = [*texts, *(negative or [])]
@@ -109,8 +110,8 @@ class Chameleon(Family):
         return self.from_words(words[: len(texts)], guided, layout, others or None)
 
     def from_words(
-        self, words: list[list[int]], guided: bool, layout: Layout, negative: list[list[int] | None] | None = None
-    ) -> Prompt:
+        self, words: list[list[int]], guided: bool, layout: ImageLayout, negative: list[list[int] | None] | None = None
+    ) -> EncodedPrompt:
         """From the ids of each prompt's words, without special ids, and those of the negative prompts (None: the
         unconditional one).
         """
@@ -123,7 +124,7 @@ class Chameleon(Family):
             rows += [plain if row is None else [ids[BOS], *row, ids[TURN], *header] for row in others]
         both, seen = left_padded(rows, 0, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
-        return Prompt(both[: len(words)], embeds, seen, counted(seen, layout.positions))
+        return EncodedPrompt(both[: len(words)], embeds, seen, counted(seen, layout.positions))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(self.vocabulary(tokens))
@@ -135,7 +136,7 @@ class Chameleon(Family):
         vq = self.model.model.vqmodel
         return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
 
-    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         if self.codec is None:
             return super().pixels(tokens, layout)
         return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5

@@ -36,7 +36,7 @@ COMPILING = threading.Lock()  # one warm-up at a time
 logger = logging.getLogger(__name__)
 
 
-class Graphs:
+class CompiledFunctions:
     """Functions through `torch.compile`, and what became of them. `graphs` counts what was compiled, `late` what of it
     was after a warm-up; `ready` holds False where there are graphs for one cache row, True where for several.
     """
@@ -105,7 +105,7 @@ class Graphs:
         return made
 
 
-class Passes(Graphs):
+class CompiledPasses(CompiledFunctions):
     """Chooses between a model and its view with a compiled decoder. A model that can't be compiled runs as it is, which
     a warning says once.
     """
@@ -229,7 +229,7 @@ def _hooked(decoder: nn.Module) -> str:
 def dummy(pending: Tensor, nodes: int) -> Draft:
     """A chain of copies of every row's pending node."""
     proposed = pending[:, None].expand(-1, nodes - 1, *pending.shape[1:])
-    return trees.chain_draft(pending, proposed) if nodes > 1 else trees.undrafted(pending)
+    return trees.chain_draft(pending, proposed) if nodes > 1 else trees.empty_draft(pending)
 
 
 @contextmanager
@@ -251,13 +251,13 @@ def refusal(name: str, why: str) -> str:
     return f"compile: got {name} with {why}, expected one without; it runs uncompiled"
 
 
-def compiled(model: nn.Module, decoder: nn.Module, states: bool = False) -> Passes | None:
-    """`Passes` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass or layers
-    keep `states`.
+def compiled(model: nn.Module, decoder: nn.Module, states: bool = False) -> CompiledPasses | None:
+    """`CompiledPasses` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass or
+    layers keep `states`.
     """
     turning = rotary.modules(decoder)
     if turning or states:
         why = "rotary frequencies that depend on the length" if turning else "layers that keep a state"
         warnings.warn(refusal(type(model).__name__, why), RuntimeWarning, stacklevel=3)
         return None
-    return Passes(model, decoder)
+    return CompiledPasses(model, decoder)

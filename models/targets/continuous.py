@@ -1,7 +1,8 @@
 """A causal model of continuous tokens as a target: a stock decoder, and a diffusion head for the next vector.
 
-The node of the loop is a vector of d numbers; its law after each node is a chain of the head's steps (`Denoising`).
-The declared target samples all steps with noise, the last one included. Guidance mixes the head's outputs.
+The node of the loop is a vector of d numbers; its distribution after each node is a chain of the head's steps
+(`Denoising`). The declared target samples all steps with noise, the last one included. Guidance mixes the head's
+outputs.
 
 Shapes: B requests, R = B or 2 B cache rows, L prompt, N nodes, M = B N chains, W points of each, S steps, d size of a
 token, C hidden size.
@@ -16,13 +17,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from visspec.laws import Denoising
-from visspec.loop.tape import Stack
+from visspec.distributions import Denoising
+from visspec.loop.output import VectorBuffer
 from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler
 from visspec.models.nets.diffusion_head import schedule
 from visspec.models.nets.head_law import HeadLaws
-from visspec.models.targets.image_ar import ImageAR, Layout, _twice
-from visspec.models.targets.janus import Worded
+from visspec.models.targets.image_ar import ImageAR, ImageLayout, _twice
+from visspec.models.targets.janus import ChatPromptFamily
 from visspec.types import Draft, Request, Sampling, Scores, State
 
 COLDEST = 1e-6  # squares of what couplings divide by deviations are finite in float32
@@ -39,9 +40,9 @@ def check_vectors(sampling: Sampling) -> None:
         raise ValueError(f"temperature: got {sampling.temperature}, expected at least {COLDEST}: chains need variance")
 
 
-class ContinuousImages(Worded):
+class ContinuousImages(ChatPromptFamily):
     """Prompts as Janus has them; tokens are vectors, in raster order. settings: a generation_config in place of the
-    model's. denoising_steps: of a vector, in place of the model's; fewer make another law, faster.
+    model's. denoising_steps: of a vector, in place of the model's; fewer make another distribution, faster.
     """
 
     draws = "vectors"
@@ -64,7 +65,7 @@ class ContinuousImages(Worded):
     def embed_prompt(self, ids: Tensor) -> Tensor:
         return self.model.embed_prompt(ids)
 
-    def laws(
+    def distributions(
         self, hidden_RNC: Tensor, request: Request, calls: Counter[str], name: str = "head", skip: float = 0.0
     ) -> Denoising:
         """Laws after nodes with these hidden states, of the unconditional rows last under guidance."""
@@ -77,7 +78,7 @@ class ContinuousImages(Worded):
     def check_sampling(self, sampling: Sampling) -> None:
         check_vectors(sampling)
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
         if options.get("cache_implementation", "dynamic") != "dynamic":
             raise ValueError(f"cache_implementation: got {options['cache_implementation']!r}, expected 'dynamic'")
         self.check_sampling(sampling)
@@ -85,7 +86,7 @@ class ContinuousImages(Worded):
         draw = Sampler(self.model, sampling.guidance, sampling.temperature, len(self.steps))
         return draw(cast(Tensor, prompt.tokens), prompt.attention)
 
-    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         return self.model.pixels(tokens).float()
 
 
@@ -97,10 +98,10 @@ class ContinuousAR(ImageAR):
     def __init__(self, family: ContinuousImages, features: bool = False, compile: bool = False):
         super().__init__(family, features, compile)
         self.capabilities = replace(
-            self.capabilities, trees=False, law=Denoising, steps=family.steps, size=family.size, codebook=None
+            self.capabilities, trees=False, distribution=Denoising, steps=family.steps, size=family.size, codebook=None
         )
 
-    def _opened(self, request: Request) -> tuple[Tensor, Stack]:
+    def _opened(self, request: Request) -> tuple[Tensor, VectorBuffer]:
         self.family.check_sampling(request.sampling)
         rows, guidance = len(request.inputs.ids), request.sampling.guidance
         found, wanted = len(request.inputs.embeds), rows if guidance == 1.0 else 2 * rows
@@ -109,7 +110,7 @@ class ContinuousAR(ImageAR):
                 f"guidance: got {guidance} and {found} rows of inputs for {rows} prompts, expected {wanted}: an"
                 " unconditional one for each prompt under guidance, and else none"
             )
-        return torch.zeros(rows, self.family.size, device=self.device), Stack(request, rows)
+        return torch.zeros(rows, self.family.size, device=self.device), VectorBuffer(request, rows)
 
     def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
         return self._inputs(state, draft.value, index)
@@ -120,7 +121,7 @@ class ContinuousAR(ImageAR):
         return model.embed(values.to(model.z_proj.weight.dtype), index - state.request.inputs.ids.shape[1], features)
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
-        return Scores(self.family.laws(last, state.request, state.trace.calls), self._shown(state, hidden))
+        return Scores(self.family.distributions(last, state.request, state.trace.calls), self._shown(state, hidden))
 
     def read(self, state: State, draft: Draft, features_RNF: Tensor | None) -> Tensor:
         """Hidden states (R, N, C) of a drafter's own pass over a chain; features: the painter's, where known."""

@@ -2,7 +2,7 @@
 
 An image is rows of codes, each closed by a row end, then the ids for end of frame, end of image and end of text, as
 the `prefix_allowed_tokens_fn` on transformers' page of this model fixes them. Its guidance mixes log-softmax values:
-the same law as mixed logits, as each branch's normaliser only shifts them.
+the same distribution as mixed logits, as each branch's normaliser only shifts them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from visspec.models.targets.image_ar import (
+    EncodedPrompt,
     Family,
-    Layout,
-    Prompt,
+    ImageLayout,
     Vocabulary,
     counted,
     generated,
@@ -54,16 +54,16 @@ class Emu3(Family):
         self.factor = inner.vqmodel.spatial_scale_factor
         self.default_guidance = float(model.generation_config.guidance_scale or 3.0)
 
-    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         height, width = height or self.side, width or self.side
         if min(height, width) < self.factor or height % self.factor or width % self.factor:
             raise ValueError(f"height, width: got {height} x {width}, expected multiples of {self.factor}")
         row_end, *tail = range(self.codes, self.codes + self.grammar)
-        return Layout.lines(height // self.factor, width // self.factor, row_end, tuple(tail))
+        return ImageLayout.lines(height // self.factor, width // self.factor, row_end, tuple(tail))
 
     def prompt(
-        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
-    ) -> Prompt:
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
         layout, count = layout or self.layout(), len(texts)
         others = [self.negative] * count if negative is None else negative
         # the size goes into the negative prompt too, as the authors do; transformers' page leaves it out
@@ -71,7 +71,7 @@ class Emu3(Family):
         ids, attention = batch["input_ids"], batch["attention_mask"].bool()
         return self.from_ids(ids[:count], attention[:count], layout, ids[count:], attention[count:])
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
         given = self._asked(texts, layout)
         guidance: dict[str, Any] = {"guidance_scale": sampling.guidance}
         if sampling.guidance != 1.0:
@@ -82,7 +82,7 @@ class Emu3(Family):
             }
         return generated(self.model, self.vocabulary, given, layout, sampling, **guidance, **options)
 
-    def _asked(self, texts: list[str], layout: Layout) -> dict[str, Tensor]:
+    def _asked(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
         rows, columns = layout.grid
         batch = self.processor(
             text=texts,
@@ -98,10 +98,10 @@ class Emu3(Family):
         self,
         ids: Tensor,
         attention: Tensor,
-        layout: Layout,
+        layout: ImageLayout,
         negative: Tensor | None = None,
         negative_attention: Tensor | None = None,
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """From ids (B, L) and negative ids (B, L') as stock `generate` takes them; none, or (0, L'): no guidance."""
         rows = [row[real].tolist() for row, real in zip(ids, attention.bool())]
         if negative is not None:
@@ -110,7 +110,7 @@ class Emu3(Family):
         both, seen = left_padded(rows, self.pad, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
         # `generate` counts the positions of both branches from their first word
-        return Prompt(both[: len(ids)], embeds, seen, counted(seen, layout.positions))
+        return EncodedPrompt(both[: len(ids)], embeds, seen, counted(seen, layout.positions))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(self.vocabulary(tokens))
@@ -118,7 +118,7 @@ class Emu3(Family):
     def head(self, hidden: Tensor) -> Tensor:
         return self.vocabulary.logits(self.model.lm_head, hidden)
 
-    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         decoded = self.model.model.vqmodel.decode(tokens.view(-1, *layout.grid)).float()
         options = self.processor.image_processor
         mean, std = (decoded.new_tensor(x)[:, None, None] for x in (options.image_mean, options.image_std))

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # so that the table can be read without transformers
-    from visspec.models.targets.image_ar import Family, Layout, Prompt
+    from visspec.models.targets.image_ar import EncodedPrompt, Family, ImageLayout
 
 FAMILIES = {
     "janus": "visspec.models.targets.janus:Janus",
@@ -45,8 +45,8 @@ def family_of(model: Any, processor: Any, **parts: Any) -> Family:
 
 
 def prompt_of(
-    family: Family, texts: list[str], guided: bool, layout: Layout, negative: list[str] | None = None
-) -> Prompt:
+    family: Family, texts: list[str], guided: bool, layout: ImageLayout, negative: list[str] | None = None
+) -> EncodedPrompt:
     """`family.prompt`, with a text for each unconditional row: "" stands for the model's own unconditional prompt.
 
     Raises ValueError for a family whose unconditional prompts have no text.

@@ -41,7 +41,7 @@ def folding(stock: Callable) -> Callable:
     ) -> tuple[Tensor, Any]:
         if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
-        if ragged.is_told(attention_mask, query):
+        if ragged.is_tree_metadata(attention_mask, query):
 
             def masked(mask: Tensor) -> tuple[Tensor, Any]:
                 return stock(module, query, key, value, mask, *args, **kwargs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.models.targets.image_ar import Family, Layout, Prompt, Vocabulary, generated
+from visspec.models.targets.image_ar import EncodedPrompt, Family, ImageLayout, Vocabulary, generated
 from visspec.types import FREE, Sampling
 
 FACTOR = 32  # pixels per code, along a side; fixed in the model's processor
@@ -38,7 +38,7 @@ class GlmImage(Family):
         self.vocabulary = Vocabulary(ids, self.codes)
         self.codebook = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
 
-    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         usual: list[int] = [getattr(self.processor, name, 1024) for name in ("target_h", "target_w")]
         height, width = height or usual[0], width or usual[1]
         if height % FACTOR or width % FACTOR or not all(self._preview(height, width)):
@@ -48,23 +48,23 @@ class GlmImage(Family):
             )
         return self.grids((height // FACTOR, width // FACTOR), self._preview(height, width))
 
-    def grids(self, grid: tuple[int, int], preview: tuple[int, int]) -> Layout:
+    def grids(self, grid: tuple[int, int], preview: tuple[int, int]) -> ImageLayout:
         """The layout of an image grid after a preview grid, both (rows, columns)."""
         before, count = preview[0] * preview[1], grid[0] * grid[1]
-        return Layout(grid, torch.tensor([FREE] * (before + count) + [self.codes]), before)
+        return ImageLayout(grid, torch.tensor([FREE] * (before + count) + [self.codes]), before)
 
     @staticmethod
     def _preview(height: int, width: int) -> tuple[int, int]:
         ratio = height / width if width else 0.0
         return int(ratio**0.5 * PREVIEW), int(ratio and (1 / ratio) ** 0.5 * PREVIEW)
 
-    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
+    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
         return self.from_inputs(self._asked(texts, layout or self.layout()))
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
         return generated(self.model, self.vocabulary, self._asked(texts, layout), layout, sampling, **options)
 
-    def _asked(self, texts: list[str], layout: Layout) -> dict[str, Tensor]:
+    def _asked(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
         rows, columns = layout.grid
         size = {"target_h": rows * FACTOR, "target_w": columns * FACTOR}
         batch = self.asked().apply_chat_template(
@@ -75,7 +75,7 @@ class GlmImage(Family):
         )
         return {name: value.to(self.decoder.device) for name, value in batch.items()}
 
-    def from_inputs(self, inputs: dict[str, Tensor]) -> Prompt:
+    def from_inputs(self, inputs: dict[str, Tensor]) -> EncodedPrompt:
         """From what stock `generate` takes: input_ids, attention_mask, image_grid_thw, images_per_sample."""
         ids, attention = inputs["input_ids"], inputs["attention_mask"]
         model = self.model.model
@@ -89,7 +89,7 @@ class GlmImage(Family):
         drawn_ABT = model._cached_decode_position_ids.permute(1, 0, 2)
         model._cached_decode_position_ids, model._prefill_len = kept
         positions = torch.cat([seen_ABL, drawn_ABT.to(seen_ABL)], dim=-1)
-        return Prompt(ids, self.model.get_input_embeddings()(ids), attention.bool(), positions)
+        return EncodedPrompt(ids, self.model.get_input_embeddings()(ids), attention.bool(), positions)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(self.vocabulary(tokens))

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from visspec import replay
 from visspec.cache import SlotCache, to_device
 from visspec.models.targets import rotary
+from visspec.models.targets.buffer_pool import GraphBufferPool, KVBuffers, one_line
 from visspec.models.targets.compiled import close, foreign, form
-from visspec.models.targets.lending import Lending, Stores, said
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.replay import REPLAYING, Call, Recording, stream
@@ -35,7 +35,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Forward = Callable[..., Sequence[Tensor | None]]
 
 
-class Recorded(Lending):
+class GraphedForward(GraphBufferPool):
     """Passes of a model, or of the decoder of an image model, in recordings."""
 
     def __init__(self, model: nn.Module, decoder: nn.Module, masks: Masks, positions: int | None):
@@ -75,59 +75,66 @@ class Recorded(Lending):
         with REPLAYING, torch.cuda.device_of(given[0]):
             try:
                 stores = self._stores(slots, wanted, stream(given[0].device))
-                told = self._told(slots, stores, tree, given)
-                key = (stores.number, tree.size, *((tuple(x.shape), x.dtype) for x in told))
+                attn_metadata = self._attn_metadata(slots, stores, tree, given)
+                key = (stores.number, tree.size, *((tuple(x.shape), x.dtype) for x in attn_metadata))
                 held = self.recordings.pop(key, None)
                 if held is not None:
-                    held.fill(told)
+                    held.fill(attn_metadata)
                     held.replay()
                 elif self.due(state.request):
-                    held = self._made(record, state.cache, stores, tree.size, told, len(given), forward, eager)
+                    held = self._made(record, state.cache, stores, tree.size, attn_metadata, len(given), forward, eager)
                 else:
                     return None
             except Exception as error:
-                self.refuse(f"passes of {self.name} are not recorded, it runs eager: {said(error)}")
+                self.refuse(f"passes of {self.name} are not recorded, it runs eager: {one_line(error)}")
                 return None
             self.recordings[key] = held  # the newest are the last
             return [None if x is None else x.clone() for x in held.output]
 
     def finish(self, slots: SlotCache, keep: bool) -> None:
         """A request has ended: its stores go back. keep: what it holds is copied, because it is used further."""
-        if slots.lent is not None:
+        if slots.lease is not None:
             end = slots.length
             slots.keys, slots.values = (
                 [store[:, :, :end].clone() for store in stores] if keep else [] for stores in (slots.keys, slots.values)
             )
-            slots.lent = None
+            slots.lease = None
 
-    def _stores(self, slots: SlotCache, wanted: int, queue: int) -> Stores:
+    def _stores(self, slots: SlotCache, wanted: int, queue: int) -> KVBuffers:
         """The stores that a request is in, with room for `wanted` slots. It moves if it is in none."""
-        kept, half, rows = slots.lent, len(slots.keys), len(slots.lengths)
-        slots.lent, views = self.settled(kept, [*slots.keys, *slots.values], 2, slots.length, wanted, queue)
-        if slots.lent is not kept:
+        kept, half, rows = slots.lease, len(slots.keys), len(slots.lengths)
+        slots.lease, views = self.acquire(kept, [*slots.keys, *slots.values], 2, slots.length, wanted, queue)
+        if slots.lease is not kept:
             slots.keys, slots.values = views[:half], views[half:]
-            slots.spare, slots.lean = slots.lent.stores.kind[0] - rows, False
-        return slots.lent.stores
+            slots.spare, slots.lean = slots.lease.stores.kind[0] - rows, False
+        return slots.lease.stores
 
-    def _told(self, slots: SlotCache, stores: Stores, tree: Tree, given: Sequence[Tensor]) -> list[Tensor]:
+    def _attn_metadata(self, slots: SlotCache, stores: KVBuffers, tree: Tree, given: Sequence[Tensor]) -> list[Tensor]:
         """All that a recording reads: what is given, lengths (R,), depths (R, N), ancestors (R, N, N), and where there
         is padding, which slots are none (R, S).
         """
         rows, device = len(slots.lengths), given[0].device
         depth, ancestor = tree.depth.expand(rows, -1), tree.ancestor.expand(rows, -1, -1)
-        told = [*given, to_device(slots.lengths, device), depth, ancestor]
+        attn_metadata = [*given, to_device(slots.lengths, device), depth, ancestor]
         if slots.padding is not None:
-            told.append(F.pad(slots.padding, (0, stores.slots - slots.padding.shape[1]), value=True))
-        return told
+            attn_metadata.append(F.pad(slots.padding, (0, stores.slots - slots.padding.shape[1]), value=True))
+        return attn_metadata
 
     def _made(
-        self, record: Callable[[Call], tuple], cache: SlotLayers, stores: Stores, nodes: int, told: list[Tensor],
-        count: int, forward: Forward, eager: Callable[[], Tensor],
-    ) -> Recording:  # fmt: skip
+        self,
+        record: Callable[[Call], tuple],
+        cache: SlotLayers,
+        stores: KVBuffers,
+        nodes: int,
+        attn_metadata: list[Tensor],
+        count: int,
+        forward: Forward,
+        eager: Callable[[], Tensor],
+    ) -> Recording:
         """A recording, replayed once. Raises ValueError if it gives anything else than an eager pass."""
         want = eager().float()
         self.make_room()
-        inputs = [x.clone(memory_format=torch.contiguous_format) for x in told]
+        inputs = [x.clone(memory_format=torch.contiguous_format) for x in attn_metadata]
         rows = len(cache.slots.lengths)
         # a cache of its own, whose length on the host is not the request's: what depends on that differs below
         scratch = cache.over(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
@@ -185,13 +192,13 @@ def unfit(model: Any, decoder: nn.Module, attention: str, states: bool = False) 
 
 def recorded(
     asked: bool | None, model: Any, decoder: nn.Module, masks: Masks, text: Any, states: bool = False
-) -> Recorded | None:
-    """`Recorded` passes of a model whose configuration of text is `text`; None where they can't be, which a warning
-    says if it was asked for.
+) -> GraphedForward | None:
+    """`GraphedForward` passes of a model whose configuration of text is `text`; None where they can't be, which a
+    warning says if it was asked for.
     """
     why = unfit(model, decoder, getattr(text, "_attn_implementation", None) or "sdpa", states)
     if why is None:
-        return Recorded(model, decoder, masks, getattr(text, "max_position_embeddings", None))
+        return GraphedForward(model, decoder, masks, getattr(text, "max_position_embeddings", None))
     if asked:
         warnings.warn(f"graphs: got {why[0]}, expected {why[1]}; it runs eager", RuntimeWarning, stacklevel=4)
     return None

@@ -21,16 +21,16 @@ from transformers import GenerationMixin, PreTrainedConfig
 
 from visspec import tree as trees
 from visspec.cache import SlotCache, gathered, packed, to_device
-from visspec.laws import Categorical
-from visspec.loop.tape import Ids
+from visspec.distributions import Categorical
+from visspec.loop.output import TokenBuffer
 from visspec.models.targets import folding, probe, ragged, rotary
 from visspec.models.targets.compiled import compiled
 from visspec.models.targets.graphs import recorded
-from visspec.models.targets.hooks import Watch
+from visspec.models.targets.hooks import DecoderRecorder
+from visspec.models.targets.layer_subset import LayerSubset
 from visspec.models.targets.masks import STATEFUL, Masks
 from visspec.models.targets.recurrent import state_layers
 from visspec.models.targets.slot_layers import SlotLayers, cached_layers, restarts
-from visspec.models.targets.thinned import Thinned
 from visspec.sampling import process
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
@@ -78,11 +78,11 @@ class HFDecoder(Target):
         self.states = state_layers(model.config)
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
         self.probed = check and self.device.type != "meta"
-        answer = probe.check(self) if check else probe.Answer()
+        answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
         self._pads: bool | None = None
         self.passes = compiled(model, self.decoder, bool(self.states)) if compile else None
-        self.thinned = Thinned(model, self.decoder)
+        self.layer_subset = LayerSubset(model, self.decoder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "passes": None, "recorder": None}
@@ -93,7 +93,7 @@ class HFDecoder(Target):
 
     @property
     def device(self) -> torch.device:
-        """Device of ids and laws; offloaded weights are on no device between passes."""
+        """Device of ids and distributions; offloaded weights are on no device between passes."""
         device, hook = self.model.device, getattr(self.model, "_hf_hook", None)
         return device if device.type != "meta" else torch.device(getattr(hook, "execution_device", device))
 
@@ -122,8 +122,8 @@ class HFDecoder(Target):
         # if preparation drops the empty cache, the model would create its own
         arguments["past_key_values"] = cache
         arguments.update(self._outputs)
-        turning = rotary.Prompt(self.rotary, request.max_new_tokens)
-        with Watch(self.decoder) as seen, turning:
+        turning = rotary.PrefillRope(self.rotary, request.max_new_tokens)
+        with DecoderRecorder(self.decoder) as seen, turning:
             output = self.model(**arguments, return_dict=True)
         positions = seen.get("position_ids")
         if dropped and (positions is None or positions.dim() == 3):  # where it goes on is unknown
@@ -141,13 +141,13 @@ class HFDecoder(Target):
         if self.rotary:
             cache.reaches, cache.moves = [int(newest.max()) + 2 - cache.slots.length] * rows, turning.moves
         ids = request.prompt if request.prompt.shape[1] else request.prompt.new_zeros(rows, 1)
-        state = State(request, ids[:, -1], newest, cache, list(range(rows)), Ids(request, rows))
+        state = State(request, ids[:, -1], newest, cache, list(range(rows)), TokenBuffer(request, rows))
         aux = {"positions": positions, "attention": cache.slots.padding}
         if self.embeddings:
             aux["embeddings"] = seen["inputs_embeds"]
         if request.keep_raw:
             aux["raw"] = output.logits[:, -1:]
-        logits = process(output.logits[:, -1:], trees.undrafted(state.pending), state)
+        logits = process(output.logits[:, -1:], trees.empty_draft(state.pending), state)
         return state, Scores(Categorical(logits), self._features(output, seen), aux)
 
     def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
@@ -212,7 +212,7 @@ class HFDecoder(Target):
         try:
             slots.lengths, slots.mask = [n + level for n in slots.lengths], None
             ahead = replace(state, position=state.position + level)
-            return self._pass(self.thinned(skip), ahead, trees.undrafted(value))[0].logits[:, 0]
+            return self._pass(self.layer_subset(skip), ahead, trees.empty_draft(value))[0].logits[:, 0]
         finally:
             slots.lengths, slots.mask = kept
 
@@ -237,7 +237,7 @@ class HFDecoder(Target):
     def _forward(
         self, model: Any, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor
     ) -> tuple[Any, dict[str, Any]]:
-        with Watch(self.decoder) if self.watched else nullcontext({}) as seen:
+        with DecoderRecorder(self.decoder) if self.watched else nullcontext({}) as seen:
             output = model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -253,12 +253,12 @@ class HFDecoder(Target):
         output, seen = self._forward(self.model, cache, mask, ids, positions)
         return output.logits, self._features(output, seen)
 
-    def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.Steps:
+    def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.DraftRope:
         """Each node's sequence length, for models whose rotary frequencies depend on it."""
         assert cache.reach is not None
         first = [reach + n for reach, n in zip(cache.reach, cache.slots.lengths)]
         reach_BN = to_device(first, tree.depth.device)[:, None] + tree.depth
-        return rotary.Steps(self.rotary, reach_BN, min(first), max(first) + tree.levels)
+        return rotary.DraftRope(self.rotary, reach_BN, min(first), max(first) + tree.levels)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         if state.cache.past is not None:
@@ -270,7 +270,7 @@ class HFDecoder(Target):
             self.recorder.finish(state.cache.slots, state.request.keep_cache)
 
     def select(self, state: State, keep: list[int]) -> None:
-        state.cache.select(keep, aside=state.request.keep_cache)
+        state.cache.select(keep, stash=state.request.keep_cache)
 
     @property
     def pads(self) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 HOOKING = threading.RLock()
 
 
-class Hooked:
+class ModuleHooks:
     """A context with hooks, put up in `_put_up`. While one is removed, another thread's pass may still call it, without
     keyword arguments.
     """
@@ -39,7 +39,7 @@ class Hooked:
         raise NotImplementedError
 
 
-class Watch(Hooked):
+class DecoderRecorder(ModuleHooks):
     """Records inputs and outputs of a text decoder in a context: merged embeddings, positions, and the last hidden
     state after the final norm. Calls in other threads are not recorded.
     """

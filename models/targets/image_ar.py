@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
+from visspec.distributions import Categorical
 from visspec.grammar import constrain
-from visspec.laws import Categorical
-from visspec.loop.tape import Ids
+from visspec.loop.output import TokenBuffer
 from visspec.models.targets import folding
-from visspec.models.targets.compiled import Passes, compiled
-from visspec.models.targets.graphs import Recorded, recorded
+from visspec.models.targets.compiled import CompiledPasses, compiled
+from visspec.models.targets.graphs import GraphedForward, recorded
 from visspec.models.targets.masks import Masks
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import process, warp
@@ -48,7 +48,7 @@ TAKES_MASKS = {"sdpa", "eager"}
 
 
 @dataclass(frozen=True)
-class Layout:
+class ImageLayout:
     """The order of an image's tokens: `fixed` (T,) holds the grammar id of a position, or FREE for a code."""
 
     grid: tuple[int, int]  # rows, columns of codes
@@ -82,18 +82,18 @@ class Layout:
         return items[self.free.numpy()].reshape(self.grid)
 
     @classmethod
-    def plain(cls, rows: int, columns: int) -> Layout:
+    def plain(cls, rows: int, columns: int) -> ImageLayout:
         return cls.lines(rows, columns, None)
 
     @classmethod
-    def lines(cls, rows: int, columns: int, end: int | None, tail: tuple[int, ...] = ()) -> Layout:
+    def lines(cls, rows: int, columns: int, end: int | None, tail: tuple[int, ...] = ()) -> ImageLayout:
         """Every row of codes is followed by the grammar id `end` (None: by nothing), the image by those of `tail`."""
         row = [FREE] * columns + ([] if end is None else [end])
         return cls((rows, columns), torch.tensor(row * rows + list(tail)))
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """Encoded prompts: ids (B, L), and the decoder's inputs for R rows, conditional rows first."""
 
     ids: Tensor
@@ -124,7 +124,7 @@ class Family:
     default_drafter: str = "jacobi"
     default_rule: str = "exact"
     default_order: str | None = None
-    recorder: Recorded | None = None  # of the decoder's passes, shared by its targets
+    recorder: GraphedForward | None = None  # of the decoder's passes, shared by its targets
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
 
     def made(self, traits: DrafterTraits, compile: bool) -> Target:
@@ -142,15 +142,15 @@ class Family:
         raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder")
 
     @cached_property
-    def passes(self) -> Passes | None:
+    def passes(self) -> CompiledPasses | None:
         """Compiled passes of the decoder, shared by its targets, so that several drafters and rules compile once."""
         return compiled(self.decoder, self.decoder)
 
-    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         """Layout of an image with this size in pixels. Raises ValueError for an unsupported size."""
         raise NotImplementedError
 
-    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Prompt:
+    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
         """Ids and embeddings of the prompts, padded on the left; with guidance the unconditional rows follow.
 
         `layout` (default: that of the default size) is used if prompts or positions depend on the size.
@@ -174,17 +174,17 @@ class Family:
         """(..., d) -> (..., codes) logits of the codes."""
         raise NotImplementedError
 
-    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]. Raises ValueError where `no_pixels`."""
         raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
         """(B, T) loop ids from the model's own `generate`, with torch's global generator: the baseline of benchmarks.
         `options` are generate's. Raises NotImplementedError if transformers' class can't generate images.
         """
         raise NotImplementedError(f"{self.name}: its stock class has no generate that draws images")
 
-    def check(self, prompt: Prompt, layout: Layout, guidance: float) -> None:
+    def check(self, prompt: EncodedPrompt, layout: ImageLayout, guidance: float) -> None:
         """Raises ValueError for unsupported arguments, before any pass."""
         if guidance != 1.0 and not self.guided:
             raise ValueError(f"guidance_scale: got {guidance}, expected 1: {self.name} has no unconditional prompt")
@@ -200,7 +200,7 @@ class Family:
 
     def places(self, index: Tensor, state: State) -> Tensor:
         """Position ids of the decoder for linear indices (R, N) counted from the prompt's first slot."""
-        prompt: Prompt = state.request.inputs
+        prompt: EncodedPrompt = state.request.inputs
         if prompt.positions is None:
             return index
         rows, table = len(prompt.ids), prompt.positions
@@ -257,7 +257,12 @@ def generate_options(sampling: Sampling) -> dict[str, Any]:
 
 
 def generated(
-    model: Any, vocabulary: Vocabulary, given: dict[str, Tensor], layout: Layout, sampling: Sampling, **options: Any
+    model: Any,
+    vocabulary: Vocabulary,
+    given: dict[str, Tensor],
+    layout: ImageLayout,
+    sampling: Sampling,
+    **options: Any,
 ) -> Tensor:
     """(B, T) loop ids that a text model's own `generate` draws in a layout; `given` are its inputs."""
     length, last = given["input_ids"].shape[1], layout.positions - 1
@@ -315,8 +320,8 @@ class ImageAR(Target):
         return next(self.family.decoder.parameters()).device
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompts (`request.inputs` is a `Prompt`). Scores: logits (B, 1, V), features (B, L, F)."""
-        prompt: Prompt = request.inputs
+        """Run the prompts (`request.inputs` is a `EncodedPrompt`). Scores: logits (B, 1, V), features (B, L, F)."""
+        prompt: EncodedPrompt = request.inputs
         rows, length = prompt.ids.shape
         cache = SlotLayers(prompt.embeds.shape[0], request.max_new_tokens)
         cache.slots.open(length, self.device)
@@ -326,8 +331,8 @@ class ImageAR(Target):
             self.recorder.open()
         padded = not bool(prompt.attention.all())
         newest = torch.full((rows,), length - 1, device=self.device)
-        pending, tape = self._opened(request)
-        state = State(request, pending, newest, cache, list(range(rows)), tape)
+        pending, output = self._opened(request)
+        state = State(request, pending, newest, cache, list(range(rows)), output)
         index = torch.arange(length, device=self.device).expand(prompt.embeds.shape[0], length)
         mask = None
         if padded:
@@ -337,12 +342,12 @@ class ImageAR(Target):
         cache.slots.commit([list(range(length))] * prompt.embeds.shape[0])
         if padded:
             cache.slots.padding = prompt.attention
-        return state, self._scores(state, trees.undrafted(state.pending), hidden[:, -1:], hidden)
+        return state, self._scores(state, trees.empty_draft(state.pending), hidden[:, -1:], hidden)
 
     def _opened(self, request: Request) -> tuple[Tensor, Any]:
-        """The node before the first, (B, *X), and the tape of a request."""
+        """The node before the first, (B, *X), and the output buffer of a request."""
         ids = request.inputs.ids
-        return ids[:, -1], Ids(request, len(ids))
+        return ids[:, -1], TokenBuffer(request, len(ids))
 
     def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
         """Inputs (B, N, d) of the draft's nodes, whose positions are `index` (B, N)."""
@@ -361,7 +366,7 @@ class ImageAR(Target):
             decoder = self.passes.choice(state, lambda decoder, dummy: self._pass(decoder, state, dummy))
         return self._pass(decoder, state, draft)
 
-    def _recorded(self, recorder: Recorded, state: State, draft: Draft) -> Tensor | None:
+    def _recorded(self, recorder: GraphedForward, state: State, draft: Draft) -> Tensor | None:
         """The same of one that is, if it is."""
         twice, index = _twice(state), state.position[:, None] + draft.tree.depth
         tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeated(draft.tree, twice)
@@ -414,8 +419,8 @@ class ImageAR(Target):
         """Run tokens (B, N) at given positions of the image (B, N), in raster order, -1 at padding.
 
         Keys and values at those positions are overwritten. A node attends to the prompt, itself, and earlier positions
-        allowed by `seen` (B, T). Returns scores for (B, N), the laws of the next positions: mixed and warped, without
-        processors and grammar. The state's cache must contain only the prompt.
+        allowed by `seen` (B, T). Returns scores for (B, N), the distributions of the next positions: mixed and warped,
+        without processors and grammar. The state's cache must contain only the prompt.
         """
         slots: SlotCache = state.cache.slots
         twice, (rows, size), start, total = _twice(state), places.shape, slots.length, seen.shape[1]

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from visspec.models.nets.bsq import BSQVAE
 from visspec.models.nets.infinity import Texts
-from visspec.models.nets.scale_kv import Budget
+from visspec.models.nets.scale_kv import CacheBudget
 from visspec.models.nets.scale_reading import NextScale
-from visspec.models.targets.image_ar import Layout
-from visspec.models.targets.var import PerScale, VARImages
+from visspec.models.targets.image_ar import ImageLayout
+from visspec.models.targets.var import ScaleSettings, VARImages
 
 GUIDANCE = 3.0  # of the published commands
 Features = tuple[Tensor, Tensor]  # (B, T, F), which are real (B, T) bool
@@ -116,13 +116,13 @@ class InfinityImages(VARImages):
 
     def __init__(
         self, model: NextScale, processor: Callable[[list[str]], Features] | None = None, codec: Any = None,
-        per_scale: PerScale | None = None, ramp: str = "constant", refiner: NextScale | None = None,
-        handover: int | None = None, budget: Budget | None = None,
+        per_scale: ScaleSettings | None = None, ramp: str = "constant", refiner: NextScale | None = None,
+        handover: int | None = None, budget: CacheBudget | None = None,
     ):  # fmt: skip
         super().__init__(model, processor, codec, per_scale, ramp, refiner, handover, budget)
 
     def prompt(
-        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> Any:
         features, real = self._features(texts)
         none = torch.tensor([not text.strip() for text in negative or [""] * len(texts)], device=self.model.device)
@@ -139,5 +139,5 @@ class InfinityImages(VARImages):
         features, real = self.processor(texts)
         return features.to(self.model.device), real.to(self.model.device).bool()
 
-    def check(self, prompt: Any, layout: Layout, guidance: float) -> None:
+    def check(self, prompt: Any, layout: ImageLayout, guidance: float) -> None:
         prompt.check(len(prompt), self.model)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.models.targets.image_ar import Family, Layout, Prompt, generate_options
+from visspec.models.targets.image_ar import EncodedPrompt, Family, ImageLayout, generate_options
 from visspec.types import Sampling
 
 
-class Worded(Family):
+class ChatPromptFamily(Family):
     """Prompts end with the begin-of-image token; the unconditional prompt is the same with its words padded out.
 
     `processor` is the model's own (`JanusProcessor`), or anything that turns texts into left-padded ids. A negative
@@ -36,15 +36,15 @@ class Worded(Family):
                 " generation_kwargs={'boi_token_id': ...}) first"
             )
 
-    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         side = self.pixel_side
         if (height or side, width or side) != (side, side):
             raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, as it was trained")
-        return Layout.plain(self.side, self.side)
+        return ImageLayout.plain(self.side, self.side)
 
     def prompt(
-        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
-    ) -> Prompt:
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
         if negative is None or not guided:
             batch = self._asked(texts)
             return self.from_ids(batch["input_ids"], batch["attention_mask"].bool(), guided)
@@ -65,7 +65,7 @@ class Worded(Family):
         guided: bool,
         negative: Tensor | None = None,
         negative_attention: Tensor | None = None,
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """From ids (B, L) that end with the begin-of-image token, as stock `generate` takes them, and negative ids of
         the same shape (None: the unconditional prompt).
         """
@@ -73,7 +73,7 @@ class Worded(Family):
         if guided:
             rows = torch.cat([ids, self._wordless(ids) if negative is None else negative])
             attention = torch.cat([attention, attention if negative_attention is None else negative_attention])
-        return Prompt(ids, self.embed_prompt(rows), attention, tokens=rows)
+        return EncodedPrompt(ids, self.embed_prompt(rows), attention, tokens=rows)
 
     def embed_prompt(self, ids: Tensor) -> Tensor:
         """Ids of prompts (R, L) -> the decoder's inputs (R, L, d)."""
@@ -85,7 +85,7 @@ class Worded(Family):
         return torch.where(kept, ids, self.pad)
 
 
-class Janus(Worded):
+class Janus(ChatPromptFamily):
     """The stock model with its codes."""
 
     def __init__(self, model: Any, processor: Any):
@@ -95,7 +95,7 @@ class Janus(Worded):
         self.codes = config.vq_config.num_embeddings
         self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: Layout, **options: Any) -> Tensor:
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
         scale, own = sampling.guidance, generate_options(sampling)
         return self.model.generate(
             **self._asked(texts), generation_mode="image", guidance_scale=scale, **own, **options
@@ -111,6 +111,6 @@ class Janus(Worded):
         vq = self.model.model.vqmodel
         return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
 
-    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         decoded = self.model.decode_image_tokens(tokens).permute(0, 3, 1, 2).float()
         return (decoded / 2 + 0.5).clamp(0, 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visspec.models.nets.llamagen import LlamaGen, left_padded
-from visspec.models.targets.image_ar import Family, Layout, Prompt
+from visspec.models.targets.image_ar import EncodedPrompt, Family, ImageLayout
 
 GUIDANCE = {"class": 4.0, "caption": 7.5}  # of the authors' sampling scripts
 FACTOR = 16  # pixels per code, along a side, of the published codec
@@ -48,15 +48,15 @@ class LlamaGenImages(Family):
         if codec is None:
             self.no_pixels = "no codec was given (visspec.models.nets.layouts_vq.load_llamagen_vq)"
 
-    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         side = self.model.config.grid * self.factor
         if (height or side, width or side) != (side, side):
             raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, the grid it was given")
-        return Layout.plain(self.model.config.grid, self.model.config.grid)
+        return ImageLayout.plain(self.model.config.grid, self.model.config.grid)
 
     def prompt(
-        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
-    ) -> Prompt:
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
         condition, real = self._condition(texts, "prompt")
         if negative is None or not guided:
             return self.from_condition(condition, real, guided)
@@ -81,7 +81,7 @@ class LlamaGenImages(Family):
         negative: Tensor | None = None,
         negative_attention: Tensor | None = None,
         worded: Tensor | None = None,
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """From class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left. Negative ones
         count in the rows where `worded` (B,); elsewhere, or without any, guidance is away from the learned "nothing".
         """
@@ -96,7 +96,7 @@ class LlamaGenImages(Family):
             embeds = embeds.index_copy(0, own, self.model.prefix(negative[worded].to(self.model.device)))
             if negative_attention is not None:
                 both = both.index_copy(0, own, negative_attention[worded].to(embeds.device).bool())
-        return Prompt(ids, embeds, both)
+        return EncodedPrompt(ids, embeds, both)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed(tokens)
@@ -104,7 +104,7 @@ class LlamaGenImages(Family):
     def head(self, hidden: Tensor) -> Tensor:
         return self.model.head(hidden)
 
-    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         if self.codec is None:
             return super().pixels(tokens, layout)
         return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5

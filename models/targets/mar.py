@@ -1,8 +1,8 @@
 """MAR as a target of the loop: tokens of an image one after another in an order of the row's own, each by its chain.
 
 MAR is bidirectional: every prefix of the order is a pass of its own over all tokens. A draft's N prefixes are rows of
-one batch, padded, so a verified law is that of MAR with one token at a time; nothing is cached. With noise in the last
-step of chains, which the published sampler leaves out, rules for drawn vectors are exact for it.
+one batch, padded, so a verified distribution is that of MAR with one token at a time; nothing is cached. With noise in
+the last step of chains, which the published sampler leaves out, rules for drawn vectors are exact for it.
 
 Shapes: B rows, N nodes, T tokens, K known ones of the row that has most, d size of a token, D width.
 """
@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from visspec.cache import to_device
-from visspec.laws import Denoising
-from visspec.loop.tape import Stack
+from visspec.distributions import Denoising
+from visspec.loop.output import VectorBuffer
 from visspec.models.nets.diffusion_head import Schedule, schedule
 from visspec.models.nets.head_law import HeadLaws
 from visspec.models.nets.latents import pixels, unpatched
 from visspec.models.nets.mar import MAR, UNCONDITIONAL
 from visspec.models.targets.continuous import check_vectors
-from visspec.models.targets.image_ar import Family, Layout
+from visspec.models.targets.image_ar import Family, ImageLayout
 from visspec.models.targets.llamagen import class_numbers
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
@@ -84,7 +84,7 @@ class MARImages(Family):
             raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
         self.model = self.decoder = model
         self.processor, self.autoencoder, self.scale, self.together = processor, autoencoder, scale, together
-        self.laws = HeadLaws(model.head, plan or schedule(STEPS, learned=model.head.learned))
+        self.distributions = HeadLaws(model.head, plan or schedule(STEPS, learned=model.head.learned))
         self.default_guidance = GUIDANCE.get(model.config.width, 1.0)
         self.side = math.isqrt(model.config.tokens)
         if self.side**2 != model.config.tokens:
@@ -99,27 +99,27 @@ class MARImages(Family):
             raise ValueError(f"autoencoder: got {found} channels, expected those of tokens of {model.config.size}")
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
-    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         side = self.side * self.factor
         if (height or side, width or side) != (side, side):
             raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, those of the positions")
-        return Layout.plain(self.side, self.side)
+        return ImageLayout.plain(self.side, self.side)
 
-    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Any:
+    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> Any:
         classes = class_numbers(texts, self.model.config.classes, "prompt")
         return ClassPrompt(classes.to(self.model.device))
 
     def check_sampling(self, sampling: Sampling) -> None:
         check_vectors(sampling)
 
-    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         if self.autoencoder is None:
             return super().pixels(tokens, layout)
         return pixels(self.autoencoder, unpatched(tokens, layout.grid, self.patch))
 
 
 @dataclass(eq=False)
-class Known:
+class DrawnVectors:
     """What the live rows of a request have drawn: `values` (B, T + 1, d) in the order of each row, the last unused."""
 
     classes: Tensor
@@ -127,7 +127,7 @@ class Known:
     values: Tensor
 
     @classmethod
-    def nothing(cls, prompt: ClassPrompt, size: int) -> Known:
+    def nothing(cls, prompt: ClassPrompt, size: int) -> DrawnVectors:
         assert prompt.order is not None
         rows, tokens = prompt.order.shape
         return cls(prompt.classes, prompt.order, torch.zeros(rows, tokens + 1, size, device=prompt.order.device))
@@ -137,12 +137,12 @@ class Known:
         at = number_BN.clamp(max=self.order.shape[1])[..., None].expand_as(values_BNd)
         self.values = self.values.scatter(1, at, values_BNd.to(self.values.dtype))
 
-    def select(self, keep: list[int]) -> Known:
+    def select(self, keep: list[int]) -> DrawnVectors:
         """These rows."""
-        return Known(self.classes[keep], self.order[keep], self.values[keep])
+        return DrawnVectors(self.classes[keep], self.order[keep], self.values[keep])
 
 
-class Scattered(Stack):
+class UnorderedBuffer(VectorBuffer):
     """Vectors that are drawn in an order of each row; `values` are in raster order, NaN where none is drawn yet."""
 
     def __init__(self, request: Request, order_BT: Tensor):
@@ -153,7 +153,7 @@ class Scattered(Stack):
         """(n, d) vectors that a row gained in the latest round."""
         return torch.cat(self.held[row][-2:])
 
-    def placed(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
         by_place = dict(zip(self.order[row].tolist(), items))
         return [by_place[place] for place in sorted(by_place)]
 
@@ -173,14 +173,16 @@ class MARTarget(Target):
             raise ValueError("drafter: got one that reads hidden states, expected one that reads none: MAR keeps none")
         self.family, self.model = family, family.model
         size = family.model.config.size
-        self.capabilities = Capabilities(trees=False, law=Denoising, steps=family.laws.steps, size=size)
+        self.capabilities = Capabilities(
+            trees=False, distribution=Denoising, steps=family.distributions.steps, size=size
+        )
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """`request.inputs` is a `ClassPrompt`. Scores: laws (B, 1) of the first tokens."""
+        """`request.inputs` is a `ClassPrompt`. Scores: distributions (B, 1) of the first tokens."""
         state = self.opened(request)
         return state, self._scores(state, state.position[:, None], range(1))
 
@@ -189,14 +191,14 @@ class MARTarget(Target):
         self.family.check_sampling(request.sampling)
         prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
         check(prompt, self.model, request)
-        known = Known.nothing(prompt, self.model.config.size)
+        known = DrawnVectors.nothing(prompt, self.model.config.size)
         position = torch.full_like(prompt.classes, -1)  # the number of a node before the first token
         rows = list(range(len(position)))
-        return State(request, known.values[:, 0], position, known, rows, Scattered(request, prompt.order))
+        return State(request, known.values[:, 0], position, known, rows, UnorderedBuffer(request, prompt.order))
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over every prefix of every row, with guidance over two of each."""
-        known: Known = state.cache
+        known: DrawnVectors = state.cache
         nodes, tokens = draft.value.shape[1], self.model.config.tokens
         rank_BN = state.position[:, None] + torch.arange(nodes, device=self.device)
         known.put(rank_BN, draft.value)
@@ -205,9 +207,9 @@ class MARTarget(Target):
         return self._scores(state, rank_BN, range(min(known_rows), most + 1))
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
-        """The tape's values: a rule may have put others in place of the drafted ones."""
-        tape: Scattered = state.tape
-        kept = pad_sequence([tape.latest(row) for row in state.rows], batch_first=True)
+        """The output buffer's values: a rule may have put others in place of the drafted ones."""
+        output: UnorderedBuffer = state.output
+        kept = pad_sequence([output.latest(row) for row in state.rows], batch_first=True)
         first_B1 = state.position[:, None] - to_device([[len(path) - 1] for path in outcome.path], self.device)
         state.cache.put(first_B1 + torch.arange(kept.shape[1], device=self.device), kept)
 
@@ -219,11 +221,11 @@ class MARTarget(Target):
         prefix, as the host knows them.
         """
         sampling, prefix_BN = state.request.sampling, rank_BN[:, :1] if self.family.together else rank_BN
-        law = self.after(state.cache, prefix_BN + 1, rank_BN + 1, counts, sampling, state.trace.calls)
-        return Scores(law)
+        distribution = self.after(state.cache, prefix_BN + 1, rank_BN + 1, counts, sampling, state.trace.calls)
+        return Scores(distribution)
 
     def after(
-        self, known: Known, prefix_BN: Tensor, number_BP: Tensor, counts: range, sampling: Sampling,
+        self, known: DrawnVectors, prefix_BN: Tensor, number_BP: Tensor, counts: range, sampling: Sampling,
         calls: Counter[str] | None = None, name: str = "head", step: int | None = None,
     ) -> Denoising:  # fmt: skip
         """Laws (B, P) of each row's tokens `number`, P / N of them given each prefix of its order.
@@ -238,7 +240,9 @@ class MARTarget(Target):
         if guided:
             drawn = number_BP + 1 if step is None else prefix_BN + step
             scale = scales(self.family.scale, sampling.guidance, drawn.expand_as(number_BP), tokens).flatten()
-        return self.family.laws(condition, (len(place_BP), place_BP.shape[1]), scale, sampling.temperature, calls, name)
+        return self.family.distributions(
+            condition, (len(place_BP), place_BP.shape[1]), scale, sampling.temperature, calls, name
+        )
 
 
 def check(prompt: ClassPrompt, model: MAR, request: Request) -> None:
@@ -257,7 +261,9 @@ def check(prompt: ClassPrompt, model: MAR, request: Request) -> None:
         raise ValueError(f"max_new_tokens: got {request.max_new_tokens}, expected at most the image's {tokens} tokens")
 
 
-def conditions(model: MAR, known: Known, prefix_BN: Tensor, place_BP: Tensor, counts: range, guided: bool) -> Tensor:
+def conditions(
+    model: MAR, known: DrawnVectors, prefix_BN: Tensor, place_BP: Tensor, counts: range, guided: bool
+) -> Tensor:
     """Conditions (B P, D) of the head for tokens at `place`, P / N of them given the first `prefix` tokens of each row;
     with guidance the unconditional ones follow.
     """
@@ -311,7 +317,7 @@ def parallel(
     many iterations as tokens it is the target's plain decoding. noise: of the rows, after their orders. calls: counts
     passes under "trunk" and "head".
     """
-    known = Known.nothing(prompt, target.capabilities.size)
+    known = DrawnVectors.nothing(prompt, target.capabilities.size)
     calls = Counter() if calls is None else calls
     for _ in revealing(target, known, noise, iterations, sampling, calls):
         calls["trunk"] += 1
@@ -320,17 +326,17 @@ def parallel(
 
 
 def revealing(
-    target: MARTarget, known: Known, noise: Normals, iterations: int, sampling: Sampling, calls: Counter[str]
+    target: MARTarget, known: DrawnVectors, noise: Normals, iterations: int, sampling: Sampling, calls: Counter[str]
 ) -> Iterator[range]:
     """The steps of `parallel`, which put tokens into `known`: after each of them the numbers of its tokens."""
     rows, count = len(known.classes), 0
     for after in revealed(target.model.config.tokens, iterations):
         number_BP = torch.arange(count, after, device=target.device).expand(rows, -1)
-        law = target.after(
+        distribution = target.after(
             known, number_BP[:, :1], number_BP, range(count, count + 1), sampling, calls, step=after - count
         )
         numbers = noise.numbers(after - count)
-        drawn = law.value(numbers.start, numbers.steps)
+        drawn = distribution.value(numbers.start, numbers.steps)
         known.put(number_BP, drawn.view(rows, after - count, -1))
         noise.advance([after - count] * rows)
         yield range(count, after)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from visspec.models.nets.mar_painter import MARPainter
-from visspec.models.targets.image_ar import Layout
+from visspec.models.targets.image_ar import ImageLayout
 from visspec.models.targets.llamagen import class_numbers
 from visspec.models.targets.mar import ClassPrompt, MARImages
 
 
-class PaintedMAR(MARImages):
+class MARPainterFamily(MARImages):
     """settings: a generation_config in place of the model's. denoising_steps: of a vector, in place of the model's;
-    fewer make another law, faster.
+    fewer make another distribution, faster.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class PaintedMAR(MARImages):
         self.labels = tuple(model.config.labels)
         self.numbers = {label: number for number, label in enumerate(self.labels)}
 
-    def prompt(self, texts: list[str], guided: bool, layout: Layout | None = None) -> Any:
+    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> Any:
         """Raises ValueError for a text that is no name and no number of a class."""
         unknown = [text for text in texts if text not in self.numbers and not text.strip().isdecimal()]
         if unknown:

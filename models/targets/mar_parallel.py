@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from visspec.laws import Denoising
+from visspec.distributions import Denoising
 from visspec.models.targets.mar import MARTarget, revealed, revealing
 from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Target
 
 
-class Parallel(Order):
+class ParallelMAR(Order):
     """iterations: passes of an image, of which a cosine schedule tells how many tokens each draws. With as many as
-    tokens it is plain decoding, with fewer another and faster law: what speculation is to be compared with.
+    tokens it is plain decoding, with fewer another and faster distribution: what speculation is to be compared with.
     """
 
     drafts = False
-    law = Denoising
+    distribution = Denoising
 
     def __init__(self, iterations: int = 16):
         if iterations < 1:
@@ -30,7 +30,9 @@ class Parallel(Order):
         return self
 
     @torch.inference_mode()
-    def decode(self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, pace: Any) -> State:
+    def decode(
+        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+    ) -> State:
         """Decode a batch. Raises ValueError, before any pass, for a target that is no MAR or too many iterations."""
         if not isinstance(target, MARTarget):
             raise ValueError(f"order: got parallel for a {type(target).__name__}, expected a MAR")
@@ -46,14 +48,14 @@ class Parallel(Order):
             with trace.stage("verify" if step else "prefill"):
                 numbers = next(steps)
             for row in rows:
-                state.tape.held[row].append(known.values[row, numbers.start : numbers.stop])
-                state.tape.append(row, list(numbers))
+                state.output.held[row].append(known.values[row, numbers.start : numbers.stop])
+                state.output.append(row, list(numbers))
                 trace.origin[row] += ["plain"] * len(numbers)
             passes += [step] * len(numbers)
             if step:  # the first is the prefill's, as elsewhere
                 trace.rounds.append(Round(0, [len(numbers)] * len(rows), [False] * len(rows)))
             if numbers.stop == tokens:
-                state.memory = [state.tape.placed(row, passes) for row in rows]
+                state.memory = [state.output.reordered(row, passes) for row in rows]
             if request.on_round is not None:
                 request.on_round(state)
         return state

@@ -37,9 +37,9 @@ class Masks:
             single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady
             if single and (self.groups == 1 or self.backend.name != MASK):
                 return None
-            told = self.backend(slots, tree, extent)
-            if told is not None:
-                return told
+            attn_metadata = self.backend(slots, tree, extent)
+            if attn_metadata is not None:
+                return attn_metadata
             if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1:
                 return laid(self._ragged(slots, tree, extent), slots.steady)
             return laid(self._shared(tree, slots.length), slots.steady)
@@ -79,16 +79,16 @@ class Masks:
     def _ragged(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
         """The mask if rows differ. It is kept with the request: a round writes the slots behind each row's prefix."""
         kept = slots.mask
-        if not isinstance(kept, Kept) or not kept.fits(slots, tree, self.groups):
+        if not isinstance(kept, IncrementalMask) or not kept.fits(slots, tree, self.groups):
             room = extent + extent // 4 + GROW
             seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, room)
-            slots.mask = Kept(self.additive(seen_RNS, self.groups), slots.lengths, tree.size)
+            slots.mask = IncrementalMask(self.additive(seen_RNS, self.groups), slots.lengths, tree.size)
         else:
             kept.move(slots.lengths, self.additive(tree.ancestor))
         return slots.mask.bias[:, :, : self.groups * tree.size, :extent]
 
 
-class Kept:
+class IncrementalMask:
     """The mask of rows of different length through the rounds of a request: bias (R, 1, M, S).
 
     Every row of the bias has the same prefix, so that a pass with fewer nodes uses the first ones.
@@ -100,13 +100,13 @@ class Kept:
     def fits(self, slots: SlotCache, tree: Tree, groups: int) -> bool:
         """Whether the next pass can be written over the last one's slots."""
         rows, _, most, room = self.bias.shape
-        gained = [new - old for new, old in zip(slots.lengths, self.lengths)]
+        growth = [new - old for new, old in zip(slots.lengths, self.lengths)]
         return (
             rows == len(slots.lengths)
             and most >= groups * tree.size
             and room >= max(self.lengths) + self.nodes + tree.size
-            and 0 <= min(gained)
-            and max(gained) <= self.nodes
+            and 0 <= min(growth)
+            and max(growth) <= self.nodes
         )
 
     def move(self, lengths: list[int], own: Tensor) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.laws import Denoising
+from visspec.distributions import Denoising
 from visspec.models.nets.diffusion_head import Schedule
 from visspec.models.nets.flow import flow_schedule
 from visspec.models.nets.head_law import HeadLaws
 from visspec.models.nets.latents import pixels, unpatched
 from visspec.models.nets.nextstep import NextStep
 from visspec.models.targets.continuous import ContinuousAR, check_vectors
-from visspec.models.targets.image_ar import Family, Layout, Prompt
+from visspec.models.targets.image_ar import EncodedPrompt, Family, ImageLayout
 from visspec.types import Draft, Sampling, Scores, State
 
 GUIDANCE, STEPS, SIDE = 7.5, 50, 512  # of the authors' examples
@@ -39,8 +39,8 @@ class NextStepImages(Family):
 
     def __init__(self, model: NextStep, processor: Any, autoencoder: Any = None, plan: Schedule | None = None):
         self.model, self.decoder, self.processor, self.autoencoder = model, model.model, processor, autoencoder
-        self.laws = HeadLaws(model.head, plan or flow_schedule(STEPS))
-        self.steps, self.size = self.laws.steps, model.config.size
+        self.distributions = HeadLaws(model.head, plan or flow_schedule(STEPS))
+        self.steps, self.size = self.distributions.steps, model.config.size
         self.factor = 8 * model.config.patch
         if autoencoder is None:
             self.no_pixels = "no autoencoder was given (visspec.models.nets.layouts_nextstep.load_nextstep_vae)"
@@ -50,15 +50,15 @@ class NextStepImages(Family):
             raise ValueError(f"autoencoder: got {channels} channels, expected the model's {model.config.channels}")
         self.factor = model.config.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
-    def layout(self, height: int | None = None, width: int | None = None) -> Layout:
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         height, width = height or SIDE, width or SIDE
         if height < 1 or width < 1 or height % self.factor or width % self.factor:
             raise ValueError(f"height, width: got {height} x {width}, expected multiples of {self.factor}")
-        return Layout.plain(height // self.factor, width // self.factor)
+        return ImageLayout.plain(height // self.factor, width // self.factor)
 
     def prompt(
-        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
-    ) -> Prompt:
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
         tokenizer, layout = self.asked(), layout or self.layout()
         words = [*texts, *(negative or [""] * len(texts))] if guided else texts
         batch = tokenizer(words, padding=True, padding_side="left", return_tensors="pt")
@@ -69,7 +69,7 @@ class NextStepImages(Family):
         end = torch.cat([area.long(), torch.tensor([self.model.config.image_start])]).expand(len(words), -1)
         ids = torch.cat([ids, end], dim=1).to(self.decoder.device)
         real = torch.cat([real, torch.ones_like(end, dtype=torch.bool)], dim=1).to(self.decoder.device)
-        return Prompt(ids[: len(texts)], self.decoder.embed_tokens(ids), real, tokens=ids)
+        return EncodedPrompt(ids[: len(texts)], self.decoder.embed_tokens(ids), real, tokens=ids)
 
     def check_sampling(self, sampling: Sampling) -> None:
         check_vectors(sampling)
@@ -82,9 +82,9 @@ class NextStepImages(Family):
         guided = sampling.guidance != 1.0
         rows, nodes = len(condition) // (1 + guided), condition.shape[1]
         scale = torch.full((rows * nodes,), sampling.guidance, device=condition.device) if guided else None
-        return self.laws(condition.flatten(0, 1), (rows, nodes), scale, sampling.temperature, calls, name)
+        return self.distributions(condition.flatten(0, 1), (rows, nodes), scale, sampling.temperature, calls, name)
 
-    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         if self.autoencoder is None:
             return super().pixels(tokens, layout)
         return pixels(self.autoencoder, unpatched(self.model.drawn(tokens), layout.grid, self.model.config.patch))
@@ -101,8 +101,8 @@ class NextStepAR(ContinuousAR):
         request = state.request
         index_BN = state.position[:, None] + draft.tree.depth - request.inputs.ids.shape[1] + 1
         index_RN = index_BN.repeat(len(last) // len(index_BN), 1)
-        law = family.conditioned(last, index_RN, request.sampling, state.trace.calls)
-        return Scores(law, self._shown(state, hidden))
+        distribution = family.conditioned(last, index_RN, request.sampling, state.trace.calls)
+        return Scores(distribution, self._shown(state, hidden))
 
 
 NextStepImages.target = NextStepAR

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.cache import SlotCache
-from visspec.laws import categorical
-from visspec.loop.tape import Ids
+from visspec.distributions import categorical
+from visspec.loop.output import TokenBuffer
 from visspec.models.targets import ragged, rotary
 from visspec.models.targets.hooks import HOOKING
 from visspec.models.targets.recurrent import state_layers
@@ -46,32 +46,36 @@ EXACT, COARSE, TIMES_ROOT, WRONG = 1e-3, 0.1, 10.0, 0.5
 ROUGH = 1e-4  # an error of the root above it says that the arithmetic is coarse
 
 
-class Answer(NamedTuple):
+class ProbeResult(NamedTuple):
     fault: str | None = None  # what is wrong with the model
     padding: bool = True  # whether rows padded at the left are continued as they would be without padding
-    error: float = 0.0  # by how much a node's law differs from that of the same tokens one by one, of its spread
+    error: float = (
+        0.0  # by how much a node's distribution differs from that of the same tokens one by one, of its spread
+    )
     folds: bool = True  # whether its attention takes masks with a row for every head of a group (`folding`)
     needs_mask: str = ""  # why it can't be told lengths and trees in place of a mask (`ragged`)
 
 
-_answers: dict[tuple, Answer] = {}
+_answers: dict[tuple, ProbeResult] = {}
 _pads: dict[tuple, bool] = {}
 
 
-def check(target: HFDecoder) -> Answer:
+def check(target: HFDecoder) -> ProbeResult:
     """What the model answers. Raises ValueError in one sentence where it can't be verified. Answers are kept by the
     classes of its modules and its configuration.
     """
     model = target.model
     if target.device.type == "meta":
-        return Answer()  # no numbers, nothing to ask
+        return ProbeResult()  # no numbers, nothing to ask
     backend, key = target.masks.backend, _key(target)
     answer = _answers.get(key)
     if answer is None:
         with HOOKING, untouched(model):  # one thread at a time asks, and no hooks come or go meanwhile
-            told = backend.name != ragged.MASK
+            attn_metadata = backend.name != ragged.MASK
             answer = _asked(target)
-            if told and (answer.fault is not None or backend.name == ragged.MASK):  # or it has refused in the middle
+            if attn_metadata and (
+                answer.fault is not None or backend.name == ragged.MASK
+            ):  # or it has refused in the middle
                 backend.refuse("other laws of a draft's nodes without a mask")
                 answer = _asked(target)._replace(needs_mask=backend.why)
             if answer.fault is not None and target.masks.groups > 1:
@@ -119,7 +123,7 @@ def _as_alone(target: HFDecoder) -> bool:
 
     def prompted(ids_RL: Tensor, real_RL: Tensor) -> Tensor:
         inputs = {"attention_mask": real_RL, "use_cache": True, "logits_to_keep": 1}
-        return categorical(target.prefill(Request(inputs, ids_RL, max_new_tokens=1))[1].law).logits
+        return categorical(target.prefill(Request(inputs, ids_RL, max_new_tokens=1))[1].distribution).logits
 
     try:
         pairs = (
@@ -134,7 +138,7 @@ def _as_alone(target: HFDecoder) -> bool:
     return max(errors) <= (EXACT if _exact(target.model) and target.rounding <= EXACT else COARSE)
 
 
-def _asked(target: HFDecoder) -> Answer:
+def _asked(target: HFDecoder) -> ProbeResult:
     name = type(target.model).__name__
     exact, error = _exact(target.model), 0.0
     try:
@@ -142,7 +146,7 @@ def _asked(target: HFDecoder) -> Answer:
             together, apart = _alone(target, 0, (1, len(PATH) - 1)), _alone(target, 0, (1,) * len(PATH))
             error, limit = _difference(together, apart, exact)
             if error > limit:
-                return Answer(_unlike(name, error))
+                return ProbeResult(_unlike(name, error))
         tree_RPV = _in_a_draft(target)
         # others only where the first differs: models that let a prompt see its own end are causal step by step alone
         once, one_by_one = (len(PATH),), (1,) * len(PATH)
@@ -155,15 +159,15 @@ def _asked(target: HFDecoder) -> Answer:
             if error <= limit:
                 if target.masks.backend.name == ragged.VARLEN:  # which takes another way for chains
                     error, limit = _difference(_in_a_draft(target, chain=True), path_RPV, exact)
-                return Answer(_unlike(name, error) if error > limit else None, padding=padding, error=error)
+                return ProbeResult(_unlike(name, error) if error > limit else None, padding=padding, error=error)
     except (MemoryError, torch.OutOfMemoryError):
         raise  # says nothing of the model
     except Exception as raised:
         said = str(raised).split("\n")[0].replace(". ", ", ").rstrip(".")
         if said.startswith("model: "):
-            return Answer(said)  # our own cache has found the fault
-        return Answer(f"model: {name} can't run a draft ({type(raised).__name__}: {said}), expected {EXPECTED}")
-    return Answer(_unlike(name, error))
+            return ProbeResult(said)  # our own cache has found the fault
+        return ProbeResult(f"model: {name} can't run a draft ({type(raised).__name__}: {said}), expected {EXPECTED}")
+    return ProbeResult(_unlike(name, error))
 
 
 def _unlike(name: str, error: float) -> str:
@@ -179,7 +183,7 @@ def _exact(model: Any) -> bool:
 
 
 def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float, float]:
-    """The greatest difference of laws relative to their spread, and the greatest that rounding explains."""
+    """The greatest difference of distributions relative to their spread, and the greatest that rounding explains."""
     if not bool(path_RPV.isfinite().all()):
         return 0.0, 0.0  # weights that give no numbers say nothing of the structure
     spread_RP = (path_RPV - path_RPV.mean(dim=-1, keepdim=True)).norm(dim=-1)
@@ -193,7 +197,7 @@ def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float,
     return float(error), min(max(TIMES_ROOT * root, COARSE), WRONG)
 
 
-class _MadeUp(SlotCache):
+class _RandomSlots(SlotCache):
     """Slots whose committed keys are zero and values random, made for one layer at a time: no memory to speak of."""
 
     def __init__(self, values_RSE: Tensor, lengths: list[int]):
@@ -240,10 +244,10 @@ class _Sliding(SlotLayer):
         return held + query_length, self.slots.length - held
 
 
-class _Generating(SlotLayers):
+class _StockSlots(SlotLayers):
     """Made-up slots as transformers' own cache keeps them."""
 
-    def __init__(self, windows: dict[int, int], slots: _MadeUp, states: dict[int, Any]):
+    def __init__(self, windows: dict[int, int], slots: _RandomSlots, states: dict[int, Any]):
         super().__init__(len(slots.lengths))
         self.slots = slots
         count = max([*windows, *states]) + 1
@@ -280,13 +284,13 @@ def _in_a_draft(target: HFDecoder, chain: bool = False) -> Tensor:
     request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
     values_RSE = _values(target)
     cache = target.cache(2)
-    cache.slots = _MadeUp(values_RSE, [values_RSE.shape[1], SHORT])
+    cache.slots = _RandomSlots(values_RSE, [values_RSE.shape[1], SHORT])
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
             layer.slots = cache.slots
     position = torch.full((2,), SHORT, device=target.device)
-    state = State(request, tokens_RN[:, 0], position, cache, [0, 1], Ids(request, 2))
-    logits_RNV = categorical(target.verify(state, Draft(tokens_RN, tree)).law).logits
+    state = State(request, tokens_RN[:, 0], position, cache, [0, 1], TokenBuffer(request, 2))
+    logits_RNV = categorical(target.verify(state, Draft(tokens_RN, tree)).distribution).logits
     cache.check_written(target.model, target.cached)
     return logits_RNV[:, path]
 
@@ -305,20 +309,22 @@ def _padded(target: HFDecoder, widths: tuple[int, ...]) -> Tensor:
     values_RSE[1] = values_RSE[1].roll(-SHORT, 0)
     real_RS = torch.ones(2, long + len(PATH), dtype=torch.long, device=target.device)
     real_RS[1, : long - SHORT] = 0
-    return _continued(target, _MadeUp(values_RSE, [long, long]), widths, real_RS)
+    return _continued(target, _RandomSlots(values_RSE, [long, long]), widths, real_RS)
 
 
 def _alone(target: HFDecoder, row: int, widths: tuple[int, ...]) -> Tensor:
     """The same of one row by itself: (1, P, V)."""
     length = [None, SHORT][row]
     values_RSE = _values(target)[row : row + 1, :length]
-    return _continued(target, _MadeUp(values_RSE, [values_RSE.shape[1]]), widths)
+    return _continued(target, _RandomSlots(values_RSE, [values_RSE.shape[1]]), widths)
 
 
-def _continued(target: HFDecoder, slots: _MadeUp, widths: tuple[int, ...], real_RS: Tensor | None = None) -> Tensor:
+def _continued(
+    target: HFDecoder, slots: _RandomSlots, widths: tuple[int, ...], real_RS: Tensor | None = None
+) -> Tensor:
     """Logits of the path as a plain continuation, under transformers' own mask."""
     rows, size, before = len(slots.lengths), len(PATH), slots.length
-    cache = _Generating(target.cached, slots, state_layers(target.model.config) if target.states else {})
+    cache = _StockSlots(target.cached, slots, state_layers(target.model.config) if target.states else {})
     ids_RP = _tokens(target)[:, _shape(target)[1]].repeat(rows, 1)
     position_RP = (SHORT + torch.arange(size, device=target.device)).repeat(rows, 1)
     logits = []

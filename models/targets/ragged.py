@@ -73,8 +73,8 @@ class Backend:
         _here.backend = self
         if self.name == VARLEN and tree.chain and ("seqused_k" in takes(varlen_attn) or len(start_B) == 1):
             room = slots.keys[0].shape[2] if slots.keys else extent
-            return chain_of(slots.lengths, start_B, tree.size, room * self.keys, tree.depth.device)
-        return tree_of(slots.lengths, start_B, tree)
+            return encode_chain(slots.lengths, start_B, tree.size, room * self.keys, tree.depth.device)
+        return encode_tree(slots.lengths, start_B, tree)
 
 
 def starts(slots: SlotCache) -> list[int] | None:
@@ -90,7 +90,7 @@ def starts(slots: SlotCache) -> list[int] | None:
     return _starts[padding]
 
 
-def chain_of(lengths: list[int], start_B: list[int], nodes: int, pitch: int, device: torch.device) -> Tensor:
+def encode_chain(lengths: list[int], start_B: list[int], nodes: int, pitch: int, device: torch.device) -> Tensor:
     """(1, pitch, 3, B + 1) int32; every chain is a row's `nodes` newest keys. The second dimension takes no memory."""
     first = [row * pitch + start for row, start in enumerate(start_B)]
     used = [length + nodes - start for length, start in zip(lengths, start_B)]
@@ -98,16 +98,16 @@ def chain_of(lengths: list[int], start_B: list[int], nodes: int, pitch: int, dev
     return to_device(table, device, torch.int32).expand(1, pitch, -1, -1)
 
 
-def tree_of(lengths: list[int], start_B: list[int], tree: Tree) -> Tensor:
+def encode_tree(lengths: list[int], start_B: list[int], tree: Tree) -> Tensor:
     """(B, 1, N + 1, W) uint8, W being N or the next numbers that take two int32 and are aligned."""
     device, size = tree.ancestor.device, tree.size
-    told = tree.ancestor.new_zeros(len(lengths), 1, size + 1, max(8, -(-size // 4) * 4), dtype=torch.uint8)
-    told[:, 0, 0, :8] = to_device(list(zip(lengths, start_B)), device, torch.int32).view(torch.uint8)
-    told[:, 0, 1:, :size] = tree.ancestor
-    return told
+    attn_metadata = tree.ancestor.new_zeros(len(lengths), 1, size + 1, max(8, -(-size // 4) * 4), dtype=torch.uint8)
+    attn_metadata[:, 0, 0, :8] = to_device(list(zip(lengths, start_B)), device, torch.int32).view(torch.uint8)
+    attn_metadata[:, 0, 1:, :size] = tree.ancestor
+    return attn_metadata
 
 
-def is_told(mask: Tensor, query: Tensor) -> bool:
+def is_tree_metadata(mask: Tensor, query: Tensor) -> bool:
     """Whether a 4-D mask is one of ours."""
     if mask.dtype == torch.int32:
         return mask.shape[1] > 1 and mask.shape[2:] == (3, query.shape[0] + 1)
@@ -115,7 +115,13 @@ def is_told(mask: Tensor, query: Tensor) -> bool:
 
 
 def attend(
-    stock: Callable, query: Tensor, key: Tensor, value: Tensor, told: Tensor, plain: bool, scaling: float | None
+    stock: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_metadata: Tensor,
+    plain: bool,
+    scaling: float | None,
 ) -> tuple[Tensor, Any]:
     """Attention of (B, H, N, E) queries to (B, K, S, E) keys: (B, N, H, E). plain: it is a softmax over keys and no
     more. stock(mask): transformers' own function, which takes over where it isn't, and where ours fails.
@@ -123,23 +129,23 @@ def attend(
     why = "attention that is more than a softmax over keys"
     if plain:
         try:
-            way = varlen if told.dtype == torch.int32 else by_tree
-            return way(query, key, value, told, scaling), None
+            way = varlen if attn_metadata.dtype == torch.int32 else by_tree
+            return way(query, key, value, attn_metadata, scaling), None
         except (MemoryError, torch.OutOfMemoryError):
             raise  # says nothing of the machine
         except Exception as error:
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     getattr(_here, "backend", Backend()).refuse(why)
-    return stock(seen(told, query.shape[2], key.shape[2]))
+    return stock(seen(attn_metadata, query.shape[2], key.shape[2]))
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, told: Tensor, scaling: float | None) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, attn_metadata: Tensor, scaling: float | None) -> Tensor:
     """A chain a row through `varlen_attn`. The stores are one sequence of vectors, in which a row's heads are apart by
     the stride of heads: a key's number is its row's first one and its slot.
     """
     rows, heads, nodes, size = query.shape
-    check(query, key, value, told.shape[1])
-    took, tables = takes(varlen_attn), told[0, 0]
+    check(query, key, value, attn_metadata.shape[1])
+    took, tables = takes(varlen_attn), attn_metadata[0, 0]
     if "scale" not in took and scaling not in (None, size**-0.5):
         raise ValueError(f"scaling: got {scaling:g}, expected one over the root of {size}")
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in took else {"is_causal": True}
@@ -167,29 +173,29 @@ def laid(states: Tensor) -> Tensor:
     return states.as_strided((last + extent, heads, size), (size, states.stride(1), 1))
 
 
-def by_tree(query: Tensor, key: Tensor, value: Tensor, told: Tensor, scaling: float | None) -> Tensor:
+def by_tree(query: Tensor, key: Tensor, value: Tensor, attn_metadata: Tensor, scaling: float | None) -> Tensor:
     """Any tree by our own kernel."""
-    length_B, start_B, ancestor_BNN = parts(told)
+    length_B, start_B, ancestor_BNN = parts(attn_metadata)
     attended = kernels.tree_attention(query, key, value, length_B, None, ancestor_BNN, start_B, scaling)
     return attended.transpose(1, 2).contiguous()
 
 
-def parts(told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def parts(attn_metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Lengths and first slots (B,) int32, ancestors (B, N, N) bool, as views."""
-    length_B, start_B = told[:, 0, 0, :8].view(torch.int32).unbind(1)
-    return length_B, start_B, told[:, 0, 1:, : told.shape[2] - 1].view(torch.bool)
+    length_B, start_B = attn_metadata[:, 0, 0, :8].view(torch.int32).unbind(1)
+    return length_B, start_B, attn_metadata[:, 0, 1:, : attn_metadata.shape[2] - 1].view(torch.bool)
 
 
-def seen(told: Tensor, nodes: int, extent: int) -> Tensor:
+def seen(attn_metadata: Tensor, nodes: int, extent: int) -> Tensor:
     """The mask that is told otherwise: (B, 1, N, S) bool."""
-    slot = torch.arange(extent, device=told.device)
-    if told.dtype == torch.int32:
-        row = torch.arange(told.shape[3] - 1, device=told.device)
-        start_B = told[0, 0, 1, : len(row)] - row * told.shape[1]
-        length_B = start_B + told[0, 0, 2, : len(row)] - nodes
-        ancestor_BNN = torch.ones(len(row), nodes, nodes, dtype=torch.bool, device=told.device).tril()
+    slot = torch.arange(extent, device=attn_metadata.device)
+    if attn_metadata.dtype == torch.int32:
+        row = torch.arange(attn_metadata.shape[3] - 1, device=attn_metadata.device)
+        start_B = attn_metadata[0, 0, 1, : len(row)] - row * attn_metadata.shape[1]
+        length_B = start_B + attn_metadata[0, 0, 2, : len(row)] - nodes
+        ancestor_BNN = torch.ones(len(row), nodes, nodes, dtype=torch.bool, device=attn_metadata.device).tril()
     else:
-        length_B, start_B, ancestor_BNN = parts(told)
+        length_B, start_B, ancestor_BNN = parts(attn_metadata)
     own = slot - length_B[:, None]
     related = ancestor_BNN.gather(2, own.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1))
     inside = (own >= 0) & (own < nodes)

@@ -1,13 +1,13 @@
 """Any-order image models in RandAR's form as targets of the loop: a node is a rank of the order of the row.
 
 A pass has a pair of inputs for each node of a draft, its code and the query of the place that comes after it, on which
-the law after the node is read; both stay in the cache, for later codes attend to both. The order belongs to the
-request (`Request.order`), and codes that are given (`Request.known`) come first in it, with the prompt.
+the distribution after the node is read; both stay in the cache, for later codes attend to both. The order belongs to
+the request (`Request.order`), and codes that are given (`Request.known`) come first in it, with the prompt.
 
 With `ahead` A, every node has A queries more, of the places after the next one. They see what their node sees, not each
-other, and nothing attends to them: laws of later codes without those in between, from which a drafter draws the next
-draft (`drafters.ahead`) at no further pass. Draft and verification come from one network (any-subset speculative
-decoding, Guo and Ermon), in one pass where the published form takes two.
+other, and nothing attends to them: distributions of later codes without those in between, from which a drafter draws
+the next draft (`drafters.ahead`) at no further pass. Draft and verification come from one network (any-subset
+speculative decoding, Guo and Ermon), in one pass where the published form takes two.
 
 Shapes: B requests, R = B or 2 B cache rows, P prefix, K codes of the row that was given most, N nodes, A later places,
 Q = 1 + A queries of a node, S = 2 N + N A inputs of a pass, T places, V codes, d hidden size.
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
-from visspec.loop.tape import Ids
+from visspec.loop.output import TokenBuffer
 from visspec.models.nets.randar import RandAR
-from visspec.models.targets.image_ar import ImageAR, Prompt, _repeated, _twice
+from visspec.models.targets.image_ar import EncodedPrompt, ImageAR, _repeated, _twice
 from visspec.models.targets.llamagen import LlamaGenImages
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.sampling import warp
@@ -60,7 +60,7 @@ class RandARImages(LlamaGenImages):
         return self.codec.encode(pixels.permute(0, 2, 3, 1) * 2 - 1)
 
 
-class RankIds(Ids):
+class RankBuffer(TokenBuffer):
     """Ids in the order in which they are drawn; `values` are in raster order, FREE where none is drawn yet."""
 
     def __init__(self, request: Request, rows: int):
@@ -68,7 +68,7 @@ class RankIds(Ids):
         self.orders = [request.visits(row) for row in range(rows)]
         self.given = [0] * rows if request.known is None else (request.known != FREE).sum(dim=1).tolist()
 
-    def placed(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
         order, drawn = self.orders[row], items[: len(self.orders[row]) - self.given[row]]
         found = [given] * len(order)
         for place, item in zip(order[self.given[row] :], drawn):
@@ -76,7 +76,7 @@ class RankIds(Ids):
         return found
 
     def values(self, row: int) -> Tensor:
-        drawn_T = torch.tensor(self.placed(row, self.tokens[row], FREE), dtype=torch.long)
+        drawn_T = torch.tensor(self.reordered(row, self.tokens[row], FREE), dtype=torch.long)
         known = self.request.known
         return drawn_T if known is None else torch.where(known[row] == FREE, drawn_T, known[row])
 
@@ -108,19 +108,20 @@ class RandARTarget(ImageAR):
         return Target.revise(self, state, tokens, places, seen)
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompts (`request.inputs` is a `Prompt`) and the given codes. Scores: laws (B, 1) of the first codes
-        that are drawn. Raises ValueError, before any pass, for an order or given codes that are not the image's.
+        """Run the prompts (`request.inputs` is a `Prompt`) and the given codes. Scores: distributions (B, 1) of the
+        first codes that are drawn. Raises ValueError, before any pass, for an order or given codes that are not the
+        image's.
         """
         check(request, self.family)
-        prompt: Prompt = request.inputs
+        prompt: EncodedPrompt = request.inputs
         rows, copies = len(prompt.ids), len(prompt.embeds) // len(prompt.ids)
-        tape = RankIds(request, rows)
+        output = RankBuffer(request, rows)
         cache = RankLayers(len(prompt.embeds), 2 * request.max_new_tokens)
-        cache.order = torch.tensor(tape.orders, device=self.device)
-        given_B = torch.tensor(tape.given, device=self.device)
-        state = State(request, torch.zeros_like(given_B), given_B - 1, cache, list(range(rows)), tape)
+        cache.order = torch.tensor(output.orders, device=self.device)
+        given_B = torch.tensor(output.given, device=self.device)
+        state = State(request, torch.zeros_like(given_B), given_B - 1, cache, list(range(rows)), output)
 
-        codes_BK, places_BK, real_BK = self._given(request, tape, cache.order)
+        codes_BK, places_BK, real_BK = self._given(request, output, cache.order)
         queries_BQ = self._places(cache.order, state.position[:, None], 1)[:, 0]
         image = torch.cat([self.family.model.paired(codes_BK, places_BK), self.family.model.query(queries_BQ)], dim=1)
         at_BS = self.family.prefix + torch.cat([places_BK.repeat_interleave(2, dim=1), queries_BQ], dim=1)
@@ -137,16 +138,16 @@ class RandARTarget(ImageAR):
         cache.slots.commit([list(range(length))] * len(embeds))
         if padded:
             cache.slots.padding = real_RS
-        return state, self._read(state, trees.undrafted(state.pending), hidden[:, length - 1 :], 1)
+        return state, self._read(state, trees.empty_draft(state.pending), hidden[:, length - 1 :], 1)
 
-    def _given(self, request: Request, tape: RankIds, order_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _given(self, request: Request, output: RankBuffer, order_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Given codes (B, K) in the order, their places, and which are real: rows with fewer are padded on the left."""
-        most = max(tape.given)
-        real_BK = to_device([[False] * (most - n) + [True] * n for n in tape.given], self.device).bool()
+        most = max(output.given)
+        real_BK = to_device([[False] * (most - n) + [True] * n for n in output.given], self.device).bool()
         if request.known is None or most == 0:
             none_B0 = order_BT[:, :0]
             return none_B0, none_B0, real_BK
-        places = [[0] * (most - n) + order[:n] for n, order in zip(tape.given, tape.orders)]
+        places = [[0] * (most - n) + order[:n] for n, order in zip(output.given, output.orders)]
         places_BK = torch.tensor(places)
         codes_BK = request.known.gather(1, places_BK).clamp(min=0)
         return codes_BK.to(self.device), places_BK.to(self.device), real_BK
@@ -162,7 +163,7 @@ class RandARTarget(ImageAR):
         pairs = torch.stack([model.embed(draft.value), model.query(next_BN1[..., 0])], dim=2).flatten(1, 2)
         embeds = torch.cat([pairs, model.query(later_BA)], dim=1).repeat(copies, 1, 1)
         at_BS = torch.cat([torch.cat([own_BN1, next_BN1], dim=2).flatten(1), later_BA], dim=1)
-        tree: Tree = trees.kept(draft.tree, asking(self.ahead))
+        tree: Tree = trees.cached(draft.tree, asking(self.ahead))
         if tree.parent.shape[0] > 1:
             tree = _repeated(tree, copies)
         extent = slots.open(tree.size, self.device)

@@ -36,7 +36,7 @@ def state_layers(config: Any) -> dict[int, Any]:
     }
 
 
-class Past:
+class RecurrentStateCheckpoints:
     """The states of a request, and the tokens of each row that they do not hold yet: ids (B, R), at the left."""
 
     def __init__(self, layers: dict[int, Any], rows: int):
@@ -139,7 +139,7 @@ class Past:
         if self.ids is not None:
             self.ids = self.ids[to_device(keep, self.ids.device)]
 
-    def join(self, other: Past, take: list[int]) -> None:
+    def join(self, other: RecurrentStateCheckpoints, take: list[int]) -> None:
         """Add rows of another request."""
         for (states, i), (theirs, j) in zip(self._states(), other._states()):
             states[i] = torch.cat([states[i], theirs[j][to_device(take, states[i].device)]])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visspec.models.targets.hooks import Hooked
+from visspec.models.targets.hooks import ModuleHooks
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
@@ -29,7 +29,7 @@ def _depends(kind: Any) -> bool:
     return any(isinstance(k, str) and ("dynamic" in k or k == "longrope") for k in kinds)
 
 
-class _Turned(Hooked):
+class _RopeHook(ModuleHooks):
     """Replaces what the modules return while the context is open, for calls of this thread."""
 
     def __init__(self, modules: list[nn.Module]):
@@ -46,13 +46,13 @@ class _Turned(Hooked):
         given.pop("self")
         if given.get("position_ids") is None:
             return None
-        return self._replaced(_Fresh(module, given), given["position_ids"], output)
+        return self._replaced(_InitialRope(module, given), given["position_ids"], output)
 
-    def _replaced(self, fresh: _Fresh, position_ids: Tensor, output: Any) -> Any:
+    def _replaced(self, fresh: _InitialRope, position_ids: Tensor, output: Any) -> Any:
         raise NotImplementedError
 
 
-class Prompt(_Turned):
+class PrefillRope(_RopeHook):
     """For a prefill: frequencies as in a model just loaded. `moves` then says whether those of a request of up to
     `new` more tokens depend on the reach.
     """
@@ -70,7 +70,7 @@ class Prompt(_Turned):
         return fresh.again()(position_ids)
 
 
-class Steps(_Turned):
+class DraftRope(_RopeHook):
     """For a pass over nodes of known reach, (B, N), between `low` and `high`."""
 
     def __init__(self, modules: list[nn.Module], reach_BN: Tensor, low: int, high: int):
@@ -85,14 +85,14 @@ class Steps(_Turned):
         return tuple(parts) if isinstance(output, tuple) else parts[0]
 
 
-class _Fresh:
+class _InitialRope:
     """A copy of a rotary module as it was before its first pass, and the arguments of a call of it."""
 
     def __init__(self, module: nn.Module, given: dict[str, Any]):
         self.module, self.given = module, given
         self.again()
 
-    def again(self) -> _Fresh:
+    def again(self) -> _InitialRope:
         self.copy = copy.copy(self.module)
         buffers = self.module._buffers.items()  # None stands for one that a module has only sometimes
         self.copy._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers}

@@ -12,25 +12,33 @@ from typing import Any
 
 import torch
 
-from visspec.models.nets.scale_kv import Budget, selectivity
+from visspec.models.nets.scale_kv import CacheBudget, selectivity
 from visspec.models.nets.scale_painter import ScalePainter, check_codebook, load
 from visspec.models.nets.var import VAR
-from visspec.models.targets.image_ar import Layout
-from visspec.models.targets.var import PerScale, VARImages
+from visspec.models.targets.image_ar import ImageLayout
+from visspec.models.targets.var import ScaleSettings, VARImages
 
 CALIBRATED = 8  # images that selectivity is measured on
 INCLUDED = Path(__file__).parents[1] / "zoo"
 
 
-class PaintedVAR(VARImages):
+class ScalePainterFamily(VARImages):
     """settings: a generation_config in place of the model's. refiner: a painter, or the name of an included one.
     budget: as of `VARImages`, or the share of the cache that is kept on average, a number in (0, 1].
     """
 
     def __init__(
-        self, model: ScalePainter, processor: Any = None, *, settings: Any = None, per_scale: PerScale | None = None,
-        ramp: str = "linear", refiner: Any = None, handover: int | None = None, budget: Any = None,
-    ):  # fmt: skip
+        self,
+        model: ScalePainter,
+        processor: Any = None,
+        *,
+        settings: Any = None,
+        per_scale: ScaleSettings | None = None,
+        ramp: str = "linear",
+        refiner: Any = None,
+        handover: int | None = None,
+        budget: Any = None,
+    ):
         if isinstance(budget, (bool, str)):
             raise ValueError(f"budget: got {budget!r}, expected a `Budget` or the share of the cache, a number")
         if isinstance(budget, (int, float)):
@@ -44,7 +52,7 @@ class PaintedVAR(VARImages):
         self.numbers = {label: str(number) for number, label in enumerate(self.labels)}
 
     def prompt(
-        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> Any:
         """Raises ValueError for a text that is no name and no number of a class."""
         own = None if negative is None else self._numbered(negative, "negative_prompt")
@@ -76,7 +84,7 @@ def small(other: Any, model: ScalePainter) -> Any:
     return other.var
 
 
-def calibrated(model: ScalePainter, share: float) -> Budget:
+def calibrated(model: ScalePainter, share: float) -> CacheBudget:
     """A budget by selectivity, measured on a few images of classes from all over. Raises ValueError as `allot`, before
     any is drawn for a share that is none.
     """
@@ -87,4 +95,4 @@ def calibrated(model: ScalePainter, share: float) -> Budget:
     classes = torch.arange(count, device=net.device) * net.config.classes // count
     found = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))
     window = next((side**2 for side in (4, 3, 2) if side**2 <= round(share * net.config.scales.begins[-2])), 1)
-    return Budget.allot(found, net.config.scales, share, window)
+    return CacheBudget.allot(found, net.config.scales, share, window)

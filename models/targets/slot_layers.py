@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from visspec.cache import SlotCache
-from visspec.models.targets.recurrent import Past
+from visspec.models.targets.recurrent import RecurrentStateCheckpoints
 
 
 class SlotLayer(CacheLayerMixin):
@@ -56,7 +56,7 @@ class SlotLayers(Cache):
 
     def __init__(self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None):
         self.slots, self.rows = SlotCache(rows, answer, lean), list(range(rows))
-        self.past = Past(states, rows) if states else None
+        self.past = RecurrentStateCheckpoints(states, rows) if states else None
         self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
         self.written: dict[int, int] = {}
         states = states or {}
@@ -102,9 +102,9 @@ class SlotLayers(Cache):
                 f" (not in layer {missing[0]}), expected all of them in the cache it was given"
             )
 
-    def select(self, keep: list[int], aside: bool = False) -> None:
+    def select(self, keep: list[int], stash: bool = False) -> None:
         """Drop all rows but these; `aside`: set what they hold aside, for `dynamic`."""
-        if aside:
+        if stash:
             for b, row in enumerate(self.rows):
                 if b not in keep:
                     length, stores = self.slots.lengths[b], (*self.slots.keys, *self.slots.values)

@@ -1,11 +1,11 @@
 """VAR as a target of the loop: a node is a scale, the map of codes that one pass gives at once.
 
-The law after a node is that of the next scale's codes, which are independent given the scales before (`laws.Maps`); one
-block-causal pass verifies a chain of drafted scales. Guidance grows with the scale, as published: u + t (c - u) with
-t = 1 + (guidance - 1) k / (K - 1), so the published `cfg` of 1.5 is a guidance of 2.5.
+The distribution after a node is that of the next scale's codes, which are independent given the scales before
+(`distributions.Maps`); one block-causal pass verifies a chain of drafted scales. Guidance grows with the scale, as
+published: u + t (c - u) with t = 1 + (guidance - 1) k / (K - 1), so the published `cfg` of 1.5 is a guidance of 2.5.
 
-With a `refiner` the declared target is a composition (CoDe, arXiv 2411.17787): scales below `handover` have the law of
-the model, later ones that of the refiner, each given all scales before it,
+With a `refiner` the declared target is a composition (CoDe, arXiv 2411.17787): scales below `handover` have the
+distribution of the model, later ones that of the refiner, each given all scales before it,
 
     p(r_1 .. r_K) = prod_(k <= N) p_model(r_k | r_<k)  prod_(k > N) p_refiner(r_k | r_<k),
 
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visspec.laws import Maps
-from visspec.loop.tape import MapStack
-from visspec.models.nets.multiscale import MultiScaleVAE, Scales
+from visspec.distributions import Maps
+from visspec.loop.output import ScaleBuffer
+from visspec.models.nets.multiscale import MultiScaleVAE, ScaleSizes
 from visspec.models.nets.scale_cache import ScaleCache
-from visspec.models.nets.scale_kv import Budget, KeptCache
-from visspec.models.nets.scale_reading import Group, NextScale, Reading, stacked
-from visspec.models.targets.image_ar import Family, Layout
+from visspec.models.nets.scale_kv import BudgetedCache, CacheBudget
+from visspec.models.nets.scale_reading import ConditionState, DistanceGroup, NextScale, stacked
+from visspec.models.targets.image_ar import Family, ImageLayout
 from visspec.models.targets.llamagen import class_numbers
 from visspec.sampling import warp
 from visspec.types import FREE, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
@@ -39,7 +39,7 @@ GUIDANCE = 2.5  # of the published evaluation
 
 
 @dataclass(frozen=True)
-class PerScale:
+class ScaleSettings:
     """Settings of each scale in place of the call's, where given: one number for each of the K scales."""
 
     temperature: tuple[float, ...] | None = None
@@ -66,7 +66,7 @@ class PerScale:
 
 
 @dataclass(frozen=True)
-class ScaleLayout(Layout):
+class ScaleLayout(ImageLayout):
     """An image of K nodes with `total` codes together; `grid` is that of the last scale."""
 
     total: int = 0
@@ -133,9 +133,9 @@ class VARImages(Family):
     autoencoder: tuple[type, str] = MultiScaleVAE, "VAR's autoencoder (visspec.models.nets.layouts_var.load_var_vae)"
 
     def __init__(
-        self, model: NextScale, processor: Any = None, codec: Any = None, per_scale: PerScale | None = None,
+        self, model: NextScale, processor: Any = None, codec: Any = None, per_scale: ScaleSettings | None = None,
         ramp: str = "linear", refiner: NextScale | None = None, handover: int | None = None,
-        budget: Budget | None = None,
+        budget: CacheBudget | None = None,
     ):  # fmt: skip
         if ramp not in RAMPS:
             raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
@@ -144,7 +144,7 @@ class VARImages(Family):
         self.model: Any = model
         self.codec: Any = codec
         self.processor = processor
-        self.per_scale, self.ramp = per_scale or PerScale(), ramp
+        self.per_scale, self.ramp = per_scale or ScaleSettings(), ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = model.config.scales, model.config.codes
         self.sizes = tuple(size * model.config.each for size in self.scales.sizes)  # codes of each map
@@ -163,7 +163,7 @@ class VARImages(Family):
 
     @property
     def plain(self) -> bool:
-        """Whether the target is the model's own law."""
+        """Whether the target is the model's own distribution."""
         return self.refiner is None and self.budget is None
 
     def layout(self, height: int | None = None, width: int | None = None) -> ScaleLayout:
@@ -175,7 +175,7 @@ class VARImages(Family):
         return ScaleLayout((rows, columns), torch.full((len(self.scales),), FREE), total=sum(self.sizes))
 
     def prompt(
-        self, texts: list[str], guided: bool, layout: Layout | None = None, negative: list[str] | None = None
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> Any:
         count = self.model.config.classes
         classes, against = class_numbers(texts, count, "prompt"), torch.full((len(texts),), count)
@@ -185,7 +185,7 @@ class VARImages(Family):
                 against[worded] = class_numbers([negative[b] for b in worded], count, "negative_prompt")
         return ScalePrompt(classes.to(self.model.device), against.to(self.model.device))
 
-    def check(self, prompt: Any, layout: Layout, guidance: float) -> None:
+    def check(self, prompt: Any, layout: ImageLayout, guidance: float) -> None:
         """Nothing depends on the length of prompts."""
 
     def guidance(self, guidance: float, scale: int) -> float:
@@ -202,7 +202,7 @@ class VARImages(Family):
         own = replace(own, guidance=self.guidance(sampling.guidance, scale))
         return warp(given.contiguous(), own, uncond.contiguous())
 
-    def pixels(self, tokens: Tensor, layout: Layout) -> Tensor:
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         return self.codec.decode(tokens, self.scales).float() / 2 + 0.5
 
 
@@ -220,7 +220,7 @@ def check_alike(name: str, other: NextScale, model: NextScale) -> None:
     for what in model.config.ALIKE:
         found, wanted = getattr(other.config, what), getattr(model.config, what)
         if found != wanted:
-            shown = (list(v.sizes) if isinstance(v, Scales) else v for v in (found, wanted))
+            shown = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (found, wanted))
             raise ValueError("{}: got {} {}, expected {} as the model has".format(name, what, *shown))
 
 
@@ -234,7 +234,7 @@ class VARTarget(Target):
             raise ValueError("drafter: got one that reads hidden states, expected one that reads none: VAR keeps none")
         self.family, self.model, self.scales = family, family.model, family.scales
         self.capabilities = Capabilities(
-            trees=False, vocab=family.codes, law=Maps, scales=family.sizes, **declared(family)
+            trees=False, vocab=family.codes, distribution=Maps, scales=family.sizes, **declared(family)
         )
 
     @property
@@ -242,7 +242,7 @@ class VARTarget(Target):
         return self.model.device
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """`request.inputs` is the family's prompt. Scores: laws (B, 1) of the first scale."""
+        """`request.inputs` is the family's prompt. Scores: distributions (B, 1) of the first scale."""
         check(request, self.family)
         prompt = request.inputs
         first = self.family.refiner if self.family.handover == 0 else None
@@ -254,19 +254,19 @@ class VARTarget(Target):
             torch.full((images,), -1, device=self.device),
             reading,
             list(range(images)),
-            MapStack(request, images, self.family.sizes),
+            ScaleBuffer(request, images, self.family.sizes),
         )
         return state, self._scores(state, reading.read(), 1)
 
-    def reading(self, prompt: Any, sampling: Sampling, model: NextScale) -> Reading:
+    def reading(self, prompt: Any, sampling: Sampling, model: NextScale) -> ConditionState:
         """An empty reading of a model."""
         cache: Any = None
         if self.family.budget is not None:
-            cache = KeptCache(self.scales, self.family.budget)
+            cache = BudgetedCache(self.scales, self.family.budget)
         elif self.family.refiner is not None and model is self.model:
             cache = ScaleCache(self.scales, model.config.depth, self.family.handover)
         rows = prompt.rows(sampling.guidance != 1.0)
-        return Reading(model, self.family.codec.quantize, rows, len(prompt), cache)
+        return ConditionState(model, self.family.codec.quantize, rows, len(prompt), cache)
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One block-causal pass over all nodes, with guidance over two rows of each image."""
@@ -285,10 +285,10 @@ class VARTarget(Target):
     def select(self, state: State, keep: list[int]) -> None:
         state.cache.select(keep)
 
-    def _hand_over(self, state: State) -> list[Group]:
+    def _hand_over(self, state: State) -> list[DistanceGroup]:
         """The refiner reads all scales so far in one pass, of which only the last is asked; the model's cache goes."""
         assert self.family.refiner is not None
-        maps_BNS = torch.stack([state.tape.maps(row) for row in state.rows])
+        maps_BNS = torch.stack([state.output.maps(row) for row in state.rows])
         prompt, before = state.request.inputs.of(state.rows), state.cache.cache.bytes
         state.cache = reading = self.reading(prompt, state.request.sampling, self.family.refiner)
         groups = reading.read(maps_BNS, last=True)
@@ -303,13 +303,13 @@ class VARTarget(Target):
         memory["cache"] = max(memory.get("cache", 0), cache.bytes)
         memory["pass"] = max(memory.get("pass", 0), cache.peak)
 
-    def _scores(self, state: State, groups: list[Group], nodes: int) -> Scores:
+    def _scores(self, state: State, groups: list[DistanceGroup], nodes: int) -> Scores:
         sampling = state.request.sampling
         return Scores(Maps(*stacked(groups, len(state.rows), nodes, lambda x, k: self.family.warped(sampling, x, k))))
 
 
 def declared(family: VARImages) -> dict[str, Any]:
-    """What a pairing may promise of the target, and the target's law in words."""
+    """What a setup may promise of the target, and the target's distribution in words."""
     count = len(family.scales)
     if family.refiner is not None:
         words = f"scales 1..{family.handover} by the model, the others of {count} by the refiner, each given all before"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from visspec.eval.metrics.detection import Detection, Found
+from visspec.eval.metrics.detection import Detection, DetectionResult
 from visspec.eval.metrics.detectors import (
     COCO_CLASSES,
     ClipColours,
@@ -280,7 +280,7 @@ def test_strict_is_undefined_for_detectors_asked_only_for_the_prompt(tmp_path: P
 
         def detect(self, image, classes):
             assert list(classes) == ["cat", "dog"]
-            return Found((Detection("dog", 0.9, (0, 0, 5, 5)),))
+            return DetectionResult((Detection("dog", 0.9, (0, 0, 5, 5)),))
 
     IMAGE.save(tmp_path / "0.png")
     metadata = {

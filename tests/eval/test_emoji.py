@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from visspec.eval.metrics.detection import DetectedColours, Detection, Found
+from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
 from visspec.eval.metrics.geneval import judge, kept
 from visspec.eval.world.emoji import atlas, captions, suite
 from visspec.eval.world.emoji.detector import EmojiDetector
@@ -20,8 +20,8 @@ from visspec.eval.world.emoji.scene import (
     GROUNDS,
     SIZES,
     TINTS,
-    Picture,
-    Scene,
+    EmojiScene,
+    PlacedEmoji,
     allowed,
     sample_scene,
     scene_from_seed,
@@ -39,11 +39,11 @@ def detector() -> EmojiDetector:
     return EmojiDetector()
 
 
-def truth(scene: Scene) -> dict[str, list[Detection]]:
+def truth(scene: EmojiScene) -> dict[str, list[Detection]]:
     """The scene itself as GenEval's objects."""
     boxes = [(p.name, (p.x - p.side / 2, p.y - p.side / 2, p.x + p.side / 2, p.y + p.side / 2)) for p in scene.pictures]
     found = tuple(Detection(name, 1.0, tuple(v * 96 for v in box)) for name, box in boxes)
-    return kept(Found(found), 0.0)
+    return kept(DetectionResult(found), 0.0)
 
 
 # --- atlas ---
@@ -128,14 +128,14 @@ def test_a_picture_stands_where_the_scene_says_and_turns_clockwise():
 @pytest.mark.parametrize(
     ("scene", "words"),
     [
-        (Scene((Picture("hexagon", 0.5, 0.5, 0.3),)), "name: got 'hexagon', expected one of the 819 names"),
+        (EmojiScene((PlacedEmoji("hexagon", 0.5, 0.5, 0.3),)), "name: got 'hexagon', expected one of the 819 names"),
         (
-            Scene((Picture("owl", 0.9, 0.5, 0.3),)),
+            EmojiScene((PlacedEmoji("owl", 0.9, 0.5, 0.3),)),
             "scene: got a 'owl' of side 0.30 at (0.90, 0.50), expected a picture",
         ),
-        (Scene((Picture("owl", 0.5, 0.5, float("nan")),)), "scene: got a 'owl' of side nan"),
-        (Scene((), "grass"), "ground: got 'grass', expected one of"),
-        (Scene((), "smooth", "mauve"), "tint: got 'mauve', expected one of"),
+        (EmojiScene((PlacedEmoji("owl", 0.5, 0.5, float("nan")),)), "scene: got a 'owl' of side nan"),
+        (EmojiScene((), "grass"), "ground: got 'grass', expected one of"),
+        (EmojiScene((), "smooth", "mauve"), "tint: got 'mauve', expected one of"),
     ],
 )
 def test_scenes_that_cannot_be_drawn_are_refused_in_a_sentence(scene, words):
@@ -161,7 +161,9 @@ def test_captions_state_every_fact_and_nothing_else(seed, phrasing):
 
 
 def test_every_wrong_word_costs_a_fact():
-    scene = Scene((Picture("owl", 0.17, 0.17, 0.28), Picture("frame with picture", 0.5, 0.5, 0.2)), "rough", "blue")
+    scene = EmojiScene(
+        (PlacedEmoji("owl", 0.17, 0.17, 0.28), PlacedEmoji("frame with picture", 0.5, 0.5, 0.2)), "rough", "blue"
+    )
     good = "in the top left corner there is a large owl ."
     assert captions.score(good, scene) == (3, 3) and captions.missing(good, scene) == 7
     for old, new in (("large", "small"), ("owl", "fox face"), ("owl", "unknown thing")):
@@ -244,7 +246,7 @@ def test_pictures_are_found_where_they_stand(detector):
 
 def test_grounds_and_noise_hold_nothing(detector):
     rng = np.random.default_rng(0)
-    assert detector.analyse(render(Scene((), "rough", "violet", 5), 96)) == ()
+    assert detector.analyse(render(EmojiScene((), "rough", "violet", 5), 96)) == ()
     assert detector.analyse(rng.integers(0, 256, (96, 96, 3), dtype=np.uint8)) == ()
     with pytest.raises(ValueError, match=r"^image: got shape \(16, 16, 3\), expected"):
         detector.analyse(np.zeros((16, 16, 3)))
@@ -270,7 +272,9 @@ def test_naming_reads_the_words_of_what_lies_at_a_patch():
     naming, labels = Naming(place, table), patch_labels(scenes, place)
     same = SimpleNamespace(norm=lambda x: x)
     model = SimpleNamespace(lm_head=lambda x: x, model=SimpleNamespace(language_model=same))
-    words = 20.0 * (sum(law[labels[name]] for name, law in naming.laws.items()) > 0)  # (B, patches, V)
+    words = 20.0 * (
+        sum(distribution[labels[name]] for name, distribution in naming.distributions.items()) > 0
+    )  # (B, patches, V)
     right = float(naming(model, scenes, words))
     assert right < np.log(5)  # up to four words of a name and one of size share the mass
     assert float(naming(model, scenes, words.roll(1, dims=0))) > right + 5

@@ -51,10 +51,10 @@ def test_first_divergence(plain, other, expected):
 
 
 def test_margin_at_the_divergence_is_that_of_the_two_tokens():
-    law = torch.tensor([[0.0, 1.0, 2.0], [3.0, 2.5, 0.0]])
-    assert divergence([2, 0], [2, 1], law, row=3) == {"row": 3, "index": 1, "margin": 0.5}
-    assert divergence([2, 0], [2, 0], law) is None
-    assert divergence([2, 0], [2], law) == {"index": 1, "margin": None}
+    distribution = torch.tensor([[0.0, 1.0, 2.0], [3.0, 2.5, 0.0]])
+    assert divergence([2, 0], [2, 1], distribution, row=3) == {"row": 3, "index": 1, "margin": 0.5}
+    assert divergence([2, 0], [2, 0], distribution) is None
+    assert divergence([2, 0], [2], distribution) == {"index": 1, "margin": None}
 
 
 def test_gap_by_hand():
@@ -116,12 +116,12 @@ def test_forced_logits_are_the_models_own(name, shape):
     model, _, request, plain = case(name, torch.float32)
     plain = [row[: NEW - 7 * b] for b, row in enumerate(plain)]
     found = forced_logits(HFDecoder(model), request, plain, shape)
-    assert [law.argmax(-1).tolist() for law in found] == plain
+    assert [distribution.argmax(-1).tolist() for distribution in found] == plain
     if name == "llama":
-        for b, (row, law) in enumerate(zip(plain, found)):
+        for b, (row, distribution) in enumerate(zip(plain, found)):
             real = request.prompt[b][request.inputs["attention_mask"][b].bool()]
             whole = model(torch.cat([real, torch.tensor(row)])[None]).logits[0, len(real) - 1 : -1]
-            assert torch.allclose(law, whole, atol=1e-4)
+            assert torch.allclose(distribution, whole, atol=1e-4)
 
 
 def test_rows_need_tokens():
@@ -165,9 +165,9 @@ def test_near_ties_fall_either_way_and_are_benign():
 def test_a_perturbed_decoder_is_not_benign():
     """Control: a decoder that takes the third best token once, and goes on honestly from there."""
     model, _, request, plain = case("llava", torch.bfloat16)
-    law = forced_logits(HFDecoder(model), request, plain)
+    distribution = forced_logits(HFDecoder(model), request, plain)
     other = [list(row) for row in plain]
-    other[1][9] = int(law[1][9].topk(3).indices[2])
+    other[1][9] = int(distribution[1][9].topk(3).indices[2])
     tiers = Tiers(torch.bfloat16)
     tiers.add(plain, other)
     tiers.force(HFDecoder(model), request, plain, other, [CHAIN], prompt=4)
@@ -217,8 +217,8 @@ def test_a_broken_draft_pass_does_not_excuse_itself(broken):
 def test_bench_writes_the_tier_of_its_dtype(dtype, greedy):
     model, inputs, _, _ = case("llava", dtype)
     options = GREEDY if greedy else GREEDY | {"do_sample": True, "temperature": 1.0}
-    plain = bench.OurArm(visspec.accelerate(model, None), options, 0)
-    ours = bench.OurArm(visspec.accelerate(model, "ngram", adaptive=False), options, 0)
+    plain = bench.CaptionArm(visspec.accelerate(model, None), options, 0)
+    ours = bench.CaptionArm(visspec.accelerate(model, "ngram", adaptive=False), options, 0)
     prompts = [(0, inputs), (1, inputs)]
     runs, failures = bench.speed.interleave({"plain": plain, "ours": ours}, prompts, warmup=0)
     assert failures == []

@@ -26,10 +26,10 @@ from visspec.eval.report import records
 from visspec.eval.speed import equality
 from visspec.eval.speed import kernels as bench_kernels
 from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import Run
+from visspec.eval.speed.paired import ArmRun
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import Raster, ZipAR
-from visspec.loop.pace import Pace
-from visspec.loop.pairing import Pairing
+from visspec.loop.setup import DecodingSetup
 
 SEEDS = {"plain": "none/exact", "window": "jacobi:window=6/exact", "coins": "jacobi:redraw=maximal,window=6/rejection",
          "rows": "none/exact/zipar:window=2"}  # fmt: skip
@@ -131,9 +131,9 @@ def low_precision():
     """A record of the tier that bfloat16 is judged by, with a divergence, as `bench.equality_tiers` writes it."""
     tiers = equality.Tiers(torch.bfloat16)
     tiers.add([[1, 2]], [[1, 3]])
-    law = torch.zeros(2, 4).index_fill(1, torch.tensor(2), 1.0)
-    tiers.gap.add(law, law + 1e-3)
-    tiers.divergences.append(equality.divergence([1, 2], [1, 3], law, prompt=0, row=0))
+    distribution = torch.zeros(2, 4).index_fill(1, torch.tensor(2), 1.0)
+    tiers.gap.add(distribution, distribution + 1e-3)
+    tiers.divergences.append(equality.divergence([1, 2], [1, 3], distribution, prompt=0, row=0))
     tiers.forced = 1
     return tiers.record()
 
@@ -156,7 +156,7 @@ def test_every_field_that_the_report_reads_has_a_writer(monkeypatch, tmp_path, c
     written = set().union(*(held(r, "") for r in (greedy, sampled, image_record.record, *image_record.record["rows"])))
     read = read_fields(monkeypatch, tmp_path, *paths)
     assert len(read) > 60, "the report was not watched"
-    picture = {f".images.{f}" for f in records.Picture.__dataclass_fields__}
+    picture = {f".images.{f}" for f in records.RecordImage.__dataclass_fields__}
     former = {f".{name}" for name in records.FORMER} | {".images.right"}
     unwritten = {name for name in read - former - picture if name not in written}
     assert unwritten == set()
@@ -283,7 +283,7 @@ def test_wrong_thumbnails_are_a_sentence_or_a_failure(tmp_path, caption_records)
 def test_pictures_keep_to_their_captions():
     """A prompt that failed is in no run: the pictures are those of the runs there are."""
     images = [Image.new("RGB", (4, 4), c) for c in ("red", "lime", "blue")]
-    runs = [Run(1.0, [[1], [2]], prompt=1), Run(1.0, [[3]], prompt=2)]
+    runs = [ArmRun(1.0, [[1], [2]], prompt=1), ArmRun(1.0, [[3]], prompt=2)]
     groups = [[images[0]], [images[1], images[2]], ["no picture"]]
     found = bench.thumbnails(runs, groups)
     colours = [None if t is None else Image.open(io.BytesIO(base64.b64decode(t))).getpixel((0, 0)) for t in found]
@@ -294,7 +294,7 @@ def test_who_promises_the_tokens_of_plain_decoding():
     target = SimpleNamespace(capabilities=SimpleNamespace(guarantee="exact"))
 
     def promises(rule, greedy, order=None):
-        return Pairing(target, None, "", rule, Pace(), order or Raster()).promises_tokens(greedy)
+        return DecodingSetup(target, None, "", rule, AdaptiveLength(), order or Raster()).promises_tokens(greedy)
 
     assert promises(Exact(), False) and promises(Rejection(), True)
     assert not promises(Rejection(), False) and not promises(Exact(), True, ZipAR())
@@ -315,8 +315,8 @@ def test_tau_bounds_the_ratio_over_our_own_plain_loop_only(tmp_path, caption_rec
 
 
 def test_files_of_the_version_before_keep_their_verdicts():
-    assert records.Picture.of({"path": "a.png", "right": False}).judged == (False, "")
-    assert records.Picture.of({"path": "a.png", "right": False, "verdict": True}).judged == (True, "")
+    assert records.RecordImage.of({"path": "a.png", "right": False}).judged == (False, "")
+    assert records.RecordImage.of({"path": "a.png", "right": False, "verdict": True}).judged == (True, "")
 
 
 def test_the_interval_of_a_mean_of_shares():

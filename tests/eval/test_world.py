@@ -9,19 +9,19 @@ from itertools import product
 import numpy as np
 import pytest
 
-from visspec.eval.metrics.detection import DetectedColours, Detection, Found, ShapeWorldDetector
+from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult, ShapeWorldDetector
 from visspec.eval.metrics.geneval import judge, kept, strictly
 from visspec.eval.world import detector, lattice, robustness, suite
 from visspec.eval.world.components import components
 from visspec.eval.world.detector import Analysis, ShapeDetector, _moments, noise_level
 from visspec.eval.world.palette import COLOURS, GROUNDS
 from visspec.eval.world.render import render
-from visspec.eval.world.scene import Scene, Shape, scene_from_seed
+from visspec.eval.world.scene import Shape, ShapeScene, scene_from_seed
 
 ROWS = suite.suite()
 
 
-def agrees(seen: Analysis, scene: Scene, side: int) -> bool:
+def agrees(seen: Analysis, scene: ShapeScene, side: int) -> bool:
     """Whether detections and shapes match one to one: class, colour, centre and radius within a pixel."""
     left = list(scene.shapes)
     for found in seen.shapes:
@@ -39,7 +39,7 @@ def near(shape, found, side: int) -> bool:
     return max(abs(v) for v in offsets) <= 1
 
 
-def truth(scene: Scene, side: int, seen: tuple[Detection, ...] = ()) -> dict[str, list[Detection]]:
+def truth(scene: ShapeScene, side: int, seen: tuple[Detection, ...] = ()) -> dict[str, list[Detection]]:
     """The scene itself as GenEval's objects, ranked as the detections in the same places are (else all equal)."""
     found = []
     for s in scene.shapes:
@@ -47,7 +47,7 @@ def truth(scene: Scene, side: int, seen: tuple[Detection, ...] = ()) -> dict[str
         box = ((s.x + x0) * side, (s.y + y0) * side, (s.x + x1) * side, (s.y + y1) * side)
         rank = min(seen, key=lambda d: abs(d.box[0] - box[0]) + abs(d.box[1] - box[1])).score if seen else 1.0
         found.append(Detection(s.kind, rank, box, None, s.colour))
-    return kept(Found(tuple(found)), 0.0)
+    return kept(DetectionResult(tuple(found)), 0.0)
 
 
 # --- suite and grammar ---
@@ -131,7 +131,7 @@ def test_lattice_tokens_are_lossless_and_few():
 
 
 def test_lattice_refuses_foreign_patches_and_tokens():
-    image = lattice.picture(Scene(()))
+    image = lattice.picture(ShapeScene(()))
     assert (lattice.encode(image) == 0).all()
     image[20, 30] = 0
     with pytest.raises(ValueError, match="row 2, column 3"):
@@ -232,7 +232,7 @@ def test_no_wrong_prompt_passes_on_a_thousand_clean_images():
     assert wrong == 0 and checked > 3000
 
 
-def render_image(scene: Scene, side: int):
+def render_image(scene: ShapeScene, side: int):
     from PIL import Image
 
     return Image.fromarray(render(scene, side))
@@ -271,27 +271,27 @@ def test_images_it_cannot_explain_are_refused():
     from PIL import Image
 
     noise = Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8))
-    blob = lattice.picture(Scene(()))
+    blob = lattice.picture(ShapeScene(()))
     yy, xx = np.indices((64, 64))
     blob[(np.hypot(xx - 30, yy - 30) < 20) & (np.abs(xx - yy) > 3)] = (214, 32, 32)  # two half discs, far too large
     red = Image.new("RGB", (64, 64), (214, 32, 32))
-    foreign = lattice.picture(Scene(()))
+    foreign = lattice.picture(ShapeScene(()))
     foreign[20:40, 20:40] = (0, 214, 240)  # cyan: nearest to a colour on the other side of grey
     for image in (noise, Image.fromarray(blob), red, Image.fromarray(foreign)):
         assert "unexplained" in detector.detect(image).refused
-    assert detector.detect(Image.new("RGB", (64, 64), (153, 153, 153))) == Found(())
+    assert detector.detect(Image.new("RGB", (64, 64), (153, 153, 153))) == DetectionResult(())
 
 
 def test_touching_shapes_of_two_colours_are_separated():
     pair = (Shape("square", "red", 20 / 64, 0.5, 10 / 64), Shape("square", "blue", 38 / 64, 0.5, 10 / 64))
-    image = render(Scene(pair), 64)
+    image = render(ShapeScene(pair), 64)
     assert components(np.abs(image.astype(int) - 153).max(-1) > 20)[1] == 1  # they do touch
-    assert agrees(ShapeDetector().analyse(image), Scene(pair), 64)
+    assert agrees(ShapeDetector().analyse(image), ShapeScene(pair), 64)
 
 
 def test_noise_level_ignores_grey_texture_and_sees_colour_noise():
     rng = np.random.default_rng(9)
-    scene = Scene((), "speckled", 1)
+    scene = ShapeScene((), "speckled", 1)
     image = render(scene, 96).astype(np.float32)
     assert noise_level(image) < 0.5
     for sigma in (5.0, 20.0):

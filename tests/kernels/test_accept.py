@@ -21,7 +21,7 @@ TABLE = torch.zeros(11, 3, dtype=torch.long)
 
 
 def row(case, b):
-    batched = ("tokens", "parent", "p", "q", "coins", "draw", "mass")
+    batched = ("tokens", "parent", "p", "q", "uniforms", "draw", "mass")
     return {k: v[b] if k in batched and v is not None else v for k, v in case.items()}
 
 
@@ -82,7 +82,7 @@ def test_deeper_nodes_and_later_siblings_are_left_out_as_padding(kind):
     """For every limit the call equals one in which the nodes beyond it are padding, and the definition."""
     for seed, (depth, branch) in enumerate([(0, 9), (1, 9), (2, 9), (9, 0), (9, 1), (9, 2), (2, 1), (1, 2)]):
         case = accept.random_case(seed, rows=20, nodes=9, vocabulary=5, **kind)
-        case["coins"] *= 0.5  # long paths
+        case["uniforms"] *= 0.5  # long paths
         found = accept_tree(**case, depth=depth, branch=branch)
         assert found[0].shape == (20, min(depth + 1, 9)) and int(found[1].max()) <= depth + 1
         kept = case["parent"].clone()
@@ -101,7 +101,7 @@ def test_deeper_nodes_and_later_siblings_are_left_out_as_padding(kind):
 def test_a_path_is_as_long_as_its_row():
     p = torch.full((1, 3, 4), 0.25)
     case = {"tokens": torch.zeros(1, 3, dtype=torch.long), "parent": torch.tensor([-1, 0, 1]), "p": p}
-    path, length, _, _ = accept_tree(**case, coins=torch.zeros(1, 3), draw=torch.zeros(1), depth=1)
+    path, length, _, _ = accept_tree(**case, uniforms=torch.zeros(1, 3), draw=torch.zeros(1), depth=1)
     assert path.tolist() == [[0, 1]] and length.tolist() == [2]
 
 
@@ -109,7 +109,7 @@ def test_the_definition_compares_with_fp32_bounds():
     """0.1 in fp32 is more than 0.1: a neighbour of that mass is within delta = 0.1 of the operator."""
     p = torch.tensor([[[0.0, 0.1, 0.3, 0.6]] * 2])
     case = {"tokens": torch.tensor([[0, 0]]), "parent": torch.tensor([[-1, 0]]), "p": p, "q": None}
-    case.update(coins=torch.full((1, 2), 0.05), draw=torch.zeros(1), neighbours=torch.ones(4, 1).long(), delta=0.1)
+    case.update(uniforms=torch.full((1, 2), 0.05), draw=torch.zeros(1), neighbours=torch.ones(4, 1).long(), delta=0.1)
     outputs = accept_tree(**case)
     assert outputs[1].tolist() == [2]
     assert_row(outputs, 0, accept.reference(**row(case, 0)))
@@ -130,7 +130,7 @@ def test_a_neighbour_outside_the_vocabulary_has_no_mass(drawn, kind):
 
 def test_after_a_whole_chain_the_next_token_follows_the_law_of_its_last_node():
     case = accept.random_case(0, rows=20, nodes=3)
-    case["coins"].zero_()
+    case["uniforms"].zero_()
     case["tokens"], case["parent"] = case["p"].argmax(2).roll(1, 1), torch.arange(-1, 2).expand(20, 3)
     _, length, following, _ = accept_tree(**case)
     last = [accept.reference(**row(case, b))[1] for b in range(20)]
@@ -175,9 +175,9 @@ def test_a_code_lends_once_and_a_rejected_one_not_at_all(drawn):
         table[2] = torch.tensor(second)
         case = {"tokens": torch.tensor([[0, 1, 2]]), "parent": torch.tensor([-1, 0, 0]), "p": p.expand(1, 3, 5)}
         case["q"] = q.expand(1, 3, 5) if drawn else None
-        coins, draw = torch.tensor([[0.0, 0.999, 0.999]]), torch.zeros(1)
+        uniforms, draw = torch.tensor([[0.0, 0.999, 0.999]]), torch.zeros(1)
         # delta = 0.15: node 1 borrows 0.1 from code 0; code 3 would pass the bound and is still free.
-        drift = float(accept_tree(**case, coins=coins, draw=draw, neighbours=table, delta=0.15)[3])
+        drift = float(accept_tree(**case, uniforms=uniforms, draw=draw, neighbours=table, delta=0.15)[3])
         rest = (p - q).clamp(min=0) if drawn else p.index_fill(0, torch.tensor(1), 0.0)
         rest = rest / rest.sum()
         one, two = (0.4, 0.6) if drawn else (1.0, 1.0)
@@ -208,7 +208,7 @@ def test_rows_do_not_depend_on_their_batch():
         ({"p": torch.zeros(4, 0, 11)}, ValueError, "p: found an empty tree"),
         ({"q": torch.zeros(4, 7, 10)}, ValueError, "q:"),
         ({"q": torch.full((4, 7, 11), 3 / 11), "check": True}, ValueError, "q: found a row that sums to one"),
-        ({"coins": None}, TypeError, "coins"),
+        ({"uniforms": None}, TypeError, "uniforms"),
         ({"draw": torch.zeros(3)}, ValueError, "draw"),
         ({"mass": torch.zeros(4, 3)}, ValueError, "mass"),
         ({"neighbours": torch.zeros(11, 3, dtype=torch.long)}, ValueError, "delta"),
@@ -253,9 +253,9 @@ def test_strided_laws_and_shared_parents(parent_rows):
 def test_coins_are_strict_and_certain_tokens_always_pass():
     p = torch.tensor([[[1.0, 0.0, 0.0]] * 3])
     almost_one = torch.full((1, 3), 1 - 2.0**-24)
-    coins = almost_one * torch.tensor([1, 0, 1])
+    uniforms = almost_one * torch.tensor([1, 0, 1])
     tokens, parent = torch.tensor([[0, 1, 0]]), torch.tensor([-1, 0, 0])
-    path, length, following, _ = accept_tree(tokens, parent, p, None, coins, almost_one[0, :1])
+    path, length, following, _ = accept_tree(tokens, parent, p, None, uniforms, almost_one[0, :1])
     assert path.tolist() == [[0, 2, -1]] and length.tolist() == [2] and following.tolist() == [0]
 
 

@@ -1,4 +1,4 @@
-"""The law that acceptance keeps, integrated over the coins to 1e-12, with broken rules that must be caught."""
+"""The law that acceptance keeps, integrated over the uniforms to 1e-12, with broken rules that must be caught."""
 
 import itertools
 
@@ -19,28 +19,32 @@ def threshold(decide, count, steps=60):
 
 
 def first_token_law(verify, tokens, parent, p, q):
-    """Exact law of the token after node 0, the coins integrated out: tokens (C, N), p (N, V), q (C, N, V) -> (C, V)."""
+    """Exact law of the token after node 0, the uniform numbers integrated out: tokens (C, N), p (N, V), q (C, N, V) ->
+    (C, V).
+    """
     (C, N), V = tokens.shape, p.shape[1]
     children = [n for n in range(1, N) if int(parent[n]) == 0]
     reject = torch.full((N,), 1 - 2.0**-40, dtype=torch.float64)
 
-    def run(coins, draw, repeats):
-        laws = None if q is None else q.repeat_interleave(repeats, 0)
-        return verify(tokens.repeat_interleave(repeats, 0), parent, p.expand(len(draw), N, V), laws, coins, draw)
+    def run(uniforms, draw, repeats):
+        distributions = None if q is None else q.repeat_interleave(repeats, 0)
+        return verify(
+            tokens.repeat_interleave(repeats, 0), parent, p.expand(len(draw), N, V), distributions, uniforms, draw
+        )
 
     def accepted(u):
-        coins = reject.repeat(C * len(children), 1)
-        coins[torch.arange(len(u)), picks] = u
-        return (run(coins, torch.zeros_like(u), len(children))[0] == picks.unsqueeze(1)).any(1)
+        uniforms = reject.repeat(C * len(children), 1)
+        uniforms[torch.arange(len(u)), picks] = u
+        return (run(uniforms, torch.zeros_like(u), len(children))[0] == picks.unsqueeze(1)).any(1)
 
     picks = torch.tensor(children).repeat(C)
-    law, alive = torch.zeros(C, V, dtype=torch.float64), torch.ones(C, dtype=torch.float64)
+    distribution, alive = torch.zeros(C, V, dtype=torch.float64), torch.ones(C, dtype=torch.float64)
     for n, f in zip(children, threshold(accepted, C * len(children)).view(C, -1).unbind(1)):
-        law.scatter_add_(1, tokens[:, n : n + 1], (alive * f).unsqueeze(1))
+        distribution.scatter_add_(1, tokens[:, n : n + 1], (alive * f).unsqueeze(1))
         alive = alive * (1 - f)
     order = torch.arange(V).repeat(C)
     below = threshold(lambda u: run(reject.repeat(C * V, 1), u, V)[2] <= order, C * V).view(C, V)
-    return law + alive.unsqueeze(1) * below.diff(prepend=torch.zeros(C, 1, dtype=torch.float64))
+    return distribution + alive.unsqueeze(1) * below.diff(prepend=torch.zeros(C, 1, dtype=torch.float64))
 
 
 def total_variation(verify, drawn, seed):
@@ -52,42 +56,42 @@ def total_variation(verify, drawn, seed):
         return (first_token_law(verify, torch.tensor([[0, 2, 0, 3]]), parent, p, None)[0] - p[0]).abs().sum().item() / 2
     # The first two siblings are drawn without replacement, the third independently from another law.
     base, other = torch.randn(2, V, generator=g, dtype=torch.float64).softmax(-1)
-    tokens, weights, laws = [], [], []
+    tokens, weights, distributions = [], [], []
     for x, y, z in itertools.product(range(V), repeat=3):
         if x != y:
             rest = base.index_fill(0, torch.tensor(x), 0) / (1 - base[x])
             tokens.append([0, x, y, z])
             weights.append(base[x] * rest[y] * other[z])
-            laws.append(torch.stack((base, base, rest, other)))
-    law = first_token_law(verify, torch.tensor(tokens), parent, p, torch.stack(laws))
-    return (torch.stack(weights) @ law - p[0]).abs().sum().item() / 2
+            distributions.append(torch.stack((base, base, rest, other)))
+    distribution = first_token_law(verify, torch.tensor(tokens), parent, p, torch.stack(distributions))
+    return (torch.stack(weights) @ distribution - p[0]).abs().sum().item() / 2
 
 
-def tree(tokens, parent, p, q, coins, draw):
-    return accept_tree(tokens, parent, p, q, coins, draw, depth=1, branch=3)
+def tree(tokens, parent, p, q, uniforms, draw):
+    return accept_tree(tokens, parent, p, q, uniforms, draw, depth=1, branch=3)
 
 
-def inflated(tokens, parent, p, q, coins, draw):
-    return tree(tokens, parent, p, q, coins / 1.01, draw)
+def inflated(tokens, parent, p, q, uniforms, draw):
+    return tree(tokens, parent, p, q, uniforms / 1.01, draw)
 
 
-def no_residual(tokens, parent, p, q, coins, draw):
+def no_residual(tokens, parent, p, q, uniforms, draw):
     """`next` comes from the law of the last node as it was: a bonus token where a residual is due."""
-    path, length, _, drift = tree(tokens, parent, p, q, coins, draw)
+    path, length, _, drift = tree(tokens, parent, p, q, uniforms, draw)
     running = p[torch.arange(len(draw)), path.amax(1)].cumsum(1)
     return path, length, torch.searchsorted(running, draw.unsqueeze(1), right=True).squeeze(1).clamp_max(3), drift
 
 
-def no_renormalisation(tokens, parent, p, q, coins, draw):
+def no_renormalisation(tokens, parent, p, q, uniforms, draw):
     """Later siblings are tried with p(x) in place of r(x): the mass of the rejected ones is forgotten."""
     px = p[:, 0].gather(1, tokens)
     px[:, 0] = 0
-    return tree(tokens, parent, p, q, coins / (1 - px.cumsum(1) + px), draw)
+    return tree(tokens, parent, p, q, uniforms / (1 - px.cumsum(1) + px), draw)
 
 
-def wrong_draft_law(tokens, parent, p, q, coins, draw):
+def wrong_draft_law(tokens, parent, p, q, uniforms, draw):
     """The ratio's q is sharpened, as when it is stored before the warp."""
-    return tree(tokens, parent, p, (q.log() * 1.1).softmax(-1), coins, draw)
+    return tree(tokens, parent, p, (q.log() * 1.1).softmax(-1), uniforms, draw)
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -102,11 +106,11 @@ def test_chain_keeps_the_target_law(seed):
     p, q = (torch.randn(2, 2, 4, generator=g, dtype=torch.float64)).softmax(-1)
     tokens = torch.tensor([[0, x] for x in range(4)])
 
-    def verify(tokens, parent, p, q, coins, draw):
-        return accept_tree(tokens, parent, p, q, coins, draw, branch=1)
+    def verify(tokens, parent, p, q, uniforms, draw):
+        return accept_tree(tokens, parent, p, q, uniforms, draw, branch=1)
 
-    law = q[1] @ first_token_law(verify, tokens, torch.tensor([-1, 0]), p, q.expand(4, 2, 4))
-    assert (law - p[0]).abs().sum() / 2 < 1e-12
+    distribution = q[1] @ first_token_law(verify, tokens, torch.tensor([-1, 0]), p, q.expand(4, 2, 4))
+    assert (distribution - p[0]).abs().sum() / 2 < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -131,13 +135,13 @@ def test_a_node_after_an_accepted_one_follows_its_own_law():
     parent = torch.tensor([[-1, 0, 1, 1, 0]])
     tokens = torch.tensor([[0, 1, 2, 3, 0]])
     for _ in range(200):
-        coins = torch.rand(1, 5, generator=g, dtype=torch.float64)
+        uniforms = torch.rand(1, 5, generator=g, dtype=torch.float64)
         draw = torch.rand(1, generator=g, dtype=torch.float64)
-        coins[0, 1] = 0
-        path, _, following, _ = accept_tree(tokens, parent, p, None, coins, draw)
+        uniforms[0, 1] = 0
+        path, _, following, _ = accept_tree(tokens, parent, p, None, uniforms, draw)
         keep = torch.tensor([1, 2, 3])
         inner, _, second, _ = accept_tree(
-            tokens[:, keep], torch.tensor([[-1, 0, 0]]), p[:, keep], None, coins[:, keep], draw
+            tokens[:, keep], torch.tensor([[-1, 0, 0]]), p[:, keep], None, uniforms[:, keep], draw
         )
         assert torch.equal(path[path > 0][1:], keep[inner[inner > 0]]) and torch.equal(following, second)
 
@@ -147,19 +151,19 @@ def test_relaxed_acceptance_gains_what_it_drifts():
     g = torch.Generator().manual_seed(2)
     p, q = (torch.randn(2, 4, generator=g, dtype=torch.float64) * 1.5).softmax(-1)
     mass = torch.rand(4, generator=g, dtype=torch.float64) * 0.2
-    parent, laws, drafts = torch.tensor([-1, 0]), torch.stack((p, p)), torch.stack((q, q))
+    parent, distributions, drafts = torch.tensor([-1, 0]), torch.stack((p, p)), torch.stack((q, q))
     tokens, meter = torch.tensor([[0, x] for x in range(4)]), []
 
-    def verify(tokens, parent, p, q, coins, draw):
+    def verify(tokens, parent, p, q, uniforms, draw):
         extra = torch.stack((torch.zeros(len(draw)), mass[tokens[:, 1]]), 1)
-        out = accept_tree(tokens, parent, p, q, coins, draw, mass=extra)
+        out = accept_tree(tokens, parent, p, q, uniforms, draw, mass=extra)
         meter.append(out[3].view(4, -1)[:, 0].double())
         return out
 
-    law = q @ first_token_law(verify, tokens, parent, laws, drafts.expand(4, 2, 4))
+    distribution = q @ first_token_law(verify, tokens, parent, distributions, drafts.expand(4, 2, 4))
     accepted = (q * ((p + mass) / q).clamp_max(1)).sum()
     drift = q @ meter[0]
-    moved = (law - p).abs().sum() / 2
+    moved = (distribution - p).abs().sum() / 2
     assert moved > 1e-3
     assert abs(accepted - (torch.minimum(p, q).sum() + moved)) < 1e-12
     assert abs(drift - moved) < 1e-6  # the meter is reported in fp32

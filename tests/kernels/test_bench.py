@@ -19,11 +19,11 @@ def test_the_loops_it_compares_with_decide_alike():
     case = loops.verification_case(torch.device("cpu"), nodes_per_level=(4, 6, 5), V=400, K=60, draws=40)
     for i in range(40):
         path, _, following, _ = accept_tree(
-            case["tokens"], case["parent"], case["p"], None, case["coins"][i], case["draw"][i],
+            case["tokens"], case["parent"], case["p"], None, case["uniforms"][i], case["draw"][i],
             neighbours=case["neighbours"], delta=0.1,
         )  # fmt: skip
         wanted = (path[path >= 0].tolist(), int(following))
-        common = (case["p"][0], case["neighbours"], 0.1, case["coins"][i, 0], case["draw"][i, 0])
+        common = (case["p"][0], case["neighbours"], 0.1, case["uniforms"][i, 0], case["draw"][i, 0])
         assert loops.loop_over_children(case["tokens"][0], case["parent"][0], *common) == wanted
         table = (common[0], case["neighbours"].numpy(), *common[2:])
         for copied in (True, False):
@@ -88,7 +88,7 @@ def job_of(name="add", broken=False, **changes):
         x = torch.ones(100)
         return lambda i: x + 1, lambda i: x.add(1).add(0)
 
-    return kernels_jobs.Job(name, "100", "float32", build, 800, "two additions", **changes)
+    return kernels_jobs.KernelJob(name, "100", "float32", build, 800, "two additions", **changes)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from visspec.eval.speed import kernels as bench
 from visspec.eval.speed import kernels_clock as clocks
-from visspec.eval.speed.kernels_jobs import Job
+from visspec.eval.speed.kernels_jobs import KernelJob
 from visspec.replay import check_waits
 
 PLAIN, REPLAY, FLUSH = 50e-6, 10e-6, 25e-6
@@ -103,7 +103,7 @@ def test_host_time_begins_on_an_idle_device():
 
 def test_a_row_has_device_time_host_time_and_shares():
     clock = Simulated(waits=("eager",))
-    job = Job(
+    job = KernelJob(
         "verification round", "s", "bfloat16", lambda: (clock.call("ours"), clock.call("eager")), 4000, "a loop",
         flops=2000, whole_round=True,
     )  # fmt: skip

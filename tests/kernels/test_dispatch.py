@@ -17,9 +17,9 @@ from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
+from visspec.distributions import Categorical
 from visspec.kernels import accept, attention, codebook, commit, displacement, groups, growth, losses, warp
 from visspec.kernels import neighbours as nearest
-from visspec.laws import Categorical
 from visspec.types import Capabilities, Sampling, Scores
 
 KINDS = [
@@ -145,19 +145,21 @@ def displaced(seed=0, drawn=True, shared=True, features=4):
     g = torch.Generator().manual_seed(seed)
     _, _, p, draft = round_of(seed, drawn, shared, rows=3)
     mass = 0.6 * p[torch.arange(3)[:, None], draft.tree.parent.clamp(min=0), draft.value]
-    coins, draw = torch.rand(3, 59, generator=g), torch.rand(3, generator=g)
+    uniforms, draw = torch.rand(3, 59, generator=g), torch.rand(3, generator=g)
     space = displacement.coordinates(torch.randn(V - 3, features, generator=g))
-    given = (draft.value, draft.tree.parent.expand(3, -1), p, draft.q and draft.q.p, coins, draw, mass)
+    given = (draft.value, draft.tree.parent.expand(3, -1), p, draft.q and draft.q.p, uniforms, draw, mass)
     return (*given, None, None, None, draft.levels, 10 if shared else 58, space)
 
 
 def gains(case):
     """Of the accepted nodes, by the definition, as the kernel of a device tells them."""
-    tokens, parent, p, q, coins, draw, mass, *_, levels, _, _ = case
+    tokens, parent, p, q, uniforms, draw, mass, *_, levels, _, _ = case
     found = torch.zeros(len(tokens), levels + 1)
     for b in range(len(tokens)):
-        law = None if q is None else q[b]
-        gain = accept.reference(tokens[b], parent[b], p[b], law, coins[b], draw[b], mass[b], depth=levels)[3]
+        distribution = None if q is None else q[b]
+        gain = accept.reference(tokens[b], parent[b], p[b], distribution, uniforms[b], draw[b], mass[b], depth=levels)[
+            3
+        ]
         found[b, : len(gain)] = torch.tensor(gain)
     return found
 

@@ -41,7 +41,7 @@ def test_neighbour_bounds_are_fp32_numbers(rule):
 
 def test_gaps_and_distances_of_groups_are_fp32_numbers():
     """As in a Triton kernel: 0.1 rounds up, so a gap of fp32's 0.1 is within it; 0.01 rounds down, 0.1 ** 2 is not."""
-    law, token = torch.tensor([[0.0, 0.1, 0.3, 0.6]]), torch.tensor([0])
+    distribution, token = torch.tensor([[0.0, 0.1, 0.3, 0.6]]), torch.tensor([0])
     codes = torch.tensor([[0.0], [0.1], [9.0], [9.0]], dtype=torch.float64)
     rules = [
         ({"max_gap": 0.1}, 0.1),
@@ -49,8 +49,8 @@ def test_gaps_and_distances_of_groups_are_fp32_numbers():
         ({"embedding": codes, "max_distance": 0.1}, 0.0),
     ]
     for rule, mass in rules:
-        assert kernels.grouped_mass(law, None, token, group=2, **rule)[0].item() == pytest.approx(mass)
-        assert groups.reference(law, None, token, group=2, **rule)[0, 0].item() == pytest.approx(mass)
+        assert kernels.grouped_mass(distribution, None, token, group=2, **rule)[0].item() == pytest.approx(mass)
+        assert groups.reference(distribution, None, token, group=2, **rule)[0, 0].item() == pytest.approx(mass)
 
 
 @cases(groups)
@@ -67,15 +67,15 @@ def test_grouped_mass_relaxes_acceptance():
     p, q = torch.randn(2, 50, 8, generator=g).softmax(-1)
     token = torch.randint(8, (50,), generator=g)
     in_p, in_q = kernels.grouped_mass(p, q, token, clusters=torch.arange(8) // 2)
-    px, qx = (law.gather(1, token.unsqueeze(1)).squeeze(1) for law in (p, q))
+    px, qx = (distribution.gather(1, token.unsqueeze(1)).squeeze(1) for distribution in (p, q))
     f = torch.maximum(in_p / in_q, px / qx).clamp_max(1)
     mass = torch.stack((torch.zeros(50), qx * in_p / in_q - px), 1)
     tokens = torch.stack((torch.zeros_like(token), token), 1)
-    laws = [law.unsqueeze(1).expand(50, 2, 8) for law in (p, q)]
+    distributions = [distribution.unsqueeze(1).expand(50, 2, 8) for distribution in (p, q)]
     for shift, expected in ((-1e-4, 2), (1e-4, 1)):
-        coins = (f + shift).unsqueeze(1).expand(50, 2)
+        uniforms = (f + shift).unsqueeze(1).expand(50, 2)
         length = kernels.accept_tree(
-            tokens, torch.tensor([-1, 0]), *laws, coins.contiguous(), torch.zeros(50), mass=mass
+            tokens, torch.tensor([-1, 0]), *distributions, uniforms.contiguous(), torch.zeros(50), mass=mass
         )[1]
         assert (length == expected)[f < 1].all()
 

@@ -43,7 +43,7 @@ def ids(cases):
 
 def tree_arguments(case):
     case = {"mass": None, "neighbours": None, "delta": None, "lam": None, **case}
-    names = ("tokens", "parent", "p", "q", "coins", "draw", "mass", "neighbours", "delta", "lam")
+    names = ("tokens", "parent", "p", "q", "uniforms", "draw", "mass", "neighbours", "delta", "lam")
     depth = case["tokens"].shape[1] - 1
     return [case[name] for name in names] + [depth, depth]
 
@@ -81,7 +81,7 @@ def test_accept_tree_with_its_displacement(kind, drawn):
     space = displacement.coordinates(torch.randn(20, 3, generator=g))  # three ids are grammar
     for seed in SEEDS:
         case = accept.random_case(seed, rows=6, nodes=8, vocabulary=23, drawn=drawn, **kind)
-        case["coins"] *= 0.5  # long paths
+        case["uniforms"] *= 0.5  # long paths
         case["p"] = torch.randn(case["p"].shape, generator=g) * 2.0
         found = accept.accept_tree_device(*tree_arguments(to_device(case)), space.to(DEVICE), True)
         wanted = accept.accept_tree_host(*tree_arguments(case), space, True)
@@ -95,7 +95,7 @@ def test_accept_tree_with_its_displacement(kind, drawn):
 def test_deeper_nodes_and_later_siblings_are_left_out(kind):
     for seed, limits in enumerate([(0, 9), (1, 9), (2, 2), (9, 1)]):
         arguments = accept.random_case(seed, rows=6, vocabulary=5, **kind)
-        arguments["coins"] *= 0.5  # long paths
+        arguments["uniforms"] *= 0.5  # long paths
         found = accept.accept_tree_triton(*tree_arguments(to_device(arguments))[:-2], *limits)
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)[:-2], *limits))
 
@@ -130,7 +130,7 @@ def test_out_of_range_token_is_never_accepted():
     arguments = to_device(accept.random_case(0, rows=2, nodes=3, vocabulary=5))
     arguments["tokens"][:, 1:] = torch.tensor([7, -3], device=DEVICE)
     arguments["parent"] = torch.tensor([-1, 0, 0], device=DEVICE)
-    arguments["coins"].zero_()
+    arguments["uniforms"].zero_()
     path, length, following, *_ = accept.accept_tree_triton(*tree_arguments(arguments))
     assert length.tolist() == [1, 1] and path[:, 1:].eq(-1).all() and ((following >= 0) & (following < 5)).all()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = [f"visspec/{name}.py" for name in ("sampling", "tree", "cache")]
-CORE += [f"visspec/{name}/[!_]*.py" for name in ("laws", "loop", "accept", "api")]
+CORE += [f"visspec/{name}/[!_]*.py" for name in ("distributions", "loop", "accept", "api")]
 CORE += ["models/drafters/[!_]*.py", "models/targets/[!_]*.py"]
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -40,27 +40,27 @@ NAMED = [  # name, file, what it replaces, by what
      "torch.where(stands_BW[..., None], residual(p_BWV, q_BWV), p_BWV)", "residual(p_BWV, q_BWV)"),
     ("q of unjudged entries is p", "models/drafters/jacobi.py",
      "torch.where(judged_BW[..., None], p_BWV, q_BWV)", "p_BWV"),
-    ("coins that never advance", "models/drafters/jacobi.py",
-     "old.coins.advance([width] * len(outcome.tokens))", "pass"),
+    ("noise that never advances", "models/drafters/jacobi.py",
+     "old.noise.advance([width] * len(outcome.tokens))", "pass"),
     ("draws with the acceptance coin", "visspec/sampling.py",
      "self.window(level + 1)[:, level, -1]", "self.window(level + 1)[:, level, 0]"),
-    ("a node too deep", "visspec/loop/guard.py",
+    ("a node too deep", "visspec/loop/safe_drafter.py",
      "state.room(row) - 1 for row", "state.room(row) for row"),
     ("the last slot is lost", "visspec/cache.py",
      "new[:, :, : old.shape[2]] = old", "new[:, :, : old.shape[2] - 1] = old[:, :, :-1]"),
-    ("kept laws untrimmed", "visspec/loop/tape.py", "path[: count - len(self.laws[row])]", "path"),
+    ("kept laws untrimmed", "visspec/loop/output.py", "path[: count - len(self.distributions[row])]", "path"),
     ("drift of another row", "visspec/loop/decode.py", "to_device(state.rows, measured.device)",
      "to_device(list(range(len(state.rows))), measured.device)"),
     ("bonus and corrected exchanged", "visspec/loop/decode.py",
-     '"corrected" if tried[b] else "bonus"', '"bonus" if tried[b] else "corrected"'),
+     '"corrected" if had_rejection[b] else "bonus"', '"bonus" if had_rejection[b] else "corrected"'),
     ("drift a round, not a token", "visspec/loop/stats.py",
      "drift_per_token=drift / max(tokens, 1)", "drift_per_token=drift / max(len(trace.rounds), 1)"),
     ("displacement under the node's own law", "kernels/accept.py",
      "over = law if rest is None else rest", "over = law_at(n)"),
     ("a noise floor twice too large", "eval/metrics/fid.py", "floor * half / 2 * (", "floor * half * ("),
-    ("reached counts as accepted", "visspec/loop/pace.py",
-     "self.kept[d] + kept / rows", "self.kept[d] + (kept + sum(at_end)) / rows"),
-    ("drafting is free", "visspec/loop/pace.py", 'latest["draft"] + latest["observe"]', "0.0"),
+    ("reached counts as accepted", "visspec/loop/draft_length.py",
+     "self.accepted[d] + accepted / rows", "self.accepted[d] + (accepted + sum(at_end)) / rows"),
+    ("drafting is free", "visspec/loop/draft_length.py", 'latest["draft"] + latest["observe"]', "0.0"),
     ("a tree by the noise of another position", "visspec/sampling.py",
      "[:, level, None,", "[:, 0, None,"),
     ("a token too many is kept", "models/drafters/small_model.py",

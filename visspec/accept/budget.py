@@ -1,24 +1,26 @@
 """Budget: mass is moved to drafted codes from their nearest neighbours, within a budget of total variation per image.
 
 Whatever a relaxed rule does at a node, acceptance = (1 - TV(p, q)) + TV(output, p): a point of drift buys a point of
-acceptance, and the rules differ in where the mass goes. This one declares a law p' = p + (received - given) and keeps
-it exactly, by `Rejection` under p'. Mass is given by codes that are drafted too rarely and received by codes that are
-drafted too often, so that all of it becomes acceptance, and only over distances of at most `reach` in the codebook:
+acceptance, and the rules differ in where the mass goes. This one declares a distribution p' = p + (received - given)
+and keeps it exactly, by `Rejection` under p'. Mass is given by codes that are drafted too rarely and received by codes
+that are drafted too often, so that all of it becomes acceptance, and only over distances of at most `reach` in the
+codebook:
 
     drawn from q   y gives of [p - q]+, x receives of [q - p]+: the optimal partial transport in the metric of a
                    binary tree (`codebook.hierarchy`): within the smallest clusters first, the rest in larger ones
     point masses   y gives p(y) to the nearest child within reach: the optimal partial transport
 
 The drift of a tested node is TV(p', p), in closed form, and its displacement the transport's cost, an upper bound of
-the Wasserstein distance W_1(p', p). p' depends on the laws at the node and above and on the past, never on codes that
-are drafted below, so it is the law of the emitted code given all before; the total variation of the law of whole images
-is at most the expected sum of drifts.
+the Wasserstein distance W_1(p', p). p' depends on the distributions at the node and above and on the past, never on
+codes that are drafted below, so it is the distribution of the emitted code given all before; the total variation of the
+distribution of whole images is at most the expected sum of drifts.
 
 The budget: every code earns `drift`, tested nodes spend. A node whose parents have spent all that the codes up to it
 have earned moves only a share of the mass, so at any moment drift per code <= `drift`, in every image, by construction.
-The price of a move is its distance: mass moves within a reach that is proportional to what is left (`Purse.reserve`),
-at most the `reach` that is given, so that spending balances earning without being tuned and mass is moved where it is
-cheap; and smaller below, where an accepted code is followed by fewer. At temperature 0 the rule is greedy and exact.
+The price of a move is its distance: mass moves within a reach that is proportional to what is left
+(`BudgetedNoise.reserve`), at most the `reach` that is given, so that spending balances earning without being tuned and
+mass is moved where it is cheap; and smaller below, where an accepted code is followed by fewer. At temperature 0 the
+rule is greedy and exact.
 
 B rows, N nodes, V vocabulary, K codes, P codes padded to a power of two, C clusters, S codes of a cluster, E features.
 Laws keep their dtype.
@@ -34,8 +36,8 @@ from torch import Tensor
 
 from visspec.accept import codebook
 from visspec.accept.rejection import Rejection
-from visspec.laws import categorical
-from visspec.sampling import Coins, Noise
+from visspec.distributions import categorical
+from visspec.sampling import AcceptanceNoise, Noise
 from visspec.types import Capabilities, Draft, RuleTraits, Scores, Verdict
 
 HORIZON = 4.0  # codes' earnings; with so much in reserve the reach is one unit
@@ -44,7 +46,7 @@ DIRECT = "donot_use_mm_for_euclid_dist"  # a product's rounding would depend on 
 TINY = 1e-30
 
 
-class Purse(Coins):
+class BudgetedNoise(AcceptanceNoise):
     """Coins, and what each row may still spend: the drift that its codes have earned less what was spent."""
 
     def __init__(self, generators: Sequence[torch.Generator], earned: float):
@@ -63,7 +65,7 @@ class Purse(Coins):
 
     def join(self, other: Noise, take: Sequence[int]) -> None:
         super().join(other, take)
-        assert isinstance(other, Purse)
+        assert isinstance(other, BudgetedNoise)
         self.reserve = torch.cat([self.reserve, other.reserve[list(take)]])
 
 
@@ -93,15 +95,15 @@ class Clusters(NamedTuple):
         return cls(order_P, order_P.argsort()[: len(codes_KE)], levels, unit)
 
 
-class Declared(NamedTuple):
+class DeclaredTarget(NamedTuple):
     """What the rule declares for a draft."""
 
-    p: Tensor  # (B, N, V) the law that each node's children are tested under and the next code is drawn from
-    drift: Tensor  # (B, N) total variation of each node's law
+    p: Tensor  # (B, N, V) the distribution that each node's children are tested under and the next code is drawn from
+    drift: Tensor  # (B, N) total variation of each node's distribution
     displacement: Tensor  # (B, N) its transport's cost
 
 
-class Moves(NamedTuple):
+class MassMoves(NamedTuple):
     """Mass that nodes could move: received less given (B, N, K), its total variation and its cost (B, N)."""
 
     mass: Tensor
@@ -129,33 +131,33 @@ class Budget(Rejection):
         self.count = len(self.codes)
         self.clusters = Clusters.of(self.codes)
 
-    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Purse:
-        return Purse(generators, self.drift)
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> BudgetedNoise:
+        return BudgetedNoise(generators, self.drift)
 
-    def __call__(self, draft: Draft, scores: Scores, noise: Coins | None) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: AcceptanceNoise | None) -> Verdict:
         if noise is None:
             return self.greedy(draft, scores)
-        assert isinstance(noise, Purse)
-        declared = self.declare(draft, categorical(scores.law).p, noise.reserve)
-        verdict = self.settled(draft, declared, *noise.toss(draft.tree))
+        assert isinstance(noise, BudgetedNoise)
+        declared = self.declare(draft, categorical(scores.distribution).p, noise.reserve)
+        verdict = self.settled(draft, declared, *noise.accept_uniforms(draft.tree))
         assert verdict.drift is not None
         noise.spend(verdict.drift, verdict.length)
         return verdict
 
-    def settled(self, draft: Draft, declared: Declared, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
-        """The verdict under the declared laws, with the drift and displacement of the nodes on the path."""
+    def settled(self, draft: Draft, declared: DeclaredTarget, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
+        """The verdict under the declared distributions, with the drift and displacement of the nodes on the path."""
         verdict = self.judge(draft, declared.p, coins_BN, draw_B)
         path_BD, on_BD = verdict.path.clamp(min=0), verdict.path >= 0
         drift_B, far_B = ((part.gather(1, path_BD) * on_BD).sum(1) for part in declared[1:])
         return Verdict(verdict.path, verdict.length, verdict.next, drift_B, far_B)
 
-    def declare(self, draft: Draft, p_BNV: Tensor, reserve_B: Tensor) -> Declared:
-        """The laws that the output of a draft has, within what each row has left."""
+    def declare(self, draft: Draft, p_BNV: Tensor, reserve_B: Tensor) -> DeclaredTarget:
+        """The distributions that the output of a draft has, within what each row has left."""
         if self.clusters is None:
             raise ValueError("acceptance: Budget has no codebook, expected bind(capabilities) first")
         nothing_BN = p_BNV.new_zeros(p_BNV.shape[:2])
         if draft.tree.size == 1 or self.drift == 0:
-            return Declared(p_BNV, nothing_BN, nothing_BN)
+            return DeclaredTarget(p_BNV, nothing_BN, nothing_BN)
         depth_BN, left_B1 = draft.tree.depth.to(p_BNV.dtype), reserve_B.to(p_BNV.dtype)[:, None]
         worth_BN = (1.0 - FOLLOWS ** (draft.levels - depth_BN)) / (1.0 - FOLLOWS**draft.levels)
         reach_BN = (
@@ -167,10 +169,10 @@ class Budget(Rejection):
         share_BN = spent_BN / moves.drift.clamp(min=TINY)
         law_BNV = p_BNV.clone()
         law_BNV[..., : self.count] = (p_BNV[..., : self.count] + share_BN[..., None] * moves.mass).clamp(min=0.0)
-        return Declared(law_BNV, spent_BN, share_BN * moves.cost)
+        return DeclaredTarget(law_BNV, spent_BN, share_BN * moves.cost)
 
-    def transported(self, draft: Draft, p_BNV: Tensor, reach_BN: Tensor) -> Moves:
-        """Sampled drafts: mass moves towards the law that each node's first child was drawn from."""
+    def transported(self, draft: Draft, p_BNV: Tensor, reach_BN: Tensor) -> MassMoves:
+        """Sampled drafts: mass moves towards the distribution that each node's first child was drawn from."""
         assert draft.q is not None and self.clusters is not None
         rows, nodes, _ = p_BNV.shape
         index_N = torch.arange(nodes, device=p_BNV.device)
@@ -182,7 +184,7 @@ class Budget(Rejection):
         gap_BNK = gap_BNK[..., : self.count] * (first_BN < nodes)[..., None]
         return transport(gap_BNK, self.clusters, reach_BN)
 
-    def gathered(self, draft: Draft, p_BNV: Tensor, reach_BN: Tensor) -> Moves:
+    def gathered(self, draft: Draft, p_BNV: Tensor, reach_BN: Tensor) -> MassMoves:
         """Point masses: each code within reach gives all that it has to the nearest child."""
         assert self.codes is not None
         rows, nodes, _ = p_BNV.shape
@@ -204,7 +206,7 @@ class Budget(Rejection):
         received_BN = (given_BNK.gather(1, wide_BNK) * mine_BNK).sum(-1)
         mass_BM = (-given_BNK).flatten(1).scatter_add(1, place_BN, received_BN)  # twins receive 0: one order only
         cost_BN = (given_BNK * torch.where(gives_BNK, nearest_BNK, 0.0)).sum(-1)
-        return Moves(mass_BM.view_as(far_BNK), given_BNK.sum(-1), cost_BN)
+        return MassMoves(mass_BM.view_as(far_BNK), given_BNK.sum(-1), cost_BN)
 
     def children(self, draft: Draft) -> Tensor:
         """(B, N) whether a node is a drafted code: neither the root, nor absent, nor grammar."""
@@ -212,7 +214,7 @@ class Budget(Rejection):
         return below_BN if draft.real is None else below_BN & draft.real
 
 
-def transport(gap_BNK: Tensor, clusters: Clusters, reach_BN: Tensor) -> Moves:
+def transport(gap_BNK: Tensor, clusters: Clusters, reach_BN: Tensor) -> MassMoves:
     """The transport of mass between codes with a positive gap, which receive, and codes with a negative one.
 
     In a cluster whose radius is within reach all that can be moved is moved, in proportion to what each of its codes
@@ -234,7 +236,7 @@ def transport(gap_BNK: Tensor, clusters: Clusters, reach_BN: Tensor) -> Moves:
         cost_BN = cost_BN + (squares_BNC * mass_BNC - 2 * (to_BNCE * from_BNCE).sum(-1)).clamp(min=0).sqrt().sum(-1)
         need_BNP, spare_BNP = need_BNP - got_BNCS.flatten(-2), spare_BNP - gave_BNCS.flatten(-2)
     moved_BNK = (start_BNP - need_BNP + spare_BNP)[..., clusters.place]
-    return Moves(moved_BNK, moved_BNK.clamp(min=0).sum(-1), cost_BN)
+    return MassMoves(moved_BNK, moved_BNK.clamp(min=0).sum(-1), cost_BN)
 
 
 def within(wanted_BN: Tensor, allowed_BN: Tensor, ancestor_BNN: Tensor, parent_BN: Tensor) -> Tensor:

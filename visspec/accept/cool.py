@@ -12,7 +12,7 @@ from torch import Tensor
 
 from visspec.accept.rejection import Rejection, drafted
 from visspec.sampling import place
-from visspec.tree import kept
+from visspec.tree import cached
 from visspec.types import Draft, RuleTraits
 
 
@@ -29,5 +29,5 @@ class Cool(Rejection):
         self.omega, self.nu = omega, nu
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        excess_BN = (self.omega - 1.0) * self.nu ** kept(draft.tree, place).to(p_BNV.dtype)
+        excess_BN = (self.omega - 1.0) * self.nu ** cached(draft.tree, place).to(p_BNV.dtype)
         return drafted(draft, p_BNV) * excess_BN

@@ -3,7 +3,7 @@
 At every step of a chain the target's next point is drawn from a maximal coupling of its own Gaussian with the
 drafter's realised point; chains that have parted may meet again. A vector is accepted where both chains end at the same
 point, and the first that differs ends the path: it is the target's own draw. After a full path the bonus vector is
-drawn by the target alone. Given the vectors before it, each one's law is the target's, whatever was drafted.
+drawn by the target alone. Given the vectors before it, each one's distribution is the target's, whatever was drafted.
 
 The declared target samples with noise in its last step too; without it no draft would ever equal the target's draw.
 With `window` > 1 the head takes several steps of each chain in one pass (`denoise`), which is exact as well.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from visspec.accept import denoise
-from visspec.laws import Denoising, denoising
+from visspec.distributions import Denoising, denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
@@ -29,7 +29,7 @@ class Coupled(Acceptance):
     that have parted may meet again.
     """
 
-    traits = RuleTraits("exact for the declared target", judges_draws=True, chains_only=True, law=Denoising)
+    traits = RuleTraits("exact for the declared target", judges_draws=True, chains_only=True, distribution=Denoising)
 
     def __init__(self, window: int = 32, merge: int = 40):
         for name, value, least in (("window", window, 1), ("merge", merge, 0)):
@@ -56,12 +56,14 @@ class Coupled(Acceptance):
 
     def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
         assert noise is not None
-        law, nodes = denoising(scores.law), draft.tree.size
+        distribution, nodes = denoising(scores.distribution), draft.tree.size
         numbers = noise.numbers(nodes)
         if draft.q is None and self.window == 1:
-            ends = law.value(numbers.start, numbers.steps)
+            ends = distribution.value(numbers.start, numbers.steps)
             return followed(draft, ends, torch.zeros_like(ends[:, 0], dtype=torch.bool))
-        return followed(draft, *denoise.run(law, numbers, denoise.below(draft), nodes, self.window, self.merge))
+        return followed(
+            draft, *denoise.run(distribution, numbers, denoise.below(draft), nodes, self.window, self.merge)
+        )
 
 
 def followed(draft: Draft, ends_Md: Tensor, accepted_M: Tensor) -> Verdict:

@@ -12,7 +12,7 @@ from torch import Tensor
 TINY = torch.finfo(torch.float32).tiny
 
 
-def reflected(normal: Tensor, other: Tensor, mean: Tensor, log_sigma: Tensor, coin: Tensor) -> tuple[Tensor, Tensor]:
+def reflected(normal: Tensor, other: Tensor, mean: Tensor, log_sigma: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Maximal coupling of Gaussians of one deviation, by reflection (Bou-Rabee, Eberle, Zimmer 2020; for denoising
     chains: De Bortoli et al., arXiv 2501.05370, algorithm 4).
 
@@ -23,28 +23,34 @@ def reflected(normal: Tensor, other: Tensor, mean: Tensor, log_sigma: Tensor, co
     shift = (other - mean) / sigma
     along = (normal * shift).sum(dim=-1)
     squared = (shift * shift).sum(dim=-1)
-    same = coin <= -(along + squared / 2)  # log of the ratio of densities at the point
+    same = uniform <= -(along + squared / 2)  # log of the ratio of densities at the point
     mirror = normal - 2 * (along / squared.clamp(min=TINY))[..., None] * shift
     return torch.addcmul(mean, sigma, mirror), same
 
 
 def bounded(
-    point: Tensor, other: Tensor, log_other: Tensor, mean: Tensor, log_sigma: Tensor, coin: Tensor, candidates: Tensor,
+    point: Tensor,
+    other: Tensor,
+    log_other: Tensor,
+    mean: Tensor,
+    log_sigma: Tensor,
+    uniform: Tensor,
+    candidates: Tensor,
     chances: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Nearly maximal coupling of Gaussians of different deviations, without a loop.
 
     point: a draw from N(other, exp(log_other)^2). coin (...), chances (..., K): logs of uniform numbers; candidates
     (..., K, d): normal numbers. A point of q is of the overlap with probability min(1, p/q), a candidate, drawn from p,
-    with probability min(1, q/p); otherwise it is of the residual of its law. A point of the overlap is kept, else the
-    first candidate of the residual is taken, and if there is none the first candidate, of the overlap. That would give
-    the overlap TV (1 - TV)^K too much of p; the equally likely event that the point is of the overlap and of all
-    candidates the last alone is not, gives its candidate instead. So the law is p for every K, and the point is kept
-    with probability 1 - TV - TV (1 - TV)^K.
+    with probability min(1, q/p); otherwise it is of the residual of its distribution. A point of the overlap is kept,
+    else the first candidate of the residual is taken, and if there is none the first candidate, of the overlap. That
+    would give the overlap TV (1 - TV)^K too much of p; the equally likely event that the point is of the overlap and of
+    all candidates the last alone is not, gives its candidate instead. So the distribution is p for every K, and the
+    point is kept with probability 1 - TV - TV (1 - TV)^K.
     """
     draws = mean[..., None, :] + log_sigma.exp()[..., None, :] * candidates
     ratio, ratios = log_ratios(point, draws, other, log_other, mean, log_sigma)
-    same, taken = selected(coin <= ratio, chances <= ratios)
+    same, taken = selected(uniform <= ratio, chances <= ratios)
     return candidate(draws, taken), same
 
 
@@ -59,7 +65,7 @@ def log_ratios(
 
 def selected(overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
     """Whether the point is kept, and the index of the candidate in its place (...), by which of them are of the overlap
-    of their two laws: the point (...), the candidates (..., K).
+    of their two distributions: the point (...), the candidates (..., K).
     """
     first = overlaps.long().cumprod(dim=-1).sum(dim=-1)  # candidates of the overlap before the first of the residual
     count = overlaps.shape[-1]

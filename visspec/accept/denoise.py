@@ -1,11 +1,13 @@
-"""Chains of Gaussian steps, several steps at a time, coupled to drafted chains: exact draws from a `Denoising` law.
+"""Chains of Gaussian steps, several steps at a time, coupled to drafted chains: exact draws from a `Denoising`
+distribution.
 
 Every pass of the head takes W points of each chain. The first is known; the others are proposals, drawn from a cheaper
-law of the next point whose Gaussian is known too: while the chain runs along a drafted one, from the drafter's (its
-points are the proposals), elsewhere from a Gaussian around the mean that follows from a forecast of the estimate of the
-value. Each proposal is then coupled with the target's own law of that point (`couplings`): up to the first that is not
-the same, all are kept, and that one is replaced. (De Bortoli et al., arXiv 2501.05370, freeze the drift; the forecast
-and the coupling of whole chains, with coalescing again after a difference, are ours.) W = 1 is a plain chain.
+distribution of the next point whose Gaussian is known too: while the chain runs along a drafted one, from the drafter's
+(its points are the proposals), elsewhere from a Gaussian around the mean that follows from a forecast of the estimate
+of the value. Each proposal is then coupled with the target's own distribution of that point (`couplings`): up to the
+first that is not the same, all are kept, and that one is replaced. (De Bortoli et al., arXiv 2501.05370, freeze the
+drift; the forecast and the coupling of whole chains, with coalescing again after a difference, are ours.) W = 1 is a
+plain chain.
 
 The forecast: were the value N(m, s^2 I), x = a value + n noise, the estimate of the value would be linear in x,
 
@@ -27,8 +29,8 @@ from torch import Tensor
 
 from visspec.accept.couplings import bounded, reflected
 from visspec.cache import to_device
-from visspec.laws import Denoising, Steps, Trajectory
-from visspec.sampling import Numbers
+from visspec.distributions import Denoising, DenoisingSteps, Trajectory
+from visspec.sampling import TrajectoryNumbers
 from visspec.types import Draft
 
 MOST = 32  # points of a chain in a pass
@@ -36,7 +38,7 @@ SPREADS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.0)  # deviations of the value; the
 MORE = 4  # times as many points in the next pass as this one moved
 FORGOTTEN = 0.5  # share of a pass's errors of foretelling that the next pass no longer counts
 
-_forecasts: WeakKeyDictionary[Steps, Forecast] = WeakKeyDictionary()
+_forecasts: WeakKeyDictionary[DenoisingSteps, Forecast] = WeakKeyDictionary()
 
 
 class Forecast(NamedTuple):
@@ -56,7 +58,7 @@ class Forecast(NamedTuple):
     weight: Tensor  # (S,) of an error of the estimate, squared: in deviations of the next point
 
 
-def forecast(steps: Steps) -> Forecast:
+def forecast(steps: DenoisingSteps) -> Forecast:
     """The coefficients for windows of `MOST` steps, kept for a schedule. Steps beyond the last change nothing."""
     if steps not in _forecasts:
         with torch.inference_mode(False):
@@ -64,7 +66,7 @@ def forecast(steps: Steps) -> Forecast:
     return _forecasts[steps]
 
 
-def _forecast(steps: Steps, window: int) -> Forecast:
+def _forecast(steps: DenoisingSteps, window: int) -> Forecast:
     keep_S, move_S, low_S, high_S = (part.double() for part in (steps.keep, steps.move, steps.low, steps.high))
     variance_S = (low_S + high_S).exp()
     signals, noises = [keep_S.new_zeros(())], [keep_S.new_ones(())]  # of x = a value + n noise, n squared
@@ -92,7 +94,7 @@ def _forecast(steps: Steps, window: int) -> Forecast:
     return Forecast(of_x, of_mean, keep_GS, move_GS, ends, means, drawn, move_S**2 / variance_S)
 
 
-class Drafted(NamedTuple):
+class DraftTrajectories(NamedTuple):
     """Trajectories of M chains: points (M, S + 1, d), mean (M, S, d), log_sigma (M, S, 1 or d)."""
 
     points: Tensor
@@ -101,7 +103,7 @@ class Drafted(NamedTuple):
     there: Tensor  # (M,) bool
 
 
-def below(draft: Draft) -> Drafted | None:
+def below(draft: Draft) -> DraftTrajectories | None:
     """The trajectory drafted below each node of a chain, for M = B N chains; its last node has none."""
     if draft.q is None:
         return None
@@ -109,7 +111,7 @@ def below(draft: Draft) -> Drafted | None:
     there = torch.ones_like(draft.value[..., 0], dtype=torch.bool) if draft.real is None else draft.real
     there = torch.cat([there[:, 1:], torch.zeros_like(there[:, :1])], dim=1)
     points, mean, log_sigma = (part.roll(-1, dims=1).flatten(0, 1) for part in (q.points, q.mean, q.log_sigma))
-    return Drafted(points, mean, log_sigma, there.flatten())
+    return DraftTrajectories(points, mean, log_sigma, there.flatten())
 
 
 class Proposals(NamedTuple):
@@ -119,51 +121,58 @@ class Proposals(NamedTuple):
     normal: Tensor  # (M, W, d) standardised
     mean: Tensor  # (M, W, d)
     log_sigma: Tensor  # (M, W, 1 or d)
-    along: Tensor  # (M, W) bool: it is the drafted point
+    on_draft: Tensor  # (M, W) bool: it is the drafted point
 
 
-class Chains(NamedTuple):
+class ActiveTrajectories(NamedTuple):
     """Where the M chains are that are not finished."""
 
     step: Tensor  # (M,) steps done
     x: Tensor  # (M, d)
-    along: Tensor  # (M,) bool: x is the drafted point of this step
+    on_draft: Tensor  # (M,) bool: x is the drafted point of this step
     mean: Tensor  # (M, d) of the value, as forecast
     spread: Tensor  # (M,) index of its deviation among SPREADS
     errors: Tensor  # (M, G) of forecasts with each of them
     reach: Tensor  # (M,) points of the next pass that count
 
-    def select(self, keep: Tensor) -> Chains:
-        return Chains(*(part[keep] for part in self))
+    def select(self, keep: Tensor) -> ActiveTrajectories:
+        return ActiveTrajectories(*(part[keep] for part in self))
 
 
 def run(
-    law: Denoising, numbers: Numbers, drafted: Drafted | None, nodes: int, window: int, merge: int
+    distribution: Denoising,
+    numbers: TrajectoryNumbers,
+    drafted: DraftTrajectories | None,
+    nodes: int,
+    window: int,
+    merge: int,
 ) -> tuple[Tensor, Tensor]:
-    """One value of each of M = B nodes laws, and which equal the drafted one: (M, d), (M,) bool.
+    """One value of each of M = B nodes distributions, and which equal the drafted one: (M, d), (M,) bool.
 
     Once a chain of a row ends elsewhere than its draft, the later ones of the row are dropped; their values are 0.
     merge: number of last steps in which a chain that has left the drafted one may meet it again. Each pass of the head
     synchronises once, to know which chains are done.
     """
-    count, steps, device = len(numbers.start), len(law.steps), numbers.start.device
+    count, steps, device = len(numbers.start), len(distribution.steps), numbers.start.device
     ends, equal = torch.zeros_like(numbers.start), torch.zeros(count, dtype=torch.bool, device=device)
     zero = torch.zeros(count, dtype=torch.long, device=device)
-    start, along = numbers.start, equal.clone()
+    start, on_draft = numbers.start, equal.clone()
     if drafted is not None:
-        start, along = torch.where(drafted.there[:, None], drafted.points[:, 0], start), drafted.there
+        start, on_draft = torch.where(drafted.there[:, None], drafted.points[:, 0], start), drafted.there
     width = min(steps, window)
     errors = start.new_zeros(count, len(SPREADS))
-    chains = Chains(zero, start, along, torch.zeros_like(start), zero, errors, torch.full_like(zero, width))
+    chains = ActiveTrajectories(
+        zero, start, on_draft, torch.zeros_like(start), zero, errors, torch.full_like(zero, width)
+    )
     alive = list(range(count))
     chosen: Tensor | None = None  # indices of living chains; None: all
     own, path = numbers, drafted
     following, close = drafted is not None, False
     while alive:
         guide = path if following or close else None
-        chains = advance(law, chains, own, guide, chosen, width, window, merge if close else 0)
+        chains = advance(distribution, chains, own, guide, chosen, width, window, merge if close else 0)
         there = zero[: len(alive)] if path is None else path.there.long()
-        state = torch.stack([chains.step, chains.along.long(), there, chains.reach])
+        state = torch.stack([chains.step, chains.on_draft.long(), there, chains.reach])
         done, met, drafts, reaches = state.tolist()
         following = any(met)
         close = any(t and not m and n + window > steps - merge for n, m, t in zip(done, met, drafts))
@@ -173,7 +182,7 @@ def run(
             continue
         at = to_device(over, device)
         places = to_device([alive[c] for c in over], device)
-        ends[places], equal[places] = chains.x[at], chains.along[at]
+        ends[places], equal[places] = chains.x[at], chains.on_draft[at]
         last: dict[int, int] = {}  # of each row: the first node that ended elsewhere
         for c in over:
             if not met[c]:
@@ -181,53 +190,72 @@ def run(
                 last[row] = min(node, last.get(row, nodes))
         gone = set(over)
         keep = [
-            c for c, place in enumerate(alive)
-            if c not in gone and place % nodes <= last.get(place // nodes, nodes)
-        ]  # fmt: skip
+            c for c, place in enumerate(alive) if c not in gone and place % nodes <= last.get(place // nodes, nodes)
+        ]
         alive, kept = [alive[c] for c in keep], to_device(keep, device)
         if alive:
             chosen = to_device(alive, device)
             chains = chains.select(kept)
-            own = Numbers(*(part[chosen] for part in numbers))
-            path = None if drafted is None else Drafted(*(part[chosen] for part in drafted))
+            own = TrajectoryNumbers(*(part[chosen] for part in numbers))
+            path = None if drafted is None else DraftTrajectories(*(part[chosen] for part in drafted))
     return ends, equal
 
 
 def advance(
-    law: Denoising, chains: Chains, numbers: Numbers, drafted: Drafted | None, chosen: Tensor | None, width: int,
-    window: int, merge: int,
-) -> Chains:  # fmt: skip
+    distribution: Denoising,
+    chains: ActiveTrajectories,
+    numbers: TrajectoryNumbers,
+    drafted: DraftTrajectories | None,
+    chosen: Tensor | None,
+    width: int,
+    window: int,
+    merge: int,
+) -> ActiveTrajectories:
     """One pass of the head over W = `width` points of each chain, of which `reach` count; every chain moves by one step
     at least.
     """
-    steps, reach_M1 = law.steps, chains.reach[:, None]
+    steps, reach_M1 = distribution.steps, chains.reach[:, None]
     place = torch.arange(width, device=chains.step.device)
     index = (chains.step[:, None] + place).clamp(max=len(steps) - 1)
     own = proposals(steps, chains, index, numbers, drafted, place == reach_M1 - 1, merge)
     before = torch.cat([chains.x[:, None], own.points[:, :-1]], dim=1)
-    mean, log_sigma, value = law.kernel(before, index, chosen)
-    coin = at_steps(numbers.coins[..., 0], index)
+    mean, log_sigma, value = distribution.kernel(before, index, chosen)
+    uniform = at_steps(numbers.uniforms[..., 0], index)
     if steps.fixed:
-        drawn, same = reflected(own.normal, own.mean, mean, log_sigma, coin)
+        drawn, same = reflected(own.normal, own.mean, mean, log_sigma, uniform)
         if drafted is not None:  # of other deviations: an exact draw that never is the same point
             same = same & (own.log_sigma == log_sigma).all(dim=-1)
     else:
         drawn, same = bounded(
-            own.points, own.mean, own.log_sigma, mean, log_sigma, coin, at_steps(numbers.candidates, index),
+            own.points,
+            own.mean,
+            own.log_sigma,
+            mean,
+            log_sigma,
+            uniform,
+            at_steps(numbers.candidates, index),
             at_steps(numbers.chances, index),
-        )  # fmt: skip
+        )
     kept_M1 = same.long().cumprod(dim=1).sum(dim=1, keepdim=True)
     moved_M1 = torch.minimum(kept_M1 + 1, reach_M1)
     stays_M1, last = same.gather(1, moved_M1 - 1), (moved_M1 - 1)[..., None].expand(-1, 1, mean.shape[-1])
     x = torch.where(stays_M1, own.points.gather(1, last)[:, 0], drawn.gather(1, last)[:, 0])
-    along = (stays_M1 & own.along.gather(1, moved_M1 - 1))[:, 0]
+    on_draft = (stays_M1 & own.on_draft.gather(1, moved_M1 - 1))[:, 0]
     step = chains.step + moved_M1[:, 0]
     reach = torch.minimum((MORE * moved_M1[:, 0]).clamp(max=window), len(steps) - step)
-    return Chains(step, x, along, *foretold(steps, chains, index, before, value, moved_M1, place), reach)
+    return ActiveTrajectories(
+        step, x, on_draft, *update_forecast(steps, chains, index, before, value, moved_M1, place), reach
+    )
 
 
-def foretold(
-    steps: Steps, chains: Chains, index: Tensor, before: Tensor, value: Tensor, moved_M1: Tensor, place: Tensor
+def update_forecast(
+    steps: DenoisingSteps,
+    chains: ActiveTrajectories,
+    index: Tensor,
+    before: Tensor,
+    value: Tensor,
+    moved_M1: Tensor,
+    place: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mean, spread, errors) of the chains after a pass that found estimates `value` at points `before`.
 
@@ -245,7 +273,13 @@ def foretold(
 
 
 def proposals(
-    steps: Steps, chains: Chains, index: Tensor, numbers: Numbers, drafted: Drafted | None, final: Tensor, merge: int
+    steps: DenoisingSteps,
+    chains: ActiveTrajectories,
+    index: Tensor,
+    numbers: TrajectoryNumbers,
+    drafted: DraftTrajectories | None,
+    final: Tensor,
+    merge: int,
 ) -> Proposals:
     """The next W points: along the drafted chain where a chain is on it, else around the forecast.
 
@@ -266,30 +300,36 @@ def proposals(
     mean, log_sigma = at_steps(drafted.mean, index), at_steps(drafted.log_sigma, index)
     points = at_steps(drafted.points, index + 1)
     normal = (points - mean) * (-log_sigma).exp()
-    on = Proposals(points, normal, mean, log_sigma, torch.ones_like(away.along))
+    on = Proposals(points, normal, mean, log_sigma, torch.ones_like(away.on_draft))
     if merge:
         near = (index >= len(steps) - merge) & drafted.there[:, None]
         away = merging(steps, chains, index, numbers, on, near, final, away)
-    return Proposals(*(torch.where(chains.along.view(-1, *[1] * (b.dim() - 1)), a, b) for a, b in zip(on, away)))
+    return Proposals(*(torch.where(chains.on_draft.view(-1, *[1] * (b.dim() - 1)), a, b) for a, b in zip(on, away)))
 
 
 def merging(
-    steps: Steps, chains: Chains, index: Tensor, numbers: Numbers, on: Proposals, near: Tensor, final: Tensor,
+    steps: DenoisingSteps,
+    chains: ActiveTrajectories,
+    index: Tensor,
+    numbers: TrajectoryNumbers,
+    on: Proposals,
+    near: Tensor,
+    final: Tensor,
     away: Proposals,
-) -> Proposals:  # fmt: skip
+) -> Proposals:
     """Proposals of chains away from the drafted one, one after another, coupled with its points where `near` (M, W).
 
     The final one is the drafted point itself: no pass goes on from it, so the target's own draw is coupled with it.
     """
-    coin = at_steps(numbers.coins[..., 1], index)
+    uniform = at_steps(numbers.uniforms[..., 1], index)
     log_sigmas = torch.where(near[..., None], on.log_sigma, away.log_sigma)
-    x, met, ahead = chains.x, torch.zeros_like(chains.along), forecast(steps)
+    x, met, ahead = chains.x, torch.zeros_like(chains.on_draft), forecast(steps)
     keeps, moves = (part[chains.spread[:, None], index] for part in (ahead.keep, ahead.move))
     made = []
     for k in range(index.shape[1]):
         mean = keeps[:, k, None] * x + moves[:, k, None] * chains.mean
         log_sigma, close = log_sigmas[:, k], near[:, k]
-        drawn, same = reflected(on.normal[:, k], on.mean[:, k], mean, log_sigma, coin[:, k])
+        drawn, same = reflected(on.normal[:, k], on.mean[:, k], mean, log_sigma, uniform[:, k])
         ends = final[:, k]
         same = (same | ends) & close
         drawn = torch.where(close[:, None], drawn, torch.addcmul(mean, log_sigma.exp(), away.normal[:, k]))

@@ -1,10 +1,10 @@
 """Exact acceptance of point-mass drafts: sample the target's token at every node and accept the child that equals it.
 
-With law p at a node and children x_1..x_m fixed beforehand, the target's draw y ~ p picks the child y where there is
-one, and is the corrected token where there is none. So each child is accepted with probability p(x), and the token that
-follows a rejection has the law p with all children removed, renormalised: the sequential scheme for point masses, with
-one draw. The draw uses the position's own noise (`noise.Gumbel`), hence the output is token for token the output of
-plain sampling with the same seed, whatever is drafted. Greedy decoding is the case without noise.
+With distribution p at a node and children x_1..x_m fixed beforehand, the target's draw y ~ p picks the child y where
+there is one, and is the corrected token where there is none. So each child is accepted with probability p(x), and the
+token that follows a rejection has the distribution p with all children removed, renormalised: the sequential scheme for
+point masses, with one draw. The draw uses the position's own noise (`noise.Gumbel`), hence the output is token for
+token the output of plain sampling with the same seed, whatever is drafted. Greedy decoding is the case without noise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visspec import sampling
-from visspec.laws import categorical
+from visspec.distributions import categorical
 from visspec.sampling import Gumbel
 from visspec.tree import above, paths, roots
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
@@ -30,7 +30,7 @@ class Exact(Acceptance):
         return Gumbel(generators, width)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
-        return follow(draft, sampling.choose(categorical(scores.law), draft.tree.depth, noise, draft.levels))
+        return follow(draft, sampling.choose(categorical(scores.distribution), draft.tree.depth, noise, draft.levels))
 
 
 def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:

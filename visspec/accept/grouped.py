@@ -15,7 +15,7 @@ from torch import Tensor
 from visspec import kernels
 from visspec.accept import codebook
 from visspec.accept.rejection import Rejection
-from visspec.laws import categorical
+from visspec.distributions import categorical
 from visspec.tree import above
 from visspec.types import Capabilities, Draft, RuleTraits
 

@@ -7,9 +7,9 @@ the least total variation; `compat="repository"` has the published code's instea
 Later siblings in a tree use the residual after the earlier ones as p, and codes within the bound of an earlier sibling
 have no mass for them.
 
-At temperature 0 a code is kept when p(x) + c_m exceeds every probability of the target's (unwarped) law; each kept code
-that is not the arg-max adds 1 to the drift. A grammar id is its own neighbour: its probability is 0 or 1, so this
-adds nothing.
+At temperature 0 a code is kept when p(x) + c_m exceeds every probability of the target's (unwarped) distribution; each
+kept code that is not the arg-max adds 1 to the drift. A grammar id is its own neighbour: its probability is 0 or 1, so
+this adds nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from visspec import kernels
 from visspec.accept import codebook, published
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection, drafted
+from visspec.distributions import categorical
 from visspec.kernels import displacement
-from visspec.laws import categorical
 from visspec.tree import above, roots
 from visspec.types import Capabilities, Draft, RuleTraits, Scores, Verdict
 
@@ -72,7 +72,7 @@ class Lantern(Rejection):
         return {"neighbours": self.table(), self.bound: self.value}
 
     def borrowed(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
-        """(B, D) mass added to codes x under the laws of their parents."""
+        """(B, D) mass added to codes x under the distributions of their parents."""
         rows, size, _ = p_BNV.shape
         law_BD = above_BD + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]
         mass_R = kernels.neighbour_mass(
@@ -83,8 +83,8 @@ class Lantern(Rejection):
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
         if draft.tree.size == 1:
             return super().greedy(draft, scores)
-        law = categorical(scores.law)
-        p_BNV, best_BN = law.p, law.logits.argmax(dim=-1)
+        distribution = categorical(scores.distribution)
+        p_BNV, best_BN = distribution.p, distribution.logits.argmax(dim=-1)
         above_BN = above(draft.tree).expand_as(draft.value)
         wanted_BN, top_BN = best_BN.gather(1, above_BN), p_BNV.amax(dim=-1).gather(1, above_BN)
         kept_BN = (draft.value == wanted_BN) | (drafted(draft, p_BNV) + self.mass(draft, p_BNV) > top_BN)

@@ -1,13 +1,13 @@
 """Local acceptance of MuLo-SD (2601.05149): the codes of a drafted image are accepted one by one, not as a prefix.
 
 A drafted code x is accepted if the k codes nearest to x, including x, have a total probability of at least tau under
-the law p at its position. Rejections are dilated to squares of side 2 radius + 1, restricted to positions after the
-first rejected one in raster order; that region is generated again by the target (`visspec.loop.orders.Islands`). No
-random numbers and no law q are used.
+the distribution p at its position. Rejections are dilated to squares of side 2 radius + 1, restricted to positions
+after the first rejected one in raster order; that region is generated again by the target
+(`visspec.loop.orders.RejectedRegions`). No random numbers and no distribution q are used.
 
-The law of an accepted code is a point mass, at total variation 1 - p(x) from p. The drift is the sum of that over the
-accepted codes, the displacement the sum of E ||e(x) - e(y)||, y ~ p. Both are measured under the law of the
-verification pass, with the draft as context; `wavefront.audit` measures under the finished image's.
+The distribution of an accepted code is a point mass, at total variation 1 - p(x) from p. The drift is the sum of that
+over the accepted codes, the displacement the sum of E ||e(x) - e(y)||, y ~ p. Both are measured under the distribution
+of the verification pass, with the draft as context; `out_of_order.audit` measures under the finished image's.
 
 In raster order the rule accepts the prefix of a draft up to the first rejected node (as in the paper).
 B rows, N places or nodes, V vocabulary, R and C rows and columns of an image, k neighbours.
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from visspec import sampling
 from visspec.accept import codebook
 from visspec.accept.exact import deepest
-from visspec.laws import categorical
+from visspec.distributions import categorical
 from visspec.sampling import Gumbel
 from visspec.tree import above, roots
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
@@ -61,7 +61,7 @@ class Local(Acceptance):
         return Gumbel(generators, width)
 
     def trusted(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
-        """(B, N) whether codes x are accepted under the laws of their positions; never grammar ids."""
+        """(B, N) whether codes x are accepted under the distributions of their positions; never grammar ids."""
         if self.near_Vk is None or self.codes is None:
             raise ValueError("acceptance: Local has no codebook, expected bind(capabilities) first")
         pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN]).sum(-1)
@@ -81,10 +81,10 @@ class Local(Acceptance):
         return ((1 - here_BN) * stays_BN).sum(1), (far_BN * stays_BN).sum(1)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
-        tree, x_BN, law = draft.tree, draft.value, categorical(scores.law)
-        chosen_BN = sampling.choose(law, tree.depth, noise, draft.levels)
+        tree, x_BN, distribution = draft.tree, draft.value, categorical(scores.distribution)
+        chosen_BN = sampling.choose(distribution, tree.depth, noise, draft.levels)
         above_BN = above(tree).expand_as(x_BN)
-        p_BNV = law.p.gather(1, above_BN[..., None].expand(-1, -1, law.width))
+        p_BNV = distribution.p.gather(1, above_BN[..., None].expand(-1, -1, distribution.width))
         certain_BN = x_BN >= len(self.codes if self.codes is not None else ())
         kept_BN = self.trusted(p_BNV, x_BN) | (certain_BN & (x_BN == chosen_BN.gather(1, above_BN)))
         if draft.real is not None:
@@ -101,7 +101,7 @@ class Local(Acceptance):
 
 
 def settled(p_BNV: Tensor, greedy: bool) -> Tensor:
-    """The laws that tokens are sampled from; point masses at the argmax for greedy decoding."""
+    """The distributions that tokens are sampled from; point masses at the argmax for greedy decoding."""
     if not greedy:
         return p_BNV
     return torch.zeros_like(p_BNV).scatter_(-1, p_BNV.argmax(-1, keepdim=True), 1.0)

@@ -1,14 +1,14 @@
 """How often one of k drafts of a position is accepted, and the most that any rule can reach.
 
-k siblings are drawn from q, independently or without replacement, and the token emitted has to have the law p. A rule
-is a coupling of the tuple of drafts with a draw from p; it accepts where the draw is one of them. The best coupling is
-an optimal transport (SpecTr, Sun et al., arXiv 2310.15141). By duality its acceptance is
+k siblings are drawn from q, independently or without replacement, and the token emitted has to have the distribution p.
+A rule is a coupling of the tuple of drafts with a draw from p; it accepts where the draw is one of them. The best
+coupling is an optimal transport (SpecTr, Sun et al., arXiv 2310.15141). By duality its acceptance is
 
     1 - max over sets H of tokens of P(all drafts are in H) - p(H),
 
 since drafts that are all in H can only become tokens of H; the maximum is over the sets of largest q/p alone (Hu et
 al., "Towards optimal multi-draft speculative decoding", arXiv 2502.18779). `sequential` is what `rejection` reaches,
-`coupled` what `exact` reaches with the k best by the drafter's law given the noise of the position.
+`coupled` what `exact` reaches with the k best by the drafter's distribution given the noise of the position.
 
 Laws are float64 tensors (V,), all tuples of drafts are enumerated: for small V and k, to judge rules by.
 """
@@ -37,12 +37,12 @@ def tuples(q: Tensor, k: int, replacement: bool) -> Tensor:
         return q
     if replacement:
         return q.view(-1, *[1] * (k - 1)) * tuples(q, k - 1, True)
-    rows = [q[x] * tuples(law, k - 1, False) for x, law in enumerate(without(q))]
+    rows = [q[x] * tuples(distribution, k - 1, False) for x, distribution in enumerate(without(q))]
     return torch.stack(rows)
 
 
 def without(q_NV: Tensor) -> Tensor:
-    """The laws that are left when each token is taken, (..., V, V): row x has none of x."""
+    """The distributions that are left when each token is taken, (..., V, V): row x has none of x."""
     left = q_NV[..., None, :] * (1 - torch.eye(q_NV.shape[-1], dtype=q_NV.dtype))
     return left / left.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(q_NV.dtype).tiny)
 

@@ -6,10 +6,10 @@ empty (as in the code of both papers; the set whose mass is added is smaller tha
     point masses (LANTERN's dynamic tree)     p <- p without x and B
     draws (LANTERN++'s static tree)           p <- [p - q]+ outside B, p itself on B
 
-renormalised, and uniform if that is zero; later siblings and the corrected token use this p. The output's law does not
-follow from f alone, so the drift of a tested node is the total variation between its law and the law after one test,
-computed from the vectors (for samples: averaged over x ~ q). Their sum is an upper bound for the round, with equality
-if no node has siblings. The displacement is not measured here.
+renormalised, and uniform if that is zero; later siblings and the corrected token use this p. The output's distribution
+does not follow from f alone, so the drift of a tested node is the total variation between its distribution and the
+distribution after one test, computed from the vectors (for samples: averaged over x ~ q). Their sum is an upper bound
+for the round, with equality if no node has siblings. The displacement is not measured here.
 
 For samples that average takes nearly all of the time; on a CPU it runs over the codes that can be rejected.
 B rows, N nodes, D path nodes, V vocabulary, R codes, k neighbours.
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visspec.distributions import categorical, draw
 from visspec.kernels.common import host
-from visspec.laws import categorical, draw
 from visspec.types import Draft, Verdict
 
 TINY = 1e-30
@@ -38,7 +38,7 @@ def walk(
 ) -> Verdict:  # fmt: skip
     """The verdict of the published rule. table (V, k + 1): neighbours, the last one is not used by the rule.
 
-    logs: p holds log-laws.
+    logs: p holds log-distributions.
     """
     if p_BNV.device.type == "cpu":
         return walked(draft, p_BNV, coins_BN, draw_B, table, k, codes, delta, lam, logs)
@@ -181,7 +181,7 @@ def batched(
 
 
 def _point(x_B, law_BV, lend):
-    """Test of a point mass: acceptance probability, law after a rejection, total variation."""
+    """Test of a point mass: acceptance probability, distribution after a rejection, total variation."""
     near_Bk, lent_B, some_B = lend(law_BV, x_B)
     f_B = (law_BV.gather(1, x_B[:, None])[:, 0] + lent_B).clamp(max=1.0)
     rest_BV = law_BV.scatter(1, x_B[:, None], 0.0)
@@ -192,12 +192,12 @@ def _point(x_B, law_BV, lend):
 
 
 def _drawn(x, law_V, q_V, lend):
-    """The same for one row's draw x ~ q. The total variation is that of the law averaged over x."""
+    """The same for one row's draw x ~ q. The total variation is that of the distribution averaged over x."""
     every = torch.arange(len(law_V), device=law_V.device)
     near_Vk, lent_V, some_V = lend(law_V.expand(len(law_V), -1), every)
     f_V = ((law_V + lent_V) / q_V.clamp(min=TINY)).clamp(max=1.0)
     plain_V, shared_V = (law_V - q_V).clamp(min=0.0), torch.minimum(law_V, q_V)
-    # Rejecting y leaves (plain + shared on B(y)), divided by its sum: summed over y without a matrix of laws.
+    # Rejecting y leaves (plain + shared on B(y)), divided by its sum: summed over y without a matrix of distributions.
     back_Vk = shared_V[near_Vk] * some_V[:, None]
     weight_V = q_V * (1 - f_V) / (plain_V.sum() + back_Vk.sum(1)).clamp(min=TINY)
     onto_Vk = (weight_V * some_V)[:, None].expand_as(near_Vk)
@@ -210,7 +210,9 @@ def _drawn(x, law_V, q_V, lend):
 
 
 def _lent(table, k, codes, delta, lam, law_RV, x_R):
-    """Of codes x under their laws: the k + 1 neighbours, the mass they lend, and whether any was within the bound."""
+    """Of codes x under their distributions: the k + 1 neighbours, the mass they lend, and whether any was within the
+    bound.
+    """
     near_Rk = table[x_R]
     summed_Rk = law_RV.gather(1, near_Rk[:, :k]).cumsum(1)
     bound = delta if lam is None else (lam - 1.0) * law_RV.gather(1, x_R[:, None])

@@ -1,9 +1,9 @@
 """Speculative rejection sampling: exact for sampled drafts and for point masses.
 
-A node x drawn from q is accepted with probability min(1, p(x)/q(x)); after a rejection p becomes the residual law
-[p - q]+ and the next sibling is tested; the bonus or corrected token is sampled from the last law (Leviathan et al.
-2023, Chen et al. 2023; trees: SpecInfer, Miao et al. 2023). A point mass has q = 1 at x. Greedy decoding needs no
-numbers.
+A node x drawn from q is accepted with probability min(1, p(x)/q(x)); after a rejection p becomes the residual
+distribution [p - q]+ and the next sibling is tested; the bonus or corrected token is sampled from the last distribution
+(Leviathan et al. 2023, Chen et al. 2023; trees: SpecInfer, Miao et al. 2023). A point mass has q = 1 at x. Greedy
+decoding needs no numbers.
 
 Relaxed rules accept with f = min(1, (p(x) + mass)/q(x)), never below the exact probability f*, and keep the residual.
 Their drift is the sum of f - f* over the tested nodes. With the same random numbers, the relaxed and the exact round
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from visspec import kernels
 from visspec.accept.exact import Exact
+from visspec.distributions import categorical
 from visspec.kernels import displacement
-from visspec.laws import categorical
-from visspec.sampling import Coins
+from visspec.sampling import AcceptanceNoise
 from visspec.tree import above, branch
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
@@ -47,14 +47,14 @@ class Rejection(Acceptance):
 
     @property
     def lazy(self) -> bool:
-        """Whether the rule needs only the laws of reached nodes."""
+        """Whether the rule needs only the distributions of reached nodes."""
         return type(self) is Rejection
 
-    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Coins:
-        return Coins(generators)
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> AcceptanceNoise:
+        return AcceptanceNoise(generators)
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor | None:
-        """(B, N) mass added to each node's probability under its parent's law; None for the exact rule."""
+        """(B, N) mass added to each node's probability under its parent's distribution; None for the exact rule."""
         return None
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
@@ -65,15 +65,15 @@ class Rejection(Acceptance):
         verdict = Exact()(draft, scores, None)
         return replace(verdict, drift=torch.zeros_like(verdict.length, dtype=torch.float)) if self.relaxed else verdict
 
-    def __call__(self, draft: Draft, scores: Scores, noise: Coins | None) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: AcceptanceNoise | None) -> Verdict:
         if noise is None:
             return self.greedy(draft, scores)
-        law = categorical(scores.law)
-        law_BNV = law.logits if self.lazy else law.p
-        return self.judge(draft, law_BNV, *noise.toss(draft.tree), logs=self.lazy)
+        distribution = categorical(scores.distribution)
+        law_BNV = distribution.logits if self.lazy else distribution.p
+        return self.judge(draft, law_BNV, *noise.accept_uniforms(draft.tree), logs=self.lazy)
 
     def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, logs: bool = False) -> Verdict:
-        """The verdict under laws p, or with `logs` (a lazy rule) under the softmax of p."""
+        """The verdict under distributions p, or with `logs` (a lazy rule) under the softmax of p."""
         tree = draft.tree
         own = self.relaxation(draft, p_BNV) if tree.size > 1 else {}
         metered = self.relaxed and self.space is not None and tree.size > 1
@@ -94,6 +94,6 @@ class Rejection(Acceptance):
 
 
 def drafted(draft: Draft, p_BNV: Tensor) -> Tensor:
-    """(B, N): each node's probability under its parent's law; the root's entry is undefined."""
+    """(B, N): each node's probability under its parent's distribution; the root's entry is undefined."""
     rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
     return p_BNV[rows, above(draft.tree), draft.value]

@@ -5,11 +5,11 @@ are the tokens with p(x) >= alpha. The suffix is kept up to the last of its toke
 ratios p/q from the suffix's start to j (not cut at 1); failing at the tail falls back to the token before. All other
 tokens are tested separately. (Our interpretation of the description; no code is public.)
 
-One uniform for a run gives the same law as separate uniforms for its tokens with f_j = S_j / S_{j-1}, where
+One uniform for a run gives the same distribution as separate uniforms for its tokens with f_j = S_j / S_{j-1}, where
 S_j = max over k >= j of min(1, W_k) is the chance that the run is kept at least up to j; so this is a `mass`, with the
-shared coins, residual and meter. f_j is never below the exact probability. Where no ratio exceeds 1 (point masses) it
-is equal to it. f_j looks ahead, so the drift is an upper bound of the total variation. With a relaxed `base` the ratios
-are those of the base.
+shared uniform numbers, residual and meter. f_j is never below the exact probability. Where no ratio exceeds 1 (point
+masses) it is equal to it. f_j looks ahead, so the drift is an upper bound of the total variation. With a relaxed `base`
+the ratios are those of the base.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from visspec.accept.rejection import Rejection, drafted
-from visspec.laws import categorical
+from visspec.distributions import categorical
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits
 
 TINY = 1e-30

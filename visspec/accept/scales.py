@@ -1,13 +1,13 @@
 """Exact acceptance of drafted scales: a scale is accepted where all of its codes are, and a repaired one ends the path.
 
 Given the scales before it, the codes of a scale are independent, so the target's scale is drawn code by code, each by a
-coupling with the drafted code; the result has the target's law whatever was drafted. Where no code differs the drafted
-scale *is* that draw, and the next one counts; otherwise the draw, with the accepted codes in it, is the next scale, and
-drafts behind it, which were conditioned on another, fall.
+coupling with the drafted code; the result has the target's distribution whatever was drafted. Where no code differs the
+drafted scale *is* that draw, and the next one counts; otherwise the draw, with the accepted codes in it, is the next
+scale, and drafts behind it, which were conditioned on another, fall.
 
 Two couplings. `Scales`: both sides use the codes' own noise, so the output is code for code that of plain decoding with
 the same seed; codes agree with probability at least (1 - TV) / (1 + TV). `Repaired`: min(1, p/q) and the residual
-[p - q]+, so codes agree with probability 1 - TV; the law is kept, the codes of a seed are not.
+[p - q]+, so codes agree with probability 1 - TV; the distribution is kept, the codes of a seed are not.
 """
 
 from __future__ import annotations
@@ -19,79 +19,83 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.accept.coupled import followed
-from visspec.laws import Maps, draw, maps, residual
-from visspec.sampling import MapCoins, MapGumbel, Noise
+from visspec.distributions import Maps, draw, maps, residual
+from visspec.sampling import Noise, ScaleAcceptanceNoise, ScaleGumbel
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
 class Scales(Acceptance):
     """Scales code for code as plain decoding draws them, greedy and sampling."""
 
-    traits = RuleTraits("exact", chains_only=True, law=Maps)
+    traits = RuleTraits("exact", chains_only=True, distribution=Maps)
     sizes: tuple[int, ...] = ()
 
     def bind(self, capabilities: Capabilities) -> None:
         self.sizes = capabilities.scales
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Noise:
-        return MapGumbel(generators, width, self.sizes)
+        return ScaleGumbel(generators, width, self.sizes)
 
-    def chosen(self, draft: Draft, law: Maps, noise: MapGumbel) -> Tensor:
+    def chosen(self, draft: Draft, distribution: Maps, noise: ScaleGumbel) -> Tensor:
         """(B, N, S): the target's map after each node."""
-        return (law.logits + _wide(noise.codes(draft.tree.size), law)).argmax(dim=-1)
+        return (distribution.logits + _wide(noise.codes(draft.tree.size), distribution)).argmax(dim=-1)
 
-    def __call__(self, draft: Draft, scores: Scores, noise: MapGumbel | None) -> Verdict:
-        law, size = maps(scores.law), draft.value.shape[-1]
-        codes_BNS = law.logits.argmax(dim=-1) if noise is None else self.chosen(draft, law, noise)
-        codes_BNS = codes_BNS.masked_fill(~law.real, 0)
+    def __call__(self, draft: Draft, scores: Scores, noise: ScaleGumbel | None) -> Verdict:
+        distribution, size = maps(scores.distribution), draft.value.shape[-1]
+        codes_BNS = distribution.logits.argmax(dim=-1) if noise is None else self.chosen(draft, distribution, noise)
+        codes_BNS = codes_BNS.masked_fill(~distribution.real, 0)
         codes_BNS = F.pad(codes_BNS, (0, size - codes_BNS.shape[-1]))
-        same_BN = torch.zeros_like(law.count, dtype=torch.bool)
+        same_BN = torch.zeros_like(distribution.count, dtype=torch.bool)
         if draft.tree.size > 1:
-            found = codes_BNS[:, :-1, : law.logits.shape[2]]
-            same_BN[:, :-1] = (below(draft, law) == found).all(dim=-1) & (law.count[:, :-1] > 0)
+            found = codes_BNS[:, :-1, : distribution.logits.shape[2]]
+            same_BN[:, :-1] = (below(draft, distribution) == found).all(dim=-1) & (distribution.count[:, :-1] > 0)
             if draft.real is not None:
                 same_BN[:, :-1] &= draft.real[:, 1:]
         return followed(draft, codes_BNS.flatten(0, 1), same_BN.flatten())
 
 
 class Repaired(Scales):
-    """Scales drawn by a maximal coupling with the drafted ones, code by code. Takes draws with their law, points."""
+    """Scales drawn by a maximal coupling with the drafted ones, code by code. Takes draws with their distribution,
+    points.
+    """
 
-    traits = RuleTraits("exact", judges_draws=True, chains_only=True, law=Maps)
+    traits = RuleTraits("exact", judges_draws=True, chains_only=True, distribution=Maps)
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Noise:
-        return MapCoins(generators, self.sizes)
+        return ScaleAcceptanceNoise(generators, self.sizes)
 
-    def chosen(self, draft: Draft, law: Maps, noise: MapCoins) -> Tensor:  # type: ignore[override]
-        coin, fresh, _ = _wide(noise.codes(draft.tree.size), law).unbind(dim=-1)
-        p_BNSV = law.p
+    def chosen(self, draft: Draft, distribution: Maps, noise: ScaleAcceptanceNoise) -> Tensor:  # type: ignore[override]
+        uniform, fresh, _ = _wide(noise.codes(draft.tree.size), distribution).unbind(dim=-1)
+        p_BNSV = distribution.p
         if draft.tree.size == 1:
             return draw(p_BNSV, fresh)
-        drafted, head = below(draft, law), p_BNSV[:, :-1]
+        drafted, head = below(draft, distribution), p_BNSV[:, :-1]
         if draft.q is None:
             q = torch.zeros_like(head).scatter_(-1, drafted[..., None], 1.0)
         else:
             q = maps(draft.q).p[:, 1:, : head.shape[2]]
-        own = mended(drafted, head, q, coin[:, :-1], fresh[:, :-1])
+        own = mended(drafted, head, q, uniform[:, :-1], fresh[:, :-1])
         if draft.real is not None:
             own = torch.where(draft.real[:, 1:, None], own, draw(head, fresh[:, :-1]))
         return torch.cat([own, draw(p_BNSV[:, -1:], fresh[:, -1:])], dim=1)
 
 
-def mended(drafted: Tensor, p: Tensor, q: Tensor, coin: Tensor, fresh: Tensor) -> Tensor:
-    """Draws from laws p (..., V), equal to codes (...) drawn from q as often as can be; coin, fresh (...) in [0, 1)."""
+def mended(drafted: Tensor, p: Tensor, q: Tensor, uniform: Tensor, fresh: Tensor) -> Tensor:
+    """Draws from distributions p (..., V), equal to codes (...) drawn from q as often as can be; coin, fresh (...) in
+    [0, 1).
+    """
     at = drafted[..., None]
-    kept = coin * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0]
+    kept = uniform * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0]
     return torch.where(kept, drafted, draw(residual(p, q), fresh))
 
 
-def below(draft: Draft, law: Maps) -> Tensor:
+def below(draft: Draft, distribution: Maps) -> Tensor:
     """(B, N - 1, S): the map drafted below each node but the last, zero at padding."""
-    drafted = draft.value[:, 1:, : law.logits.shape[2]]
-    return drafted.masked_fill(~law.real[:, :-1], 0)
+    drafted = draft.value[:, 1:, : distribution.logits.shape[2]]
+    return drafted.masked_fill(~distribution.real[:, :-1], 0)
 
 
-def _wide(numbers_BNSU: Tensor, law: Maps) -> Tensor:
-    """Numbers padded to the law's largest map, which a row near its end may not have."""
-    lacking = law.logits.shape[2] - numbers_BNSU.shape[2]
+def _wide(numbers_BNSU: Tensor, distribution: Maps) -> Tensor:
+    """Numbers padded to the distribution's largest map, which a row near its end may not have."""
+    lacking = distribution.logits.shape[2] - numbers_BNSU.shape[2]
     return F.pad(numbers_BNSU, (0, 0, 0, lacking))

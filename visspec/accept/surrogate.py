@@ -12,9 +12,9 @@ approximate.
 All in log space; where no candidate is of the residual, the first is taken, and counted (`Verdict.capped`).
 
 drift: number of tested nodes whose value is not the one that the same random numbers give with Sigma = 1, residual
-included. A node's expected count is the probability that a coupling of its law with the target's differs, so the
-expected sum is an upper bound of the total variation of the output. displacement: distance between the result and the
-target's own end of the same noise, an upper bound of the Wasserstein distance of a node's two laws.
+included. A node's expected count is the probability that a coupling of its distribution with the target's differs, so
+the expected sum is an upper bound of the total variation of the output. displacement: distance between the result and
+the target's own end of the same noise, an upper bound of the Wasserstein distance of a node's two distributions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from visspec.accept import denoise
 from visspec.accept.coupled import followed
 from visspec.accept.couplings import candidate, log_ratios, selected
-from visspec.laws import Denoising, denoising
+from visspec.distributions import Denoising, denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
@@ -36,7 +36,7 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 class Surrogate(Acceptance):
     """tries: candidates of a residual."""
 
-    traits = RuleTraits("approximate", judges_draws=True, chains_only=True, law=Denoising)
+    traits = RuleTraits("approximate", judges_draws=True, chains_only=True, distribution=Denoising)
 
     def __init__(self, tries: int = 32):
         if tries < 1:
@@ -68,15 +68,15 @@ class Surrogate(Acceptance):
 
     def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
         assert noise is not None
-        law, nodes = denoising(scores.law), draft.tree.size
+        distribution, nodes = denoising(scores.distribution), draft.tree.size
         numbers, drafted = noise.numbers(nodes), denoise.below(draft)
         if drafted is None:
-            own = law.value(numbers.start, numbers.steps)
+            own = distribution.value(numbers.start, numbers.steps)
             none = torch.zeros_like(own[:, 0], dtype=torch.bool)
             return self.verdict(draft, own, none, none.float(), none.float(), none)
         there, y = drafted.there, drafted.points[:, -1]
         shared = (drafted.points[:, 1:] - drafted.mean) * (-drafted.log_sigma).exp()
-        path = law.sample(
+        path = distribution.sample(
             torch.where(there[:, None], drafted.points[:, 0], numbers.start),
             torch.where(there[:, None, None], shared, numbers.steps),
         )
@@ -86,14 +86,14 @@ class Surrogate(Acceptance):
         last_q, last_p = (drafted.mean[:, -1], log_q[:, -1]), (path.mean[:, -1], log_p[:, -1])
         mean_p, log_sigma = (part[:, None] for part in last_p)
         draws = torch.addcmul(mean_p, log_sigma.exp(), numbers.candidates[:, 0])
-        coin, chances = numbers.coins[:, -1, 0], numbers.chances[:, 0]
+        uniform, chances = numbers.uniforms[:, -1, 0], numbers.chances[:, 0]
         ratio, ratios = log_ratios(y, draws, *last_q, *last_p)
         log_f, log_shares = self.weighed(ratio, ratios, log_scales[:, :-1].sum(dim=1), log_scales[:, -1])
         overlaps = chances <= log_shares
-        kept, taken = self.selected(coin <= log_f, overlaps)
+        kept, taken = self.selected(uniform <= log_f, overlaps)
         missed = ~kept & overlaps.all(dim=1) & there
         ends = torch.where(kept[:, None], y, self.replacement(candidate(draws, taken), missed))
-        same, index = selected(coin <= ratio, chances <= ratios)
+        same, index = selected(uniform <= ratio, chances <= ratios)
         drift = (ends != torch.where(same[:, None], y, candidate(draws, index))).any(dim=1) & there
         ends = torch.where(there[:, None], ends, own)
         return self.verdict(draft, ends, kept & there, drift.float(), (ends - own).norm(dim=1) * there, missed)

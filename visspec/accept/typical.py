@@ -1,9 +1,9 @@
 """Typical acceptance: a drafted token with a sufficient probability under the target is always accepted.
 
-x is accepted if p(x) >= min(epsilon, delta * exp(-H(p))), H the entropy of the target's law (Hewitt et al. 2022 for the
-threshold; Cai et al., "Medusa", 2024, section 2.3.1 for its use in acceptance); otherwise with the exact probability.
-The law of the output changes: each token kept beyond the exact rule adds 1 - min(1, p/q) to the measured drift. At
-temperature 0 the rule is greedy and exact.
+x is accepted if p(x) >= min(epsilon, delta * exp(-H(p))), H the entropy of the target's distribution (Hewitt et al.
+2022 for the threshold; Cai et al., "Medusa", 2024, section 2.3.1 for its use in acceptance); otherwise with the exact
+probability. The distribution of the output changes: each token kept beyond the exact rule adds 1 - min(1, p/q) to the
+measured drift. At temperature 0 the rule is greedy and exact.
 """
 
 from __future__ import annotations

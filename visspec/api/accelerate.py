@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from visspec import hub
 from visspec.api import queueing, requests, saving, zoo
-from visspec.api.copies import Copied
+from visspec.api.copies import Rebuildable
 from visspec.loop.bandit import among
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
-from visspec.loop.pairing import Pairing, pair
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
+from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
 from visspec.models.targets.hf_decoder import HFDecoder, adapted, driven
 from visspec.types import Acceptance, Drafter, DrafterTraits, State
 
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_asked", "_made"})  # attributes of an Accelerated
-BUILDING = threading.RLock()  # only one thread rebuilds the pairing of a moved model
+BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved model
 
 
 def accelerate(
@@ -83,7 +83,7 @@ class Result:
     stats: Stats
 
 
-class Accelerated(Copied):
+class Accelerated(Rebuildable):
     """A model with a faster `generate`. Other attributes are those of the model; methods that return the model return
     this object instead (`fast.to("cuda").eval()` stays accelerated).
 
@@ -140,11 +140,11 @@ class Accelerated(Copied):
         return hub.push(repo_id, self.save_pretrained, private, message)
 
     @property
-    def pairing(self) -> Pairing:
-        """The current pairing. A call reads it once, independent of changes by other threads."""
-        fits, pairing = self._made
+    def setup(self) -> DecodingSetup:
+        """The current setup. A call reads it once, independent of changes by other threads."""
+        fits, setup = self._made
         if fits == (now := self._fits()):
-            return pairing
+            return setup
         with BUILDING:
             if self._made[0] != now:
                 self._made = (now, self._pair())
@@ -152,39 +152,39 @@ class Accelerated(Copied):
 
     @property
     def target(self) -> HFDecoder:
-        return self.pairing.target
+        return self.setup.target
 
     @property
-    def drafter(self) -> Guarded | None:
-        return self.pairing.drafter
+    def drafter(self) -> SafeDrafter | None:
+        return self.setup.drafter
 
     @property
     def name(self) -> str:
-        return self.pairing.name
+        return self.setup.name
 
     @property
     def rule(self) -> Acceptance:
-        return self.pairing.rule
+        return self.setup.rule
 
     @property
-    def pace(self) -> Pace:
-        return self.pairing.pace
+    def length_policy(self) -> AdaptiveLength:
+        return self.setup.length_policy
 
     def _fits(self) -> tuple:
-        """Key of a pairing: dtype, device and attention of the model and of a small model used as drafter."""
+        """Key of a setup: dtype, device and attention of the model and of a small model used as drafter."""
         asked = self._asked[0]
         small = asked if isinstance(asked, (list, tuple)) else (asked,)
         models = (m for m in (self.model, *small) if isinstance(m, nn.Module))
         attention = "_attn_implementation"
         return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
 
-    def _pair(self) -> Pairing:
+    def _pair(self) -> DecodingSetup:
         spec = self._asked[0]
         if isinstance(spec, (list, tuple)):
             return among([self._paired(each) for each in spec])
         return self._paired(spec)
 
-    def _paired(self, spec: Any) -> Pairing:
+    def _paired(self, spec: Any) -> DecodingSetup:
         _, acceptance, levels, adaptive, probe, compile, graphs = self._asked
         model = driven(self.model)
 
@@ -193,7 +193,7 @@ class Accelerated(Copied):
 
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
             drafter, name = zoo.drafter(spec, model)
-            return pair(
+            return build_setup(
                 drafter, name, own_rule(acceptance), model, make_target, levels=levels, adaptive=adaptive,
                 compile=compile, graphs=graphs,
             )  # fmt: skip
@@ -240,7 +240,7 @@ class Accelerated(Copied):
         requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(kwargs)
         media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
-        call = _Run(self.pairing.chosen(), self.tokenizer, streamer, generator, seed, media)
+        call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media)
         output = self.model.generate(**kwargs, custom_generate=call)
         self.last_state, self.last_stats = call.state, call.stats
         return Result(output, call.state, call.stats)
@@ -258,11 +258,11 @@ class Accelerated(Copied):
         A row's tokens are those that it has alone. An error of one prompt is its result. Raises ValueError for a
         drafter whose rows can't enter a batch.
         """
-        pairing = self.pairing
-        for each in pairing.each:
+        setup = self.setup
+        for each in setup.each:
             queueing.check(each, slots, ahead, options)
-        pairing = pairing.chosen()
-        return queueing.answers(self.model, pairing, prompts, slots, ahead or slots, options, self.tokenizer)
+        setup = setup.select()
+        return queueing.answers(self.model, setup, prompts, slots, ahead or slots, options, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -273,15 +273,15 @@ class _Run:
     final state and statistics.
     """
 
-    def __init__(self, pairing: Pairing, tokenizer=None, streamer=None, generator=None, seed=None, media=None):
-        self.pairing, self.tokenizer, self.streamer = pairing, tokenizer, streamer
+    def __init__(self, setup: DecodingSetup, tokenizer=None, streamer=None, generator=None, seed=None, media=None):
+        self.setup, self.tokenizer, self.streamer = setup, tokenizer, streamer
         self.generator, self.seed, self.media = generator, seed, media or {}
         self.state: Any = None
         self.stats: Any = None
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        pairing = self.pairing
-        target = pairing.target
+        setup = self.setup
+        target = setup.target
         if model is not target.model:
             raise ValueError(f"model: got a call of {type(model).__name__}, expected {type(target.model).__name__}")
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
@@ -291,10 +291,10 @@ class _Run:
         if self.streamer is not None:
             request.on_tokens = requests.streaming(self.streamer, input_ids)
             self.streamer.put(input_ids.cpu())  # generate passes the prompt only to its own streamer argument
-        self.state = pairing.decode(request)
+        self.state = setup.decode(request)
         if self.streamer is not None:
             self.streamer.end()
-        self.stats = Stats.of(self.state, pairing, self.tokenizer)
+        self.stats = Stats.of(self.state, setup, self.tokenizer)
         return requests.package(self.state, input_ids, generation_config)
 
 
@@ -317,7 +317,7 @@ class Speculative:
         fast = self.fast
         if fast is None or fast.target.model is not model:
             fast = self.fast = accelerate(model, self.drafter, **self.options)
-        call = _Run(fast.pairing.chosen(), fast.tokenizer, tok_streamer, generator, seed)
+        call = _Run(fast.setup.select(), fast.tokenizer, tok_streamer, generator, seed)
         output = call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
         self.last_stats = call.stats
         return output

@@ -1,4 +1,6 @@
-"""The best of several images of a prompt, by a score of pictures: selection, which changes the law of what is drawn."""
+"""The best of several images of a prompt, by a score of pictures: selection, which changes the distribution of what is
+drawn.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ NO_MATTER = (  # arguments that change no answer: who asks, what else may be cac
 )  # fmt: skip
 
 
-class Refused(ValueError):
+class RequestError(ValueError):
     """What can't be served: its sentence, the HTTP status, and OpenAI's `param` and `code`."""
 
     def __init__(self, sentence: str, status: int = 400, param: str | None = None, code: str | None = None):
@@ -55,15 +55,15 @@ class Refused(ValueError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def refused(name: str, found: Any, expected: str, **more: Any) -> Refused:
+def refused(name: str, found: Any, expected: str, **more: Any) -> RequestError:
     """An error about an argument of a body."""
     shown = repr(found)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return Refused(f"{name}: got {shown}, expected {expected}", param=name, **more)
+    return RequestError(f"{name}: got {shown}, expected {expected}", param=name, **more)
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What one request may bring. new: tokens of an answer that asks for no number; context: the model's, in tokens."""
 
     body: int = 20_000_000  # bytes
@@ -84,7 +84,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatRequest:
     """A chat completion that was asked for. messages: roles and parts as chat templates take them."""
 
     messages: list[dict[str, Any]]
@@ -101,7 +101,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class ImageRequest:
     """Images that were asked for. options: of `ImagePipeline`."""
 
     prompt: str
@@ -174,7 +174,7 @@ def read(kind: type[Read], body: Any, neutral: Mapping[str, tuple]) -> Read:
     supported, not known or not valid.
     """
     if not isinstance(body, Mapping):
-        raise Refused(f"body: got {type(body).__name__}, expected a JSON object")
+        raise RequestError(f"body: got {type(body).__name__}, expected a JSON object")
     for name, values in neutral.items():
         found = body.get(name)
         same = (found == value and isinstance(found, bool) == isinstance(value, bool) for value in values)
@@ -197,7 +197,7 @@ def only(given: Mapping[str, Any], known: Collection[str], where: str = "") -> N
             raise refused(where + shown, found, "none: this server does not know it", code="unknown_parameter")
 
 
-def chat(body: Any, limits: Limits) -> Chat:
+def chat(body: Any, limits: RequestLimits) -> ChatRequest:
     """Read the body of a chat completion; of its images the headers. Raises Refused."""
     asked = read(ChatBody, body, NOTHING)
     messages: list[dict[str, Any]] = []
@@ -221,14 +221,14 @@ def chat(body: Any, limits: Limits) -> Chat:
     most = [n for n in (asked.max_completion_tokens, asked.max_tokens) if n is not None]
     usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
     stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-    found = Chat(messages, images, options, min(most, default=None), stops, bool(asked.stream), usage)
+    found = ChatRequest(messages, images, options, min(most, default=None), stops, bool(asked.stream), usage)
     if found.pixels > limits.at_once:
         said = f"messages: got images of {found.pixels} pixels together, expected at most {limits.at_once}"
-        raise Refused(said, param="messages")
+        raise RequestError(said, param="messages")
     return found
 
 
-def drawing(body: Any) -> Drawing:
+def drawing(body: Any) -> ImageRequest:
     """Read the body of an image generation. Raises Refused."""
     asked = read(DrawingBody, body, NO_PICTURE)
     options = {
@@ -237,10 +237,10 @@ def drawing(body: Any) -> Drawing:
     }  # fmt: skip
     if asked.size not in (None, "auto"):
         options["width"], options["height"] = map(int, str(asked.size).split("x"))
-    return Drawing(asked.prompt, {name: value for name, value in options.items() if value is not None})
+    return ImageRequest(asked.prompt, {name: value for name, value in options.items() if value is not None})
 
 
-def content(given: Any, where: str, images: list[Picture], limits: Limits) -> list[dict[str, Any]]:
+def content(given: Any, where: str, images: list[Picture], limits: RequestLimits) -> list[dict[str, Any]]:
     """A message's parts as chat templates take them; its images are added to `images`."""
     if isinstance(given, str):
         return [{"type": "text", "text": given}]
@@ -283,13 +283,15 @@ def picture(url: Any, where: str, most: int) -> Picture:
         content = base64.b64decode(data, validate=True)
         width, height = image_size(content, where, most)
     except binascii.Error as error:
-        raise Refused(f"{where}: got base64 that can't be read ({error}), expected an image", param=where) from None
+        raise RequestError(
+            f"{where}: got base64 that can't be read ({error}), expected an image", param=where
+        ) from None
     except ValueError as error:
-        raise Refused(str(error), param=where) from None
+        raise RequestError(str(error), param=where) from None
     return Picture(content, width * height, where)
 
 
-def prompt_of(processor: Any, asked: Chat, lock: AbstractContextManager) -> dict[str, Any]:
+def prompt_of(processor: Any, asked: ChatRequest, lock: AbstractContextManager) -> dict[str, Any]:
     """A processor's output for a chat, on the CPU, whose images are decoded here and let go. lock: held while the
     processor runs. Raises Refused for what can't be read.
     """
@@ -299,27 +301,27 @@ def prompt_of(processor: Any, asked: Chat, lock: AbstractContextManager) -> dict
             try:
                 images.append(read_image(picture.data, picture.where, picture.pixels))
             except ValueError as error:
-                raise Refused(str(error), param=picture.where) from None
+                raise RequestError(str(error), param=picture.where) from None
         given = {"images": [images]} if images else {}
         with lock:
             return dict(processor(text=[chat_text(processor, asked.messages)], **given, return_tensors="pt"))
-    except Refused:
+    except RequestError:
         raise
     except Exception as error:  # of chat templates and processors, which raise anything
         said = str(error).split("\n")[0][:200]
     finally:
         images.clear()  # an error remembers what its functions had
         asked.images.clear()
-    raise Refused(f"messages: got what the model's processor can't read ({said}), expected a chat")
+    raise RequestError(f"messages: got what the model's processor can't read ({said}), expected a chat")
 
 
-def room(length: int, asked: Chat, limits: Limits) -> int:
+def room(length: int, asked: ChatRequest, limits: RequestLimits) -> int:
     """How many tokens an answer may have behind a prompt of `length`. Raises Refused beyond the context."""
     most = limits.new if asked.most is None else asked.most
     if limits.context is not None and asked.most is None:
         most = max(1, min(most, limits.context - length))
     if limits.context is not None and length + most > limits.context:
-        raise Refused(
+        raise RequestError(
             f"messages: got a prompt of {length} tokens and {most} new ones, expected at most {limits.context},"
             " the model's context", param="messages", code="context_length_exceeded",
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class Copied:
+class Rebuildable:
     """Subclasses return their constructor arguments in `__getstate__` and rebuild themselves in `__setstate__`."""
 
     model: nn.Module

@@ -35,7 +35,7 @@ Making = Callable[[Iterable[Record]], Rows]
 
 
 @dataclass(frozen=True)
-class Pool:
+class WorkerPool:
     """Actors of a run. threads: processors and torch threads of each. gpus: of each."""
 
     workers: int = 2
@@ -131,7 +131,7 @@ def unpacked(row: Mapping[str, Any]) -> list[Record]:
     ]
 
 
-class Reading:
+class ReadTask:
     """A task of Ray Data: numbers of readers in, rows of so many records out."""
 
     def __init__(self, readers: Sequence[Callable[[], Iterator[Record]]], claims: Any, size: int, home: str):
@@ -149,10 +149,10 @@ class Reading:
                 yield packed(records)
 
 
-class Worker:
+class RayWorker:
     """An actor of Ray Data: rows of records in, what was written of each out. `make` loads what makes records."""
 
-    def __init__(self, make: Callable[[], Making], shards: Shards, claims: Any, pool: Pool, home: str):
+    def __init__(self, make: Callable[[], Making], shards: Shards, claims: Any, pool: WorkerPool, home: str):
         import torch
 
         os.chdir(home)
@@ -197,7 +197,7 @@ class Worker:
 
 
 @contextmanager
-def cluster(pool: Pool) -> Iterator[Any]:
+def cluster(pool: WorkerPool) -> Iterator[Any]:
     """The Ray of RAY_ADDRESS or of this process, or else one that is started here and ends with the block.
 
     Raises ValueError if it has too little for the pool.
@@ -240,15 +240,15 @@ def _name_in_utf8(utils: Any) -> None:
 
 def run(
     readers: Sequence[Callable[[], Iterator[Record]]], make: Callable[[], Making], shards: Shards, *,
-    pool: Pool | None = None, size: int = SIZE, complain: Callable[[str], None] = print,
+    pool: WorkerPool | None = None, size: int = SIZE, complain: Callable[[str], None] = print,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Make all records that are not in the folder, which is open. Yields, for every shard as it is ready, what `Worker`
-    tells of it. make: called in every actor, and what it returns is called with records and returns their rows.
-    complain: is told of ids that came twice.
+    """Make all records that are not in the folder, which is open. Yields, for every shard as it is ready, what
+    `QueueWorker` tells of it. make: called in every actor, and what it returns is called with records and returns their
+    rows. complain: is told of ids that came twice.
 
     Raises ValueError with what an actor raised, or if an actor died too often; finished shards stay.
     """
-    pool = pool or Pool()
+    pool = pool or WorkerPool()
     with cluster(pool) as ray:
         claims = ray.remote(Claims).options(num_cpus=0, max_restarts=0).remote(shards.ids())
         try:
@@ -259,7 +259,7 @@ def run(
             complain(f"{id}: got this id twice, expected one record of each")
 
 
-def _shards(readers, claims, make, shards: Shards, pool: Pool, size: int) -> Iterator[dict[str, Any]]:
+def _shards(readers, claims, make, shards: Shards, pool: WorkerPool, size: int) -> Iterator[dict[str, Any]]:
     data, home = importlib.import_module("ray.data"), str(Path.cwd())
     context = data.DataContext.get_current().copy()
     context.enable_progress_bars = False
@@ -269,9 +269,9 @@ def _shards(readers, claims, make, shards: Shards, pool: Pool, size: int) -> Ite
     whole: dict[str, Any] = {"batch_size": 1, "batch_format": "pyarrow"}
     with data.DataContext.current(context):
         numbers = data.from_items(list(range(len(readers))), override_num_blocks=max(len(readers), 1))
-        rows = numbers.map_batches(Reading(readers, claims, size, home).__call__, **whole, num_cpus=READING)
+        rows = numbers.map_batches(ReadTask(readers, claims, size, home).__call__, **whole, num_cpus=READING)
         made = rows.map_batches(
-            Worker, fn_constructor_args=(make, shards, claims, pool, home), **whole,
+            RayWorker, fn_constructor_args=(make, shards, claims, pool, home), **whole,
             compute=data.ActorPoolStrategy(size=pool.workers, max_tasks_in_flight_per_actor=2),
             num_cpus=pool.threads, num_gpus=pool.gpus or None,
         )  # fmt: skip

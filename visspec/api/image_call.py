@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from visspec.api import requests
-from visspec.api.inpainting import Picture
-from visspec.loop.pairing import Pairing
+from visspec.api.inpainting import InpaintingStart
+from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.targets.families import prompt_of
-from visspec.models.targets.image_ar import Family, Layout
+from visspec.models.targets.image_ar import Family, ImageLayout
 from visspec.types import Sampling, State, Trace
 
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given
@@ -76,20 +76,20 @@ class Interrupted(Exception):
 
 
 @dataclass(eq=False)
-class Job:
+class ImageJob:
     """A checked call with everything it needs from the pipeline; other threads only affect it through `interrupt`."""
 
     texts: list[str]
     negatives: list[str] | None  # one for each text, "" for the model's own unconditional prompt; None: all its own
     seeds: list[int]
     sampling: Sampling
-    layout: Layout
+    layout: ImageLayout
     family: Family
-    pairing: Pairing
+    setup: DecodingSetup
     output_type: str
     callback: Callable | None
     handed: tuple[str, ...] = TENSORS[:1]  # names of tensors, for the callback
-    picture: Picture | None = None  # that images start from
+    picture: InpaintingStart | None = None  # that images start from
     interrupt: bool = False
     thread: int = field(default_factory=threading.get_ident)  # that runs it, or ran its latest batch
 
@@ -100,11 +100,11 @@ class Job:
 
 
 @dataclass
-class Watch:
+class ProgressCallback:
     """Called after every round: progress, the callback, and the state for early termination."""
 
     pipeline: Any
-    job: Job
+    job: ImageJob
     bar: tqdm
     state: State | None = None
     tokens: int = 0
@@ -122,20 +122,20 @@ class Watch:
             raise Interrupted
 
 
-class Calls:
+class RunningCalls:
     """The running calls of a pipeline. `interrupt` applies to the latest call of the current thread, or to all calls if
     the thread runs none.
     """
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[ImageJob] = []
 
-    def meant(self) -> list[Job]:
+    def meant(self) -> list[ImageJob]:
         jobs = list(self.jobs)
         return [job for job in jobs if job.thread == threading.get_ident()][-1:] or jobs
 
 
-def origin_map(origin: list[str], layout: Layout) -> np.ndarray:
+def origin_map(origin: list[str], layout: ImageLayout) -> np.ndarray:
     """Origin of each code, (rows, columns) uint8 indices into ORIGINS."""
     kinds = np.array([ORIGINS.index(o) for o in origin], np.uint8)
     return layout.placed(kinds)
@@ -215,7 +215,9 @@ def image_seeds(generator, seed, count: int) -> list[int]:
     return requests.seeds(generator, seed, count, "an image")
 
 
-def check_room(family: Family, texts: list[str], negatives: list[str] | None, layout: Layout, guidance: float) -> None:
+def check_room(
+    family: Family, texts: list[str], negatives: list[str] | None, layout: ImageLayout, guidance: float
+) -> None:
     """Raises ValueError, as `family.check`, for prompts or negative prompts that can't be drawn from."""
     family.check(family.prompt(texts, guidance != 1.0, layout), layout, guidance)
     if negatives is None:
@@ -265,14 +267,14 @@ def check_callback(callback: Any, tensors: Any) -> tuple[str, ...]:
 # --- what a callback is handed ----------------------------------------------------------------------------------------
 
 
-def tensors_so_far(state: State, layout: Layout, names: tuple[str, ...]) -> dict[str, Tensor]:
+def tensors_so_far(state: State, layout: ImageLayout, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Codes of the batch after a round, int64 on the CPU, -1 where there is none yet: "tokens" (B, rows * columns),
     "latents" (B, rows, columns); vectors of d numbers have one dimension more and are NaN where there is none. Orders
     that are not raster show theirs at the end.
     """
     if not names:
         return {}
-    rows = [state.tape.values(row).cpu() for row in range(len(state.tokens))]
+    rows = [state.output.values(row).cpu() for row in range(len(state.tokens))]
     none = float("nan") if rows[0].is_floating_point() else -1
     room = [row.new_full((layout.length - len(row), *row.shape[1:]), none) for row in rows]
     codes = layout.codes(torch.stack([torch.cat(pair) for pair in zip(rows, room)]))

@@ -19,14 +19,22 @@ from tqdm import tqdm
 
 from visspec.api import image_call, saving, zoo
 from visspec.api.accelerate import own_rule
-from visspec.api.copies import Copied
+from visspec.api.copies import Rebuildable
 from visspec.api.image_call import ORIGINS as ORIGINS
-from visspec.api.image_call import Calls, ImageOutput, Interrupted, Job, Watch, origin_map, pass_numbers
+from visspec.api.image_call import (
+    ImageJob,
+    ImageOutput,
+    Interrupted,
+    ProgressCallback,
+    RunningCalls,
+    origin_map,
+    pass_numbers,
+)
 from visspec.api.image_call import image_seeds as image_seeds
-from visspec.api.inpainting import Picture, picture_of
-from visspec.loop.pairing import Pairing, pair
+from visspec.api.inpainting import InpaintingStart, picture_of
+from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
-from visspec.loop.visits import Visits
+from visspec.loop.visits import VisitOrder
 from visspec.models.targets.families import family_of, prompt_of
 from visspec.models.targets.image_ar import Family
 from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State, Target
@@ -38,7 +46,7 @@ OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 logger = logging.getLogger(__name__)
 
 
-class ImagePipeline(Copied):
+class ImagePipeline(Rebuildable):
     """Accelerated image generation with a loaded model. The model is not changed.
 
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; they can
@@ -70,7 +78,7 @@ class ImagePipeline(Copied):
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
         self._home: torch.device | None = None
-        self._lock, self._inside, self._calls = threading.RLock(), 0, Calls()
+        self._lock, self._inside, self._calls = threading.RLock(), 0, RunningCalls()
         self._renew()
         if drafter is ...:
             self.drafter = self.family.default_drafter
@@ -147,7 +155,7 @@ class ImagePipeline(Copied):
                     part.to(*args, **kwargs)
 
     def _renew(self) -> None:
-        """Rebuild what depends on the weights: the family now, pairings when needed."""
+        """Rebuild what depends on the weights: the family now, setups when needed."""
         with torch.inference_mode(False), torch.no_grad():
             self.family: Family = family_of(self.model, self.processor, **self.parts)
         self._made_of = (self.model.device, self.model.dtype)
@@ -270,7 +278,7 @@ class ImagePipeline(Copied):
         top_k=None, top_p=None, height=None, width=None, generator=None, seed=None, batch_size, drafter=...,
         acceptance=None, order=None, output_type, callback_on_step_end=None,
         callback_on_step_end_tensor_inputs=image_call.TENSORS[:1], **others,
-    ) -> Job:  # fmt: skip
+    ) -> ImageJob:  # fmt: skip
         """Checks all arguments, before any pass."""
         image_call.refuse_others(others)
         texts = image_call.texts_of(prompt)
@@ -292,14 +300,14 @@ class ImagePipeline(Copied):
             negatives = [t for t in negatives for _ in range(num_images_per_prompt)]
         seeds = image_seeds(generator, seed, len(texts))
         drafter = self._default_drafter(order) if drafter is ... else drafter
-        pairing = self.pairing(
+        setup = self.setup(
             drafter, acceptance if acceptance is not None else self.acceptance, self.order if order is None else order
         )
-        if isinstance(pairing.order, Visits):
-            pairing.order.places(*layout.grid)
+        if isinstance(setup.order, VisitOrder):
+            setup.order.places(*layout.grid)
         picture = picture_of(image, mask_image, family, layout, prompts, num_images_per_prompt, self.device)
-        return Job(
-            texts, negatives, seeds, sampling, layout, family, pairing, output_type, callback_on_step_end, handed,
+        return ImageJob(
+            texts, negatives, seeds, sampling, layout, family, setup, output_type, callback_on_step_end, handed,
             picture,
         )  # fmt: skip
 
@@ -313,9 +321,9 @@ class ImagePipeline(Copied):
         found = zoo.order(self.order if order is None else order)
         return self.drafter if found is None or found.drafts else None
 
-    def pairing(self, drafter, acceptance, order=None) -> Pairing:
-        """A drafter, a rule and an order, by name or as objects, with the target; cached, so that measured paces are
-        reused.
+    def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
+        """A drafter, a rule and an order, by name or as objects, with the target; cached, so that measured draft_length
+        are reused.
         """
         if not isinstance(order, str | Order | None):  # a list of places, by value
             order = tuple(order.tolist() if isinstance(order, torch.Tensor) else order)
@@ -328,14 +336,14 @@ class ImagePipeline(Copied):
                     self._built[key] = (self._pairing(*asked), asked)
             return self._built[key][0]
 
-    def _pairing(self, drafter, acceptance, order) -> Pairing:
+    def _pairing(self, drafter, acceptance, order) -> DecodingSetup:
         def make_target(traits: DrafterTraits) -> Target:
             return self.family.made(traits, self.compile)
 
         rule, (found, name) = own_rule(acceptance), self._drafter(drafter)
         # with an adaptive pace the samples of rules with their own random numbers would depend on timing
         adaptive = isinstance(rule, Acceptance) and not rule.traits.judges_draws
-        return pair(
+        return build_setup(
             found, name, rule, self.family, make_target, levels=self.levels, adaptive=adaptive, compile=self.compile,
             graphs=self.graphs, order=zoo.order(self.family.default_order if order is None else order),
         )  # fmt: skip
@@ -359,9 +367,9 @@ class ImagePipeline(Copied):
             options["upsample"] = str(zoo.located(str(options["upsample"])))
         return zoo.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
-    def _batch(self, job: Job, rows: slice, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
+    def _batch(self, job: ImageJob, rows: slice, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
         """The finished images of a batch, and the exception that ended it early."""
-        texts, seeds, pairing = job.texts[rows], job.seeds[rows], job.pairing
+        texts, seeds, setup = job.texts[rows], job.seeds[rows], job.setup
         negatives = job.negatives and job.negatives[rows]
         prompt = prompt_of(job.family, texts, job.sampling.guidance != 1.0, job.layout, negatives)
         request = Request(
@@ -379,21 +387,21 @@ class ImagePipeline(Copied):
             request.fixed = job.layout.fixed.to(self.device)
         if not job.sampling.greedy:
             request.generators = [torch.Generator(self.device).manual_seed(s) for s in seeds]
-        request.on_round = watch = Watch(self, job, bar)
+        request.on_round = watch = ProgressCallback(self, job, bar)
         stop: BaseException | None = None
         try:
-            state = pairing.decode(request)
-            if not pairing.order.raster:  # all tokens become final at the end
+            state = setup.decode(request)
+            if not setup.order.raster:  # all tokens become final at the end
                 bar.update(sum(map(len, state.tokens)))
         except (Interrupted, KeyboardInterrupt) as ended:
             if watch.state is None:
                 raise
-            state, stop = pairing.finish(watch.state), ended
+            state, stop = setup.finish(watch.state), ended
         self.last_state = state
         return self._output(job, state, texts, seeds, picture), stop
 
     def _output(
-        self, job: Job, state: State, texts: list[str], seeds: list[int], picture: Picture | None
+        self, job: ImageJob, state: State, texts: list[str], seeds: list[int], picture: InpaintingStart | None
     ) -> ImageOutput:
         """The finished rows, also of an interrupted batch."""
         # a KeyboardInterrupt may occur between appending tokens and origins
@@ -401,15 +409,15 @@ class ImagePipeline(Copied):
         rows = zip(state.tokens, state.trace.origin)
         done = [b for b, row in enumerate(rows) if [len(part) for part in row] == whole[b]]
         out = ImageOutput(prompts=[texts[b] for b in done], seeds=[seeds[b] for b in done])
-        out.stats, out.traces = [Stats.of(state, job.pairing)], [state.trace]
+        out.stats, out.traces = [Stats.of(state, job.setup)], [state.trace]
         if not done:
             return out
-        codes = job.layout.codes(torch.stack([state.tape.values(b) for b in done]).cpu())
+        codes = job.layout.codes(torch.stack([state.output.values(b) for b in done]).cpu())
         out.tokens = list(codes)
         origins = list(enumerate(state.trace.origin))
-        out.maps = [origin_map(state.tape.placed(*origins[b], "given"), job.layout) for b in done]
-        raster = job.pairing.order.raster
-        passes = [state.tape.placed(b, pass_numbers(o), 0) for b, o in origins] if raster else state.memory
+        out.maps = [origin_map(state.output.reordered(*origins[b], "given"), job.layout) for b in done]
+        raster = job.setup.order.raster
+        passes = [state.output.reordered(b, pass_numbers(o), 0) for b, o in origins] if raster else state.memory
         out.passes = [job.layout.placed(np.array(passes[b], np.int32)) for b in done]
         if job.output_type == "latent":
             out.images = list(job.layout.latents(codes))

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.models.targets.image_ar import Family, Layout
+from visspec.models.targets.image_ar import Family, ImageLayout
 from visspec.types import FREE
 
 WHITE = 0.5  # and more, as diffusers binarises masks
@@ -24,7 +24,7 @@ FROM = "a PIL image, an array (height, width, 3) in 0..1 or 0..255 of uint8, a t
 
 
 @dataclass(frozen=True)
-class Picture:
+class InpaintingStart:
     """What a call starts from, for n images: codes (n, rows * columns) int64, FREE where they are to be drawn; pixels
     (n, 3, height, width) in 0..1; white (n, 1, height, width) bool. All on the CPU.
     """
@@ -33,9 +33,9 @@ class Picture:
     pixels: Tensor
     white: Tensor
 
-    def of(self, rows: slice) -> Picture:
+    def of(self, rows: slice) -> InpaintingStart:
         """Some of the images."""
-        return Picture(self.codes[rows], self.pixels[rows], self.white[rows])
+        return InpaintingStart(self.codes[rows], self.pixels[rows], self.white[rows])
 
     @property
     def drawn(self) -> list[int]:
@@ -48,8 +48,8 @@ class Picture:
 
 
 def picture_of(
-    image: Any, mask: Any, family: Family, layout: Layout, prompts: int, copies: int, device: torch.device
-) -> Picture | None:
+    image: Any, mask: Any, family: Family, layout: ImageLayout, prompts: int, copies: int, device: torch.device
+) -> InpaintingStart | None:
     """The checked picture of a call with so many prompts, and so many images of each; None without one. Raises
     ValueError in one sentence, before any pass of the model; pictures are encoded here.
     """
@@ -85,7 +85,7 @@ def picture_of(
         (part.expand(prompts, *part.shape[1:]) if len(part) == 1 else part).repeat_interleave(copies, dim=0)
         for part in (torch.stack(own), pixels, white, again)
     )
-    return Picture(torch.where(again, FREE, codes_BT), pixels, white)
+    return InpaintingStart(torch.where(again, FREE, codes_BT), pixels, white)
 
 
 def _items(given: Any, one: Callable[[Any], bool]) -> list[Any]:
@@ -104,7 +104,7 @@ def _one_mask(given: Any) -> bool:
     return given.ndim <= 2 or (given.ndim == 3 and 1 in (given.shape[0], given.shape[-1]))
 
 
-def _pixels(item: Any, size: tuple[int, int], layout: Layout, family: Family) -> Tensor:
+def _pixels(item: Any, size: tuple[int, int], layout: ImageLayout, family: Family) -> Tensor:
     """Pixels (3, height, width) of one picture, or its codes (rows * columns,)."""
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("RGB"))

@@ -89,7 +89,7 @@ def _load_own(folder: Path, reference: str, device: str, dtype: str):
     precision = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model = zoo.load(reference)(folder, precision)
     processor = None
-    if not model.wordless:
+    if not model.class_conditional:
         with _quiet():  # it would say that it does not know the type of the model
             processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
     logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)

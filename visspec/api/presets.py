@@ -78,9 +78,9 @@ ANY_ORDER = {  # of models that draw in any order, beside those of `CODES` that 
 IMAGES = {"codes": CODES, "any order": CODES | ANY_ORDER, "vectors": VECTORS, "maps": MAPS}  # by what a family draws
 
 
-class Trained(NamedTuple):
+class TrainedPreset(NamedTuple):
     """A published drafter as values of one: of its network (`EagleConfig`, or that of its `kind`), of its training
-    (`train.loop.Plan`), and of the trees it drafts. sees: what it is told of a picture.
+    (`train.loop.TrainingOptions`), and of the trees it drafts. sees: what it is told of a picture.
     """
 
     source: str
@@ -96,74 +96,74 @@ SUM = {"fusion": "sum", "positions": "index"}
 FEATURES = {"unroll": 1, "opening": 1.0, "feature_weight": 10.0}  # smooth L1 of features, and a tenth of cross-entropy
 BLOCKS = {"unroll": 1, "opening": 1.0}  # cross-entropy
 TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each sees of the picture
-    "eagle": Trained(
+    "eagle": TrainedPreset(
         "EAGLE (arXiv 2401.15077)", "all slots", {**SUM, "images": "slots", "levels": 5}, FEATURES, {"tree": "eagle"}
     ),
-    "eagle2": Trained(
+    "eagle2": TrainedPreset(
         "EAGLE-2 (arXiv 2406.16858)", "all slots", {**SUM, "images": "slots", "levels": 6}, FEATURES,
         {"width": 10, "nodes": 60},
     ),
-    "eagle3": Trained(
+    "eagle3": TrainedPreset(
         "EAGLE-3 (arXiv 2503.01840)", "features at all slots",
         {"fusion": "split", "images": "placeholders", "fc_bias": False, "draft_vocab": 32000, "levels": 8},
         {"unroll": 7, "opening": 1.0, "decay": 0.8},
         {"width": 10, "nodes": 60},
     ),
-    "vispec": Trained(
+    "vispec": TrainedPreset(
         "ViSpec (arXiv 2509.15235)", "one latent, a global vector",
         {**SUM, "images": "latents", "image_latents": 1, "levels": 4},
         {"unroll": 2, "opening": 0.5},
         {"width": 8, "nodes": 30},
     ),
-    "msd": Trained(
+    "msd": TrainedPreset(
         "MSD (arXiv 2505.14260)", "embeddings at all slots",
         {**SUM, "images": "embeddings", "levels": 6},
         FEATURES,
         {"width": 10, "nodes": 60},
         text_first=True,
     ),
-    "hivis": Trained(
+    "hivis": TrainedPreset(
         "HiViS (arXiv 2509.23928): no image tokens", "nothing", {**SUM, "images": "none", "levels": 6}, FEATURES,
         {"width": 10, "nodes": 60},
     ),
-    "flash": Trained(
+    "flash": TrainedPreset(
         "FLASH (arXiv 2505.12728), chains of two passes", "64 latents",
         {**SUM, "images": "queries", "image_latents": 64, "block": 5, "levels": 10},
         {**FEATURES, "decay": 1.0},
         {},
     ),
-    "specvlm": Trained(
+    "specvlm": TrainedPreset(
         "SpecVLM (arXiv 2509.11815)", "32 latents, by the question",
         {**SUM, "images": "gated", "image_latents": 32, "norm_input": True, "levels": 8},
         FEATURES,
         {"width": 10, "nodes": 60},
     ),
-    "dream": Trained(
+    "dream": TrainedPreset(
         "DREAM (arXiv 2505.19201)", "all slots",
         {"fusion": "cross", "positions": "index", "images": "slots", "levels": 6},
         {"unroll": 1, "loss": "kl", "opening": 0.0, "feature_weight": 0.4},  # 0.2 of each of two layers
         {"width": 4, "nodes": 32},
     ),
-    "dflash": Trained(
+    "dflash": TrainedPreset(
         "DFlash (arXiv 2602.06036), one pass a block", "states at all slots", {"layers": 5, "block": 16}, BLOCKS, {},
         kind="block-head",
     ),
-    "ddtree": Trained(
+    "ddtree": TrainedPreset(
         "DDTree (arXiv 2604.12989): DFlash, and trees over its block", "states at all slots",
         {"layers": 5, "block": 16}, BLOCKS, {"width": 8, "nodes": 60}, kind="block-head",
     ),
-    "dspark": Trained(
+    "dspark": TrainedPreset(
         "DSpark (arXiv 2607.05147): DFlash with a low-rank Markov head and one that expects acceptance",
         "states at all slots",
         {"layers": 5, "block": 16, "markov": 64, "confidence": True}, {**BLOCKS, "confidence_weight": 1.0}, {},
         kind="block-head",
     ),
-    "deer": Trained(
+    "deer": TrainedPreset(
         "DEER (arXiv 2512.15176): a masked diffusion language model, one pass a block", "nothing",
         {"layers": 4, "block": 15}, {"unroll": 4, "opening": 1.0, "decay": 1.0}, {},
         kind="diffusion-lm",
     ),
-    "blind": Trained(
+    "blind": TrainedPreset(
         "a control: neither image tokens nor features of the target", "nothing",
         {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, {"width": 10, "nodes": 60},
     ),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from visspec.api import requests
-from visspec.loop.pairing import Pairing
+from visspec.loop.setup import DecodingSetup
 from visspec.loop.stream import Answer, Stream
 from visspec.types import Request
 
@@ -21,13 +21,13 @@ MOST_KNOWN = 256  # kinds of options
 ONE_PROMPT = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
 
 
-def check(pairing: Pairing, slots: int, ahead: int | None, options: dict[str, Any]) -> None:
-    """Raises ValueError for a pairing that rows can't enter, and for options that no prompt can have."""
+def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str, Any]) -> None:
+    """Raises ValueError for a setup that rows can't enter, and for options that no prompt can have."""
     for name, value in (("slots", slots), ("ahead", slots if ahead is None else ahead)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
-    if pairing.drafter is not None and not pairing.drafter.traits.joins:
-        kind = type(pairing.drafter.inner).__name__
+    if setup.drafter is not None and not setup.drafter.traits.joins:
+        kind = type(setup.drafter.inner).__name__
         raise ValueError(f"drafter: got {kind}, expected one whose rows can enter a running batch (traits.joins)")
     if isinstance(seed := options.get("seed"), (list, tuple)):
         raise ValueError(
@@ -38,12 +38,12 @@ def check(pairing: Pairing, slots: int, ahead: int | None, options: dict[str, An
 
 
 def answers(
-    model: nn.Module, pairing: Pairing, entries: Iterable[Entry | None], slots: int, ahead: int,
+    model: nn.Module, setup: DecodingSetup, entries: Iterable[Entry | None], slots: int, ahead: int,
     defaults: dict[str, Any], tokenizer: Any,
 ) -> Iterator[Answer]:  # fmt: skip
     """The results of `accelerate.Accelerated.stream`."""
-    builder = Builder(model, pairing, defaults)
-    stream = Stream(pairing, builder.kind, builder.together, slots, ahead)
+    builder = RequestBuilder(model, setup, defaults)
+    stream = Stream(setup, builder.kind, builder.together, slots, ahead)
     for answer in stream.run(builder.queue(entries)):
         number, id = answer.id if isinstance(answer.id, Ticket) else (None, answer.id)
         answer = replace(answer, id=id)
@@ -61,17 +61,17 @@ class Ticket(NamedTuple):
     id: Any  # the caller's, which may be anything
 
 
-class Builder:
+class RequestBuilder:
     """Makes requests of one row from generate's arguments, and one of many rows from requests of one."""
 
-    def __init__(self, model: nn.Module, pairing: Pairing, defaults: dict[str, Any]):
-        self.model, self.pairing, self.defaults = model, pairing, dict(defaults)
+    def __init__(self, model: nn.Module, setup: DecodingSetup, defaults: dict[str, Any]):
+        self.model, self.setup, self.defaults = model, setup, dict(defaults)
         self.seed = self.defaults.pop("seed", None)
-        self.content = torch.tensor(sorted(pairing.target.capabilities.never_drafted), dtype=torch.long)
+        self.content = torch.tensor(sorted(setup.target.capabilities.never_drafted), dtype=torch.long)
         pad = getattr(model.generation_config, "pad_token_id", None)
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
         generate: Any = model.generate
-        own = pairing.target.model is not model  # a generate of its own around it, with options of its own
+        own = setup.target.model is not model  # a generate of its own around it, with options of its own
         self.named = frozenset(signature(generate).parameters) if own else frozenset()
         self.streamers: dict[int | None, Any] = {}  # by the numbers of their prompts, since ids may be equal
         self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
@@ -155,7 +155,7 @@ class Builder:
             for name, value in request.inputs.items()
         ]
         sampling = replace(request.sampling, processors=())
-        if self.pairing.target.pads:
+        if self.setup.target.pads:
             return frozenset(shapes), sampling
         mask = request.inputs.get("attention_mask")
         return frozenset(shapes), sampling, length, None if mask is None else tuple(mask.flatten().tolist())

@@ -14,16 +14,16 @@ from visspec.api import zoo
 from visspec.api.accelerate import accelerate
 from visspec.api.tuning import described
 from visspec.files import write_json
-from visspec.models.drafters.shapes import RANKS, Shaped
+from visspec.models.drafters.shapes import RANKS, StructuredDrafter
 from visspec.types import Draft, Drafter, Outcome, Scores, State, Verdict
 
 WIDE = "8-12-10-8-6-5"  # nodes of each depth, while rates are measured
 
 
-class Watched(Drafter):
+class RankMeter(Drafter):
     """A drafter of static trees, and what became of its nodes."""
 
-    def __init__(self, inner: Shaped):
+    def __init__(self, inner: StructuredDrafter):
         self.inner, self.traits = inner, inner.traits
         ranks = [max(path[-1] for path in inner.paths if len(path) == d + 1) + 1 for d in range(inner.traits.levels)]
         self.reached, self.accepted = ([[0] * count for count in ranks] for _ in range(2))
@@ -57,20 +57,20 @@ class Watched(Drafter):
         return [[a / max(r, 1) for a, r in zip(*rows)] for rows in zip(self.accepted, self.reached)]
 
 
-def measure(model: Any, spec: str, inputs: Iterable[Mapping[str, Any]], seed: int = 0, **options: Any) -> Watched:
+def measure(model: Any, spec: str, inputs: Iterable[Mapping[str, Any]], seed: int = 0, **options: Any) -> RankMeter:
     """Decode batches of one prompt with wide trees of a drafter. spec: as in `accelerate`; options: of `generate`.
 
     Raises ValueError for a drafter that builds no trees.
     """
     drafter, _ = zoo.drafter(f"{spec}{',' if ':' in spec else ':'}tree={WIDE}", model)
-    watched = Watched(drafter)
+    watched = RankMeter(drafter)
     fast = accelerate(model, watched, adaptive=False)
     for number, each in enumerate(inputs):
         fast.generate(**each, **options, **({"seed": seed + number} if options.get("do_sample") else {}))
     return watched
 
 
-def write(path: str | Path, model: Any, spec: str, watched: Watched) -> None:
+def write(path: str | Path, model: Any, spec: str, watched: RankMeter) -> None:
     """Write what the option `tree=FILE` of a drafter reads."""
     rates = [[round(rate, 5) for rate in row] for row in watched.rates]
     write_json(path, {RANKS: rates, "reached": watched.reached, "drafter": spec, "made_for": described(model)})

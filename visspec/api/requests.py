@@ -228,8 +228,8 @@ def streaming(streamer, input_ids: Tensor) -> Callable[[list[int]], None]:
     if input_ids.shape[0] != 1:
         raise ValueError(f"streamer: got a batch of {input_ids.shape[0]}, expected 1")
 
-    def put(gained: list[int]) -> None:
-        for token in gained:
+    def put(new_tokens: list[int]) -> None:
+        for token in new_tokens:
             streamer.put(torch.tensor([token]))
 
     return put
@@ -240,14 +240,14 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
     longest = max(map(len, state.tokens))
     pad = getattr(config, "_pad_token_tensor", None)
     pad = int(pad) if pad is not None else int(config.pad_token_id or 0)
-    gained = [row + [pad] * (longest - len(row)) for row in state.tokens]
-    sequences = torch.cat([input_ids, torch.tensor(gained, device=input_ids.device)], dim=1)
+    new_tokens = [row + [pad] * (longest - len(row)) for row in state.tokens]
+    sequences = torch.cat([input_ids, torch.tensor(new_tokens, device=input_ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
     parts: dict[str, Any] = {  # annotated there as other kinds of tensors and tuples than generate itself returns
         "sequences": sequences,
-        "scores": _steps(state.tape.laws, longest) if state.request.keep_logits else None,
-        "logits": _steps(state.tape.raw, longest) if state.request.keep_raw else None,
+        "scores": _steps(state.output.distributions, longest) if state.request.keep_logits else None,
+        "logits": _steps(state.output.raw, longest) if state.request.keep_raw else None,
         "past_key_values": _cache(state) if state.request.keep_cache else None,
     }
     return GenerateDecoderOnlyOutput(**parts)

@@ -27,8 +27,17 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from visspec import __version__
 from visspec.api import completions
-from visspec.api.completions import Chat, Refused, completion, usage
-from visspec.api.serving import Desk, Drawn, Gone, Job, Painting, Worker, Writing, Written
+from visspec.api.completions import ChatRequest, RequestError, completion, usage
+from visspec.api.serving import (
+    ClientDisconnected,
+    ImageResult,
+    ImageWorker,
+    QueuedRequest,
+    QueueWorker,
+    RequestQueue,
+    TextResult,
+    TextWorker,
+)
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)
@@ -39,14 +48,16 @@ READERS = 2  # threads that read bodies, decode images and run the processor
 class Service:
     """What the routes share. key: None lets everybody in. local: only this machine's names are answered to."""
 
-    def __init__(self, desk: Desk, writing: Writing | None, painting: Painting | None, key: str | None, local: bool):
+    def __init__(
+        self, desk: RequestQueue, writing: TextWorker | None, painting: ImageWorker | None, key: str | None, local: bool
+    ):
         self.desk, self.writing, self.painting, self.key, self.local = desk, writing, painting, key, local
-        self.limits = writing.limits if writing is not None else completions.Limits()
+        self.limits = writing.limits if writing is not None else completions.RequestLimits()
         self.began = int(time.time())
         self.readers = ThreadPoolExecutor(READERS, "visspec-reader")
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[QueueWorker]:
         return [worker for worker in (self.writing, self.painting) if worker is not None]
 
     def close(self) -> None:
@@ -61,23 +72,23 @@ class Service:
         if self.local and not (len(hosts) == 1 and HOST.fullmatch(hosts[0])):
             # a page in a browser may have given this machine a name of its own
             found = " and ".join(host.decode("latin-1") for host in hosts) or "none"
-            raise Refused(f"host: got {found[:60]}, expected one of {', '.join(LOCAL)}", 403)
+            raise RequestError(f"host: got {found[:60]}, expected one of {', '.join(LOCAL)}", 403)
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         if self.key is not None and not (
             hmac.compare_digest(given.strip(), self.key.encode(errors="surrogateescape"))
             and scheme.lower() == b"bearer"
         ):
-            raise Refused("key: got another one or none, expected that of the server", 401, code="invalid_api_key")
+            raise RequestError("key: got another one or none, expected that of the server", 401, code="invalid_api_key")
 
     async def receive(self, request: Request, held: Callable[[int], None]) -> bytes:
         """A body; `held` is told its bytes as they come. Raises Refused."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         if kind.lower() != "application/json":  # a page of another origin can't send this without asking
-            raise Refused(f"content-type: got {kind or 'none'}, expected application/json", 415)
+            raise RequestError(f"content-type: got {kind or 'none'}, expected application/json", 415)
         try:
             return await asyncio.wait_for(self._bytes(request, held), READING)
         except TimeoutError:
-            raise Refused(f"body: got a part of it in {READING:g} seconds, expected all of it", 408) from None
+            raise RequestError(f"body: got a part of it in {READING:g} seconds, expected all of it", 408) from None
 
     async def _bytes(self, request: Request, held: Callable[[int], None]) -> bytes:
         told = request.headers.get("content-length", "0")
@@ -91,35 +102,37 @@ class Service:
                 held(len(part))
                 parts.append(part)
         if size > self.limits.body:
-            raise Refused(f"body: got more than {self.limits.body} bytes, expected at most as many", 413)
+            raise RequestError(f"body: got more than {self.limits.body} bytes, expected at most as many", 413)
         return b"".join(parts)
 
-    async def read(self, data: bytes, worker: Worker | None, what: str, reading: Callable[[Any], Any]) -> Any:
+    async def read(self, data: bytes, worker: QueueWorker | None, what: str, reading: Callable[[Any], Any]) -> Any:
         """What `reading` makes of a body's JSON. Raises Refused, also unless it names the worker's model."""
 
         def work() -> Any:
             try:
                 body = json.loads(data)
             except (ValueError, RecursionError):
-                raise Refused("body: got no JSON, expected an object") from None
+                raise RequestError("body: got no JSON, expected an object") from None
             name = body.get("model") if isinstance(body, dict) else None
             if worker is None:
-                raise Refused(f"model: got {name!r}, expected a server that {what}", 404, "model", "model_not_found")
+                raise RequestError(
+                    f"model: got {name!r}, expected a server that {what}", 404, "model", "model_not_found"
+                )
             if name is not None:
                 self.named(name, [worker])
             return reading(body)
 
         return await asyncio.get_running_loop().run_in_executor(self.readers, work)
 
-    def named(self, name: Any, workers: list[Worker]) -> Worker:
+    def named(self, name: Any, workers: list[QueueWorker]) -> QueueWorker:
         """The worker of a model. Raises Refused for another name."""
         for worker in workers:
             if name == worker.name:
                 return worker
         names = " or ".join(repr(worker.name) for worker in workers)
-        raise Refused(f"model: got {name!r}, expected {names}", 404, "model", "model_not_found")
+        raise RequestError(f"model: got {name!r}, expected {names}", 404, "model", "model_not_found")
 
-    def _chat(self, body: Any) -> Chat:
+    def _chat(self, body: Any) -> ChatRequest:
         return completions.chat(body, self.limits)
 
     async def chat(self, request: Request) -> Response:
@@ -133,7 +146,7 @@ class Service:
             del data
             writing, loop = self.writing, asyncio.get_running_loop()
             assert writing is not None
-            events = Events(request)
+            events = JobEvents(request)
             stack.callback(events.close)
             await events.until(waiting.enter_async_context(self.desk.decoded(asked.pixels)))
             job = await loop.run_in_executor(self.readers, writing.job, asked, events.tell)
@@ -144,7 +157,7 @@ class Service:
             first = await events.next() if first is None else first
             id, name = f"chatcmpl-{uuid.uuid4().hex}", writing.name
             if job.asked.stream:
-                return Stream(job, events, first, id, name, stack.pop_all())
+                return EventStream(job, events, first, id, name, stack.pop_all())
             choice = {"message": {"role": "assistant", "content": first.text, "refusal": None},
                       "finish_reason": first.ended}  # fmt: skip
             return JSONResponse(
@@ -160,19 +173,19 @@ class Service:
             painting = self.painting
             asked = await self.read(data, painting, "was started with --image-model", completions.drawing)
             assert painting is not None
-            events = Events(request)
+            events = JobEvents(request)
             stack.callback(events.close)
-            job = Job(events.tell, asked)
+            job = QueuedRequest(events.tell, asked)
             stack.callback(setattr, job, "cancelled", True)
             painting.submit(job)
-            drawn: Drawn = await events.next()
+            drawn: ImageResult = await events.next()
             files = [{"b64_json": base64.b64encode(file).decode()} for file in drawn.files]
             return JSONResponse({"created": int(time.time()), "data": files, "output_format": "png"})
 
     async def model(self, id: str) -> dict[str, Any]:
         return self._told(self.named(id, self.workers))
 
-    def _told(self, worker: Worker) -> dict[str, Any]:
+    def _told(self, worker: QueueWorker) -> dict[str, Any]:
         return {"id": worker.name, "object": "model", "created": self.began, "owned_by": "visspec"}
 
     async def models(self) -> dict[str, Any]:
@@ -184,7 +197,7 @@ class Service:
         return PlainTextResponse(self.desk.meters.lines(now), media_type="text/plain; version=0.0.4")
 
 
-class Events:
+class JobEvents:
     """What a worker tells about a job, for the loop of the server; or that the client has gone."""
 
     def __init__(self, request: Request):
@@ -209,28 +222,28 @@ class Events:
             if not task.done():
                 task.cancel()
         if not task.done():
-            raise Gone
+            raise ClientDisconnected
         return task.result()
 
     async def next(self) -> Any:
         """The next event. Raises what the worker told as an exception, and Gone."""
         event = await self.until(self.queue.get())
-        if isinstance(event, Refused):
+        if isinstance(event, RequestError):
             raise event
         if isinstance(event, ValueError):
-            raise Refused(str(event)) from event
+            raise RequestError(str(event)) from event
         if isinstance(event, Exception):
-            raise Refused(f"model: got {type(event).__name__} in a pass, expected none", 500) from event
+            raise RequestError(f"model: got {type(event).__name__} in a pass, expected none", 500) from event
         return event
 
     def close(self) -> None:
         self.gone.cancel()
 
 
-class Stream(Response):
+class EventStream(Response):
     """A streamed completion as server-sent events; `held` is let go when it ends."""
 
-    def __init__(self, job: Job, events: Events, first: Any, id: str, name: str, held: AsyncExitStack):
+    def __init__(self, job: QueuedRequest, events: JobEvents, first: Any, id: str, name: str, held: AsyncExitStack):
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
         del self.headers["content-length"]
         self.job, self.events, self.first, self.id, self.name, self.held = job, events, first, id, name, held
@@ -240,12 +253,14 @@ class Stream(Response):
             text = data if isinstance(data, str) else json.dumps(data)
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
-        with suppress(Gone, asyncio.CancelledError):  # of a client that reads no more, when the server stops
+        with suppress(
+            ClientDisconnected, asyncio.CancelledError
+        ):  # of a client that reads no more, when the server stops
             try:
                 async with self.held:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await self._say_all(say)
-            except Refused as error:  # the status was sent
+            except RequestError as error:  # the status was sent
                 await say(error.body)
             await say("[DONE]")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -257,7 +272,7 @@ class Stream(Response):
 
         await say(piece({"role": "assistant", "content": ""}))
         event = self.first
-        while not isinstance(event, Written):
+        while not isinstance(event, TextResult):
             await say(piece({"content": event}))
             event = await self.events.next()
         await say(piece({}, event.ended))
@@ -289,8 +304,8 @@ def application(service: Service) -> FastAPI:
         guards = [] if call is health else [Depends(service.guard)]
         app.add_api_route(path, call, methods=[method], response_model=None, dependencies=guards)
 
-    @app.exception_handler(Refused)
-    async def refuse(request: Request, error: Refused) -> JSONResponse:
+    @app.exception_handler(RequestError)
+    async def refuse(request: Request, error: RequestError) -> JSONResponse:
         later = {"retry-after": str(service.desk.patience)} if error.status in (429, 503) else {}
         return JSONResponse(error.body, error.status, headers=later)
 
@@ -298,17 +313,17 @@ def application(service: Service) -> FastAPI:
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
         asked = f"{request.method} {request.url.path}"
         return JSONResponse(
-            Refused(f"path: got {asked}, expected one of the API's", error.status_code).body, error.status_code
+            RequestError(f"path: got {asked}, expected one of the API's", error.status_code).body, error.status_code
         )
 
-    @app.exception_handler(Gone)
+    @app.exception_handler(ClientDisconnected)
     @app.exception_handler(ClientDisconnect)
     async def leave(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(Exception)
     async def fail(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(Refused(f"server: got {type(error).__name__}, expected no error", 500).body, 500)
+        return JSONResponse(RequestError(f"server: got {type(error).__name__}, expected no error", 500).body, 500)
 
     return app
 

@@ -1,8 +1,8 @@
 """Requests of many clients on one model: a bounded number of them, and a thread per model that works on them.
 
-`Writing` drives a stream of rows (`Accelerated.stream`): answers enter the running batch as others leave. `Painting`
-draws images, one request at a time. Both tell what happens through `Job.tell`, from their thread. A job that is
-cancelled leaves its slot with the next round.
+`TextWorker` drives a stream of rows (`Accelerated.stream`): answers enter the running batch as others leave.
+`ImageWorker` draws images, one request at a time. Both tell what happens through `QueuedRequest.tell`, from their
+thread. A job that is cancelled leaves its slot with the next round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from visspec.api import completions
 from visspec.api.accelerate import Accelerated
 from visspec.api.captions import moved
-from visspec.api.completions import Chat, Drawing, Limits, Refused
+from visspec.api.completions import ChatRequest, ImageRequest, RequestError, RequestLimits
 from visspec.api.images import ImagePipeline
 from visspec.loop.stats import by_depth
 from visspec.loop.stream import Answer
@@ -32,12 +32,12 @@ BODIES = 100_000_000  # bytes of bodies that are held at once
 logger = logging.getLogger(__name__)
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
 @dataclass(frozen=True)
-class Written:
+class TextResult:
     """A finished answer. ended: "stop" or "length"."""
 
     text: str
@@ -47,14 +47,14 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ImageResult:
     """Finished images, as PNG files."""
 
     files: list[bytes]
 
 
 @dataclass(eq=False)
-class Job:
+class QueuedRequest:
     """One request. tell: called in the worker's thread, with None when the model has read a chat, with pieces of text
     (streamed answers), and at last with the result or an exception.
     """
@@ -63,7 +63,7 @@ class Job:
     asked: Any  # a Chat or a Drawing
     inputs: dict[str, Any] = field(default_factory=dict)  # of a Chat that waits: arguments of generate
     prompt: int = 0  # tokens
-    writer: Writer | None = None
+    writer: StopTextFilter | None = None
     cancelled: bool = False
     begun: bool = False
 
@@ -80,7 +80,7 @@ class Job:
         return self.writer.stopped
 
 
-class Writer:
+class StopTextFilter:
     """The text of one row as its tokens come. Held back is what may still change: blanks at the end, half a
     character, and what may become a stop text, which is no part of the answer.
     """
@@ -124,13 +124,13 @@ def pending(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class Meters:
+class ServerMetrics:
     """Counts of what was served, as Prometheus reads them. Added to in any thread, each name in one."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()  # by kind and outcome
         self.seconds = 0.0  # of finished requests
-        self.tokens = self.images = self.passes = self.gained = 0
+        self.tokens = self.images = self.passes = self.committed = 0
         self.drift = 0.0
         self.reached: Counter[int] = Counter()  # by depth
         self.accepted: Counter[int] = Counter()
@@ -139,7 +139,7 @@ class Meters:
         """Count the rounds of a row that has ended."""
         self.tokens += len(answer.tokens)
         self.passes += len(answer.rounds)
-        self.gained += sum(r.gained[0] for r in answer.rounds)
+        self.committed += sum(r.committed[0] for r in answer.rounds)
         self.drift += answer.drift
         for depth, (reached, accepted) in enumerate(zip(*by_depth(answer.rounds)), 1):
             self.reached[depth] += reached
@@ -154,7 +154,7 @@ class Meters:
         """Prometheus' text. now: gauges of the moment."""
         reached, accepted = sum(self.reached.values()), sum(self.accepted.values())
         gauges = {
-            **now, "tau": self.gained / max(self.passes, 1), "acceptance": accepted / max(reached, 1),
+            **now, "tau": self.committed / max(self.passes, 1), "acceptance": accepted / max(reached, 1),
             "drift_per_token": self.drift / max(self.tokens, 1),
         }  # fmt: skip
         counters = {
@@ -173,12 +173,12 @@ class Meters:
         return "\n".join(found) + "\n"
 
 
-class Desk:
+class RequestQueue:
     """Takes requests, `places` at once, until it closes. pixels, bytes: of images that are decoded, and of bodies that
     are held, at once. Used in the thread of the server's event loop only.
     """
 
-    def __init__(self, places: int, meters: Meters, pixels: int = Limits.at_once, bytes: int = BODIES):
+    def __init__(self, places: int, meters: ServerMetrics, pixels: int = RequestLimits.at_once, bytes: int = BODIES):
         self.places, self.meters, self.most_pixels, self.most_bytes = places, meters, pixels, bytes
         self.taken, self.closing, self.pixels, self.bytes = 0, False, 0, 0
         self.turn, self.freed = Lock(), Event()
@@ -192,12 +192,12 @@ class Desk:
         except CancelledError:
             outcome = "stopping"
             said = "server: got an order to stop before this answer was complete, expected none"
-            raise Refused(said, 503, code=outcome) from None
+            raise RequestError(said, 503, code=outcome) from None
         except BaseException as error:
-            outcome = "gone" if isinstance(error, Gone) else "failed"
-            if isinstance(error, Refused) and error.status < 500:
+            outcome = "gone" if isinstance(error, ClientDisconnected) else "failed"
+            if isinstance(error, RequestError) and error.status < 500:
                 outcome = "refused"
-            if isinstance(error, Refused) and error.status in (429, 503):
+            if isinstance(error, RequestError) and error.status in (429, 503):
                 outcome = error.code or outcome
             raise
         finally:
@@ -206,9 +206,9 @@ class Desk:
     def check(self) -> None:
         """Raises Refused if there is no place."""
         if self.closing:
-            raise Refused("server: got a request while it stops, expected none", 503, code="stopping")
+            raise RequestError("server: got a request while it stops, expected none", 503, code="stopping")
         if self.taken >= self.places:
-            raise Refused(
+            raise RequestError(
                 f"server: got a request beside {self.taken} others, expected at most {self.places} at once",
                 429, code="queue_full",
             )  # fmt: skip
@@ -233,7 +233,7 @@ class Desk:
         def add(count: int) -> None:
             nonlocal mine
             if self.bytes + count > self.most_bytes:
-                raise Refused(
+                raise RequestError(
                     f"server: got bodies of more than {self.most_bytes} bytes together, expected at most as many",
                     429, code="queue_full",
                 )  # fmt: skip
@@ -267,24 +267,24 @@ class Desk:
         return min(max(round(self.meters.seconds / max(served, 1)), 1), 60)
 
 
-class Worker:
+class QueueWorker:
     """A thread that works on jobs in the order in which they come. `close` lets it finish those it has."""
 
-    def __init__(self, name: str, meters: Meters):
+    def __init__(self, name: str, meters: ServerMetrics):
         self.name, self.meters = name, meters
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.running: set[Job] = set()
+        self.jobs: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()
+        self.running: set[QueuedRequest] = set()
         self.thread = threading.Thread(target=self._work, name=f"visspec-{type(self).__name__.lower()}", daemon=True)
         self.thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: QueuedRequest) -> None:
         self.jobs.put(job)
 
     def close(self) -> None:
         self.jobs.put(None)
         self.thread.join()
 
-    def _next(self, block: bool) -> Job | None:
+    def _next(self, block: bool) -> QueuedRequest | None:
         """The next job that is still wanted; None at the end. Raises queue.Empty if none waits."""
         while (job := self.jobs.get(block=block)) is not None and job.cancelled:
             pass
@@ -294,10 +294,12 @@ class Worker:
         raise NotImplementedError
 
 
-class Writing(Worker):
+class TextWorker(QueueWorker):
     """Answers chats on a stream of `slots` rows. name: of the model, as clients know it."""
 
-    def __init__(self, name: str, fast: Accelerated, processor: Any, meters: Meters, slots: int, limits: Limits):
+    def __init__(
+        self, name: str, fast: Accelerated, processor: Any, meters: ServerMetrics, slots: int, limits: RequestLimits
+    ):
         fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
         self.fast, self.processor, self.slots, self.limits = fast, processor, slots, limits
         self.decoder = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
@@ -305,14 +307,14 @@ class Writing(Worker):
         self.over = False
         super().__init__(name, meters)
 
-    def job(self, asked: Chat, tell: Callable[[Any], None]) -> Job:
+    def job(self, asked: ChatRequest, tell: Callable[[Any], None]) -> QueuedRequest:
         """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
         inputs = completions.prompt_of(self.processor, asked, self.processing)
         length = inputs["input_ids"].shape[1]
         most = completions.room(length, asked, self.limits)
         inputs = moved(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
-        writer = Writer(self._decode, asked.stops) if asked.stops or asked.stream else None
-        return Job(tell, asked, inputs, length, writer)
+        writer = StopTextFilter(self._decode, asked.stops) if asked.stops or asked.stream else None
+        return QueuedRequest(tell, asked, inputs, length, writer)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.decoder.decode(tokens, skip_special_tokens=True)
@@ -345,25 +347,25 @@ class Writing(Worker):
             yield entry
             entry.clear()  # of pixels too, before it waits
 
-    def _answer(self, job: Job, answer: Answer) -> None:
+    def _answer(self, job: QueuedRequest, answer: Answer) -> None:
         self.running.discard(job)
         self.meters.row(answer)
         if answer.error is not None:
             job.tell(answer.error)
             return
-        writer = job.writer or Writer(self._decode)
+        writer = job.writer or StopTextFilter(self._decode)
         if job.writer is None:
             writer.add(answer.tokens)
         if (rest := writer.finish()) and job.asked.stream:
             job.tell(rest)
         ended = "length" if answer.ended == "length" and not writer.stopped else "stop"
-        job.tell(Written(writer.text, len(writer.tokens), job.prompt, ended))
+        job.tell(TextResult(writer.text, len(writer.tokens), job.prompt, ended))
 
 
-class Painting(Worker):
+class ImageWorker(QueueWorker):
     """Draws images with a pipeline."""
 
-    def __init__(self, name: str, pipe: ImagePipeline, meters: Meters):
+    def __init__(self, name: str, pipe: ImagePipeline, meters: ServerMetrics):
         self.pipe = pipe
         super().__init__(name, meters)
 
@@ -371,19 +373,19 @@ class Painting(Worker):
         while (job := self._next(block=True)) is not None:
             self.running.add(job)
             try:
-                job.tell(Drawn(self._draw(job)))
+                job.tell(ImageResult(self._draw(job)))
             except Exception as error:
                 if not isinstance(error, ValueError):
                     logger.exception("%s: images failed", self.name)
                 job.tell(error)
             self.running.discard(job)
 
-    def _draw(self, job: Job) -> list[bytes]:
+    def _draw(self, job: QueuedRequest) -> list[bytes]:
         def look(pipe: ImagePipeline, *_: Any) -> None:
             if job.cancelled:
                 pipe.interrupt = True
 
-        asked: Drawing = job.asked
+        asked: ImageRequest = job.asked
         out = self.pipe(asked.prompt, callback_on_step_end=look, **asked.options)
         self.meters.images += len(out.images)
         files = []

@@ -7,8 +7,8 @@ then takes
     seconds(d) = prefill + rounds * (tau_mixed / tau(d)) * round(d),   tau(d) = 1 + sum_i prod_{j<=i} s_j
 
 with the rounds of the mixed run and its tau by the same formula: rows that end early, and last rounds that are cut
-short, are in the measured rounds. This is the model by which `loop.pace` chooses depths while it decodes. The interval
-resamples batches.
+short, are in the measured rounds. This is the model by which `loop.draft_length` chooses depths while it decodes. The
+interval resamples batches.
 """
 
 from __future__ import annotations
@@ -26,72 +26,76 @@ from visspec.api import requests
 from visspec.api.accelerate import Accelerated
 from visspec.checkpoint import read_json
 from visspec.files import write_json
-from visspec.loop.pace import Pace, gains
+from visspec.loop.draft_length import AdaptiveLength, expected_tokens
 from visspec.types import State, Trace
 
-OUTLIER = 2.0  # times the median of a length's rounds; longer ones count as so long, as in `loop.pace.Line`
+OUTLIER = (
+    2.0  # times the median of a length's rounds; longer ones count as so long, as in `loop.draft_length.LinearCost`
+)
 RESAMPLES = 1000
 KEPT = ("drafter", "acceptance", "levels")
 SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
-class Mixed(Pace):
+class MixedLengths(AdaptiveLength):
     """Drafts of all lengths in random order, and what each round took and gained."""
 
     def __init__(self, lengths: Sequence[int], seed: int):
         super().__init__(max(lengths), adaptive=False)
         self.lengths, self.random = list(lengths), random.Random(seed)
         self.seen: list[tuple[int, list[int], float]] = []  # length asked for, tokens gained by row, seconds
-        self.asked, self.begun = 0, 0.0
+        self.requested, self.begun = 0, 0.0
 
     def depth(self, state: State) -> int:
         self.begun = time.perf_counter()
-        self.asked = min(self.random.choice(self.lengths), max(state.budget - 1, 0))
-        return self.asked
+        self.requested = min(self.random.choice(self.lengths), max(state.budget - 1, 0))
+        return self.requested
 
     def observe(self, trace: Trace) -> None:
-        self.seen.append((self.asked, list(trace.rounds[-1].gained), time.perf_counter() - self.begun))
+        self.seen.append((self.requested, list(trace.rounds[-1].committed), time.perf_counter() - self.begun))
 
 
 @dataclass
-class Batch:
+class MeasuredBatch:
     """One batch of images under one drafter: seconds outside rounds, its rounds, tokens by row."""
 
     prefill: float
-    rounds: list[tuple[int, list[int], float]]  # as `Mixed.seen`; without a drafter of length 0
+    rounds: list[tuple[int, list[int], float]]  # as `MixedLengths.seen`; without a drafter of length 0
     tokens: list[list[int]]
 
 
 @dataclass
-class Observed:
+class DrafterMeasurement:
     """All batches of one size under one drafter."""
 
     drafter: str
     size: int
     lengths: list[int]  # (0,) without a drafter
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[MeasuredBatch] = field(default_factory=list)
 
 
-def observe(fast: Accelerated, inputs: Mapping[str, Any], lengths: Sequence[int], seed: int, **options: Any) -> Batch:
+def observe(
+    fast: Accelerated, inputs: Mapping[str, Any], lengths: Sequence[int], seed: int, **options: Any
+) -> MeasuredBatch:
     """Decode a batch with drafts of these lengths, (0,) for none; sampled rows draw from seeds after `seed`."""
-    mixed = Mixed(lengths, seed) if lengths != (0,) and fast.drafter is not None else None
-    pairing = fast.pairing if mixed is None else replace(fast.pairing, pace=mixed)
+    mixed = MixedLengths(lengths, seed) if lengths != (0,) and fast.drafter is not None else None
+    setup = fast.setup if mixed is None else replace(fast.setup, length_policy=mixed)
     start = time.perf_counter()
     request = requests.of_generate(fast.model, dict(inputs), **options)
     if not request.sampling.greedy:
         request.generators = requests.generators(None, seed, request.prompt)
-    state = pairing.decode(request)
+    state = setup.decode(request)
     whole = time.perf_counter() - start
     if mixed is None:
         inside = sum(s for stage, s in state.trace.times.items() if stage not in ("prefill", "draft_prefill"))
         count = max(len(state.trace.rounds), 1)
-        rounds = [(0, list(found.gained), inside / count) for found in state.trace.rounds]
+        rounds = [(0, list(found.committed), inside / count) for found in state.trace.rounds]
     else:
         rounds, inside = mixed.seen, sum(seconds for *_, seconds in mixed.seen)
-    return Batch(whole - inside, rounds, [list(row) for row in state.tokens])
+    return MeasuredBatch(whole - inside, rounds, [list(row) for row in state.tokens])
 
 
-def predicted(seen: Observed, plain: Observed, seed: int = 0) -> list[dict[str, Any]]:
+def predicted(seen: DrafterMeasurement, plain: DrafterMeasurement, seed: int = 0) -> list[dict[str, Any]]:
     """A row for each length: speed-up over plain decoding of the same batches, 95 % interval, images a second, tau."""
     draws = np.random.default_rng(seed)
     count = len(seen.batches)
@@ -113,7 +117,7 @@ def predicted(seen: Observed, plain: Observed, seed: int = 0) -> list[dict[str, 
     return rows
 
 
-def _seconds(seen: Observed, weights_RG: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _seconds(seen: DrafterMeasurement, weights_RG: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of all batches, and tau, by length and by weights of the batches: (D, R) each."""
     deepest = max(seen.lengths)
     limits = {n: _limit([s for b in seen.batches for d, _, s in b.rounds if d == n]) for n in seen.lengths}
@@ -121,18 +125,18 @@ def _seconds(seen: Observed, weights_RG: np.ndarray) -> tuple[np.ndarray, np.nda
     spent_GD, met_GD = np.zeros((groups, len(seen.lengths))), np.zeros((groups, len(seen.lengths)))
     open_GL, kept_GL = np.zeros((groups, deepest)), np.zeros((groups, deepest))
     for g, batch in enumerate(seen.batches):
-        for asked, gained, seconds in batch.rounds:
+        for asked, committed, seconds in batch.rounds:
             if asked in limits:  # near the end of a budget drafts are shorter
                 at = seen.lengths.index(asked)
                 spent_GD[g, at] += min(seconds, limits[asked])
                 met_GD[g, at] += 1
-            for reached in gained:
+            for reached in committed:
                 open_GL[g, : min(reached, asked)] += 1
                 kept_GL[g, : min(reached - 1, asked)] += 1
     with np.errstate(invalid="ignore", divide="ignore"):
         share_LR = np.nan_to_num((weights_RG @ kept_GL) / (weights_RG @ open_GL)).T
         round_DR = ((weights_RG @ spent_GD) / (weights_RG @ met_GD)).T
-    tau_LR = np.stack([np.ones(len(weights_RG)), *gains(share_LR)])  # type: ignore[call-overload]
+    tau_LR = np.stack([np.ones(len(weights_RG)), *expected_tokens(share_LR)])  # type: ignore[call-overload]
     tau_DR = tau_LR[seen.lengths]
     met_DR = (weights_RG @ met_GD).T
     mixed_R = (tau_DR * met_DR).sum(0) / met_DR.sum(0)

@@ -1,7 +1,7 @@
 """Speculative Verdict (arXiv 2510.20812): several small models answer, agreement selects, a large one decides.
 
-This is *selection*: the answer is the large model's, given what the chosen ones said, and has another law than its
-answer alone. Every draft's answer is read by every peer in one pass. With l_b(y) the mean log-probability of an
+This is *selection*: the answer is the large model's, given what the chosen ones said, and has another distribution than
+its answer alone. Every draft's answer is read by every peer in one pass. With l_b(y) the mean log-probability of an
 answer's own tokens under model b (question and image before it, not counted), a peer b that answered y_b differs from
 y_a by max(0, l_b(y_b) - l_b(y_a)); a draft's score is the mean over the peers that could be asked, and the lowest are
 chosen. The published code sums in place of the mean, so a model with missing peers looks better; takes the absolute
@@ -41,7 +41,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Draft:
+class CandidateAnswer:
     """What a drafting model said. score: the lower, the more its peers agree; None if none could be asked."""
 
     name: str
@@ -53,12 +53,12 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AgreementResult:
     """The judge's answer. likelihoods: [b][a], the mean log-probability of draft a's answer under model b, or None."""
 
     text: str
     answer: str
-    drafts: list[Draft]
+    drafts: list[CandidateAnswer]
     likelihoods: list[list[float | None]] = field(repr=False)
     prompt: str
     tokens: int
@@ -77,7 +77,7 @@ class Panel:
             raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts")
         self.members, self.judge, self.keep, self.template = list(members), judge, keep, template
 
-    def __call__(self, image: Image.Image, question: str, *, seed: int = 0, **generate: Any) -> Verdict:
+    def __call__(self, image: Image.Image, question: str, *, seed: int = 0, **generate: Any) -> AgreementResult:
         """Ask all members, and the judge (greedily). seed: for draws among drafts of equal score; with `do_sample`
         also for what is drafted. generate: arguments of generate.
         """
@@ -92,22 +92,22 @@ class Panel:
         scores = disagreement(table)
         chosen = choose(scores, self.keep, torch.Generator().manual_seed(seed))
         drafts = [
-            Draft(d.name, d.text, d.answer, score, i in chosen, d.error)
+            CandidateAnswer(d.name, d.text, d.answer, score, i in chosen, d.error)
             for i, (d, score) in enumerate(zip(said, scores))
         ]
         paths = "\n".join(PATH.format(number=n, text=drafts[i].text) for n, i in enumerate(chosen, 1))
         prompt = self.template.format(question=question, paths=paths) if chosen else question
         decided = {k: v for k, v in generate.items() if k not in SAMPLED} | {"do_sample": False}
         text, tokens = asked(self.judge, image, prompt, decided)
-        return Verdict(text, answer_of(text), drafts, table, prompt, tokens)
+        return AgreementResult(text, answer_of(text), drafts, table, prompt, tokens)
 
-    def _drafted(self, member: Member, image: Image.Image, question: str, generate: dict[str, Any]) -> Draft:
+    def _drafted(self, member: Member, image: Image.Image, question: str, generate: dict[str, Any]) -> CandidateAnswer:
         try:
             text = asked(member, image, question, generate)[0]
         except (ValueError, RuntimeError) as error:
-            return Draft(member.name, "", "", error=f"{member.name}: {str(error).splitlines()[0]}")
+            return CandidateAnswer(member.name, "", "", error=f"{member.name}: {str(error).splitlines()[0]}")
         answer = answer_of(text)
-        return Draft(member.name, text, answer, error=None if answer else f"{member.name}: got no answer")
+        return CandidateAnswer(member.name, text, answer, error=None if answer else f"{member.name}: got no answer")
 
 
 SAMPLED = ("do_sample", "temperature", "top_k", "top_p", "seed")
@@ -157,7 +157,7 @@ def likelihood(member: Member, image: Image.Image, question: str, answer: str) -
 
 
 def disagreement(table: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Each draft's score from `Verdict.likelihoods`: mean over peers, None where no pair is complete."""
+    """Each draft's score from `AgreementResult.likelihoods`: mean over peers, None where no pair is complete."""
     scores: list[float | None] = []
     for a in range(len(table)):
         pairs = [(table[b][b], table[b][a]) for b in range(len(table)) if b != a]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from visspec import hub
-from visspec.api.presets import IMAGES, TRAINED, Preset, Trained
+from visspec.api.presets import IMAGES, TRAINED, Preset, TrainedPreset
 from visspec.checkpoint import read_json
 from visspec.types import Order
 
@@ -264,7 +264,7 @@ def included_drafter(model: Any, kind: str = "eagle") -> str | None:
     return next(own, None)
 
 
-def trained(name: str) -> Trained:
+def trained(name: str) -> TrainedPreset:
     """A preset of `visspec train drafter`. Raises ValueError for an unknown name."""
     return _pick(TRAINED, "preset", name)
 

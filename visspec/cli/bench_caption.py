@@ -27,7 +27,7 @@ from visspec.cli.bench_compiled import compilations
 from visspec.eval.report.images import small_png
 from visspec.eval.speed import equality
 from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import Run
+from visspec.eval.speed.paired import ArmRun
 from visspec.eval.world.worlds import WORLDS, known_to, world
 from visspec.files import write_json
 from visspec.loop.stats import acceptance_by_depth, by_depth, text_pieces
@@ -82,27 +82,27 @@ def bench_caption(
     if temperature > 0:
         base |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     arms: dict[str, Any] = {
-        "transformers_generate": StockArm(model, base, seed),
-        "plain": OurArm(accelerate(model, None), base, seed),
-        "ours": OurArm(accelerate(model, drafter, acceptance=acceptance, compile=compile), base, seed),
+        "transformers_generate": StockCaptionArm(model, base, seed),
+        "plain": CaptionArm(accelerate(model, None), base, seed),
+        "ours": CaptionArm(accelerate(model, drafter, acceptance=acceptance, compile=compile), base, seed),
     }
     if compile:
         steps = stepwise(model, model.get_decoder())
-        arms["transformers_compiled"] = StockArm(steps, base | {"cache_implementation": "static"}, seed)
+        arms["transformers_compiled"] = StockCaptionArm(steps, base | {"cache_implementation": "static"}, seed)
     if batch_size == 1:
         warm = prompts[: max(warmup, 1)]
         # transformers' lookup drafts image placeholders and then fails on them; suppressed, it runs
         never = {"suppress_tokens": sorted(arms["plain"].fast.target.capabilities.never_drafted)}
         lookup = [base | never | {"prompt_lookup_num_tokens": n} for n in LOOKUP_LENGTHS]
-        arms["transformers_prompt_lookup"] = speed.fastest([StockArm(model, o, seed) for o in lookup], warm)
+        arms["transformers_prompt_lookup"] = speed.fastest([StockCaptionArm(model, o, seed) for o in lookup], warm)
         if assistant is not None:
             assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
-            arms["transformers_assisted"] = speed.fastest([StockArm(model, o, seed) for o in assisted], warm)
+            arms["transformers_assisted"] = speed.fastest([StockCaptionArm(model, o, seed) for o in assisted], warm)
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench caption", leave=False))
     record = summarise(runs, failures, arms, temperature)
     if compile:
         record["speedup_over_compiled"] = record["baselines"]["transformers_compiled"]["ours_is_faster_by"]
-        record |= compilations(arms["ours"].fast.pairing)
+        record |= compilations(arms["ours"].fast.setup)
     record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, model.dtype)
     return record | {
         "target": getattr(model.config, "_name_or_path", ""), "drafter": str(drafter), "acceptance": acceptance,
@@ -112,13 +112,13 @@ def bench_caption(
     }  # fmt: skip
 
 
-class StockArm:
+class StockCaptionArm:
     """transformers' own generate. `first` is a call of its own that stops after one token: nothing rides along."""
 
     def __init__(self, model, options: dict[str, Any], seed: int):
         self.model, self.options, self.seed = model, options, seed
 
-    def __call__(self, prompt) -> Run:
+    def __call__(self, prompt) -> ArmRun:
         index, inputs = prompt
         torch.manual_seed(self.seed + index)
         start = time.perf_counter()
@@ -126,16 +126,16 @@ class StockArm:
         seconds = time.perf_counter() - start
         self.model.generate(**inputs, **(self.options | {"max_new_tokens": 1}))
         first = time.perf_counter() - start - seconds
-        return Run(seconds, trimmed(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
+        return ArmRun(seconds, trimmed(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
 
 
-class OurArm:
+class CaptionArm:
     """The same through `fast.generate`; a row's seed is its own, so that arms with equal seeds can be compared."""
 
     def __init__(self, fast: Accelerated, options: dict[str, Any], seed: int):
         self.fast, self.options, self.seed = fast, options, seed
 
-    def __call__(self, prompt) -> Run:
+    def __call__(self, prompt) -> ArmRun:
         index, inputs = prompt
         row_seeds = [1000 * (self.seed + index) + row for row in range(inputs["input_ids"].shape[0])]
         start = time.perf_counter()
@@ -145,10 +145,12 @@ class OurArm:
         first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
         stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
         drift, origin = result.stats.drift_per_token, [list(o) for o in trace.origin]
-        return Run(seconds, [list(t) for t in state.tokens], first, stages, list(trace.rounds), drift, origin)
+        return ArmRun(seconds, [list(t) for t in state.tokens], first, stages, list(trace.rounds), drift, origin)
 
 
-def equality_tiers(fast: Accelerated, prompts: Sequence, runs: dict[str, list[Run]], options, dtype) -> dict[str, Any]:
+def equality_tiers(
+    fast: Accelerated, prompts: Sequence, runs: dict[str, list[ArmRun]], options, dtype
+) -> dict[str, Any]:
     """What ours and plain decoding being equal, or not, proves (`visspec.eval.speed.equality`), outside the clocks.
 
     prompts: (index, inputs). The passes compared have the two commonest depths of this bench's drafts.
@@ -175,12 +177,12 @@ def trimmed(new: torch.Tensor, config) -> list[list[int]]:
     return rows
 
 
-def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature: float) -> dict[str, Any]:
+def summarise(runs: dict[str, list[ArmRun]], failures: list[str], arms, temperature: float) -> dict[str, Any]:
     """Ratios of every arm to ours, tau, the gap to ideal, times by stage."""
     ours, plain, sampled = runs["ours"], runs["plain"], temperature > 0
     against = speed.compare(runs["transformers_generate"], ours, per_token=sampled)
     fast = arms["ours"].fast
-    pairing = fast.pairing
+    setup = fast.setup
     count = max(len(ours), 1)
     names = {stage for run in ours for stage in run.stages}
     baselines = {}
@@ -200,8 +202,8 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
     over = speed.compare(plain, ours)  # ideal and tau count in passes of our own plain loop
     record = {
         "bench": "caption",
-        "guarantee": pairing.guarantee,
-        "promises_tokens": pairing.promises_tokens(not sampled),
+        "guarantee": setup.guarantee,
+        "promises_tokens": setup.promises_tokens(not sampled),
         **against,
         "identical_to": "transformers_generate",
         **speed.tau(ours),
@@ -229,23 +231,23 @@ def summarise(runs: dict[str, list[Run]], failures: list[str], arms, temperature
     return record
 
 
-def acceptance(runs: Sequence[Run]) -> list[float]:
+def acceptance(runs: Sequence[ArmRun]) -> list[float]:
     """Accepted / reached at each depth, over all runs."""
     return acceptance_by_depth([entry for run in runs for entry in run.rounds])
 
 
-def reached(runs: Sequence[Run]) -> list[int]:
+def reached(runs: Sequence[ArmRun]) -> list[int]:
     """How many drafted nodes of each depth had all nodes above them accepted: the n of `acceptance_by_depth`."""
     return [n for n in by_depth(entry for run in runs for entry in run.rounds)[0] if n]
 
 
-def texts(runs: Sequence[Run], tokenizer) -> list[list[tuple[str, str]]]:
+def texts(runs: Sequence[ArmRun], tokenizer) -> list[list[tuple[str, str]]]:
     """The first captions in pieces of (text, origin), for the report. Decoded here, outside the clocks."""
     rows = [(tokens, origin) for run in runs[:TEXTS] for tokens, origin in zip(run.tokens, run.origin)]
     return [text_pieces(tokenizer, tokens, origin) for tokens, origin in rows[:TEXTS]]
 
 
-def thumbnails(runs: Sequence[Run], groups: Sequence[Sequence]) -> list[str | None]:
+def thumbnails(runs: Sequence[ArmRun], groups: Sequence[Sequence]) -> list[str | None]:
     """The pictures of `texts`, in its order, as small PNGs in base64; None for what is no PIL image."""
     shown = [image for run in runs[:TEXTS] for image, _ in zip(groups[run.prompt], run.tokens)]
     return [small_png(image) if isinstance(image, Image.Image) else None for image in shown[:TEXTS]]

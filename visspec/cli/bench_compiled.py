@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import Run
-from visspec.loop.pairing import Pairing
+from visspec.eval.speed.paired import ArmRun
+from visspec.loop.setup import DecodingSetup
 from visspec.models.targets.compiled import stepwise
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import Family
@@ -19,9 +19,9 @@ def compiled_family(pipe: Any) -> Family:
     return family_of(model, pipe.processor, **pipe.parts)
 
 
-def compilations(pairing: Pairing) -> dict[str, Any]:
+def compilations(setup: DecodingSetup) -> dict[str, Any]:
     """Whether passes ran compiled, and how many graphs were made after a warm-up, the drafter's included."""
-    target, found = pairing.target.passes, pairing.passes
+    target, found = setup.target.passes, setup.passes
     return {
         "compiled": target is not None and not target.refused,
         "graphs": sum(p.graphs for p in found), "recompilations": sum(p.late for p in found),
@@ -29,7 +29,7 @@ def compilations(pairing: Pairing) -> dict[str, Any]:
 
 
 def compiled_record(
-    rows: Sequence[dict[str, Any]], ours: dict[str, Any], runs: dict[str, list[Run]], prompts: int
+    rows: Sequence[dict[str, Any]], ours: dict[str, Any], runs: dict[str, list[ArmRun]], prompts: int
 ) -> dict[str, Any]:
     """What a record holds of the compiled stock class; its rows get the ratio over that, and what was compiled late."""
     stock = runs["stock_compiled"]
@@ -37,5 +37,5 @@ def compiled_record(
         against = speed.compare(stock, runs[line["name"]])
         line["speedup_over_compiled"] = against["speedup"]
         line["speedup_over_compiled_ci95"] = against["speedup_ci95"]
-        line |= compilations(ours[line["name"]].pairing)
+        line |= compilations(ours[line["name"]].setup)
     return {"baselines": {"transformers_compiled": {"seconds_per_image": sum(r.seconds for r in stock) / prompts}}}

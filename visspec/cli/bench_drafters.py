@@ -23,7 +23,7 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.checkpoint import read_shapes
 from visspec.cli.arguments import add_hardware, positive
-from visspec.cli.bench_caption import OurArm, StockArm, acceptance, reached
+from visspec.cli.bench_caption import CaptionArm, StockCaptionArm, acceptance, reached
 from visspec.eval.speed import paired as speed
 from visspec.eval.world.worlds import WORLDS, known_to, world
 from visspec.files import write_json
@@ -78,11 +78,11 @@ def bench_drafters(
     fast = {name: accelerate(model, spec) for name, spec in named.items()}
     prompts = [(i, prepare(processor, [image], PROMPT, model)) for i, image in enumerate(images)]
     base: dict[str, Any] = {"max_new_tokens": MOST, "do_sample": False}
-    whole = {name: OurArm(accelerate(model, spec, adaptive=False), base, seed) for name, spec in named.items()}
-    stock = StockArm(model, base, seed)
+    whole = {name: CaptionArm(accelerate(model, spec, adaptive=False), base, seed) for name, spec in named.items()}
+    stock = StockCaptionArm(model, base, seed)
     if timed:
-        arms: dict[str, Any] = {"transformers": stock, "plain": OurArm(accelerate(model, None), base, seed)}
-        arms |= {f"drafter {name}": OurArm(one, base, seed) for name, one in fast.items()}
+        arms: dict[str, Any] = {"transformers": stock, "plain": CaptionArm(accelerate(model, None), base, seed)}
+        arms |= {f"drafter {name}": CaptionArm(one, base, seed) for name, one in fast.items()}
         times, failures = speed.interleave(arms, prompts, 3, lambda p: tqdm(p, desc="times", leave=False))
     else:
         times, failures = {}, []
@@ -94,7 +94,12 @@ def bench_drafters(
     for name, spec in named.items():
         found, one = counted[f"drafter {name}"], fast[name]
         against = speed.compare(counted["transformers"], found)
-        row = {"name": name, "drafter": spec, "guarantee": one.pairing.guarantee, "levels": one.pairing.pace.levels}
+        row = {
+            "name": name,
+            "drafter": spec,
+            "guarantee": one.setup.guarantee,
+            "levels": one.setup.length_policy.levels,
+        }
         row |= {"identical": against["identical"], "compared": against["compared"], **speed.tau(found)}
         row |= {"acceptance_by_depth": acceptance(found), "reached_by_depth": reached(found), **about(spec)}
         if timed:
@@ -112,7 +117,7 @@ def bench_drafters(
     }  # fmt: skip
 
 
-def stages(runs: Sequence[speed.Run]) -> dict[str, float]:
+def stages(runs: Sequence[speed.ArmRun]) -> dict[str, float]:
     """Seconds by stage, of all runs."""
     names = sorted({stage for run in runs for stage in run.stages})
     return {name: sum(run.stages.get(name, 0.0) for run in runs) for name in names}

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from visspec.accept.exact import Exact
 from visspec.loop.decode import start
-from visspec.loop.guard import Guarded
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.ngram import NGram
 from visspec.models.drafters.small_model import SmallModel
@@ -59,7 +59,7 @@ def first_token(
     for name in drafters:
         drafter = DRAFTERS[name](model)
         target = HFDecoder(model, drafter.traits.feature_layers, drafter.traits.embeddings)
-        guarded = Guarded(drafter, target.capabilities, target.device)
+        guarded = SafeDrafter(drafter, target.capabilities, target.device)
         for length in prompts:
             ids = torch.randint(5, target.capabilities.vocab, (1, length), device=target.device)
             read(target, guarded, ids[:, :WARM])
@@ -73,7 +73,7 @@ def first_token(
 
 
 @torch.inference_mode()
-def read(target: HFDecoder, drafter: Guarded, ids: torch.Tensor) -> tuple[float, float]:
+def read(target: HFDecoder, drafter: SafeDrafter, ids: torch.Tensor) -> tuple[float, float]:
     """Seconds of the target's prefill of a prompt, and of the drafter's. Raises RuntimeError if the drafter failed."""
     request = Request({"attention_mask": torch.ones_like(ids), "logits_to_keep": 1}, ids, 2)
     state = start(target, drafter, Exact(), request)

@@ -34,9 +34,9 @@ from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
 from visspec.eval.metrics.images import open_image
 from visspec.eval.report.images import small_png
-from visspec.eval.report.records import Picture
+from visspec.eval.report.records import RecordImage
 from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import Run
+from visspec.eval.speed.paired import ArmRun
 from visspec.eval.world.suite import TASKS, suite
 from visspec.eval.world.worlds import WORLDS, World, known_to, world
 from visspec.files import write_json
@@ -49,7 +49,7 @@ CACHES = ("static", "dynamic")  # stock generate gets the faster of these
 REFERENCES = 4  # renders of each prompt that the distance is taken to
 HEAD_CALLS = ("head", "draft_head")  # networks of painters of vectors whose sequential calls are counted
 SHOWN = 8  # images a method keeps in the record
-LAWS = 8  # images whose codes' laws are measured
+LAWS = 8  # images whose codes' distributions are measured
 SCENES = {"emoji": "visspec.recipes.emoji_painter:painted"}  # of prompts, where a painter's aren't the suite's own
 REFERENCE_SEED = 20261121
 
@@ -155,7 +155,7 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
     found = {}
     for name, method in methods.items():
         try:
-            pipe.pairing(**zoo.method(method))
+            pipe.setup(**zoo.method(method))
         except ValueError as error:
             print(f"left out: {name} ({error})")
         else:
@@ -163,13 +163,13 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
     return found
 
 
-class StockArm:
+class StockImageArm:
     """The model's own generate, then its own pixel decoder where it has one."""
 
     def __init__(self, family: Family, sampling: Sampling, seed: int, cache: str):
         self.family, self.sampling, self.seed, self.cache = family, sampling, seed, cache
 
-    def __call__(self, prompt: tuple[int, list[str]]) -> Run:
+    def __call__(self, prompt: tuple[int, list[str]]) -> ArmRun:
         index, texts = prompt
         torch.manual_seed(self.seed + index)
         layout = self.family.layout()
@@ -178,23 +178,25 @@ class StockArm:
         if not self.family.no_pixels:
             with torch.inference_mode():
                 self.family.pixels(tokens[:, layout.free], layout)
-        return Run(time.perf_counter() - start, tokens[:, layout.free].tolist())
+        return ArmRun(time.perf_counter() - start, tokens[:, layout.free].tolist())
 
 
-class OurArm:
+class ImageArm:
     """The pipeline with one method."""
 
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
         self.method: dict[str, Any] = {**zoo.method(method)}
-        self.pairing = pairing = pipe.pairing(**self.method)  # what can't be is refused here
-        same = type(pairing.order) is type(pipe.pairing(**zoo.method(undrafted(pipe))).order)  # another is another law
-        self.whole, self.promise = not pairing.order.raster, same and pairing.promises_tokens(sampling.greedy)
+        self.setup = setup = pipe.setup(**self.method)  # what can't be is refused here
+        same = type(setup.order) is type(
+            pipe.setup(**zoo.method(undrafted(pipe))).order
+        )  # another is another distribution
+        self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
         self.displacement: list[float] = []
 
-    def __call__(self, prompt: tuple[int, list[str]]) -> Run:
+    def __call__(self, prompt: tuple[int, list[str]]) -> ArmRun:
         index, texts = prompt
         seeds = [1000 * (self.seed + index) + row for row in range(len(texts))]
         start = time.perf_counter()
@@ -207,7 +209,7 @@ class OurArm:
             self.displacement.append(stats.displacement_per_token)
         stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
         tokens = [t.tolist() for t in out.tokens]
-        return Run(seconds, tokens, trace.times["prefill"], stages, list(trace.rounds), stats.drift_per_token)
+        return ArmRun(seconds, tokens, trace.times["prefill"], stages, list(trace.rounds), stats.drift_per_token)
 
 
 def bench(
@@ -222,18 +224,18 @@ def bench(
     groups = [list(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
     prompts = list(enumerate(groups))
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
-    ours = {name: OurArm(pipe, method, options, seed, sampling) for name, method in methods.items()}
-    ours = ({} if "plain" in ours else {"plain": OurArm(pipe, undrafted(pipe), options, seed, sampling)}) | ours
+    ours = {name: ImageArm(pipe, method, options, seed, sampling) for name, method in methods.items()}
+    ours = ({} if "plain" in ours else {"plain": ImageArm(pipe, undrafted(pipe), options, seed, sampling)}) | ours
     for name, other in (others or {}).items():
-        ours[name] = OurArm(other, undrafted(other), options, seed, sampling)
-    caches = [StockArm(pipe.family, sampling, seed, cache) for cache in CACHES]
+        ours[name] = ImageArm(other, undrafted(other), options, seed, sampling)
+    caches = [StockImageArm(pipe.family, sampling, seed, cache) for cache in CACHES]
     try:
         stock = speed.fastest(caches, prompts[: max(1, warmup)])
     except NotImplementedError:
         stock = None
     arms: dict[str, Any] = ({} if stock is None else {"stock": stock}) | ours
     if pipe.compile and stock is not None:
-        arms["stock_compiled"] = StockArm(compiled_family(pipe), sampling, seed, "static")
+        arms["stock_compiled"] = StockImageArm(compiled_family(pipe), sampling, seed, "static")
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench image", leave=False))
     if not runs["plain"]:
         raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
@@ -252,7 +254,7 @@ def bench(
     }  # fmt: skip
 
 
-def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
+def row(name: str, arm: ImageArm, runs: dict[str, list[ArmRun]]) -> dict[str, Any]:
     """One method's line of the table."""
     found, plain = runs[name], runs["plain"]
     against = speed.compare(runs.get("stock", plain), found)
@@ -285,7 +287,7 @@ def row(name: str, arm: OurArm, runs: dict[str, list[Run]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fewer(plain: Run, found: Run) -> float:
+def fewer(plain: ArmRun, found: ArmRun) -> float:
     """How many times fewer passes a run took."""
     return (len(plain.rounds) + 1) / (len(found.rounds) + 1)
 
@@ -362,7 +364,7 @@ def scores(summary: dict[str, Any]) -> dict[str, Any]:
     return found | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
 
 
-def shown(path: Path, picture: Picture, home: Path | None) -> Picture:
+def shown(path: Path, picture: RecordImage, home: Path | None) -> RecordImage:
     """A picture as the record holds it, with the map of its tokens where that was kept beside it."""
     sidecar = path.with_suffix(".json")
     if sidecar.is_file():
@@ -374,15 +376,15 @@ def shown(path: Path, picture: Picture, home: Path | None) -> Picture:
 
 def draw(
     pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path
-) -> list[tuple[Path, Picture]]:
+) -> list[tuple[Path, RecordImage]]:
     """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`. Beside
     each is a JSON file with the map of its tokens.
     """
-    whole = not pipe.pairing(**zoo.method(method)).order.raster
+    whole = not pipe.setup(**zoo.method(method)).order.raster
     entries = []
     for i, prompt in enumerate(prompts):
         path = geneval.write_prompt(root, i, prompt) / "0000.png"
-        entries.append((path, Picture(prompt["prompt"], seed + i)))
+        entries.append((path, RecordImage(prompt["prompt"], seed + i)))
     missing = [entry for entry in entries if not entry[0].exists()]
     for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
         group = missing[start : start + 16]

@@ -1,5 +1,5 @@
-"""Other targets beside the methods of `visspec bench image`: pipelines of the same model that draw from another law,
-each a row of the table, drawn plainly. And which of the prompts a model is taught.
+"""Other targets beside the methods of `visspec bench image`: pipelines of the same model that draw from another
+distribution, each a row of the table, drawn plainly. And which of the prompts a model is taught.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from visspec.cli.arguments import positive
 from visspec.cli.bench_first_token import DRAFTERS, first_token
 from visspec.files import write_json
 from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
-from visspec.loop.tape import Ids
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.output import TokenBuffer
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.models.targets.slot_layers import SlotLayers
 from visspec.provenance import provenance
@@ -39,7 +39,7 @@ VOCABULARY = 512
 LOOPED = (1, 8)  # nodes of the drafts with which the whole loop is run; 1 is plain decoding
 
 
-class Layout(NamedTuple):
+class HeadLayout(NamedTuple):
     """Query heads, key heads, head size, layers, hidden size."""
 
     heads: int
@@ -53,19 +53,29 @@ class Layout(NamedTuple):
 
     def config(self) -> LlamaConfig:
         return LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=self.hidden, intermediate_size=2 * self.hidden,
-            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.keys,
-            head_dim=self.size, max_position_embeddings=1 << 17, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden,
+            intermediate_size=2 * self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.keys,
+            head_dim=self.size,
+            max_position_embeddings=1 << 17,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
 
 
 LAYOUTS = {
     str(layout): layout
     for layout in (
-        Layout(8, 8, 32, 4, 256), Layout(8, 2, 32, 4, 256), Layout(16, 4, 64, 8, 512), Layout(28, 4, 128, 2, 896),
-        Layout(32, 8, 128, 2, 1024),
+        HeadLayout(8, 8, 32, 4, 256),
+        HeadLayout(8, 2, 32, 4, 256),
+        HeadLayout(16, 4, 64, 8, 512),
+        HeadLayout(28, 4, 128, 2, 896),
+        HeadLayout(32, 8, 128, 2, 1024),
     )
-}  # fmt: skip
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +85,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tau", type=positive, default=4, help="tokens committed a pass by the oracle drafter")
     parser.add_argument("--max-new-tokens", type=positive, default=32)
     parser.add_argument("--repeats", type=positive, default=9)
-    parser.add_argument("--drafters", nargs="+", choices=list(DRAFTERS), default=[],
-                        help="what these add to the time to the first token; prompts are read for real")  # fmt: skip
+    parser.add_argument(
+        "--drafters",
+        nargs="+",
+        choices=list(DRAFTERS),
+        default=[],
+        help="what these add to the time to the first token; prompts are read for real",
+    )
     parser.add_argument("--threads", type=positive, help="torch threads")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
@@ -86,17 +101,30 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     record = bench_prompts(
-        arguments.heads, arguments.prompts, arguments.nodes, tau=arguments.tau, device=arguments.device,
-        max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, drafters=arguments.drafters,
-    )  # fmt: skip
+        arguments.heads,
+        arguments.prompts,
+        arguments.nodes,
+        tau=arguments.tau,
+        device=arguments.device,
+        max_new_tokens=arguments.max_new_tokens,
+        repeats=arguments.repeats,
+        drafters=arguments.drafters,
+    )
     Console().print(*tables(record))
     write_json(arguments.json, record)
 
 
 def bench_prompts(
-    heads: Sequence[str] = tuple(LAYOUTS), prompts: Sequence[int] = (256, 1024), nodes: Sequence[int] = (1, 8), *,
-    tau: int = 4, max_new_tokens: int = 32, repeats: int = 9, device: str = "cpu", drafters: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
+    heads: Sequence[str] = tuple(LAYOUTS),
+    prompts: Sequence[int] = (256, 1024),
+    nodes: Sequence[int] = (1, 8),
+    *,
+    tau: int = 4,
+    max_new_tokens: int = 32,
+    repeats: int = 9,
+    device: str = "cpu",
+    drafters: Sequence[str] = (),
+) -> dict[str, Any]:
     """One row for each layout, prompt length and number of nodes; nodes 1 is plain decoding.
 
     over_stock_pass: a pass of ours over a one-token pass of the model with transformers' own cache;
@@ -106,23 +134,27 @@ def bench_prompts(
     """
     rows, first = [], []
     for name in heads:
-        case = Case(LAYOUTS[name], device)
+        case = PromptCase(LAYOUTS[name], device)
         for length in tqdm(prompts, desc=f"bench prompts {name}", leave=False):
             with torch.inference_mode():
-                prompt = Prompt(case, length, max_new_tokens)
+                prompt = PromptRun(case, length, max_new_tokens)
                 rows += prompt.rows(nodes, tau, repeats)
         first += first_token(case.model, name, prompts, drafters, max(3, repeats // 3))
     return {
-        "bench": "prompts", "guarantee": "exact", "rows": rows, "drafters": first, "tau": tau,
+        "bench": "prompts",
+        "guarantee": "exact",
+        "rows": rows,
+        "drafters": first,
+        "tau": tau,
         "max_new_tokens": max_new_tokens,
         "provenance": provenance(case.model, repeats=repeats),
-    }  # fmt: skip
+    }
 
 
-class Case:
+class PromptCase:
     """A random decoder of one head layout, and our target on it."""
 
-    def __init__(self, layout: Layout, device: str):
+    def __init__(self, layout: HeadLayout, device: str):
         self.layout = layout
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -131,10 +163,10 @@ class Case:
             torch.nn.init.normal_(model.model.embed_tokens.weight)
         model.generation_config.eos_token_id = None
         self.model = model.to(device)
-        self.target = Primed(self.model)
+        self.target = PrimedTarget(self.model)
 
 
-class Primed(HFDecoder):
+class PrimedTarget(HFDecoder):
     """A target whose prompt is known: `inputs` are keys and values of all tokens but the last one, layer by layer."""
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
@@ -145,13 +177,13 @@ class Primed(HFDecoder):
             cache.update(key, value, layer)
         cache.slots.commit([list(range(length - 1))] * rows)
         position = torch.full((rows,), length - 1, device=self.device)
-        state = State(request, request.prompt[:, -1], position, cache, list(range(rows)), Ids(request, rows))
-        scores = self.verify(state, trees.undrafted(state.pending))
+        state = State(request, request.prompt[:, -1], position, cache, list(range(rows)), TokenBuffer(request, rows))
+        scores = self.verify(state, trees.empty_draft(state.pending))
         cache.slots.commit([[0]] * rows)
         return state, scores
 
 
-class Oracle(Drafter):
+class TauOracle(Drafter):
     """Chains of which as many nodes are right as make `tau` tokens a pass."""
 
     traits = DrafterTraits(adaptive_depth=False)
@@ -169,10 +201,10 @@ class Oracle(Drafter):
         return Draft(value, trees.chain(depth, str(value.device)))
 
 
-class Prompt:
+class PromptRun:
     """One layout behind one prompt, with transformers' answer to it."""
 
-    def __init__(self, case: Case, length: int, max_new_tokens: int):
+    def __init__(self, case: PromptCase, length: int, max_new_tokens: int):
         self.case, self.length, self.new = case, length, max_new_tokens
         layout, device = case.layout, case.model.device
         generator = torch.Generator().manual_seed(length)
@@ -195,9 +227,12 @@ class Prompt:
     def generate(self, cache: DynamicCache) -> Tensor:
         """transformers' generate behind the cached prompt."""
         return self.case.model.generate(
-            self.ids, attention_mask=torch.ones_like(self.ids), past_key_values=cache, do_sample=False,
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            past_key_values=cache,
+            do_sample=False,
             max_new_tokens=self.new,
-        )  # fmt: skip
+        )
 
     def rows(self, nodes: Sequence[int], tau: int, repeats: int) -> list[dict[str, Any]]:
         passes = alternated({0: self.stock_pass()} | {n: self.our_pass(n) for n in nodes}, repeats, synchronise(self))
@@ -206,11 +241,20 @@ class Prompt:
         found = []
         for n in nodes:
             ratio, same = self.loop(n, tau, max(3, repeats // 3)) if n in LOOPED else (None, None)
-            found.append({
-                "nodes": n, "prompt": self.length, "heads": str(self.case.layout), "layers": self.case.layout.layers,
-                "over_stock_pass": passes[n] / passes[0], "attention_over_stock_query": attention[n] / attention[0],
-                "loop_over_transformers": ratio, "speedup": ratio, "identical": same, "compared": int(same is not None),
-            })  # fmt: skip
+            found.append(
+                {
+                    "nodes": n,
+                    "prompt": self.length,
+                    "heads": str(self.case.layout),
+                    "layers": self.case.layout.layers,
+                    "over_stock_pass": passes[n] / passes[0],
+                    "attention_over_stock_query": attention[n] / attention[0],
+                    "loop_over_transformers": ratio,
+                    "speedup": ratio,
+                    "identical": same,
+                    "compared": int(same is not None),
+                }
+            )
         return found
 
     def stock_pass(self) -> Callable[[], Any]:
@@ -224,7 +268,7 @@ class Prompt:
 
     def our_pass(self, nodes: int) -> Callable[[], Any]:
         state, _ = self.case.target.prefill(self.request())
-        draft = trees.undrafted(state.pending)
+        draft = trees.empty_draft(state.pending)
         if nodes > 1:
             tree = trees.chain(nodes - 1, str(state.pending.device))
             draft = Draft(state.pending[:, None].repeat(1, nodes), tree)
@@ -241,7 +285,7 @@ class Prompt:
         if nodes:
             slots = SlotLayers(1).slots
             slots.lengths = [self.length - 1]
-            tree = trees.undrafted(self.ids[:, 0]).tree if nodes == 1 else trees.chain(nodes - 1, str(device))
+            tree = trees.empty_draft(self.ids[:, 0]).tree if nodes == 1 else trees.chain(nodes - 1, str(device))
             mask = self.case.target.masks(slots, tree, key.shape[2])
         function = AttentionInterface()["sdpa"]
         return lambda: function(module, query, key, value, mask, scaling=layout.size**-0.5)
@@ -251,7 +295,7 @@ class Prompt:
         target = self.case.target
         guarded = None
         if nodes > 1:
-            guarded = Guarded(Oracle(self.answer, tau), target.capabilities, target.device, False)
+            guarded = SafeDrafter(TauOracle(self.answer, tau), target.capabilities, target.device, False)
         same = True
         times: dict[str, list[float]] = {"stock": [], "ours": []}
         for turn in range(repeats + 1):
@@ -261,7 +305,7 @@ class Prompt:
             self.generate(cache)
             wait()
             stock = time.perf_counter() - began
-            state = decode(target, guarded, Exact(), self.request(), Pace(max(nodes - 1, 1), adaptive=False))
+            state = decode(target, guarded, Exact(), self.request(), AdaptiveLength(max(nodes - 1, 1), adaptive=False))
             same = same and state.tokens == self.answer.tolist()
             if turn:
                 times["stock"].append(stock / self.new)
@@ -271,7 +315,7 @@ class Prompt:
         return statistics.median(times["stock"]) / statistics.median(times["ours"]), int(same)
 
 
-def synchronise(prompt: Prompt) -> Callable[[], None]:
+def synchronise(prompt: PromptRun) -> Callable[[], None]:
     """Waits for the device; nothing on a CPU."""
     device = prompt.case.model.device
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
@@ -300,9 +344,13 @@ def tables(record: dict[str, Any]) -> list[Table]:
             view.add_column(column, justify="right")
         for row in record["drafters"]:
             view.add_row(
-                row["heads"], str(row["prompt"]), row["drafter"], f"{row['prefill_s']:.2f}",
-                f"{row['draft_prefill_s']:.3f}", f"{row['share']:.1%}",
-            )  # fmt: skip
+                row["heads"],
+                str(row["prompt"]),
+                row["drafter"],
+                f"{row['prefill_s']:.2f}",
+                f"{row['draft_prefill_s']:.3f}",
+                f"{row['share']:.1%}",
+            )
     return shown
 
 
@@ -314,8 +362,12 @@ def table(record: dict[str, Any]) -> Table:
     for row in record["rows"]:
         loop = row["loop_over_transformers"]
         view.add_row(
-            row["heads"], str(row["prompt"]), str(row["nodes"]), f"{row['over_stock_pass']:.2f}",
-            f"{row['attention_over_stock_query']:.2f}", "" if loop is None else f"{loop:.2f}",
+            row["heads"],
+            str(row["prompt"]),
+            str(row["nodes"]),
+            f"{row['over_stock_pass']:.2f}",
+            f"{row['attention_over_stock_query']:.2f}",
+            "" if loop is None else f"{loop:.2f}",
             "" if loop is None else f"{row['identical']}/{row['compared']}",
-        )  # fmt: skip
+        )
     return view

@@ -2,8 +2,8 @@
 
 Weights are drawn on the device. Embeddings and head are such that a token is mostly followed by the next id, with a
 margin that rounding does not turn: the oracle then has the acceptance that it is asked for, in any dtype. What is
-computed is checked by laws, not by these tokens alone: `law_error` compares a draft's nodes with the whole text in one
-stock pass. Arms run in turn, behind prompts of random ids; B rows, L levels of a draft, V vocabulary.
+computed is checked by distributions, not by these tokens alone: `law_error` compares a draft's nodes with the whole
+text in one stock pass. Arms run in turn, behind prompts of random ids; B rows, L levels of a draft, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from visspec.api.accelerate import accelerate
 from visspec.cache import to_device
 from visspec.cli.arguments import positive, probability
 from visspec.cli.bench_prompts import alternated
+from visspec.distributions import categorical
 from visspec.eval.speed import paired as speed
 from visspec.eval.speed.kernels import copy_bandwidth
 from visspec.eval.speed.kernels_clock import clock_of
-from visspec.eval.speed.paired import Run
+from visspec.eval.speed.paired import ArmRun
 from visspec.files import write_json
-from visspec.laws import categorical
 from visspec.loop.decode import open_request
 from visspec.models.targets import folding, ragged
 from visspec.provenance import provenance
@@ -146,7 +146,7 @@ def bench_sizes(
         where = provenance(model, repeats=repeats)
         for batch in tqdm(batches, desc=f"bench sizes {name}", leave=False):
             try:
-                case: Any = Case(model, batch, prompt, max_new_tokens, levels, compile, attention)
+                case: Any = SizeCase(model, batch, prompt, max_new_tokens, levels, compile, attention)
                 rows += [{"size": name, "layers": size.layers} | row for row in case.rows(acceptance, repeats)]
             except RuntimeError as error:  # of memory, mostly; what has been measured stays
                 failures.append(f"{name}, batch {batch}: {error}")
@@ -168,14 +168,14 @@ def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
     return {**changes, "keys": max(1, heads * size.keys // size.heads)}
 
 
-class Oracle(Drafter):
+class AcceptanceOracle(Drafter):
     """Chains of a known answer (B, T), each of whose tokens is another one with probability 1 - acceptance."""
 
     traits = DrafterTraits(adaptive_depth=False, observes="none")
 
     def __init__(self, answer_BT: Tensor, acceptance: float, vocabulary: int, seed: int = 0):
-        coins = torch.rand(answer_BT.shape, generator=torch.Generator().manual_seed(seed)).to(answer_BT.device)
-        self.drafts_BT = torch.where(coins < acceptance, answer_BT, (answer_BT + 1) % vocabulary)
+        uniforms = torch.rand(answer_BT.shape, generator=torch.Generator().manual_seed(seed)).to(answer_BT.device)
+        self.drafts_BT = torch.where(uniforms < acceptance, answer_BT, (answer_BT + 1) % vocabulary)
 
     def propose(self, state: State, depth: int) -> Draft:
         done_B = [len(state.tokens[row]) for row in state.rows]
@@ -187,11 +187,11 @@ class Oracle(Drafter):
         return trees.chain_draft(state.pending, self.drafts_BT[at_B2[:, :1], at_B2[:, 1:] + ahead])
 
 
-class Known(Drafter):
+class PromptOracle(Drafter):
     """The oracle of the prompt at hand, so that one accelerated model serves them all."""
 
-    traits = Oracle.traits
-    oracle: Oracle
+    traits = AcceptanceOracle.traits
+    oracle: AcceptanceOracle
 
     def __init__(self, levels: int):
         self.traits = DrafterTraits(levels=levels, adaptive_depth=False, observes="none")
@@ -200,7 +200,7 @@ class Known(Drafter):
         return self.oracle.propose(state, depth)
 
 
-class Case:
+class SizeCase:
     """One model at one batch size. A prompt is its number, which seeds its ids."""
 
     def __init__(
@@ -213,7 +213,7 @@ class Case:
         self.static: Any = None
         self.known: dict[int, Tensor] = {}
         self.plain = accelerate(model, None, compile=compile)
-        self.drafter = Known(levels)
+        self.drafter = PromptOracle(levels)
         self.fast = accelerate(model, self.drafter, adaptive=False, levels=levels, compile=compile)
         for target in (self.plain.target, self.fast.target):
             if attention is not None:
@@ -249,8 +249,8 @@ class Case:
         found = self.plain.run(**self.options(ids, new))
         return found.output, found.state
 
-    def drafted(self, acceptance: float, prompt: int) -> Run:
-        self.drafter.oracle = Oracle(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
+    def drafted(self, acceptance: float, prompt: int) -> ArmRun:
+        self.drafter.oracle = AcceptanceOracle(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
         return self.timed(self.quickly, prompt)
 
     def quickly(self, ids: Tensor, new: int) -> tuple[Tensor, Any]:
@@ -263,7 +263,7 @@ class Case:
     def generate(self, ids: Tensor, new: int, **more: Any) -> Tensor:
         return self.model.generate(**self.options(ids, new), **more)
 
-    def timed(self, call: Callable[[Tensor, int], tuple[Tensor, Any]], prompt: int) -> Run:
+    def timed(self, call: Callable[[Tensor, int], tuple[Tensor, Any]], prompt: int) -> ArmRun:
         """A call for one token and one for all of them."""
         seconds, ids = [], self.ids(prompt)
         for new in (1, self.new):
@@ -275,10 +275,10 @@ class Case:
         tokens = output[:, self.length :].tolist()
         rounds = [] if state is None else state.trace.rounds
         times = {} if state is None else state.trace.times
-        return Run(seconds[1], tokens, seconds[0], times, rounds)
+        return ArmRun(seconds[1], tokens, seconds[0], times, rounds)
 
     def rows(self, acceptance: Sequence[float], repeats: int) -> list[dict[str, Any]]:
-        arms: dict[str, Callable[[int], Run]] = {
+        arms: dict[str, Callable[[int], ArmRun]] = {
             STOCK: partial(self.timed, self.stock),
             STATIC: partial(self.timed, self.with_static_cache),
             PLAIN: partial(self.timed, self.ours),
@@ -296,7 +296,12 @@ class Case:
         return rows
 
     def row(
-        self, name: str, found: list[Run], runs: dict[str, list[Run]], passes: dict[str, Any], acceptance: float | None
+        self,
+        name: str,
+        found: list[ArmRun],
+        runs: dict[str, list[ArmRun]],
+        passes: dict[str, Any],
+        acceptance: float | None,
     ) -> dict[str, Any]:
         """A row of the record: one arm."""
         against = speed.compare(runs[STOCK], found)
@@ -331,10 +336,10 @@ class Case:
         target, ids, answer = self.plain.target, self.ids(0), self.answer(0)
         options = {"attention_mask": torch.ones_like(ids), "use_cache": True}
         state, _ = open_request(target, Exact(), Request(options, ids, self.new))
-        single = trees.undrafted(state.pending)
+        single = trees.empty_draft(state.pending)
         deep = min(self.levels, self.new - 1)
         chain = trees.chain_draft(state.pending, answer[:, 1 : 1 + deep])
-        found = categorical(target.verify(state, chain).law).logits.float()
+        found = categorical(target.verify(state, chain).distribution).logits.float()
         whole = self.model(torch.cat([ids, answer[:, : 1 + deep]], dim=1), logits_to_keep=deep + 1).logits.float()
         spread = (whole - whole.mean(dim=-1, keepdim=True)).norm(dim=-1)
         error = ((found - whole).norm(dim=-1) / spread).max()

@@ -1,4 +1,5 @@
-"""Relaxed rules over their parameters (`visspec bench image --sweep`): passes against quality; how flat laws are.
+"""Relaxed rules over their parameters (`visspec bench image --sweep`): passes against quality; how flat distributions
+are.
 
 All rules have one drafter, beside exact rejection with it and plain decoding. Nothing is timed: passes, drift and
 displacement are those of the images that are judged, kept beside them, so that a killed sweep goes on where it was.
@@ -17,8 +18,8 @@ from visspec.accept.exact import Exact
 from visspec.accept.scales import Scales
 from visspec.api import zoo
 from visspec.checkpoint import read_json
+from visspec.distributions import categorical, maps
 from visspec.eval.speed import paired as speed
-from visspec.laws import categorical, maps
 from visspec.provenance import provenance
 from visspec.types import Draft, Scores, Verdict
 
@@ -47,10 +48,10 @@ def swept(
             methods[name], marks[name] = f"{drafter}/{text.format(value)}", (family, str(value))
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
     for name, method in methods.items():
-        pairing = pipe.pairing(**zoo.method(method))
+        setup = pipe.setup(**zoo.method(method))
         rows.append({
             "name": name, **zoo.method(method), "order": "raster", "family": marks[name][0], "setting": marks[name][1],
-            "guarantee": pairing.guarantee, "promises_tokens": pairing.promises_tokens(sampling.greedy),
+            "guarantee": setup.guarantee, "promises_tokens": setup.promises_tokens(sampling.greedy),
         })  # fmt: skip
     return methods, {
         "bench": "image", "target": getattr(pipe.model.config, "_name_or_path", ""), "rows": rows, "n_prompts": 0,
@@ -82,8 +83,8 @@ def passes_of(paths: Sequence[Path], plain: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Noted(Exact):
-    """Plain decoding that notes how flat the laws are that codes are drawn from."""
+class EntropyRecorder(Exact):
+    """Plain decoding that notes how flat the distributions are that codes are drawn from."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []  # (B, 3): entropy in nats, top-1 and top-10 mass
@@ -93,32 +94,32 @@ class Noted(Exact):
         self.codes = capabilities.vocab if capabilities.codebook is None else len(capabilities.codebook)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        p_BV = categorical(scores.law).p[:, 0]
+        p_BV = categorical(scores.distribution).p[:, 0]
         self.seen.append(flatness(p_BV)[p_BV.argmax(-1) < self.codes])  # not of grammar
         return super().__call__(draft, scores, noise)
 
 
-class NotedMaps(Scales):
+class ScaleEntropyRecorder(Scales):
     """The same of maps of codes."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        law = maps(scores.law)
-        self.seen.append(flatness(law.p[law.real]))
+        distribution = maps(scores.distribution)
+        self.seen.append(flatness(distribution.p[distribution.real]))
         return super().__call__(draft, scores, noise)
 
 
 def flatness(p_NV: torch.Tensor) -> torch.Tensor:
-    """(N, 3): entropy in nats, top-1 and top-10 mass of laws."""
+    """(N, 3): entropy in nats, top-1 and top-10 mass of distributions."""
     top_NK = p_NV.topk(min(10, p_NV.shape[-1])).values
     return torch.stack([torch.special.entr(p_NV).sum(-1), top_NK[:, 0], top_NK.sum(-1)], 1)
 
 
 def law_of(pipe: Any, texts: Sequence[str], options: dict[str, Any], seed: int) -> dict[str, float]:
-    """Mean entropy in nats, top-1 and top-10 mass of the laws of codes, as sampled, over plainly drawn images."""
-    rule = NotedMaps() if pipe.family.draws == "maps" else Noted()
+    """Mean entropy in nats, top-1 and top-10 mass of codes, as sampled, over plainly drawn images."""
+    rule = ScaleEntropyRecorder() if pipe.family.draws == "maps" else EntropyRecorder()
     drawn = {"drafter": "none", "acceptance": rule, "output_type": "latent", **options}
     pipe(list(texts), seed=[1000 * seed + i for i in range(len(texts))], batch_size=len(texts), **drawn)
     mean = torch.cat(rule.seen).mean(0).tolist()

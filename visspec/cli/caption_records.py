@@ -17,7 +17,7 @@ from visspec.api.captions import PROMPT, Caption, Captions
 from visspec.api.sources import Record
 from visspec.cli import caption
 from visspec.cli.arguments import earlier, exit_code, load
-from visspec.eval.report.captions import Shown, write_page
+from visspec.eval.report.captions import CaptionSamples, write_page
 from visspec.files import Journal, replacing
 
 COLUMNS = {
@@ -41,7 +41,7 @@ def run_records(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     about = caption.described(arguments, fast, request, options)
     lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
     with Journal(lines, about, retry=arguments.retry_failed) as journal:
-        run = Run(journal)
+        run = CaptionRun(journal)
         try:
             for made in run.shown(captions(run.new(found))):
                 run.add(made)
@@ -94,14 +94,14 @@ def local(given: Iterable[Path]) -> list[Path]:
     return [s for s in given if s.is_dir() or sources.is_plain(s)]
 
 
-class Run:
+class CaptionRun:
     """What one run adds to a journal."""
 
     def __init__(self, journal: Journal):
         self.journal, self.before, self.lost = journal, len(journal.done), len(journal.failed)
-        self.count = self.failed = self.twice = self.rounds = self.gained = 0
+        self.count = self.failed = self.twice = self.rounds = self.committed = 0
         self.taken: set[str] = set()
-        self.pictures = Shown()
+        self.pictures = CaptionSamples()
         self.bar: Any = None
 
     def new(self, records: Iterable[Record]) -> Iterator[Record]:
@@ -127,12 +127,12 @@ class Run:
 
     @property
     def tau(self) -> float:
-        return self.gained / max(self.rounds, 1)
+        return self.committed / max(self.rounds, 1)
 
     def add(self, made: Caption) -> None:
         """Keep a caption's record."""
         self.count += 1
-        self.rounds, self.gained = self.rounds + made.rounds, self.gained + max(made.tokens - 1, 0)
+        self.rounds, self.committed = self.rounds + made.rounds, self.committed + max(made.tokens - 1, 0)
         self.journal.add(row_of(made))
         self.pictures.tell(made.path, made.pieces)
         if made.error is not None:

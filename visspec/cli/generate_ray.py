@@ -55,10 +55,10 @@ def worker(arguments: argparse.Namespace, drawing: dict[str, Any]) -> distribute
     """In an actor: load the model. What is returned draws the images of records."""
     pipe = pipeline(arguments)
     pipe.set_progress_bar_config(disable=True)
-    return Drawing(pipe, method(arguments, pipe) | drawing, arguments.seed)
+    return RecordImages(pipe, method(arguments, pipe) | drawing, arguments.seed)
 
 
-class Drawing:
+class RecordImages:
     """Images of records, each by its own seed; one that can't be drawn has an error."""
 
     def __init__(self, pipe: Any, options: dict[str, Any], seed: int):

@@ -14,10 +14,10 @@ from visspec.api.shards import Shards
 from visspec.cli.arguments import earlier, exit_code
 
 
-def pool_of(arguments: argparse.Namespace) -> distributed.Pool:
+def pool_of(arguments: argparse.Namespace) -> distributed.WorkerPool:
     """The processes that `arguments` ask for; each has a GPU where models run on them."""
     gpus = 1.0 if arguments.device.startswith("cuda") else 0.0
-    return distributed.Pool(arguments.workers, arguments.threads, gpus)
+    return distributed.WorkerPool(arguments.workers, arguments.threads, gpus)
 
 
 def refuse(arguments: argparse.Namespace, *names: str) -> None:

@@ -66,14 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
 def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
     """The service: models loaded, threads started."""
     from visspec.api.accelerate import accelerate
-    from visspec.api.completions import Limits
+    from visspec.api.completions import RequestLimits
     from visspec.api.images import ImagePipeline
     from visspec.api.server import Service
-    from visspec.api.serving import BODIES, Desk, Meters, Painting, Writing
+    from visspec.api.serving import BODIES, ImageWorker, RequestQueue, ServerMetrics, TextWorker
 
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
-    limits = Limits(
+    limits = RequestLimits(
         body=arguments.max_body, pixels=arguments.max_pixels, images=arguments.max_images,
         at_once=max(arguments.pixels_at_once, arguments.max_pixels), new=arguments.max_new_tokens,
         context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
@@ -83,8 +83,8 @@ def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
         hardware = {name: getattr(arguments, name) for name in ("device", "dtype", "trust_remote_code")}
         pipe = ImagePipeline.from_pretrained(arguments.image_model, **hardware)
         pipe.set_progress_bar_config(disable=True)
-    meters = Meters()
-    writing = Writing(arguments.model or "captioner", fast, processor, meters, arguments.slots, limits)
-    painting = None if pipe is None else Painting(arguments.image_model, pipe, meters)
-    desk = Desk(arguments.places, meters, limits.at_once, max(BODIES, limits.body))
+    meters = ServerMetrics()
+    writing = TextWorker(arguments.model or "captioner", fast, processor, meters, arguments.slots, limits)
+    painting = None if pipe is None else ImageWorker(arguments.image_model, pipe, meters)
+    desk = RequestQueue(arguments.places, meters, limits.at_once, max(BODIES, limits.body))
     return Service(desk, writing, painting, key, local)

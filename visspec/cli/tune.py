@@ -23,13 +23,13 @@ from visspec.api import ranks, sources, tuning, zoo
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, moved, processed
 from visspec.cli.arguments import add_hardware, load, positive, temperature
-from visspec.cli.bench_caption import OurArm
+from visspec.cli.bench_caption import CaptionArm
 from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
 from visspec.eval.speed import paired
 from visspec.files import write_json
 from visspec.provenance import provenance
 
-PAYS = 1.02  # least predicted speed-up of a choice that drafts, and as in `loop.pace`
+PAYS = 1.02  # least predicted speed-up of a choice that drafts, and as in `loop.draft_length`
 WIDTHS = (4,)  # of trees that are tried beside chains, for drafters that grow them
 PLAIN = "none"
 FINALISTS = 3  # rows with the best predictions, which are measured
@@ -186,14 +186,14 @@ def tune(
 def measured(
     make: Callable[[], dict[str, Accelerated]], inputs: Sequence[dict[str, Any]], warm: dict[str, Any], size: int,
     lengths: Sequence[int], passes: int, seed: int, options: dict[str, Any],
-) -> dict[str, tuning.Observed]:  # fmt: skip
+) -> dict[str, tuning.DrafterMeasurement]:  # fmt: skip
     """Every arm on every batch, in an order that alternates. Each pass has arms of its own, and a batch of other
     images warms them up: a drafter that remembers earlier requests (`shared=true`) has seen no image before.
     """
-    seen: dict[str, tuning.Observed] = {}
+    seen: dict[str, tuning.DrafterMeasurement] = {}
     for done in range(0, passes * len(inputs), len(inputs)):
         arms = make()
-        seen = seen or {n: tuning.Observed(n, size, [0] if n == PLAIN else list(lengths)) for n in arms}
+        seen = seen or {n: tuning.DrafterMeasurement(n, size, [0] if n == PLAIN else list(lengths)) for n in arms}
         for number, batch in enumerate([warm, *inputs]):
             for name in list(arms) if number % 2 else list(arms)[::-1]:
                 asked = (0,) if name == PLAIN else tuple(lengths)
@@ -214,7 +214,7 @@ def check(
     """Measure rows against plain decoding of the same batches, and note it in them. warm: batches of other images."""
     for size in {row["batch_size"]: None for row in rows}:
         own = [row for row in rows if row["batch_size"] == size]
-        arms = {str(i): OurArm(made(model, row), options, seed) for i, row in enumerate(own)}
+        arms = {str(i): CaptionArm(made(model, row), options, seed) for i, row in enumerate(own)}
         paired.interleave(arms, [(len(inputs[size]), warm[size])], warmup=0)
         runs, failures = paired.interleave(arms, list(enumerate(inputs[size])), warmup=0)
         if failures:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from visspec.loop.pairing import Pairing
+from visspec.loop.setup import DecodingSetup
 from visspec.types import State
 
 DISCOUNT = 0.98
@@ -28,7 +28,7 @@ class Bandit:
     """Chooses between arms by rewards. Threads may share it."""
 
     def __init__(self, arms: int):
-        self.asked = [0] * arms
+        self.requested = [0] * arms
         self.sums = [[0.0, 0.0, 0.0] for _ in range(arms)]  # discounted: number of rewards, their sum, and of squares
         self._lock = threading.Lock()
 
@@ -36,8 +36,8 @@ class Bandit:
         """The arm of the next request: each one once, in their order, then the one of the largest upper bound."""
         with self._lock:
             waiting = [arm for arm, (count, *_) in enumerate(self.sums) if not count]
-            arm = min(waiting or range(len(self.sums)), key=lambda a: self.asked[a] if waiting else -self.bound(a))
-            self.asked[arm] += 1
+            arm = min(waiting or range(len(self.sums)), key=lambda a: self.requested[a] if waiting else -self.bound(a))
+            self.requested[arm] += 1
             return arm
 
     def bound(self, arm: int) -> float:
@@ -55,8 +55,8 @@ class Bandit:
 
 
 @dataclass(frozen=True, eq=False)
-class Arm(Pairing):
-    """The pairing of one drafter, that tells how fast it was."""
+class Arm(DecodingSetup):
+    """The setup of one drafter, that tells how fast it was."""
 
     bandit: Any = None
     number: int = 0
@@ -70,23 +70,23 @@ class Arm(Pairing):
 
 
 @dataclass(frozen=True, eq=False)
-class Arms(Pairing):
-    """The first pairing of several, and the choice of one for each request (`chosen`)."""
+class Arms(DecodingSetup):
+    """The first setup of several, and the choice of one for each request (`chosen`)."""
 
-    arms: tuple[Pairing, ...] = ()
+    arms: tuple[DecodingSetup, ...] = ()
     bandit: Any = None
 
     @property
-    def each(self) -> tuple[Pairing, ...]:
+    def each(self) -> tuple[DecodingSetup, ...]:
         return self.arms
 
-    def chosen(self) -> Pairing:
+    def select(self) -> DecodingSetup:
         return self.arms[self.bandit.choose()]
 
 
-def among(pairings: Sequence[Pairing]) -> Arms:
+def among(pairings: Sequence[DecodingSetup]) -> Arms:
     """Pairings of one target with several drafters. Raises ValueError for rules whose tokens depend on the draft."""
-    values = [{f.name: vars(pairing)[f.name] for f in fields(Pairing)} for pairing in pairings]
+    values = [{f.name: vars(setup)[f.name] for f in fields(DecodingSetup)} for setup in pairings]
     if not values:
         raise ValueError("drafter: got an empty list, expected one drafter or more")
     if not pairings[0].promises_tokens(greedy=False):

@@ -2,9 +2,9 @@
 
 One loop for plain decoding (nothing drafted), text of vision-language models and discrete image tokens. It is
 independent of model classes: targets, drafters and rules are arguments (`types.Target`, `types.Drafter`,
-`types.Acceptance`). Values and laws are opaque; the output is stored in `State.tape`. Each round
-synchronises host and device once, in `settle`; lengths, paths and rows are copied to the device from pinned memory,
-which does not block. A request's processors, stop function and grammar may synchronise as well.
+`types.Acceptance`). Values and distributions are opaque; the output is stored in `State.output`. Each round
+synchronises host and device once, in `apply_verdict`; lengths, paths and rows are copied to the device from pinned
+memory, which does not block. A request's processors, stop function and grammar may synchronise as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.types import (
     Acceptance,
     Draft,
@@ -32,14 +32,16 @@ from visspec.types import (
 
 
 @torch.inference_mode()
-def decode(target: Target, drafter: Drafter | None, accept: Acceptance, request: Request, pace: Pace) -> State:
-    """Decode a batch. Returns the finished state: its `tape` (trimmed at stops) and its `trace`.
+def decode(
+    target: Target, drafter: Drafter | None, accept: Acceptance, request: Request, length_policy: AdaptiveLength
+) -> State:
+    """Decode a batch. Returns the finished state: its `output` (trimmed at stops) and its `trace`.
 
-    Exceptions of the target are raised. Faults of the drafter give an empty draft (`loop.guard`).
+    Exceptions of the target are raised. Faults of the drafter give an empty draft (`loop.safe_drafter`).
     """
     state = start(target, drafter, accept, request)
     while state.live:
-        advance(state, target, drafter, accept, pace)
+        advance(state, target, drafter, accept, length_policy)
         retire(state, target, drafter)
         if request.on_round is not None:
             request.on_round(state)
@@ -55,23 +57,25 @@ def start(target: Target, drafter: Drafter | None, accept: Acceptance, request: 
     return state
 
 
-def advance(state: State, target: Target, drafter: Drafter | None, accept: Acceptance, pace: Pace) -> None:
+def advance(
+    state: State, target: Target, drafter: Drafter | None, accept: Acceptance, length_policy: AdaptiveLength
+) -> None:
     """One round of all live rows."""
     trace = state.trace
-    depth = pace.depth(state) if drafter is not None and state.drafting else 0
+    depth = length_policy.depth(state) if drafter is not None and state.drafting else 0
     with trace.stage("draft"):
-        draft = drafter.propose(state, depth) if drafter is not None and depth else trees.undrafted(state.pending)
+        draft = drafter.propose(state, depth) if drafter is not None and depth else trees.empty_draft(state.pending)
     with trace.stage("verify"):
         scores = target.verify(state, draft)
     with trace.stage("accept"):
         verdict = accept(draft, scores, state.noise)
-        outcome = settle(state, draft, scores, verdict)
+        outcome = apply_verdict(state, draft, scores, verdict)
     with trace.stage("commit"):
         target.commit(state, draft, outcome)
     if drafter is not None:
         with trace.stage("observe"):
             drafter.observe(state, draft, scores, verdict, outcome)
-        pace.observe(trace)
+        length_policy.observe(trace)
 
 
 def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[State, Scores]:
@@ -82,46 +86,46 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
         trace.calls, trace.origin = state.trace.calls, [[] for _ in state.rows]
         state.trace = trace
         if request.generators is not None and not request.sampling.greedy:
-            state.noise = accept.make_noise(request.generators, scores.law.width)
-        draft = trees.undrafted(state.pending)
-        settle(state, draft, scores, accept(draft, scores, state.noise))
+            state.noise = accept.make_noise(request.generators, scores.distribution.width)
+        draft = trees.empty_draft(state.pending)
+        apply_verdict(state, draft, scores, accept(draft, scores, state.noise))
     trace.rounds.clear()  # the prefill is not a round: tau counts passes over drafts
     trace.context = request.prompt.shape[1] + 1
     retire(state, target, None)
     return state, scores
 
 
-def settle(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outcome:
+def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outcome:
     """Copy the verdict to the host (the round's only synchronisation) and append new tokens up to a stop."""
-    tree, tape, origin = draft.tree, state.tape, state.trace.origin
+    tree, output, origin = draft.tree, state.output, state.trace.origin
     parts = [verdict.length[:, None], verdict.path]
     if draft.real is not None:
         parts.append(draft.real)
     if not tree.chain:
         parts.append(tree.parent.expand(len(state.rows), -1))
-    parts += tape.parts(draft, verdict)
+    parts += output.parts(draft, verdict)
     ends = list(accumulate(part.shape[1] for part in parts))
-    outcome, tried = Outcome(path=[], tokens=[]), []
+    outcome, had_rejection = Outcome(path=[], tokens=[]), []
     for b, numbers in enumerate(torch.cat(parts, dim=1).tolist()):
         length, (path, *rest) = numbers[0], [numbers[i:j] for i, j in pairwise(ends)]
         path, end = path[:length], path[length - 1]
         real = [True] * tree.size if draft.real is None else rest.pop(0)
         below = range(end + 1, tree.size)[:1] if tree.chain else children(rest.pop(0), end)
-        row, gained = state.rows[b], tape.gained(path, *rest)
-        tried.append(any(real[n] for n in below))
-        last = "corrected" if tried[b] else "bonus" if length > 1 else "plain"
-        origin[row] += [*["drafted"] * (length - 1), last][: tape.append(row, gained)]
-        tape.keep(row, b, path, scores)
+        row, new_tokens = state.rows[b], output.new_tokens(path, *rest)
+        had_rejection.append(any(real[n] for n in below))
+        last = "corrected" if had_rejection[b] else "bonus" if length > 1 else "plain"
+        origin[row] += [*["drafted"] * (length - 1), last][: output.append(row, new_tokens)]
+        output.record(row, b, path, scores)
         outcome.path.append(path)
-        outcome.offered.append(sum(real) - 1 if tree.chain else tree.levels)
-        outcome.tokens.append(gained)
+        outcome.draft_lengths.append(sum(real) - 1 if tree.chain else tree.levels)
+        outcome.tokens.append(new_tokens)
     meters = ("drift", verdict.drift), ("displacement", verdict.displacement), ("capped", verdict.capped)
     for name, measured in meters:
         if measured is not None:
             meter = state.meters.setdefault(name, measured.new_zeros(len(origin)))
             meter.index_add_(0, to_device(state.rows, measured.device), measured)
     lengths = [len(path) for path in outcome.path]
-    state.trace.rounds.append(Round(draft.levels, lengths, tried))
+    state.trace.rounds.append(Round(draft.levels, lengths, had_rejection))
     state.trace.context += max(lengths)
     state.pending, state.position = verdict.next, state.position + verdict.length
     if state.noise is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from visspec.accept.exact import Exact
 from visspec.accept.local import Local, settled
 from visspec.loop.decode import decode
-from visspec.loop.wavefront import Canvas, Places, Plan
+from visspec.loop.out_of_order import OutOfOrder, OutOfOrderDecoder, Places
 from visspec.types import Acceptance, Drafter, Order, Request, State, Target
 
 
@@ -20,11 +20,13 @@ class Raster(Order):
 
     raster = True
 
-    def decode(self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, pace: Any) -> State:
-        return decode(target, drafter, rule, request, pace)
+    def decode(
+        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+    ) -> State:
+        return decode(target, drafter, rule, request, length_policy)
 
 
-class ZipAR(Plan):
+class ZipAR(OutOfOrder):
     """Position (i, j) is generated when columns j .. j + window - 1 of row i - 1 are (He et al., ICML 2025).
 
     A window of at least the image's columns is plain raster decoding. audit: measure the drift with one extra pass.
@@ -45,11 +47,11 @@ class ZipAR(Plan):
             raise ValueError(f"acceptance: got {name}, expected exact: the order zipar accepts nothing")
         return self
 
-    def paint(self, canvas: Canvas) -> None:
-        rows = len(canvas.free) // canvas.columns
-        for wave in zip_waves(rows, canvas.columns, self.window):
-            places = [canvas.free[i * canvas.columns + j] for i, j in wave]
-            canvas.step([places] * canvas.rows)
+    def schedule(self, decoder: OutOfOrderDecoder) -> None:
+        rows = len(decoder.free) // decoder.columns
+        for wave in zip_waves(rows, decoder.columns, self.window):
+            places = [decoder.free[i * decoder.columns + j] for i, j in wave]
+            decoder.step([places] * decoder.rows)
 
 
 def zip_waves(rows: int, columns: int, window: int) -> Iterator[list[tuple[int, int]]]:
@@ -64,7 +66,7 @@ def zip_waves(rows: int, columns: int, window: int) -> Iterator[list[tuple[int, 
         yield wave
 
 
-class Islands(Plan):
+class RejectedRegions(OutOfOrder):
     """A drafted image, verified code by code by a `Local` rule; rejected codes are generated again.
 
     The rejected positions form islands, 8-connected components. All islands are processed in parallel, each in raster
@@ -82,72 +84,72 @@ class Islands(Plan):
         inner = rule.inner
         if not isinstance(inner, Local):
             raise ValueError(f"acceptance: got {type(inner).__name__}, expected local for the order islands")
-        return Islands(inner, drafter, self.audit)
+        return RejectedRegions(inner, drafter, self.audit)
 
-    def paint(self, canvas: Canvas) -> None:
+    def schedule(self, decoder: OutOfOrderDecoder) -> None:
         assert self.rule is not None
-        state, columns = canvas.state, canvas.columns
+        state, columns = decoder.state, decoder.columns
         with state.trace.stage("draft"):
-            drafted_BN, real_BN = self._drafted(canvas)
-        high = len(canvas.free) // columns
+            drafted_BN, real_BN = self._drafted(decoder)
+        high = len(decoder.free) // columns
         step = self.rule.rows or high
         for top in range(0, high, step):
             block = slice(top * columns, (top + step) * columns)
-            self._block(canvas, canvas.free[block], drafted_BN[:, block], real_BN[:, block])
+            self._block(decoder, decoder.free[block], drafted_BN[:, block], real_BN[:, block])
 
-    def _drafted(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+    def _drafted(self, decoder: OutOfOrderDecoder) -> tuple[Tensor, Tensor]:
         """(codes (B, places), which of them are drafted). No code is drafted if the drafter failed."""
         assert self.drafter is not None
-        drafted_BN = self.drafter.sketch(canvas.state)
-        codebook = canvas.target.capabilities.codebook
+        drafted_BN = self.drafter.sketch(decoder.state)
+        codebook = decoder.target.capabilities.codebook
         assert codebook is not None  # the rule was bound to it
         real_BN = (drafted_BN >= 0) & (drafted_BN < len(codebook))
         return torch.where(real_BN, drafted_BN, 0), real_BN
 
-    def _block(self, canvas: Canvas, places: Places, drafted_BN: Tensor, real_BN: Tensor) -> None:
+    def _block(self, decoder: OutOfOrderDecoder, places: Places, drafted_BN: Tensor, real_BN: Tensor) -> None:
         assert self.rule is not None
-        logits_BNV = canvas.judge(places, drafted_BN)
-        state, greedy = canvas.state, canvas.noise_BTV is None
+        logits_BNV = decoder.score_block(places, drafted_BN)
+        state, greedy = decoder.state, decoder.noise_BTV is None
         with state.trace.stage("accept"):
             p_BNV = logits_BNV.softmax(-1)
-            again_BN = self.rule.again(p_BNV, drafted_BN, real_BN, canvas.columns)
+            again_BN = self.rule.again(p_BNV, drafted_BN, real_BN, decoder.columns)
             costs = self.rule.cost(settled(p_BNV, greedy), drafted_BN, ~again_BN)
             for name, gained_B in zip(("drift", "displacement"), costs):
                 state.meters[name] = state.meters.get(name, 0.0) + gained_B
-            canvas.stayed[:, places] = ~again_BN
+            decoder.accepted_mask[:, places] = ~again_BN
             todo = [[u for u, a in zip(places, row) if a] for row in again_BN.tolist()]
-        canvas.reject(todo)
-        # everything before a row's first rejected position is final, so its law is valid
+        decoder.reject(todo)
+        # everything before a row's first rejected position is final, so its distribution is valid
         first = [(b, row[0]) for b, row in enumerate(todo) if row]
-        begin = canvas.number[places[0]]
-        laws_FV = logits_BNV[[b for b, _ in first], [canvas.number[u] - begin for _, u in first]]
-        canvas.decide(first, laws_FV, canvas.pass_number())
+        begin = decoder.number[places[0]]
+        laws_FV = logits_BNV[[b for b, _ in first], [decoder.number[u] - begin for _, u in first]]
+        decoder.decide(first, laws_FV, decoder.pass_number())
         for b, u in first:
-            canvas.fresh[b] = [u]
-        canvas.record([len(places) - max(len(row) - 1, 0) for row in todo], [True] * canvas.rows)
-        where = {u: divmod(canvas.number[u], canvas.columns) for u in places}
+            decoder.fresh[b] = [u]
+        decoder.record([len(places) - max(len(row) - 1, 0) for row in todo], [True] * decoder.rows)
+        where = {u: divmod(decoder.number[u], decoder.columns) for u in places}
         queues = [islands(row, where) for row in todo]
         for row in queues:
             if row:
                 row[0].pop(0)  # the row's first position is final
         while any(island for row in queues for island in row):
-            ready = [[self._ready(canvas, b, island) for island in row] for b, row in enumerate(queues)]
-            canvas.step([[u for island in row for u in island] for row in ready])
+            ready = [[self._ready(decoder, b, island) for island in row] for b, row in enumerate(queues)]
+            decoder.step([[u for island in row for u in island] for row in ready])
             queues = [
                 [[u for u in island if u not in now] for island, now in zip(row, nows)]
                 for row, nows in zip(queues, ready)
             ]
 
-    def _ready(self, canvas: Canvas, b: int, island: Places) -> Places:
+    def _ready(self, decoder: OutOfOrderDecoder, b: int, island: Places) -> Places:
         """Positions of an island that can be generated now: one, or with a window one per image row."""
         assert self.rule is not None
-        known, window = canvas.known[b], self.rule.window
+        known, window = decoder.known[b], self.rule.window
         if window is None:
-            return [u for u in island[:1] if known[canvas.free[canvas.number[u] - 1]]]
+            return [u for u in island[:1] if known[decoder.free[decoder.number[u] - 1]]]
         first: dict[int, int] = {}
         for u in island:
-            first.setdefault(canvas.number[u] // canvas.columns, u)
-        return [u for u in first.values() if all(known[t] for t in canvas.over(u, window))]
+            first.setdefault(decoder.number[u] // decoder.columns, u)
+        return [u for u in first.values() if all(known[t] for t in decoder.over(u, window))]
 
 
 def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:

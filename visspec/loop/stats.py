@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from visspec.loop.pairing import Pairing
+from visspec.loop.setup import DecodingSetup
 from visspec.types import Request, Round, State
 
 COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700", "given": "#6f6f6f"}
@@ -37,35 +37,35 @@ class Stats:
     displacement_per_token: float | None  # in the codebook's space; None if the rule doesn't measure it
     faults: int
     gave_up: int
-    declared: str = ""  # the law of the declared target, in words
+    declared: str = ""  # the distribution of the declared target, in words
     unmetered: str = ""  # why the drift is not measured, in words
     pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
 
     @classmethod
-    def of(cls, state: State, pairing: Pairing, tokenizer=None) -> Stats:
+    def of(cls, state: State, setup: DecodingSetup, tokenizer=None) -> Stats:
         """From a finished state. With a tokenizer the pieces are text, else ids."""
         trace = state.trace
-        passes = sum(len(r.gained) for r in trace.rounds)
-        gained = sum(sum(r.gained) for r in trace.rounds)
+        passes = sum(len(r.committed) for r in trace.rounds)
+        committed = sum(sum(r.committed) for r in trace.rounds)
         tokens = sum(map(len, state.tokens))
-        drift, far = (measured(state, name, pairing.guarantee) for name in ("drift", "displacement"))
+        drift, far = (measured(state, name, setup.guarantee) for name in ("drift", "displacement"))
         return cls(
             tokens=tokens,
             rounds=len(trace.rounds),
-            tau=gained / max(passes, 1),
-            tau_without_bonus=(gained - passes) / max(passes, 1),
+            tau=committed / max(passes, 1),
+            tau_without_bonus=(committed - passes) / max(passes, 1),
             acceptance_by_depth=acceptance_by_depth(trace.rounds),
             times=dict(trace.times),
-            guarantee=pairing.guarantee,
-            drafter=pairing.name,
-            acceptance=type(pairing.rule.inner).__name__,
+            guarantee=setup.guarantee,
+            drafter=setup.name,
+            acceptance=type(setup.rule.inner).__name__,
             drift_per_token=None if drift is None else drift / max(tokens, 1),
             displacement_per_token=None if far is None else far / max(tokens, 1),
-            order=type(pairing.order).__name__.lower(),
+            order=type(setup.order).__name__.lower(),
             faults=trace.faults,
             gave_up=trace.gave_up,
-            declared=pairing.target.capabilities.declared,
-            unmetered=pairing.rule.traits.unmetered,
+            declared=setup.target.capabilities.declared,
+            unmetered=setup.rule.traits.unmetered,
             pieces=[text_pieces(tokenizer, row, origin) for row, origin in zip(state.tokens, trace.origin)],
         )
 
@@ -143,8 +143,8 @@ def by_depth(rounds: Iterable[Round]) -> tuple[list[int], list[int]]:
     rounds = list(rounds)
     deepest = max((r.levels for r in rounds), default=0)
     reached, accepted = [0] * deepest, [0] * deepest
-    for levels, gained, tried in rounds:
-        for g, t in zip(gained, tried):
+    for levels, committed, had_rejection in rounds:
+        for g, t in zip(committed, had_rejection):
             for d in range(min(g - 1 + t, levels)):  # passes out of raster order give tokens without a draft
                 reached[d] += 1
                 accepted[d] += g - 1 > d

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from visspec.cache import to_device
 from visspec.loop.decode import advance, select, start
-from visspec.loop.pairing import Pairing
+from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import why_ended
 from visspec.types import Drafter, Request, Round, Sampling, State, Target
 
@@ -43,7 +43,7 @@ class Answer:
     @property
     def tau(self) -> float:
         """Tokens per round, bonus included."""
-        return sum(r.gained[0] for r in self.rounds) / max(len(self.rounds), 1)
+        return sum(r.committed[0] for r in self.rounds) / max(len(self.rounds), 1)
 
 
 class Row:
@@ -87,7 +87,7 @@ class Row:
         return caught
 
 
-class Lane:
+class RunningBatch:
     """A batch: its state, and its rows by their numbers in it. `left`: live rows (indices) of a group that is ready."""
 
     def __init__(self, state: State, rows: list[Row]):
@@ -119,12 +119,12 @@ class Stream:
     """
 
     def __init__(
-        self, pairing: Pairing, kind: Callable[[Request], Hashable], together: Together, slots: int, ahead: int
+        self, setup: DecodingSetup, kind: Callable[[Request], Hashable], together: Together, slots: int, ahead: int
     ):
-        self.pairing, self.kind, self.together = pairing, kind, together
+        self.setup, self.kind, self.together = setup, kind, together
         self.slots, self.ahead = slots, min(ahead, slots)
-        self.lanes: list[Lane] = []
-        self.ready: deque[Lane] = deque()
+        self.lanes: list[RunningBatch] = []
+        self.ready: deque[RunningBatch] = deque()
         self.waiting: list[Row] = []
         self.over = False  # whether the queue has ended
 
@@ -139,18 +139,20 @@ class Stream:
             for lane in self.lanes:
                 yield from self._round(lane)
             for lane in [lane for lane in self.lanes if not lane.state.live]:
-                self.pairing.finish(lane.state)
+                self.setup.finish(lane.state)
                 self.lanes.remove(lane)
 
-    def _round(self, lane: Lane) -> Iterator[Answer]:
-        state, pairing = lane.state, self.pairing
+    def _round(self, lane: RunningBatch) -> Iterator[Answer]:
+        state, setup = lane.state, self.setup
         rows = [lane.rows[number] for number in state.rows]
-        advance(state, pairing.target, pairing.drafter, pairing.rule, pairing.pace)
-        levels, gained, tried = state.trace.rounds.pop()  # each row keeps its own part: the lane may run for days
-        for row, count, missed in zip(rows, gained, tried):
+        advance(state, setup.target, setup.drafter, setup.rule, setup.length_policy)
+        levels, committed, had_rejection = (
+            state.trace.rounds.pop()
+        )  # each row keeps its own part: the lane may run for days
+        for row, count, missed in zip(rows, committed, had_rejection):
             row.rounds.append(Round(levels, [count], [missed]))
         if (keep := filled([row not in state.finished for row in state.rows])) is not None:
-            select(state, pairing.target, pairing.drafter, keep)
+            select(state, setup.target, setup.drafter, keep)
         yield from lane.leavers()
 
     def _admit(self, queue: Iterator) -> Iterator[Answer]:
@@ -167,7 +169,7 @@ class Stream:
             if lane is not None:
                 self._move(ready, lane, ready.left[:free])
             elif len(ready.left) <= free:
-                select(ready.state, self.pairing.target, self.pairing.drafter, ready.left)
+                select(ready.state, self.setup.target, self.setup.drafter, ready.left)
                 self.lanes.append(ready)
                 ready.left = []
             else:
@@ -206,7 +208,7 @@ class Stream:
             request.sampling = group[0].request.sampling
             if not request.sampling.greedy:  # copies: a row may be opened twice
                 request.generators = [g.clone_state() for row in group for g in row.request.generators or ()]
-            state = start(self.pairing.target, self.pairing.drafter, self.pairing.rule, request)
+            state = start(self.setup.target, self.setup.drafter, self.setup.rule, request)
         except Exception as error:
             if len(group) == 1:
                 yield Answer(group[0].id, error=error)
@@ -217,12 +219,12 @@ class Stream:
         state.request.inputs, state.request.media = {}, {}  # pixels are not kept
         for row in group:
             row.request.inputs = {}
-        opened = Lane(state, group)
+        opened = RunningBatch(state, group)
         yield from opened.leavers()
         if opened.left:
             self.ready.append(opened)
 
-    def _move(self, ready: Lane, lane: Lane, take: list[int]) -> None:
+    def _move(self, ready: RunningBatch, lane: RunningBatch, take: list[int]) -> None:
         """Join rows of a group to a lane, in place of rows that have left it."""
         taken = [ready.state.rows[b] for b in take]
         free = [n for n in range(len(lane.state.tokens)) if n not in lane.rows]
@@ -230,7 +232,7 @@ class Stream:
         places = [*free, *more][: len(take)]
         lane.rows |= {place: ready.rows.pop(number) for place, number in zip(places, taken)}
         ready.left = ready.left[len(take) :]
-        join(lane.state, self.pairing.target, self.pairing.drafter, ready.state, take, places)
+        join(lane.state, self.setup.target, self.setup.drafter, ready.state, take, places)
 
 
 def filled(stay: list[bool]) -> list[int] | None:
@@ -254,7 +256,7 @@ def join(
     for row, place in zip(rows, places):
         state.request.each[place : place + 1] = other.request.each[row : row + 1]
         state.trace.origin[place : place + 1] = other.trace.origin[row : row + 1]
-    state.tape.join(other.tape, rows, places)
+    state.output.join(other.output, rows, places)
     index = to_device(take, state.pending.device)
     state.pending = torch.cat([state.pending, other.pending[index]])
     state.position = torch.cat([state.position, other.position[index]])

@@ -1,7 +1,7 @@
 """Orders of an image's places for any-order targets, which the loop decodes as any sequence: a node is a rank.
 
-Every order is another joint law, unless the model is consistent between orders, and decoding is exact for the order at
-hand. Places that are far apart depend little on each other, so codes drafted for them are accepted more often.
+Every order is another joint distribution, unless the model is consistent between orders, and decoding is exact for the
+order at hand. Places that are far apart depend little on each other, so codes drafted for them are accepted more often.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from visspec.loop.orders import Raster
 from visspec.types import Acceptance, Drafter, Request, State, Target
 
 
-class Visits(Raster):
+class VisitOrder(Raster):
     """Base class. A request must have a grid."""
 
     visits = True
@@ -26,13 +26,15 @@ class Visits(Raster):
         """The place of each code in the order in which they are drawn, a permutation of 0 .. rows * columns - 1."""
         raise NotImplementedError
 
-    def decode(self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, pace: Any) -> State:
+    def decode(
+        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+    ) -> State:
         assert request.grid is not None
         request.order = tuple(self.places(*request.grid))
-        return super().decode(target, drafter, rule, request, pace)
+        return super().decode(target, drafter, rule, request, length_policy)
 
 
-class Spread(Visits):
+class SpreadOrder(VisitOrder):
     """Every place is as far from all earlier ones as can be, by Euclidean distance; the first is the first of the
     image, and of several places the first in raster order is taken.
     """
@@ -41,7 +43,7 @@ class Spread(Visits):
         return spread(rows, columns)
 
 
-class Halton(Visits):
+class HaltonOrder(VisitOrder):
     """Points of the Halton sequence in bases 2 (rows) and 3 (columns), each place when it is first met; the order of
     Besnier et al., "Halton scheduler for masked generative image transformer" (ICLR 2025).
     """
@@ -50,7 +52,7 @@ class Halton(Visits):
         return halton(rows, columns)
 
 
-class Given(Visits):
+class ListedOrder(VisitOrder):
     """An order as it is given. Raises ValueError, also before any pass, for what is no permutation of the places."""
 
     def __init__(self, order: Iterable[Any]):
@@ -72,7 +74,7 @@ class Given(Visits):
 
 @lru_cache(maxsize=64)
 def spread(rows: int, columns: int) -> tuple[int, ...]:
-    """Farthest-first: see `Spread`."""
+    """Farthest-first: see `SpreadOrder`."""
     place = torch.arange(rows * columns)
     at = torch.stack([place // columns, place % columns], dim=1)
     near, found = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
@@ -84,7 +86,7 @@ def spread(rows: int, columns: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def halton(rows: int, columns: int) -> tuple[int, ...]:
-    """See `Halton`."""
+    """See `HaltonOrder`."""
     found: dict[int, None] = {}
     number = 1
     while len(found) < rows * columns:

@@ -69,7 +69,7 @@ def score(
     return record | {"seconds": round(time.time() - begun, 1)}
 
 
-class DrawStage(Stage):
+class AnyOrderStage(Stage):
     """Training of words and network; the VQ model stays as it is."""
 
     def __init__(self, options: argparse.Namespace, rank: int):

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from visspec.recipes.any_order_card import finish
 from visspec.recipes.any_order_data import write_tokens
-from visspec.recipes.any_order_draw import DrawStage
+from visspec.recipes.any_order_draw import AnyOrderStage
 from visspec.recipes.stages import Stages, in_workers, run_stages
 
-STAGES: Stages = {"tokens": write_tokens, "draw": partial(in_workers, DrawStage), "finish": finish}
+STAGES: Stages = {"tokens": write_tokens, "draw": partial(in_workers, AnyOrderStage), "finish": finish}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -30,9 +30,9 @@ from transformers import LlavaForConditionalGeneration
 from visspec.eval.world.worlds import WORLDS, World, world
 from visspec.recipes.captioner_build import build_model, build_processor, save
 from visspec.recipes.captioner_card import finish
-from visspec.recipes.captioner_data import Batch, Encoder
+from visspec.recipes.captioner_data import CaptionBatch, Encoder
 from visspec.recipes.captioner_score import score_captions
-from visspec.recipes.captioner_vision import patch_features, patch_labels, pixels, teach_vision
+from visspec.recipes.captioner_vision import patch_features, patch_labels, pixels, train_vision
 from visspec.recipes.stages import Stage, begin, in_workers
 
 VISION_STEPS = 2400
@@ -63,7 +63,7 @@ class Naming:
 
 
 def caption_loss(
-    model: LlavaForConditionalGeneration, batch: Batch, features: torch.Tensor, first: int, half: bool = True,
+    model: LlavaForConditionalGeneration, batch: CaptionBatch, features: torch.Tensor, first: int, half: bool = True,
     naming: tuple[float, Naming] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Weighted mean cross-entropy of a batch; `features` (B, patches, vision hidden) fill ids first..first+patches.
@@ -93,7 +93,7 @@ class CaptionStage(Stage):
         tower = torch.load(options.out / "vision.pt", weights_only=True)["tower"]
         self.world = world(options.world)
         self.processor = build_processor(self.world)
-        self.encoder, self.waiting = Encoder(self.processor.tokenizer, self.world), list[Batch]()
+        self.encoder, self.waiting = Encoder(self.processor.tokenizer, self.world), list[CaptionBatch]()
         share = NAMING[self.world.name]
         self.naming = (share, Naming(self.world, self.encoder.table)) if share else None
         self.model = build_model(tower, self.world, options.small).train()
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.rate = options.rate or PEAK_RATE[options.small]
     begin(options, options.threads)
     if options.stage in ("vision", "all"):
-        teach_vision(
+        train_vision(
             options.out, world(options.world), options.vision_steps, resume=options.resume, half=not options.float32
         )
     if options.stage in ("caption", "all"):

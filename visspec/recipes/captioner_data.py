@@ -21,7 +21,7 @@ FACT_WEIGHT = 3.0  # words that must be read from the image weigh more than the 
 
 
 @dataclass(frozen=True)
-class Batch:
+class CaptionBatch:
     """ids int64 (B, L), weight float32 (B, L): loss weight of predicting that token, 0 for prompts and padding."""
 
     scenes: list
@@ -61,7 +61,7 @@ class Encoder:
             weight += [0.0] * len(asked) + [FACT_WEIGHT if w in self.fact_words else 1.0 for w in said] + [1.0]
         return ids, weight
 
-    def batches(self, step: int, rows: int, rank: int = 0, workers: int = 1) -> list[Batch]:
+    def batches(self, step: int, rows: int, rank: int = 0, workers: int = 1) -> list[CaptionBatch]:
         """This worker's next GROUP batches of `rows` fresh rows; a pure function of the arguments.
 
         Rows are sorted by length, to save padding and to give all workers equally long rows at the same step.
@@ -73,10 +73,10 @@ class Encoder:
         coded.sort(key=lambda item: len(item[1]))
         return [self._pad(coded[i * share : (i + 1) * share][rank::workers]) for i in rng.permutation(GROUP)]
 
-    def _pad(self, coded: list[tuple[object, list[int], list[float]]]) -> Batch:
+    def _pad(self, coded: list[tuple[object, list[int], list[float]]]) -> CaptionBatch:
         length = max(len(ids) for _, ids, _ in coded)
         ids = np.full((len(coded), length), self.pad, np.int64)
         weight = np.zeros((len(coded), length), np.float32)
         for row, (_, row_ids, row_weight) in enumerate(coded):
             ids[row, : len(row_ids)], weight[row, : len(row_ids)] = row_ids, row_weight
-        return Batch([scene for scene, _, _ in coded], torch.from_numpy(ids), torch.from_numpy(weight))
+        return CaptionBatch([scene for scene, _, _ in coded], torch.from_numpy(ids), torch.from_numpy(weight))

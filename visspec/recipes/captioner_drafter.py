@@ -25,7 +25,7 @@ from visspec.models.drafters.feature_checkpoint import PROVENANCE
 from visspec.provenance import provenance
 from visspec.recipes.captioner_card import NAMES
 from visspec.recipes.stages import keep_memory
-from visspec.recipes.train_drafter import Validation, fresh_or_resumed, parser_of, plan_of, request_of, train
+from visspec.recipes.train_drafter import TextValidation, fresh_or_resumed, parser_of, plan_of, request_of, train
 from visspec.types import Request
 
 FIRST_SEED = 3 << 28  # scenes of neither stage of the captioner's own training, still below the held-out ones
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     record = provenance(
         model, seed=options.seed, recipe="captioner_drafter", batch=options.batch, greedy=options.greedy
     )
-    validate = Validation(model, drafter, held_out(model, processor, seen, 8, 1))
+    validate = TextValidation(model, drafter, held_out(model, processor, seen, 8, 1))
     scenes = Scenes(model, processor, seen, options.batch, greedy=options.greedy)
     train(validate.target, drafter, scenes, plan_of(options), options.out, record, validate, options.resume)
     if options.export:

@@ -23,7 +23,7 @@ def prompt(processor: LlavaProcessor, request: str = REQUESTS[0]) -> str:
 
 @torch.no_grad()
 def _generate(model, processor, images: list, requests: list[str], sample: bool) -> tuple[torch.Tensor, list]:
-    """New tokens (B, L), padded, and the entropies in nats of the laws they were drawn from, one list a row."""
+    """New tokens (B, L), padded, and the entropies in nats of their distributions, one list a row."""
     texts = [prompt(processor, request) for request in requests]
     inputs = processor(text=texts, images=images, return_tensors="pt", padding=True)
     law = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}

@@ -88,7 +88,7 @@ def _accuracy(tower: CLIPVisionModel, heads: nn.ModuleDict, scenes: list, world:
     return {name: float((head(features).argmax(-1) == labels[name]).float().mean()) for name, head in heads.items()}
 
 
-def teach_vision(
+def train_vision(
     folder: Path,
     world: World,
     steps: int,

@@ -1,9 +1,9 @@
 """Stage 1 of the continuous painter's recipe: a small KL autoencoder with a broad posterior of fixed deviation.
 
-Acceptance between densities needs laws that are not sharp: of two Gaussians of deviation s and distance e, what they
-share falls with e / s. The decoder is therefore trained on latents with noise of NOISE times the deviation of their
-means, and the tokens that a painter learns are drawn from that posterior. In the stock class the deviation is then a
-bias; the means are normalised over batches in training and by weights at the end.
+Acceptance between densities needs distributions that are not sharp: of two Gaussians of deviation s and distance e,
+what they share falls with e / s. The decoder is therefore trained on latents with noise of NOISE times the deviation of
+their means, and the tokens that a painter learns are drawn from that posterior. In the stock class the deviation is
+then a bias; the means are normalised over batches in training and by weights at the end.
 """
 
 import argparse
@@ -72,11 +72,11 @@ class AutoencoderStage(Stage):
 
     def report(self) -> dict:
         """Figures of the reconstructions."""
-        return measure(settle(self.model), self.options.every_prompt * (8 if self.step < self.steps else 1))
+        return measure(normalize_latents(self.model), self.options.every_prompt * (8 if self.step < self.steps else 1))
 
 
 @torch.no_grad()
-def settle(trained: AutoencoderKL, count: int = 512) -> AutoencoderKL:
+def normalize_latents(trained: AutoencoderKL, count: int = 512) -> AutoencoderKL:
     """A copy in the stock class's own terms: normalised means, the posterior's deviation as a bias.
 
     Tokens drawn from the posterior of the prompts' pictures have mean 0 and deviation 1 in each of their numbers.
@@ -105,7 +105,7 @@ def load_autoencoder(folder: Path) -> AutoencoderKL:
     """The autoencoder of `folder`, settled, with the decoder that was trained last."""
     model = AutoencoderKL(**CONFIG)
     model.load_state_dict(torch.load(folder / "autoencoder.pt", weights_only=True)["model"])
-    model = settle(model)
+    model = normalize_latents(model)
     if (folder / "decoder.pt").exists():
         saved = torch.load(folder / "decoder.pt", weights_only=True)
         for name in DECODER:
@@ -113,7 +113,7 @@ def load_autoencoder(folder: Path) -> AutoencoderKL:
     return model
 
 
-class DecoderStage(Stage):
+class AutoencoderDecoderStage(Stage):
     """More training of the decoder alone, on the prompts' pictures: tokens stay what they are, so it may as well run
     after the painter has learnt them.
     """

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 
-from visspec.eval.world.scene import Scene
+from visspec.eval.world.scene import ShapeScene
 from visspec.eval.world.suite import Metadata, free_scene, sample_prompt
 from visspec.recipes.painter_build import build_tokenizer
 from visspec.recipes.painter_codes import inked
@@ -26,14 +26,14 @@ STEP, RADII = 4 / SIDE, (8 / SIDE, 10 / SIDE)
 FIRST_SEED = {"autoencoder": 0, "crowded": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29}  # all below HELD_OUT_SEED
 
 
-def painted(metadata: Metadata, rng: np.random.Generator) -> Scene:
+def painted(metadata: Metadata, rng: np.random.Generator) -> ShapeScene:
     """A settled scene on plain ground that shows what a prompt asks for."""
     while True:
         if (scene := settled(free_scene(metadata, rng, ("plain",)), STEP, RADII)) is not None:
             return scene
 
 
-def pair(seed: int) -> tuple[Metadata, Scene]:
+def pair(seed: int) -> tuple[Metadata, ShapeScene]:
     """Prompt and scene number `seed`: task uniform of TASKS, then prompt uniform in the task."""
     rng = np.random.default_rng(seed)
     metadata = sample_prompt(rng, tag=TASKS[int(rng.integers(len(TASKS)))])

@@ -125,7 +125,7 @@ class TokenStage(Stage):
         return signal * values + noise * eps, times, signal * eps - noise * values
 
 
-class DrawStage(TokenStage):
+class ContinuousStage(TokenStage):
     """Training of decoder and head on sampled tokens.
 
     Throw-away heads tell from a middle layer which shape comes next and which is the newest: few tokens of a picture
@@ -177,12 +177,12 @@ class DrawStage(TokenStage):
         return score(painter, rows_of_tasks(6 * self.options.every_prompt), 2.0)
 
 
-class DraftStage(TokenStage):
+class ContinuousDraftStage(TokenStage):
     """Training of the drafter: its velocity is to be the painter's at the same points, after the same tokens.
 
     It has the painter's head, unchanged, and learns the conditions of it: from all tokens and from those conditions of
-    the painter that are known, its own in drafts. A law learnt from the painter's is nearer to it than one that is
-    learnt from data: the drafter's own mistakes are the only difference.
+    the painter that are known, its own in drafts. A distribution learnt from the painter's is nearer to it than one
+    that is learnt from data: the drafter's own mistakes are the only difference.
     """
 
     def __init__(self, options: argparse.Namespace, rank: int):

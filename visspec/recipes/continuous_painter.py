@@ -16,18 +16,18 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from visspec.recipes.continuous_autoencoder import AutoencoderStage, DecoderStage, load_autoencoder
+from visspec.recipes.continuous_autoencoder import AutoencoderDecoderStage, AutoencoderStage, load_autoencoder
 from visspec.recipes.continuous_card import finish
 from visspec.recipes.continuous_data import write_tokens
-from visspec.recipes.continuous_draw import DraftStage, DrawStage
+from visspec.recipes.continuous_draw import ContinuousDraftStage, ContinuousStage
 from visspec.recipes.stages import Stages, in_workers, run_stages
 
 STAGES: Stages = {
     "autoencoder": partial(in_workers, AutoencoderStage),
-    "decoder": partial(in_workers, DecoderStage),
+    "decoder": partial(in_workers, AutoencoderDecoderStage),
     "tokens": lambda options: write_tokens(options, load_autoencoder(options.out)),
-    "draw": partial(in_workers, DrawStage),
-    "draft": partial(in_workers, DraftStage),
+    "draw": partial(in_workers, ContinuousStage),
+    "draft": partial(in_workers, ContinuousDraftStage),
     "finish": finish,
 }
 

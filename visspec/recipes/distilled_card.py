@@ -12,8 +12,8 @@ from visspec.accept.rejection import Rejection
 from visspec.eval.world.scene import HELD_OUT_SEED
 from visspec.eval.world.worlds import world
 from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.stats import acceptance_by_depth
 from visspec.models.drafters.distilled import DistilledDrafter
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
@@ -41,9 +41,9 @@ library_name: visspec
 
 Distilled Decoding (arXiv 2412.17153) turned into a drafter for `models/zoo/painter`: a causal decoder of {layers}
 layers of width {hidden}, begun as the painter's layers {first}, that reads codes and guesses and gives the painter's
-law *after* guidance {guidance} from one stream. The argmax of that law and a place's Gumbel numbers is the place's next
-guess; a draft of {levels} places takes at most {refine} passes of it. {parameters:.2f} million parameters,
-{megabytes:.1f} MB in half precision; embeddings of words and codes are the painter's.
+distribution *after* guidance {guidance} from one stream. The argmax of that distribution and a place's Gumbel numbers
+is the place's next guess; a draft of {levels} places takes at most {refine} passes of it. {parameters:.2f} million
+parameters, {megabytes:.1f} MB in half precision; embeddings of words and codes are the painter's.
 
 ```python
 import visspec
@@ -77,10 +77,10 @@ The clock was not measured here.
 
 `python -m visspec.recipes.painter_distilled --out RUN --export models/zoo/painter-distilled`: the painter drew
 {pictures:,} pictures of prompts of its grammar at its own settings; {steps:,} steps of {rows} of them, cross-entropy
-with its laws for the first {opening:.0%} and total variation after it, {minutes:.0f} minutes on one of two cores shared
-with other work. {note}
-`provenance.json` has seeds and digests. The paper's student learns an ODE's noise and draws by itself; here the noise
-is Gumbel numbers, of which the painter's picture is a function without error, and every draft is verified.
+with its distributions for the first {opening:.0%} and total variation after it, {minutes:.0f} minutes on one of two
+cores shared with other work. {note} `provenance.json` has seeds and digests. The paper's student learns an ODE's noise
+and draws by itself; here the noise is Gumbel numbers, of which the painter's picture is a function without error, and
+every draft is verified.
 
 Limits: it knows this painter at this size, at its own guidance, and its own temperature without cuts best.
 """
@@ -98,8 +98,8 @@ def drawn(family: Janus, drafter: DistilledDrafter | None, rule: Acceptance, tex
     levels = 1 if drafter is None else drafter.traits.levels
     for start in range(0, len(texts), BATCH):
         request = request_of(family, texts[start : start + BATCH], SEED + start, family.default_guidance)
-        guarded = None if drafter is None else Guarded(drafter, target.capabilities)
-        states.append(decode(target, guarded, rule, request, Pace(levels, adaptive=False)))
+        guarded = None if drafter is None else SafeDrafter(drafter, target.capabilities)
+        states.append(decode(target, guarded, rule, request, AdaptiveLength(levels, adaptive=False)))
     return states
 
 
@@ -107,7 +107,7 @@ def figures(states: list[State], plain: list[State], positions: int) -> dict[str
     """Passes, and how many pictures are those of plain decoding."""
     rounds = [r for state in states for r in state.trace.rounds]
     pairs = [pair for one, two in zip(states, plain) for pair in zip(one.tokens, two.tokens)]
-    passes = 1 + sum(len(r.gained) for r in rounds) / len(pairs)
+    passes = 1 + sum(len(r.committed) for r in rounds) / len(pairs)
     calls = sum(state.trace.calls["draft_pass"] for state in states) / max(len(rounds), 1)
     return {
         "pictures": len(pairs), "passes": round(passes, 2), "passes_a_token": round(passes / positions, 4),

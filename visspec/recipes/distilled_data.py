@@ -1,7 +1,7 @@
-"""Pictures that the painter draws itself, with what a distilled drafter learns from: laws and noise.
+"""Pictures that the painter draws itself, with what a distilled drafter learns from: distributions and noise.
 
 A picture's noise is not stored: it follows from its seed (`visspec.sampling.Gumbel`).
-Shapes: B pictures, P ids of the longest prompt, T codes, d hidden size, K most likely codes of a law.
+Shapes: B pictures, P ids of the longest prompt, T codes, d hidden size, K most likely codes of a distribution.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from visspec.api.loading import load_image_model
 from visspec.eval.world.scene import HELD_OUT_SEED
 from visspec.eval.world.worlds import world
 from visspec.files import replacing
-from visspec.models.drafters.image_eagle import Teaching
+from visspec.models.drafters.image_eagle import CaptureTarget
 from visspec.models.targets.families import family_of
 from visspec.models.targets.janus import Janus
 from visspec.recipes.painter_drafter import Pictures, held_out, request_of
@@ -28,7 +28,7 @@ from visspec.types import Request
 
 FIRST_SEED = 7 << 27  # noise and prompts of no other recipe, below the held-out ones
 BATCH = 64  # pictures in a file
-LIKELY = 32  # codes of a law that are stored
+LIKELY = 32  # codes of a distribution that are stored
 HELD_OUT = "held-out.pt"
 
 
@@ -43,10 +43,10 @@ def painter(name: str) -> Janus:
 @torch.no_grad()
 def recorded(family: Janus, request: Request, first: int) -> dict[str, Tensor]:
     """Pictures of a request whose row b draws from the seed `first + b`, all on the CPU: `seed` (B,), `words` (B, P)
-    bool, `prompt` (B, P, d) the painter's inputs, `codes` (B, T), `likely` and `law` (B, T - 1, K) the laws after all
-    codes but the last: the likely codes, and logarithms.
+    bool, `prompt` (B, P, d) the painter's inputs, `codes` (B, T), `likely` and `distribution` (B, T - 1, K) the
+    distributions after all codes but the last: the likely codes, and logarithms.
     """
-    lesson = capture(Teaching(family), Exact(), request)
+    lesson = capture(CaptureTarget(family), Exact(), request)
     codes = lesson.ids[:, lesson.prompt_length :].short()
     law, likely = lesson.logits.log_softmax(dim=-1).topk(LIKELY, dim=-1)
     assert lesson.attention is not None and lesson.embeddings is not None

@@ -1,11 +1,11 @@
-"""Stage `draw` of the distilled drafter's recipe: the painter's guided laws, from codes that may be guesses.
+"""Stage `draw` of the distilled drafter's recipe: the painter's guided distributions, from codes that may be guesses.
 
-The drafter begins as some of the painter's own layers. It learns the laws behind the painter's codes and, in a part of
-the pictures, from what a draft's first passes find: behind some place there are no codes, or the drafter's own guesses
-with the picture's noise. What such places can know fades with their distance from the last known code, and so does
-their weight.
+The drafter begins as some of the painter's own layers. It learns the distributions behind the painter's codes and, in a
+part of the pictures, from what a draft's first passes find: behind some place there are no codes, or the drafter's own
+guesses with the picture's noise. What such places can know fades with their distance from the last known code, and so
+does their weight.
 
-Shapes: B pictures, P prompt, T elements (codes but the last), V codes, K most likely codes of a law.
+Shapes: B pictures, P prompt, T elements (codes but the last), V codes, K most likely codes of a distribution.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch import Tensor
 from visspec.accept.exact import Exact
 from visspec.eval.world.scene import HELD_OUT_SEED
 from visspec.eval.world.worlds import world
-from visspec.loop.guard import Guarded
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafters.distilled import DistilledDrafter, config_for, words
 from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledHead
 from visspec.models.targets.image_ar import ImageAR
@@ -93,7 +93,7 @@ class DistilStage(Stage):
         return {name: part[order[self.rank :: self.workers]] for name, part in self.data.items()}
 
     def loss(self) -> Tensor:
-        """Cross-entropy with the painter's laws; later total variation, and a little of it."""
+        """Cross-entropy with the painter's distributions; later total variation, and a little of it."""
         rng = np.random.default_rng((7, self.step, self.rank))
         batch = self.chosen(rng)
         with torch.autocast("cpu", torch.bfloat16):
@@ -112,7 +112,7 @@ class DistilStage(Stage):
         target = ImageAR(self.family)
         texts = held_out(world("shapes"), self.options.watched)
         request = request_of(self.family, texts, HELD_OUT_SEED, self.head.config.guidance)
-        drafter = Guarded(self.drafter, target.capabilities)
+        drafter = SafeDrafter(self.drafter, target.capabilities)
         found = measure(target, drafter, Exact(), [request], self.drafter.traits.levels)
         self.head.train()
         passes = 1 + (self.head.config.positions - 1) / found.tau
@@ -158,7 +158,9 @@ def run(head: DistilledHead, table: Tensor, batch: dict[str, Tensor], value_BT: 
 
 
 def distances(logits_BTV: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and total variation, (B, T), of the laws of these logits and the painter's, on its likely codes."""
+    """Cross-entropy and total variation, (B, T), of the distributions of these logits and the painter's, on its likely
+    codes.
+    """
     log_BTK = logits_BTV.log_softmax(dim=-1).gather(-1, batch["likely"].long())
     p_BTK = batch["law"].float().exp()
     return -(p_BTK * log_BTK).sum(dim=-1), 1 - torch.minimum(p_BTK, log_BTK.exp()).sum(dim=-1)

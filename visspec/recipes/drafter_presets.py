@@ -10,7 +10,7 @@ from torch import Tensor
 
 from visspec.accept.exact import Exact
 from visspec.api import zoo
-from visspec.api.zoo import Trained
+from visspec.api.zoo import TrainedPreset
 from visspec.models.targets.hf_decoder import vocabulary
 from visspec.train.capture import capture
 from visspec.types import Request
@@ -52,7 +52,7 @@ def focused(model: Any, inputs: dict[str, Any]) -> int:
     return 1 + int(torch.stack(entropies[:-1]).argmin())
 
 
-def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any], Trained]:
+def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any], TrainedPreset]:
     """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
     found = zoo.trained(name)
     text = model.config.get_text_config()

@@ -5,7 +5,7 @@ python -m visspec.recipes.emoji_painter --out runs/painter-emoji [--stage vq|tok
 The stages and networks are those of the shapes' painter (`visspec.recipes.painter`), with what is of shapes alone left
 out: whole pictures are coded by the stock encoder, and of the throw-away heads there is one, which tells the prompt's
 animal at every code. Codes of grain and of soft edges are ambiguous, which is what this world is for: `finish` measures
-how flat the laws are.
+how flat the distributions are.
 
 Data: prompts of `visspec.eval.world.emoji.suite` of one animal, half of them with a ground; scenes with seeds from
 2^30 on are never trained on. Seeds: 0 (vq), 1 (draw).
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
-from visspec.eval.world.emoji.scene import Picture, Scene, sample_ground
+from visspec.eval.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.eval.world.emoji.suite import ALONE, subjects
 from visspec.eval.world.scene import HELD_OUT_SEED
 from visspec.eval.world.suite import Metadata
@@ -36,7 +36,7 @@ from visspec.recipes.painter_codes import decoded, latents, nearest
 from visspec.recipes.painter_draw import DROPPED, GUIDANCES, draw, drawn
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
 from visspec.recipes.painter_tokens import prompt_ids, without_words
-from visspec.recipes.painter_vq import CUT_OUT, VQStage, load_vq
+from visspec.recipes.painter_vq import CUT_OUT, PainterVQStage, load_vq
 from visspec.recipes.stages import Stage, begin, in_workers
 
 STAGES = ("vq", "tokens", "draw", "finish")
@@ -50,17 +50,17 @@ TOLD, TOLD_UNTIL = 0.3, 0.6  # weight of telling the animal at the first step; s
 SEED = 0  # of the measured pictures
 
 
-def painted(metadata: Metadata, rng: np.random.Generator) -> Scene:
+def painted(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
     """A scene of one animal near the middle, on the prompt's ground or a random one."""
     x, y = (0.5 + float(v) for v in rng.uniform(-OFFSET, OFFSET, size=2))
     side, turn = float(rng.uniform(*SIDES)), float(rng.uniform(-MOST_TURN, MOST_TURN))
-    picture = Picture(metadata["include"][0]["class"], x, y, side, turn)
+    picture = PlacedEmoji(metadata["include"][0]["class"], x, y, side, turn)
     ground, tint, seed = sample_ground(rng)
     ground, tint = metadata.get("ground", (ground, tint))
-    return Scene((picture,), ground, tint, seed)
+    return EmojiScene((picture,), ground, tint, seed)
 
 
-def pair(seed: int) -> tuple[Metadata, Scene]:
+def pair(seed: int) -> tuple[Metadata, EmojiScene]:
     """Prompt and scene number `seed`; every second prompt names no ground."""
     rng = np.random.default_rng(seed)
     metadata = world(OF).prompt(rng)
@@ -69,19 +69,19 @@ def pair(seed: int) -> tuple[Metadata, Scene]:
     return metadata, painted(metadata, rng)
 
 
-def pixels(scenes: list[Scene]) -> torch.Tensor:
+def pixels(scenes: list[EmojiScene]) -> torch.Tensor:
     """Rendered pictures in -1..1, float32 (B, 3, SIDE, SIDE)."""
     batch = torch.from_numpy(np.stack([world(OF).render(scene, SIDE) for scene in scenes]))
     return batch.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def held_out(rows: list[Metadata]) -> list[Scene]:
+def held_out(rows: list[Metadata]) -> list[EmojiScene]:
     """One scene a prompt, drawn with seeds no training pair has."""
     return [painted(row, np.random.default_rng(HELD_OUT_SEED + i)) for i, row in enumerate(rows)]
 
 
 @torch.no_grad()
-def codes_of(vq, scenes: list[Scene], batch: int = 16) -> torch.Tensor:
+def codes_of(vq, scenes: list[EmojiScene], batch: int = 16) -> torch.Tensor:
     """Codes int64 (B, 144) of rendered scenes."""
     parts = [pixels(scenes[i : i + batch]) for i in range(0, len(scenes), batch)]
     return torch.cat([nearest(vq, latents(vq, part)).flatten(1) for part in parts])
@@ -104,7 +104,7 @@ def reconstruction(vq, rows: list[Metadata]) -> dict:
     return {"right": sum(right) / len(right), "prompts": len(rows), "grey_levels": round(error, 2)} | used
 
 
-class EmojiVQStage(VQStage):
+class EmojiVQStage(PainterVQStage):
     """The VQ model on cut-outs first, on whole pictures last."""
 
     def batch(self) -> torch.Tensor:
@@ -146,8 +146,8 @@ def write_tokens(options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int = 8) -> dict:
-    """Of the law of a code after those of held-out scenes, guidance 1: mean entropy in nats, top-1, top-10 and top-100
-    mass, and loss.
+    """Of the distribution of a code after those of held-out scenes, guidance 1: mean entropy in nats, top-1, top-10 and
+    top-100 mass, and loss.
     """
     codes = codes_of(model.model.vqmodel, held_out(rows))
     ids = prompt_ids(build_tokenizer(OF), [row["prompt"] for row in rows], PROMPT)
@@ -210,7 +210,9 @@ class EmojiDrawStage(Stage):
         return loss + weight * told
 
     def report(self) -> dict:
-        """The law on held-out scenes, and verdicts on a few pictures; the first worker refreshes the early folder."""
+        """The distribution on held-out scenes, and verdicts on a few pictures; the first worker refreshes the early
+        folder.
+        """
         if self.rank:
             return {}
         self.model.eval()
@@ -225,7 +227,7 @@ class EmojiDrawStage(Stage):
 CARD = """
 A `JanusForConditionalGeneration` of {parameters:.1f} million parameters, trained from zero, that draws one of {animals}
 animals of visspec's *emoji world* on a ground with texture and tint, {side} x {side} pixels, 144 image tokens.
-It is the image target whose laws are flat, as those of large painters are.
+It is the image target whose distributions are flat, as those of large painters are.
 
 ```python
 import visspec
@@ -239,9 +241,10 @@ On {prompts} prompts of the suite (`visspec.eval.world.emoji.suite`, one animal)
 
 | | |
 |---|---|
-| entropy of a code's law, guidance 1, after the codes of held-out renders | {law[entropy]:.2f} nats |
-| its mean top-1, top-10, top-100 mass | {law[top_1]:.3f}, {law[top_10]:.3f}, {law[top_100]:.3f} |
-| mean loss on those codes | {law[loss]:.2f} nats |
+| entropy of a code's distribution, guidance 1, after the codes of held-out renders | {distribution[entropy]:.2f} nats |
+| its mean top-1, top-10, top-100 mass | {distribution[top_1]:.3f}, {distribution[top_10]:.3f},
+  {distribution[top_100]:.3f} |
+| mean loss on those codes | {distribution[loss]:.2f} nats |
 | the right animal alone, by the detector, guidance {best[guidance]}, one picture a prompt, seed {seed} | \
 {best[images]:.1%} |
 | the same of decoded codes of renders: the ceiling | {vq[right]:.1%} |

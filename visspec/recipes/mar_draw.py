@@ -15,7 +15,7 @@ from visspec.models.nets.diffusion_head import schedule
 from visspec.models.nets.mar import UNCONDITIONAL, MARConfig
 from visspec.models.nets.mar_painter import MARPainter, MARPainterConfig
 from visspec.models.targets.mar import MARTarget, parallel
-from visspec.models.targets.mar_painter import PaintedMAR
+from visspec.models.targets.mar_painter import MARPainterFamily
 from visspec.recipes.continuous_autoencoder import CONFIG, rows_of_tasks
 from visspec.recipes.continuous_data import GRID, SIZE
 from visspec.recipes.continuous_draw import NEARNESS, TokenStage
@@ -61,7 +61,7 @@ def draw(
     painter: MARPainter, prompts: list[str], guidance: float, seed: int, iterations: int = GRID**2, batch: int = 48
 ) -> np.ndarray:
     """Pictures uint8 (B, S, S, 3), in as many iterations; one token in each by default, as in plain decoding."""
-    family, out = PaintedMAR(painter), []
+    family, out = MARPainterFamily(painter), []
     target, layout = MARTarget(family), family.layout()
     for start in range(0, len(prompts), batch):
         texts = prompts[start : start + batch]
@@ -117,7 +117,7 @@ class MaskedStage(TokenStage):
         return model.mar(values, known, classes, [int(known[0].sum())] * len(known))
 
 
-class DrawStage(MaskedStage):
+class MARStage(MaskedStage):
     """Training of the painter, published but for what the head says, the velocity, and how many tokens are known."""
 
     def __init__(self, options: argparse.Namespace, rank: int):
@@ -157,7 +157,7 @@ class DrawStage(MaskedStage):
         return score(assembled(self.model, self.autoencoder), rows_of_labels(4 * self.options.every_prompt), 2.0)
 
 
-class DraftStage(MaskedStage):
+class MARDraftStage(MaskedStage):
     """Training of the drafter: its head's outputs are to be the painter's at the same points, after the same tokens.
 
     It has the painter's head, unchanged, and learns the conditions of it.

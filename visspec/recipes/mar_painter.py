@@ -16,13 +16,13 @@ from functools import partial
 from visspec.recipes import continuous_painter
 from visspec.recipes.continuous_data import write_tokens
 from visspec.recipes.mar_card import finish
-from visspec.recipes.mar_draw import DraftStage, DrawStage, included_autoencoder
+from visspec.recipes.mar_draw import MARDraftStage, MARStage, included_autoencoder
 from visspec.recipes.stages import Stages, in_workers, run_stages
 
 STAGES: Stages = {
     "tokens": lambda options: write_tokens(options, included_autoencoder()),
-    "draw": partial(in_workers, DrawStage),
-    "draft": partial(in_workers, DraftStage),
+    "draw": partial(in_workers, MARStage),
+    "draft": partial(in_workers, MARDraftStage),
     "finish": finish,
 }
 

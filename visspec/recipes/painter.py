@@ -26,10 +26,10 @@ import argparse
 from pathlib import Path
 
 from visspec.recipes.painter_card import finish, remeasure
-from visspec.recipes.painter_composed import ComposedStage, DecoderStage
-from visspec.recipes.painter_draw import DrawStage
+from visspec.recipes.painter_composed import ComposedStage, VQDecoderStage
+from visspec.recipes.painter_draw import PainterStage
 from visspec.recipes.painter_tokens import write_tokens
-from visspec.recipes.painter_vq import VQStage
+from visspec.recipes.painter_vq import PainterVQStage
 from visspec.recipes.stages import begin, in_workers
 
 STAGES = ("vq", "composed", "decoder", "tokens", "draw", "finish")
@@ -83,15 +83,15 @@ def main(arguments: list[str] | None = None) -> None:
     if options.stage == "all" and options.lowres:
         wanted = STAGES[3:]  # on the VQ model that is there
     if "vq" in wanted:
-        in_workers(VQStage, options)
+        in_workers(PainterVQStage, options)
     if "composed" in wanted:
         in_workers(ComposedStage, options)
     if "decoder" in wanted:
-        in_workers(DecoderStage, options)
+        in_workers(VQDecoderStage, options)
     if "tokens" in wanted:
         write_tokens(options)
     if "draw" in wanted:
-        in_workers(DrawStage, options)
+        in_workers(PainterStage, options)
     if "finish" in wanted:
         finish(options)
     if REMEASURE in wanted:

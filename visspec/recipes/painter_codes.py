@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import JanusVQVAE
 
-from visspec.eval.world.scene import Scene, Shape
+from visspec.eval.world.scene import Shape, ShapeScene
 from visspec.eval.world.suite import suite
 from visspec.recipes.painter_build import PATCH
 from visspec.recipes.painter_data import SIDE, held_out_scenes, pixels
@@ -44,15 +44,15 @@ def inked(true: torch.Tensor) -> torch.Tensor:
     return ((true - 0.2).abs().amax(1, keepdim=True) > 0.26).float()
 
 
-def windowed(shape: Shape, side: int) -> tuple[int, int, Scene]:
+def windowed(shape: Shape, side: int) -> tuple[int, int, ShapeScene]:
     """First row and column (in patches) of a window of WINDOW pixels around a shape, and the scene in that window."""
     most = (side - WINDOW) // PATCH
     row, column = (min(most, max(0, round((at * side - WINDOW / 2) / PATCH))) for at in (shape.y, shape.x))
     x, y = ((at * side - first * PATCH) / WINDOW for at, first in ((shape.x, column), (shape.y, row)))
-    return row, column, Scene((Shape(shape.kind, shape.colour, x, y, shape.radius * side / WINDOW),))
+    return row, column, ShapeScene((Shape(shape.kind, shape.colour, x, y, shape.radius * side / WINDOW),))
 
 
-def compose(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def compose(vq: JanusVQVAE, scenes: list[ShapeScene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Unit latents float32 (B, grid, grid, embed_dim), and bool (B, grid, grid) where they show part of a shape.
 
     A patch of plain ground is the same everywhere. A patch with parts of two shapes is the larger part's.
@@ -60,7 +60,7 @@ def compose(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tenso
     side = SIDE[low]
     grid, window = side // PATCH, WINDOW // PATCH
     textured = [i for i, scene in enumerate(scenes) if scene.ground != "plain"]
-    grounds = [Scene(())] + [Scene((), scenes[i].ground, scenes[i].texture_seed) for i in textured]
+    grounds = [ShapeScene(())] + [ShapeScene((), scenes[i].ground, scenes[i].texture_seed) for i in textured]
     cut = [(i, *windowed(shape, side)) for i, scene in enumerate(scenes) for shape in scene.shapes]
     alone = pixels([scene for *_, scene in cut], WINDOW)
     of_ground, of_shape = latents(vq, pixels(grounds, side)), latents(vq, alone)
@@ -78,7 +78,7 @@ def compose(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tenso
 
 
 @torch.no_grad()
-def composed(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def composed(vq: JanusVQVAE, scenes: list[ShapeScene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int64 (B, grid, grid) of scenes, and where they show part of a shape."""
     with torch.autocast("cpu", torch.bfloat16):
         unit, ink = compose(vq, scenes, low)

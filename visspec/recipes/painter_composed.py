@@ -1,7 +1,7 @@
 """Stage 2 of the painter recipe: the VQ model on scenes whose grounds and shapes are coded apart (painter_codes.py).
 
-`ComposedStage` goes on with all of it. `DecoderStage` trains the decoder alone: codes stay what they are, so it may as
-well run after the text model has learnt them.
+`ComposedStage` goes on with all of it. `VQDecoderStage` trains the decoder alone: codes stay what they are, so it may
+as well run after the text model has learnt them.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import argparse
 import torch
 from transformers import JanusVQVAE
 
-from visspec.eval.world.scene import Scene
+from visspec.eval.world.scene import ShapeScene
 from visspec.recipes.painter_codes import compose, composed, decoded, measure
 from visspec.recipes.painter_data import FIRST_SEED, SIDE, pair, pixels
 from visspec.recipes.painter_vq import LOW_EVERY, Codebook, load_vq, picture_loss, quantised
@@ -23,7 +23,7 @@ class _Pieces(Stage):
 
     vq: JanusVQVAE
 
-    def batch(self) -> tuple[list[Scene], bool]:
+    def batch(self) -> tuple[list[ShapeScene], bool]:
         """This worker's scenes, every fourth time to be drawn at the low resolution."""
         rows, low = self.options.vq_rows, self.step % LOW_EVERY == LOW_EVERY - 1
         first = FIRST_SEED[self.file.stem] + (self.step * self.workers + self.rank) * rows
@@ -35,7 +35,7 @@ class _Pieces(Stage):
         return measure(self.vq, False, every) if self.rank == 0 else {}
 
 
-class DecoderStage(_Pieces):
+class VQDecoderStage(_Pieces):
     """Training of the decoder on pictures of the prompts' kind; encoder and codebook are frozen."""
 
     def __init__(self, options: argparse.Namespace, rank: int):

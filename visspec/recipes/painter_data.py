@@ -5,7 +5,7 @@ import torch
 
 from visspec.eval.world.palette import CLASSES, COLOURS, GROUNDS
 from visspec.eval.world.render import render
-from visspec.eval.world.scene import HELD_OUT_SEED, Scene, Shape
+from visspec.eval.world.scene import HELD_OUT_SEED, Shape, ShapeScene
 from visspec.eval.world.suite import FREE_MARGIN, FREE_RADIUS, Metadata, free_scene, sample_prompt
 
 SIDE = {False: 96, True: 48}  # pixels of the full and of the low-resolution painter
@@ -21,7 +21,7 @@ GAP = 2 / 96  # what settled shapes keep between their boxes
 FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29, "bound": 3 << 28}
 
 
-def settled(scene: Scene, step: float = STEP, radii: tuple[float, ...] = RADII) -> Scene | None:
+def settled(scene: ShapeScene, step: float = STEP, radii: tuple[float, ...] = RADII) -> ShapeScene | None:
     """The scene with shapes on the nearest places of a grid and one of TEXTURES; None where two come too close."""
     shapes: list[Shape] = []
     for shape in scene.shapes:
@@ -31,17 +31,17 @@ def settled(scene: Scene, step: float = STEP, radii: tuple[float, ...] = RADII) 
         if not inside or any(max(abs(x - s.x), abs(y - s.y)) < radius + s.radius + GAP for s in shapes):
             return None
         shapes.append(Shape(shape.kind, shape.colour, x, y, radius))
-    return Scene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed % TEXTURES)
+    return ShapeScene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed % TEXTURES)
 
 
-def painted(metadata: Metadata, rng: np.random.Generator) -> Scene:
+def painted(metadata: Metadata, rng: np.random.Generator) -> ShapeScene:
     """A settled scene that shows what a prompt asks for."""
     while True:
         if (scene := settled(free_scene(metadata, rng, GROUNDS_DRAWN))) is not None:
             return scene
 
 
-def pair(seed: int, tag: str | None = None) -> tuple[Metadata, Scene]:
+def pair(seed: int, tag: str | None = None) -> tuple[Metadata, ShapeScene]:
     """Prompt and scene number `seed`: task uniform unless given, then prompt uniform in the task; every prompt may be
     drawn.
     """
@@ -50,12 +50,12 @@ def pair(seed: int, tag: str | None = None) -> tuple[Metadata, Scene]:
     return metadata, painted(metadata, rng)
 
 
-def bound_pair(seed: int) -> tuple[Metadata, Scene]:
+def bound_pair(seed: int) -> tuple[Metadata, ShapeScene]:
     """Prompt and scene number `seed` of the task that binds two colours to two classes."""
     return pair(seed, "color_attr")
 
 
-def crowded(seed: int, tries: int = 24) -> Scene:
+def crowded(seed: int, tries: int = 24) -> ShapeScene:
     """A scene of up to about ten shapes that do not touch: what the VQ model has to learn, with little ground."""
     rng = np.random.default_rng(seed)
     shapes: list[Shape] = []
@@ -65,15 +65,15 @@ def crowded(seed: int, tries: int = 24) -> Scene:
         kind, colour = CLASSES[int(rng.integers(len(CLASSES)))], list(COLOURS)[int(rng.integers(len(COLOURS)))]
         if all(max(abs(x - s.x), abs(y - s.y)) > radius + s.radius for s in shapes):
             shapes.append(Shape(kind, colour, x, y, radius))
-    return Scene(tuple(shapes), GROUNDS[int(rng.integers(len(GROUNDS)))], int(rng.integers(1 << 31)))
+    return ShapeScene(tuple(shapes), GROUNDS[int(rng.integers(len(GROUNDS)))], int(rng.integers(1 << 31)))
 
 
-def pixels(scenes: list[Scene], side: int) -> torch.Tensor:
+def pixels(scenes: list[ShapeScene], side: int) -> torch.Tensor:
     """Rendered pictures in -1..1, float32 (B, 3, side, side), as the VQ model reads and writes them."""
     batch = torch.from_numpy(np.stack([render(scene, side) for scene in scenes]))
     return batch.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def held_out_scenes(rows: list[Metadata], seed: int = HELD_OUT_SEED) -> list[Scene]:
+def held_out_scenes(rows: list[Metadata], seed: int = HELD_OUT_SEED) -> list[ShapeScene]:
     """One scene a prompt, drawn with seeds no training pair has."""
     return [painted(row, np.random.default_rng(seed + i)) for i, row in enumerate(rows)]

@@ -3,7 +3,7 @@
 python -m visspec.recipes.painter_drafter --out runs/painter-eagle [--resume] [--export FOLDER]
 
 Online distillation (`visspec.train.loop`): the painter draws batches of pictures at its own guidance and temperature
-in one thread, while the drafter learns the laws of those before in another. Two CPU cores, no accelerator.
+in one thread, while the drafter learns the distributions of those before in another. Two CPU cores, no accelerator.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from visspec.api import loading as targets
 from visspec.eval.world.scene import HELD_OUT_SEED
 from visspec.eval.world.worlds import WORLDS, World, world
 from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafters.feature_checkpoint import PROVENANCE
-from visspec.models.drafters.image_eagle import ImageFeatureDrafter, Teaching
+from visspec.models.drafters.image_eagle import CaptureTarget, ImageFeatureDrafter
 from visspec.models.nets.image_head import ImageHeadConfig
 from visspec.models.targets.families import family_of
 from visspec.models.targets.image_ar import ImageAR
@@ -99,13 +99,13 @@ def held_out(world: World, count: int) -> list[str]:
     return [rows[i * len(rows) // count]["prompt"] for i in range(count)]
 
 
-class Validation:
+class ImageValidation:
     """tau of chains under `rejection`, on held-out noise."""
 
     def __init__(self, family: Janus, world: World, drafter: ImageFeatureDrafter, guidance: float):
         self.world, self.target, self.drafter, self.family, self.guidance = (
             world,
-            Teaching(family),
+            CaptureTarget(family),
             drafter,
             family,
             guidance,
@@ -126,7 +126,7 @@ def figures(family: Janus, world: World, head, count: int, guidance: float) -> d
         drafter = ImageFeatureDrafter(head, family, **options)
         for rule in (Rejection(), Exact()) if name == TIMED else (Rejection(),):
             request = request_of(family, texts, HELD_OUT_SEED + 1000, guidance)
-            found = measure(target, Guarded(drafter, target.capabilities), rule, [request], drafter.traits.levels)
+            found = measure(target, SafeDrafter(drafter, target.capabilities), rule, [request], drafter.traits.levels)
             label = name if isinstance(rule, Rejection) else f"{name}, rule exact"
             passes = 1 + (positions - 1) / found.tau  # of a picture, the prompt's included
             entry = {"tau": found.tau, "passes": passes, "fewer": positions / passes}
@@ -143,13 +143,13 @@ def figures(family: Janus, world: World, head, count: int, guidance: float) -> d
 def clocked(family: Janus, drafter, texts: list[str], guidance: float) -> dict[str, Any]:
     """Plain decoding against drafted, one picture at a time, in alternation; geometric mean of the ratios."""
     plain, fed = ImageAR(family), ImageAR(family, features=True)
-    guarded, seconds = Guarded(drafter, fed.capabilities), []
+    guarded, seconds = SafeDrafter(drafter, fed.capabilities), []
     for i, text in enumerate([texts[0], *texts]):  # the first pair warms up
         pair = []
         for target, used in ((plain, None), (fed, guarded)):
             request = request_of(family, [text], HELD_OUT_SEED + 2000 + i, guidance)
             begun = time.perf_counter()
-            decode(target, used, Rejection(), request, Pace(drafter.traits.levels, adaptive=False))
+            decode(target, used, Rejection(), request, AdaptiveLength(drafter.traits.levels, adaptive=False))
             pair.append(time.perf_counter() - begun)
         seconds.append(pair)
     ratios = [math.log(a / b) for a, b in seconds[1:]]
@@ -171,7 +171,8 @@ library_name: visspec
 A feature drafter of image tokens (EAGLE-type, as LANTERN uses) for `models/zoo/{painter}`: one decoder layer of width
 {hidden} that drafts on the painter's last hidden states, conditional and unconditional reduced to one stream, with the
 painter's code embeddings (not stored here), learned rows and columns, and a head of its own over the {codes} codes that
-was taught the law *after* guidance {taught}. {parameters:.2f} million parameters, {megabytes:.1f} MB in half precision.
+was taught the distribution *after* guidance {taught}. {parameters:.2f} million parameters, {megabytes:.1f} MB in half
+precision.
 
 ```python
 import visspec
@@ -283,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
     guidance, seen = drafter.config.guidance, world(options.world)
     record = provenance(model, seed=options.seed, recipe="painter_drafter", target=Path(options.target).name)
     record |= {"note": options.note} if options.note else {}
-    validate = Validation(family, seen, drafter, guidance)
+    validate = ImageValidation(family, seen, drafter, guidance)
     pictures = Pictures(family, seen, options.batch, guidance, FIRST_SEED + (options.seed << 20))
     train(
         validate.target, drafter, pictures, plan_of(options), options.out, record, validate, options.resume, Rejection()

@@ -13,7 +13,7 @@ from visspec.eval.world.suite import Metadata, make, suite
 from visspec.recipes.captioner_build import save
 from visspec.recipes.painter_build import build_model, build_processor, build_tokenizer, grid
 from visspec.recipes.painter_data import FIRST_SEED
-from visspec.recipes.painter_reading import Reading, progress
+from visspec.recipes.painter_reading import ProbeHeads, progress
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
 from visspec.recipes.painter_tokens import KINDS, prompt_ids, read_tokens, without_words
 from visspec.recipes.painter_vq import load_vq
@@ -34,7 +34,7 @@ TEMPERATURES = (1.0, 0.7, 0.5)
 def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
     """Codes whose left neighbour or one of the three above shows part of a shape; ink and result bool (B, side^2).
 
-    It depends on earlier codes alone: to weigh codes by what they are themselves would teach another law.
+    It depends on earlier codes alone: to weigh codes by what they are themselves would teach another distribution.
     """
     framed = F.pad(ink.view(-1, side, side), (1, 1, 1, 0))
     left, above = framed[:, 1:, :-2], framed[:, :-1]
@@ -47,7 +47,7 @@ def exchanged(metadata: Metadata) -> Metadata:
     return make(metadata["tag"], [first | {"color": second["color"]}, second | {"color": first["color"]}])
 
 
-class Drawn(NamedTuple):
+class PainterOutput(NamedTuple):
     """What the text model makes of B prompts and their codes."""
 
     losses: torch.Tensor  # cross-entropy in nats of every code, (B, image tokens)
@@ -57,7 +57,9 @@ class Drawn(NamedTuple):
     looks: torch.Tensor  # where one head of the middle layer looks, shares (B, image tokens, prompt)
 
 
-def drawn(model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, codes: torch.Tensor) -> Drawn:
+def drawn(
+    model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, codes: torch.Tensor
+) -> PainterOutput:
     """Teacher-forced codes (B, image tokens) after prompts, ids and mask (B, prompt), that are padded on the left.
 
     The model needs eager attention, which shows its shares and is the faster one here. Positions count from the first
@@ -79,7 +81,7 @@ def drawn(model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.T
         logits = model.model.generation_head(out.last_hidden_state[:, first:])
     losses = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")
     looks = out.attentions[depth // 2][:, 0, first:, : ids.shape[1]]
-    return Drawn(losses, logits, layers, out.hidden_states[depth // 4][:, : first + 1], looks)
+    return PainterOutput(losses, logits, layers, out.hidden_states[depth // 4][:, : first + 1], looks)
 
 
 @torch.no_grad()
@@ -111,7 +113,7 @@ def score(model, processor, rows: list[Metadata], guidance: float, seed: int = 0
     return record | {"seconds": round(time.time() - begun, 1)}
 
 
-class DrawStage(Stage):
+class PainterStage(Stage):
     """Training of everything but the VQ model and the unused understanding tower."""
 
     def __init__(self, options: argparse.Namespace, rank: int):
@@ -123,7 +125,7 @@ class DrawStage(Stage):
         for part in (inner.vqmodel, inner.vision_model, inner.aligner):
             part.requires_grad_(False).eval()
         self.tokenizer = build_tokenizer()
-        self.reading = Reading(self.model.config.text_config.hidden_size, self.tokenizer.get_vocab(), grid(low))
+        self.reading = ProbeHeads(self.model.config.text_config.hidden_size, self.tokenizer.get_vocab(), grid(low))
         trained = [p for part in (self.model, self.reading) for p in part.parameters() if p.requires_grad]
         parts = {"model": self.model, "reading": self.reading}
         file = "draw-lowres.pt" if low else "draw.pt"

@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from visspec.eval.world.palette import CLASSES, COLOURS
-from visspec.eval.world.scene import Scene
+from visspec.eval.world.scene import ShapeScene
 from visspec.eval.world.suite import NUMBERS, RELATIONS, Metadata, every, wanted
 
 HUES = tuple(COLOURS)
 
 
-class Reading(nn.Module):
+class ProbeHeads(nn.Module):
     """Throw-away heads: what the prompt asks for and what of it is drawn, told from a middle layer at every position.
 
     From the codes' loss alone the text model takes very long to look at the prompt at all, and longer to see what is
@@ -92,7 +92,7 @@ class Reading(nn.Module):
         return total
 
 
-def progress(metadata: Metadata, scene: Scene, shown: np.ndarray) -> np.ndarray:
+def progress(metadata: Metadata, scene: ShapeScene, shown: np.ndarray) -> np.ndarray:
     """Before each code, (side^2, 7) int8: whether the prompt's first and second object are begun, how many shapes are,
     class and colour (from 1) of the shape that begins next, 0 for none, and those of the shape begun last.
 

@@ -105,7 +105,7 @@ def quantised(vq: JanusVQVAE, book: Codebook, unit: torch.Tensor, restart: bool)
     return unit + (chosen - unit).detach(), COMMITMENT * (unit - chosen).square().sum(-1).mean()
 
 
-class VQStage(Stage):
+class PainterVQStage(Stage):
     """Training of the VQ model: 48-pixel cut-outs of crowded scenes first, whole scenes of the prompts' kind last."""
 
     def __init__(self, options: argparse.Namespace, rank: int):

@@ -13,8 +13,8 @@ from visspec.models.targets.scale_painter import calibrated
 from visspec.recipes import cards
 from visspec.recipes.captioner_build import save
 from visspec.recipes.scale_data import LABELS, RADII, SCALES, SIDE, STEP, rows_of_labels
-from visspec.recipes.scale_draw import FIRST, FIRST_SHARE, LATE, Taught, build, score, taken
-from visspec.recipes.scale_measure import Judge, apart, likeness, row
+from visspec.recipes.scale_draw import FIRST, FIRST_SHARE, LATE, SharedClassEmbedding, build, score, taken
+from visspec.recipes.scale_measure import PainterScores, apart, likeness, row
 from visspec.recipes.scale_vq import load_vq, measure
 
 NAMES = {"painter": "painter-var", "small": "painter-var-small"}
@@ -56,8 +56,8 @@ one. No times: they want an idle machine.
 Held-out pictures, coded and decoded: GenEval {decoded:.3f}, {psnr:.1f} dB; without quantisation {bare:.1f} dB.
 Guidance {guidance} was the best on {swept} of the prompts with another seed (share of prompts: {sweep}).
 
-By map, of a mean code along the model's own pictures, without guidance: entropy of the law in nats, KL to the law of
-the small model and total variation, and KL to the law under a budget of a tenth.
+By map, of a mean code along the model's own pictures, without guidance: entropy of the distribution in nats, KL to the
+distribution of the small model and total variation, and KL to the distribution under a budget of a tenth.
 
 | codes of the map | {sizes} |
 |---|{rules}
@@ -88,7 +88,7 @@ them without the class. Embeddings of classes are taught as sums of those of a k
 
 ## Limits
 
-A small model after a short training: its laws are real, its pictures are what the table says.
+A small model after a short training: its distributions are real, its pictures are what the table says.
 {note}
 """
 SMALL_CARD = """
@@ -101,8 +101,8 @@ pipe = visspec.ImagePipeline.from_pretrained("painter-var", drafter="painter-var
 ```
 
 GenEval by itself, as in the card of `painter-var`: {geneval:.3f}, FD {fd:.2f}. Taught codes for {small_steps:,} steps,
-then the laws of `painter-var` given the same maps for {refine_steps:,} (CoDe's distillation; maps behind the first
-{first} count {late:g} times; last mean KL {kl}). {minutes}. Versions, seeds and digests: `provenance.json`.
+then the distributions of `painter-var` given the same maps for {refine_steps:,} (CoDe's distillation; maps behind the
+first {first} count {late:g} times; last mean KL {kl}). {minutes}. Versions, seeds and digests: `provenance.json`.
 {note}
 """
 
@@ -116,7 +116,7 @@ def finish(options: argparse.Namespace) -> None:
         stages[part] = {"steps": state["step"], "seconds": round(state["seconds"]), "loss": state["loss"]}
     models = {}
     for part, name in (("draw", "painter"), ("refine", "small")):
-        taught = Taught(build(name, codec))
+        taught = SharedClassEmbedding(build(name, codec))
         taken(taught, options.out / FILES[part])
         save(taught.settled(), None, options.out / NAMES[name], torch.float16)
         models[name] = load(options.out / NAMES[name])
@@ -127,7 +127,7 @@ def finish(options: argparse.Namespace) -> None:
     for name, model in models.items():
         model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, guidance_scale=guidance)
         model.generation_config.save_pretrained(options.out / NAMES[name])
-    judge = Judge(rows_of_labels(options.every_prompt), options.copies)
+    judge = PainterScores(rows_of_labels(options.every_prompt), options.copies)
     measured = figures(models["painter"], models["small"], guidance, judge)
     measured |= {"sweep": sweep, "decoded": measure(codec)}
     origin: dict[str, Any] = {
@@ -143,8 +143,8 @@ def finish(options: argparse.Namespace) -> None:
     print(json.dumps({"folder": str(options.out), "stages": stages}), flush=True)
 
 
-def figures(model: ScalePainter, small: ScalePainter, guidance: float, judge: Judge) -> dict[str, Any]:
-    """Every way to draw, by name, with the laws' distances by scale."""
+def figures(model: ScalePainter, small: ScalePainter, guidance: float, judge: PainterScores) -> dict[str, Any]:
+    """Every way to draw, by name, with the distributions' distances by scale."""
     rows: dict[str, Any] = {}
     rows["plain"], plain = row(judge, model, guidance, SEED)
     rows["small alone"], _ = row(judge, small, guidance, SEED)

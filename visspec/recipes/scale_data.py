@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from visspec.eval.world.scene import HELD_OUT_SEED, Scene
+from visspec.eval.world.scene import HELD_OUT_SEED, ShapeScene
 from visspec.eval.world.suite import Metadata, every, free_scene, suite
-from visspec.models.nets.multiscale import Scales
+from visspec.models.nets.multiscale import ScaleSizes
 from visspec.recipes.painter_data import pixels, settled
 
 SIDES = (1, 2, 3, 4, 6, 8, 10, 12)  # of the maps
-SCALES = Scales.square(*SIDES)
+SCALES = ScaleSizes.square(*SIDES)
 SIDE = 96  # pixels of a picture
 TASKS = ("single_object", "colors")
 ROWS = [row for tag in TASKS for row in every(tag)]  # a class each
@@ -22,14 +22,14 @@ FIRST_SEED = {"codes": 5 << 27}  # below HELD_OUT_SEED
 BATCH = 32
 
 
-def painted(metadata: Metadata, rng: np.random.Generator) -> Scene:
+def painted(metadata: Metadata, rng: np.random.Generator) -> ShapeScene:
     """A settled scene on plain ground that shows what a prompt asks for."""
     while True:
         if (scene := settled(free_scene(metadata, rng, ("plain",)), STEP, RADII)) is not None:
             return scene
 
 
-def pair(seed: int) -> tuple[int, Scene]:
+def pair(seed: int) -> tuple[int, ShapeScene]:
     """Class and scene number `seed`: the task uniform, then the prompt."""
     rng = np.random.default_rng(seed)
     tag = TASKS[int(rng.integers(len(TASKS)))]

@@ -1,4 +1,5 @@
-"""Stages of the next-scale painters' recipe: both learn codes of classes, then the small one the large one's laws.
+"""Stages of the next-scale painters' recipe: both learn codes of classes, then the small one the large one's
+distributions.
 
 Half of the large model's batches have its first maps alone: these say what is drawn and where, a pass over them costs a
 third, and in CoDe they are all that it draws. The small model's second stage is CoDe's distillation, of all maps, the
@@ -20,7 +21,7 @@ from transformers import GenerationConfig
 from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.eval.world.palette import CLASSES, COLOURS
 from visspec.eval.world.suite import Metadata
-from visspec.models.nets.multiscale import MultiScaleVAE, Quantizer, Scales
+from visspec.models.nets.multiscale import MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.nets.scale_painter import ScalePainter, ScalePainterConfig
 from visspec.models.nets.var import VAR
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
@@ -76,7 +77,7 @@ def facts() -> Tensor:
     return table
 
 
-def inputs(quantizer: Quantizer, codes_BT: Tensor, scales: Scales = SCALES) -> Tensor:
+def inputs(quantizer: Quantizer, codes_BT: Tensor, scales: ScaleSizes = SCALES) -> Tensor:
     """What a VAR reads of whole pictures, (B, T - first, c): after each map but the last the sum, on the next grid."""
     total, parts = quantizer.blank(len(codes_BT), scales, codes_BT.device), []
     for k, codes in enumerate(codes_BT.split(scales.sizes, dim=1)[:-1]):
@@ -85,7 +86,7 @@ def inputs(quantizer: Quantizer, codes_BT: Tensor, scales: Scales = SCALES) -> T
     return torch.cat(parts, dim=1)
 
 
-class Taught:
+class SharedClassEmbedding:
     """A network with embeddings of classes that are sums of those of their facts, so that a short training shares them;
     `settled` writes them into the published table.
     """
@@ -135,7 +136,7 @@ class CodesStage(Stage):
     def __init__(self, options: argparse.Namespace, rank: int, name: str, file: str, steps: int, seed: int):
         torch.manual_seed(seed)
         self.seed, self.data = seed, read_codes(options.out)
-        self.taught = Taught(build(name, load_vq(options.out)))
+        self.taught = SharedClassEmbedding(build(name, load_vq(options.out)))
         self.model = self.taught.model.train()
         super().__init__(
             options, rank, file, steps, options.rate, self.taught.trained, 0.02,
@@ -182,7 +183,7 @@ class CodesStage(Stage):
         return found
 
 
-class DrawStage(CodesStage):
+class ScaleStage(CodesStage):
     """Training of the painter."""
 
     def __init__(self, options: argparse.Namespace, rank: int):
@@ -203,14 +204,14 @@ class SmallStage(CodesStage):
 
 
 class RefineStage(CodesStage):
-    """The small painter's laws are to be the large one's, given the same maps: KL(large, small), no codes of data are
-    targets.
+    """The small painter's distributions are to be the large one's, given the same maps: KL(large, small), no codes of
+    data are targets.
     """
 
     def __init__(self, options: argparse.Namespace, rank: int):
         super().__init__(options, rank, "small", "refined.pt", options.refine_steps, 10)
         taken(self.taught, options.out / "small.pt")
-        self.large = Taught(build("painter", load_vq(options.out)))
+        self.large = SharedClassEmbedding(build("painter", load_vq(options.out)))
         taken(self.large, options.out / "painter.pt")
         self.peak = options.rate / 2
 
@@ -225,7 +226,7 @@ class RefineStage(CodesStage):
         return (losses @ weights(len(SCALES), LATE)).mean()
 
 
-def taken(taught: Taught, file: Path) -> dict:
+def taken(taught: SharedClassEmbedding, file: Path) -> dict:
     """Load a stage's model from its checkpoint, which is returned."""
     saved = torch.load(file, weights_only=True)
     taught.model.load_state_dict(saved["model"])

@@ -1,4 +1,6 @@
-"""What the next-scale painters' cards say: pictures, laws by scale, drafted scales and bytes of each way to draw."""
+"""What the next-scale painters' cards say: pictures, distributions by scale, drafted scales and bytes of each way to
+draw.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +17,9 @@ from visspec.eval.world.scene import HELD_OUT_SEED
 from visspec.eval.world.suite import Metadata
 from visspec.loop.stats import acceptance_by_depth
 from visspec.models.drafters.scales import SmallVAR
-from visspec.models.nets.scale_kv import KeptCache
+from visspec.models.nets.scale_kv import BudgetedCache
 from visspec.models.nets.scale_painter import ScalePainter
-from visspec.models.nets.scale_reading import Reading
+from visspec.models.nets.scale_reading import ConditionState
 from visspec.recipes.painter_data import pixels
 from visspec.recipes.painter_score import summary, to_uint8, verdicts
 from visspec.recipes.scale_data import SIDE, painted
@@ -26,7 +28,7 @@ from visspec.recipes.scale_draw import draw, pipeline
 REFERENCES = 4  # renders of each prompt that the distance is taken to
 
 
-class Judge:
+class PainterScores:
     """GenEval and Frechet distance of pictures of prompts, `copies` of each."""
 
     def __init__(self, rows: Sequence[Metadata], copies: int = 1):
@@ -55,7 +57,7 @@ class Judge:
 
 
 def row(
-    judge: Judge, model: ScalePainter, guidance: float, seed: int, rule: str = "scales", drafted: int = 0,
+    judge: PainterScores, model: ScalePainter, guidance: float, seed: int, rule: str = "scales", drafted: int = 0,
     small: ScalePainter | None = None, **parts: Any,
 ) -> tuple[dict[str, Any], ImageOutput]:  # fmt: skip
     """Figures of one way to draw: the judge's; passes of the target, and bytes of its cache between passes and in one,
@@ -82,9 +84,9 @@ def row(
 
 @torch.inference_mode()
 def laws(painter: ScalePainter, classes_B: Tensor, codes_BT: Tensor, cache: Any = None) -> list[Tensor]:
-    """Log-laws (B, S, V) of each map, given the maps before, without guidance."""
+    """Log-distributions (B, S, V) of each map, given the maps before, without guidance."""
     scales = painter.var.config.scales
-    reading = Reading(painter.var, painter.autoencoder.quantize, classes_B, len(classes_B), cache)
+    reading = ConditionState(painter.var, painter.autoencoder.quantize, classes_B, len(classes_B), cache)
     found: list[Tensor] = []
     for k in range(len(scales)):
         value = None if k == 0 else codes_BT[:, None, scales.begins[k - 1] : scales.begins[k]]
@@ -96,15 +98,15 @@ def laws(painter: ScalePainter, classes_B: Tensor, codes_BT: Tensor, cache: Any 
 
 
 def apart(model: ScalePainter, other: ScalePainter, out: ImageOutput, budget: Any = None) -> dict[str, list[float]]:
-    """By scale, of a mean code along drawn pictures: entropy of the model's law, KL(model, other) and total variation.
-    budget: of the other's cache.
+    """By scale, of a mean code along drawn pictures: entropy of the model's distribution, KL(model, other) and total
+    variation. budget: of the other's cache.
     """
     pipe = ImagePipeline(model, None)
     prompt: Any = pipe.family.prompt(out.prompts, False)
     classes: Tensor = prompt.classes
     codes = torch.stack(out.tokens)
     scales = model.var.config.scales
-    cache = None if budget is None else KeptCache(scales, budget)
+    cache = None if budget is None else BudgetedCache(scales, budget)
     rows: dict[str, list[float]] = {"entropy": [], "kl": [], "tv": []}
     for own, theirs in zip(laws(model, classes, codes), laws(other, classes, codes, cache)):
         p = own.exp()

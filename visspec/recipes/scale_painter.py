@@ -4,7 +4,7 @@ python -m visspec.recipes.scale_painter --out runs/scales [--stage STAGE ...] [-
 
 Stage `features` reads pictures with the encoder of `painter`'s VQ model, `vq` teaches a quantiser of several scales on
 them, `codes` codes them, `draw` trains the large painter, `small` the small one, `refine` teaches that the large one's
-laws, and `finish` writes both folders with model cards and provenance. Every stage is resumable.
+distributions, and `finish` writes both folders with model cards and provenance. Every stage is resumable.
 
 Data: scenes of one shape on plain ground after prompts of GenEval's tasks for one object and colours, the classes;
 seeds from 2^30 on are never trained on. Seeds: 7 (vq), 8 (draw), 9 (small), 10 (refine). One CPU core, less than an
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from visspec.recipes.scale_card import finish
-from visspec.recipes.scale_draw import DrawStage, RefineStage, SmallStage
+from visspec.recipes.scale_draw import RefineStage, ScaleStage, SmallStage
 from visspec.recipes.scale_vq import QuantiserStage, write_codes, write_features
 from visspec.recipes.stages import Stages, in_workers, run_stages
 
@@ -24,7 +24,7 @@ STAGES: Stages = {
     "features": write_features,
     "vq": partial(in_workers, QuantiserStage),
     "codes": write_codes,
-    "draw": partial(in_workers, DrawStage),
+    "draw": partial(in_workers, ScaleStage),
     "small": partial(in_workers, SmallStage),
     "refine": partial(in_workers, RefineStage),
     "finish": finish,

@@ -29,7 +29,7 @@ from visspec.models.targets.hf_decoder import HFDecoder
 from visspec.provenance import provenance
 from visspec.recipes.drafter_presets import check_preset, focused, frequent, of_preset
 from visspec.recipes.workers import workers
-from visspec.train.loop import DRAFTER, PROGRESS, RUN, Alone, Plan, Trainer, checkpoint
+from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, TrainingOptions, checkpoint
 from visspec.train.validation import measure
 from visspec.types import Request
 
@@ -128,8 +128,8 @@ class Prompts:
         if done < 0.5 or done >= 0.975:
             return done >= 0.975
         share = 0.05 + 0.9 * (done - 0.5) / 0.475
-        coin = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        return bool(torch.rand((), generator=coin) < share)
+        uniform = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        return bool(torch.rand((), generator=uniform) < share)
 
 
 def worded(processor, texts: list[str], model) -> dict[str, Any]:
@@ -164,7 +164,8 @@ def run(
     parallel: str | None = None,
     **plan: Any,
 ) -> list[dict]:
-    """Train and save a drafter; `plan` are further fields of `visspec.train.loop.Plan`. Returns the validations.
+    """Train and save a drafter; `plan` are further fields of `visspec.train.loop.TrainingOptions`. Returns the
+    validations.
 
     preset: a published drafter (`presets.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
@@ -174,7 +175,7 @@ def run(
 
     Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own.
     """
-    unknown = sorted(set(plan) - {f.name for f in fields(Plan)})
+    unknown = sorted(set(plan) - {f.name for f in fields(TrainingOptions)})
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
     given = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers)))
@@ -192,14 +193,14 @@ def run(
     if found is not None:
         plan = {**found.plan, **plan}
     first = found is not None and found.text_first
-    per_group = GROUP * -(-min(rows, len(training)) // STEP_ROWS) * plan.get("reuse", Plan.reuse)
+    per_group = GROUP * -(-min(rows, len(training)) // STEP_ROWS) * plan.get("reuse", TrainingOptions.reuse)
     total = -(-steps // per_group) * GROUP if first else 0
     prompts = Prompts(model, processor, training, rows, max_new_tokens, seed, total)
     checks = Prompts(model, processor, validating[:rows], rows, max_new_tokens, seed + 1)
     sizes = {"batch": prompts.rows, "rows": min(prompts.rows, STEP_ROWS), "group": GROUP}
     sizes["validate_every"] = max(steps // 5, 1)
     resumed = resume and checkpoint(out) is not None
-    options = Plan(**{"steps": steps, "loss": loss, "seed": seed, **sizes, **plan})
+    options = TrainingOptions(**{"steps": steps, "loss": loss, "seed": seed, **sizes, **plan})
     if found is None:
         drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})
     else:
@@ -211,10 +212,14 @@ def run(
             drafter.keep(frequent(target_, prompts, drafter.config.draft_vocab, GROUP))
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
     record["settings"] = {
-        "target": Path(target).name, "data": digest(items), "dtype": str(model.dtype), "preset": preset,
-        "max_new_tokens": max_new_tokens, **given,
-    }  # fmt: skip
-    validate = Validation(model, drafter, lambda temperature: [checks(0, temperature)])
+        "target": Path(target).name,
+        "data": digest(items),
+        "dtype": str(model.dtype),
+        "preset": preset,
+        "max_new_tokens": max_new_tokens,
+        **given,
+    }
+    validate = TextValidation(model, drafter, lambda temperature: [checks(0, temperature)])
     return train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
 
 
@@ -244,10 +249,10 @@ def parser_of(description: str, **defaults: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
+def plan_of(options: argparse.Namespace) -> TrainingOptions:
     """The plan of a parser's options, with the target ahead in a thread of its own."""
-    given = {f.name: getattr(options, f.name) for f in fields(Plan) if hasattr(options, f.name)}
-    return Plan(**given, autocast=True, ahead=True)
+    given = {f.name: getattr(options, f.name) for f in fields(TrainingOptions) if hasattr(options, f.name)}
+    return TrainingOptions(**given, autocast=True, ahead=True)
 
 
 def fresh_or_resumed(
@@ -266,7 +271,7 @@ def fresh_or_resumed(
     return drafter.shaped(**shape) if shape else drafter
 
 
-class Validation:
+class TextValidation:
     """tau at temperature 0 and 1 on held-out requests, at the drafter's own depth."""
 
     def __init__(self, model, drafter: FeatureDrafter, held_out: Callable[[float], list[Request]]):
@@ -284,12 +289,21 @@ class Validation:
 
 
 def train(
-    target, drafter, prompts, plan: Plan, out, record: dict, validate, resume: bool, rule=None, several: Any = None
-) -> list[dict]:  # fmt: skip
+    target,
+    drafter,
+    prompts,
+    plan: TrainingOptions,
+    out,
+    record: dict,
+    validate,
+    resume: bool,
+    rule=None,
+    several: Any = None,
+) -> list[dict]:
     """Run a trainer under a progress bar, a JSON line a hundred steps; the drafter is saved to `out`, its curves in
     `out/run/curves.html`. several: the processes of the run.
     """
-    several = several or Alone()
+    several = several or SingleProcess()
     trainer = Trainer(target, drafter, rule or Exact(), prompts, plan, out, record, validate, several)
     first = several.rank == 0
     if resume:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from visspec.files import write_json
 from visspec.models.nets.layouts_var import save_vae
-from visspec.models.nets.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, Quantizer, Scales
+from visspec.models.nets.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.provenance import provenance
 from visspec.recipes.stages import Stage, begin, in_workers
 from visspec.recipes.train_drafter import items_of, opened
@@ -39,7 +39,7 @@ PATIENCE = 50  # steps between restarts; a code that was not used since the last
 HELD_OUT, MOST_HELD = 0.05, 64  # share of the images that only validates, at least one of them, at most 64
 
 
-def quantised(quantize: Quantizer, features: Tensor, scales: Scales) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+def quantised(quantize: Quantizer, features: Tensor, scales: ScaleSizes) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """Features (B, c, H, W) -> their sum of maps, with the gradient going to the features; the loss; what each map was
     to bring, (B, S, c) of each; and all codes (B, T).
     """
@@ -76,12 +76,12 @@ class Images:
         return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-class VQStage(Stage):
+class MultiScaleVQStage(Stage):
     """Training of encoder, decoder, quantiser and codebook together."""
 
     def __init__(self, options: argparse.Namespace, rank: int, items: list[tuple[Any, str]]):
         torch.manual_seed(options.seed)
-        self.scales, shape = Scales.square(*options.sides), shape_of(options)
+        self.scales, shape = ScaleSizes.square(*options.sides), shape_of(options)
         self.device = torch.device(options.device)
         self.model = MultiScaleVAE(shape).to(self.device).train()
         super().__init__(
@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> None:
     check(options)
     items = items_of(options.data)
     begin(options, 1 if options.workers > 1 else torch.get_num_threads())
-    make = partial(VQStage, items=items)
+    make = partial(MultiScaleVQStage, items=items)
     if options.workers > 1:
         in_workers(make, options)
     else:

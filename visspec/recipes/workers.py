@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from visspec.api.sources import need
-from visspec.train.loop import Alone
+from visspec.train.loop import SingleProcess
 
 EXTRA = "train"
 
 
 def workers(parallel: str | None, device: str) -> Any:
-    """What torchrun has started, or `Alone`. parallel: "ddp" (each process has all weights of the drafter), "fsdp"
-    (they are spread) or None: ddp where there are several. Raises ValueError for anything else.
+    """What torchrun has started, or `SingleProcess`. parallel: "ddp" (each process has all weights of the drafter),
+    "fsdp" (they are spread) or None: ddp where there are several. Raises ValueError for anything else.
     """
     if parallel not in (None, "ddp", "fsdp"):
         raise ValueError(f"parallel: got {parallel!r}, expected ddp or fsdp")
@@ -24,18 +24,18 @@ def workers(parallel: str | None, device: str) -> Any:
     if device == "tp":  # they share one target, so all of them make the same answers and train the same drafter
         if parallel is not None:
             raise ValueError(f"parallel: got {parallel} with device tp, expected one of the two")
-        return Together(int(os.environ.get("RANK", "0")))
+        return AcceleratorContext(int(os.environ.get("RANK", "0")))
     if world == 1:
         if parallel is not None:
             raise ValueError(
                 f"parallel: got {parallel} in one process, expected several (torchrun --nproc-per-node 2 ...)"
             )
-        return Alone()
+        return SingleProcess()
     need("accelerate", f"{world} processes", EXTRA)
     return Workers(parallel == "fsdp", device)
 
 
-class Together(Alone):
+class AcceleratorContext(SingleProcess):
     """Processes that do the same; the first one writes."""
 
     def __init__(self, rank: int):
@@ -62,7 +62,7 @@ class Workers:
         return self.accelerator.device
 
     def prepared(self, module: nn.Module, optimiser: Any) -> tuple[nn.Module, Any]:
-        """As `Alone.prepared`."""
+        """As `SingleProcess.prepared`."""
         module, wrapped = self.accelerator.prepare(module, optimiser)
         return module, wrapped.optimizer
 

@@ -1,7 +1,7 @@
 """Training batches recorded from the target while it generates answers in the decode loop.
 
-A recorder is used as drafter and drafts nothing, so features and laws are recorded at every token of an answer. No
-second pass is needed, and nothing is written to disk.
+A recorder is used as drafter and drafts nothing, so features and distributions are recorded at every token of an
+answer. No second pass is needed, and nothing is written to disk.
 
 Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, d hidden size.
 """
@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.laws import categorical
+from visspec.distributions import categorical
 from visspec.loop.decode import decode
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, Verdict
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingBatch:
     """A training batch: prompts and the target's answers. Row b has lengths[b] answer tokens, stop included."""
 
     ids: Tensor  # (B, L + M) prompts (left-padded) and answers (right-padded)
     prompt_length: int
     lengths: list[int]
     features: Tensor  # (B, L + M - 1, F)
-    logits: Tensor  # (B, M - 1, V) log-law after each answer token, up to a constant; float32
+    logits: Tensor  # (B, M - 1, V) log-distribution after each answer token, up to a constant; float32
     positions: Tensor  # (B, L + M - 1), or (3, B, L + M - 1)
     attention: Tensor | None  # (B, L) bool
     embeddings: Tensor | None  # (B, L, d) input embeddings of the prompt
@@ -47,7 +47,7 @@ class Recorder(Drafter):
         return trees.root(state.pending)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        self.rounds.append((list(state.rows), told(scores, draft)[:, 0], categorical(scores.law).logits[:, 0]))
+        self.rounds.append((list(state.rows), told(scores, draft)[:, 0], categorical(scores.distribution).logits[:, 0]))
 
     def select(self, state: State, keep: list[int]) -> None:
         """Nothing to do: each round is stored with its rows."""
@@ -60,13 +60,13 @@ def told(scores: Scores, draft: Draft) -> Tensor:
     return scores.features
 
 
-def capture(target: Target, rule: Acceptance, request: Request) -> Lesson:
+def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch:
     """Generate answers to a batch of prompts and return the recorded batch; F = 0 where the target gives no features.
 
-    When sampling at temperature 1 without top-k and top-p, the recorded laws are the target's unmodified ones.
+    When sampling at temperature 1 without top-k and top-p, the recorded distributions are the target's unmodified ones.
     """
     recorder = Recorder()
-    state = decode(target, recorder, rule, request, Pace(1, adaptive=False))
+    state = decode(target, recorder, rule, request, AdaptiveLength(1, adaptive=False))
     prompt = request.prompt
     rows, length = prompt.shape
     lengths = [len(t) for t in state.tokens]
@@ -76,12 +76,12 @@ def capture(target: Target, rule: Acceptance, request: Request) -> Lesson:
     answer = torch.tensor([t + [0] * (longest - len(t)) for t in state.tokens], device=prompt.device)
     features = torch.zeros(rows, length + longest - 1, known.shape[-1], dtype=known.dtype, device=prompt.device)
     features[:, :length] = known
-    logits = torch.zeros(rows, longest - 1, scores.law.width, device=prompt.device)
-    for step, (alive, feature, law) in enumerate(recorder.rounds):
+    logits = torch.zeros(rows, longest - 1, scores.distribution.width, device=prompt.device)
+    for step, (alive, feature, distribution) in enumerate(recorder.rounds):
         features[alive, length + step] = feature
-        logits[alive, step] = law
+        logits[alive, step] = distribution
     embeddings = scores.aux.get("embeddings")
-    return Lesson(
+    return TrainingBatch(
         torch.cat([prompt, answer], dim=1),
         length,
         lengths,
@@ -101,17 +101,17 @@ def _positions(prompt: Tensor, rows: int, more: int) -> Tensor:
     return torch.cat([positions, positions[..., -1:] + steps], dim=-1)
 
 
-def split(lesson: Lesson, rows: int) -> list[Lesson]:
+def split(lesson: TrainingBatch, rows: int) -> list[TrainingBatch]:
     """Split into batches of at most `rows` rows, sorted by answer length, each padded to its longest answer only."""
     order = sorted(range(len(lesson.lengths)), key=lambda b: lesson.lengths[b])
     return [_part(lesson, order[i : i + rows]) for i in range(0, len(order), rows)]
 
 
-def _part(lesson: Lesson, rows: list[int]) -> Lesson:
+def _part(lesson: TrainingBatch, rows: list[int]) -> TrainingBatch:
     lengths = [lesson.lengths[b] for b in rows]
     more = max(lengths)
     end = lesson.prompt_length + more
-    return Lesson(
+    return TrainingBatch(
         lesson.ids[rows, :end],
         lesson.prompt_length,
         lengths,
@@ -123,7 +123,7 @@ def _part(lesson: Lesson, rows: list[int]) -> Lesson:
     )
 
 
-def to(lesson: Lesson, dtype: torch.dtype) -> Lesson:
+def to(lesson: TrainingBatch, dtype: torch.dtype) -> TrainingBatch:
     """Cast features and embeddings, so that a half-precision target can train a drafter in float32."""
     embeddings = None if lesson.embeddings is None else lesson.embeddings.to(dtype)
-    return Lesson(**{**vars(lesson), "features": lesson.features.to(dtype), "embeddings": embeddings})
+    return TrainingBatch(**{**vars(lesson), "features": lesson.features.to(dtype), "embeddings": embeddings})

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from visspec.checkpoint import read_json
 from visspec.files import replacing, write_json
 from visspec.train import losses
-from visspec.train.capture import Lesson, capture, split, to
+from visspec.train.capture import TrainingBatch, capture, split, to
 from visspec.types import Acceptance, Request, Target
 
 RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress.json", "provenance.json"
@@ -38,7 +38,7 @@ POINTS = 200  # of the curve of a run
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingOptions:
     """Options of a run. `opening` is the share of steps trained on soft cross-entropy before `loss` takes over."""
 
     steps: int = 2000
@@ -82,7 +82,7 @@ class Plan:
         return self.rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-class Alone:
+class SingleProcess:
     """What a run asks of its processes: here one. `recipes.workers.Workers` are several, which train on lessons of
     their own and average gradients.
     """
@@ -97,18 +97,20 @@ class Alone:
 class Step(nn.Module):
     """The loss of a lesson as a forward pass, so that what wraps a module for several processes sees one."""
 
-    def __init__(self, drafter: Any, plan: Plan):
+    def __init__(self, drafter: Any, plan: TrainingOptions):
         super().__init__()
         self.head, self.plan = drafter.head, plan
         self._drafter = (drafter,)  # the target's modules are not trained
 
-    def forward(self, lesson: Lesson, kind: str) -> tuple[Tensor, list[float]]:
+    def forward(self, lesson: TrainingBatch, kind: str) -> tuple[Tensor, list[float]]:
         """(loss, share of agreement by step of the rollout)."""
         (drafter,), plan = self._drafter, self.plan
         with torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=plan.autocast):
             rollout = drafter.rollout(lesson, plan.unroll)
         feature, logits_BTV = None, lesson.logits
-        if drafter.ids is not None:  # the laws over these ids, where the target's choice is one of them (EAGLE-3)
+        if (
+            drafter.ids is not None
+        ):  # the distributions over these ids, where the target's choice is one of them (EAGLE-3)
             inside_BT = torch.isin(logits_BTV.argmax(dim=-1), drafter.ids)
             rollout = [(q, predicted, mask & inside_BT) for q, predicted, mask in rollout]
             logits_BTV = logits_BTV[..., drafter.ids]
@@ -129,7 +131,8 @@ class Trainer:
     """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps.
 
     provenance: of the drafter; its `settings` are what a run that is resumed has to share, beside the plan.
-    workers: the processes of the run (default `Alone`); prompts are numbered over all of them, only the first writes.
+    workers: the processes of the run (default `SingleProcess`); prompts are numbered over all of them, only the first
+    writes.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class Trainer:
         drafter: Any,
         rule: Acceptance,
         prompts: Callable[[int], Request],
-        plan: Plan,
+        plan: TrainingOptions,
         folder: str | Path,
         provenance: dict[str, Any],
         validate: Callable[[], dict[str, float]] | None = None,
@@ -147,7 +150,7 @@ class Trainer:
         self.target, self.drafter, self.rule, self.prompts, self.plan = target, drafter, rule, prompts, plan
         self.folder, self.provenance, self.validate = Path(folder), provenance, validate
         self.head: nn.Module = drafter.head
-        self.workers = workers = workers or Alone()
+        self.workers = workers = workers or SingleProcess()
         student = drafter
         if workers.sharded:  # the drafter keeps whole weights, for validation and for files
             student = copy.copy(drafter)
@@ -161,7 +164,7 @@ class Trainer:
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.curve: list[dict[str, float]] = []
-        self._group: tuple[int, list[Lesson]] = (-1, [])
+        self._group: tuple[int, list[TrainingBatch]] = (-1, [])
         self._coming: tuple[int, Future] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1)
 
@@ -192,7 +195,7 @@ class Trainer:
             self.drafter.refresh()
         return self.history
 
-    def lesson(self, step: int) -> Lesson:
+    def lesson(self, step: int) -> TrainingBatch:
         """The batch of a step. A group is generated at its first step, or at the first step after a resume."""
         plan = self.plan
         index, within = divmod(step, plan.parts * plan.reuse)
@@ -203,7 +206,7 @@ class Trainer:
         orders = [torch.randperm(plan.parts, generator=shuffle) for _ in range(epoch + 1)]
         return self._group[1][int(orders[-1][place])]
 
-    def _answers(self, index: int) -> list[Lesson]:
+    def _answers(self, index: int) -> list[TrainingBatch]:
         """The batches of a group. With `ahead` the next group is generated in another thread meanwhile."""
         waiting, self._coming = self._coming, None
         answers = self._answer(index) if waiting is None or waiting[0] != index else waiting[1].result()
@@ -211,7 +214,7 @@ class Trainer:
             self._coming = (index + 1, self._pool.submit(self._answer, index + 1))
         return answers
 
-    def _answer(self, index: int) -> list[Lesson]:
+    def _answer(self, index: int) -> list[TrainingBatch]:
         plan, parts = self.plan, []
         for number in range(index * plan.group, (index + 1) * plan.group):
             mine = number * self.workers.world + self.workers.rank
@@ -220,7 +223,7 @@ class Trainer:
             raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
         return parts
 
-    def update(self, lesson: Lesson) -> dict[str, Any]:
+    def update(self, lesson: TrainingBatch) -> dict[str, Any]:
         """One optimiser step."""
         plan = self.plan
         for group in self.optimiser.param_groups:

@@ -1,4 +1,4 @@
-"""Losses between a drafter's law q and the target's p (`kernels.draft_losses`), and between features.
+"""Losses between a drafter's distribution q and the target's p (`kernels.draft_losses`), and between features.
 
 `tv` is half of sum |p - q|: one minus the acceptance rate of exact verification with independent samples, and a bound
 for coupled ones. Its gradient is weak while q is far from p, so training starts with `soft_ce`.

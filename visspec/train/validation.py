@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from visspec.loop.decode import decode
-from visspec.loop.pace import Pace
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.stats import acceptance_by_depth
 from visspec.types import Acceptance, Drafter, Request, Round, Target
 
@@ -22,13 +22,13 @@ class Tau:
 
 def measure(target: Target, drafter: Drafter, rule: Acceptance, requests: Iterable[Request], levels: int) -> Tau:
     """Decode requests with a fixed draft depth. Tokens are counted after stop trimming, without the prefill's token."""
-    passes = gained = tokens = 0
+    passes = committed = tokens = 0
     rounds: list[Round] = []
     for request in requests:
-        state = decode(target, drafter, rule, request, Pace(levels, adaptive=False))
+        state = decode(target, drafter, rule, request, AdaptiveLength(levels, adaptive=False))
         tokens += sum(map(len, state.tokens))
-        gained += sum(len(t) - 1 for t in state.tokens)
-        passes += sum(len(r.gained) for r in state.trace.rounds)
+        committed += sum(len(t) - 1 for t in state.tokens)
+        passes += sum(len(r.committed) for r in state.trace.rounds)
         rounds += state.trace.rounds
     by_depth = [round(share, 4) for share in acceptance_by_depth(rounds)]
-    return Tau(gained / max(passes, 1), tokens, by_depth)
+    return Tau(committed / max(passes, 1), tokens, by_depth)

@@ -12,7 +12,7 @@ import numpy as np
 
 from visspec.eval.world.captions import NUMBERS, PLACES, REQUESTS, Fact, Phrasings, pick, right, stated
 from visspec.eval.world.emoji.atlas import names
-from visspec.eval.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS, Picture, Scene
+from visspec.eval.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS, EmojiScene, PlacedEmoji
 from visspec.eval.world.scene import GRID
 
 __all__ = ["REQUESTS", "caption", "facts", "missing", "parse", "questions", "score", "vocabulary"]
@@ -47,12 +47,12 @@ def _count(n: int) -> str:
     return f"{NUMBERS[n]} picture" + "s" * (n != 1)
 
 
-def relation(a: Picture, b: Picture) -> str:
+def relation(a: PlacedEmoji, b: PlacedEmoji) -> str:
     """What a caption says of two pictures in raster order: `left of` in one row of the layout, else `above`."""
     return "left of" if a.cell // GRID == b.cell // GRID else "above"
 
 
-def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
+def caption(scene: EmojiScene, rng: np.random.Generator | None = None) -> str:
     """A caption of about 25 to 100 words and marks; without a generator the most probable one."""
     pictures = scene.pictures
     out = [pick(rng, _OPENING).format(n=_count(len(pictures)))]
@@ -68,7 +68,7 @@ def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
     return " ".join([*out, pick(rng, _CLOSING)])
 
 
-def questions(scene: Scene) -> list[tuple[str, str]]:
+def questions(scene: EmojiScene) -> list[tuple[str, str]]:
     """Every (question, exact answer) about a scene."""
     out = [
         ("how many pictures are there ?", f"{NUMBERS[len(scene.pictures)]} ."),
@@ -83,7 +83,7 @@ def questions(scene: Scene) -> list[tuple[str, str]]:
     return out
 
 
-def facts(scene: Scene) -> dict[Hashable, str]:
+def facts(scene: EmojiScene) -> dict[Hashable, str]:
     """All facts of a complete caption: count, ground, tint, three facts a picture, and one relation."""
     out: dict[Hashable, str] = {"count": NUMBERS[len(scene.pictures)], "ground": scene.ground, "tint": scene.tint}
     for picture in scene.pictures:
@@ -137,12 +137,12 @@ def parse(text: str) -> list[Fact]:
     return stated(text, _sentence_facts)
 
 
-def score(text: str, scene: Scene) -> tuple[int, int]:
+def score(text: str, scene: EmojiScene) -> tuple[int, int]:
     """(facts right, facts stated); a fact stated twice is right once at most."""
     return right(parse(text), facts(scene))
 
 
-def missing(text: str, scene: Scene) -> int:
+def missing(text: str, scene: EmojiScene) -> int:
     """Number of facts of the scene that the caption doesn't state."""
     return len(facts(scene).keys() - dict(parse(text)).keys())
 

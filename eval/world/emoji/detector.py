@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from visspec.eval.metrics.detection import Detection, Found, digest
+from visspec.eval.metrics.detection import Detection, DetectionResult, digest
 from visspec.eval.world.emoji.atlas import DIGEST, names, premultiplied
 from visspec.eval.world.emoji.render import stamp
 
@@ -106,7 +106,7 @@ def fine_tiles(soft: int = 0) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Seen:
+class DetectedEmoji:
     """One picture found: its name, score up to 1, centre, tile side in pixels, and turn in degrees."""
 
     name: str
@@ -185,7 +185,7 @@ def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
     return Places(*(torch.cat([getattr(part, name) for part in parts]) for name in PLACE))
 
 
-class _Fit:
+class _PoseFit:
     """The second step: pictures fitted to one place of an image; poses (K, 4) are x, y and log side, and turn.
 
     x and y are offsets from the place in units of its side, the side is relative to it, turns are radians.
@@ -265,7 +265,7 @@ class EmojiDetector:
         return 0.0
 
     @torch.inference_mode()
-    def analyse(self, image: np.ndarray | Image.Image) -> tuple[Seen, ...]:
+    def analyse(self, image: np.ndarray | Image.Image) -> tuple[DetectedEmoji, ...]:
         """Pictures of an RGB image (PIL, or uint8 or float 0..255 (height, width, 3)), by falling score."""
         rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
         if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
@@ -273,7 +273,7 @@ class EmojiDetector:
         pixels = torch.from_numpy(np.ascontiguousarray(rgb.transpose(2, 0, 1))) - GREY
         side, least, most = min(rgb.shape[:2]), *self.sides
         places = _first(pixels, [part * side for part in LADDER if least / 1.1 <= part <= most * 1.1])
-        out: list[Seen] = []
+        out: list[DetectedEmoji] = []
         noise = noise_of(pixels)
         for _ in range(TRIES):
             if places is None or not len(places.x) or len(out) == MOST:
@@ -289,7 +289,7 @@ class EmojiDetector:
             places = Places(*(getattr(places, name)[far] for name in PLACE))
         return tuple(sorted(out, key=lambda seen: -seen.score))
 
-    def _fitted(self, pixels: torch.Tensor, places: Places, at: int, noise: float) -> Seen:
+    def _fitted(self, pixels: torch.Tensor, places: Places, at: int, noise: float) -> DetectedEmoji:
         """The picture that explains a place best, fitted from the RIVALS that do so around it in the first step."""
         x, y, side = (float(v[at]) for v in (places.x, places.y, places.side))
         index = _around(places, at).nonzero()[:, 0]
@@ -306,7 +306,7 @@ class EmojiDetector:
             [(places.x[start] - x) / side, (places.y[start] - y) / side, (places.side[start] / side).log(),
              torch.zeros(len(start))], 1,
         )  # fmt: skip
-        fit = _Fit(pixels, x, y, side)
+        fit = _PoseFit(pixels, x, y, side)
         room = float(fit.inside.sum())
         floor = 3 * noise**2 * room * min(1.0, FINE / AROUND / side) ** 2
         there = max(float(fit.alone) - floor, floor / 2, FAINT * room)
@@ -320,8 +320,12 @@ class EmojiDetector:
         pose, score = best, (float(fit.alone) - left) / there
         scale = float(pose[2].exp())
         turn = float(torch.rad2deg(pose[3]))
-        return Seen(names()[chosen], score, x + float(pose[0]) * side, y + float(pose[1]) * side, side * scale, turn)
+        return DetectedEmoji(
+            names()[chosen], score, x + float(pose[0]) * side, y + float(pose[1]) * side, side * scale, turn
+        )
 
-    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> Found:
+    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
         """All pictures of the image; none is ever refused."""
-        return Found(tuple(Detection(seen.name, seen.score, seen.box, None, None) for seen in self.analyse(image)))
+        return DetectionResult(
+            tuple(Detection(seen.name, seen.score, seen.box, None, None) for seen in self.analyse(image))
+        )

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.world.emoji.atlas import TILE, tiles
-from visspec.eval.world.emoji.scene import GROUNDS, TINTS, Scene, check
+from visspec.eval.world.emoji.scene import GROUNDS, TINTS, EmojiScene, check
 
 SLOPE = 26.0  # grey levels from the canvas's middle to the end of its gradient
 CLOUDS = 13.0  # standard deviations in grey levels
@@ -60,7 +60,7 @@ def stamp(name: str, x: float, y: float, side: float, turn: float) -> tuple[np.n
     return pixels, left, top
 
 
-def render(scene: Scene, size: int = 120) -> np.ndarray:
+def render(scene: EmojiScene, size: int = 120) -> np.ndarray:
     """Pixels of a scene, uint8 (size, size, 3), sRGB; later pictures lie over earlier ones."""
     check(scene)
     image = ground(scene.ground, scene.tint, size, np.random.default_rng(scene.texture_seed))
@@ -73,6 +73,6 @@ def render(scene: Scene, size: int = 120) -> np.ndarray:
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
 
 
-def to_image(scene: Scene, size: int = 120) -> Image.Image:
+def to_image(scene: EmojiScene, size: int = 120) -> Image.Image:
     """The same pixels as a PIL image."""
     return Image.fromarray(render(scene, size))

@@ -30,7 +30,7 @@ HELD_OUT_PICTURES, HELD_OUT_COMBINATIONS = (16, 7), (8, 3)
 
 
 @dataclass(frozen=True)
-class Picture:
+class PlacedEmoji:
     """One picture: its name in the atlas, centre, side of its tile, turn."""
 
     name: str
@@ -51,20 +51,20 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Scene:
+class EmojiScene:
     """Pictures in raster order on one ground; `texture_seed` fixes the ground's pixels."""
 
-    pictures: tuple[Picture, ...]
+    pictures: tuple[PlacedEmoji, ...]
     ground: str = "smooth"
     tint: str = "grey"
     texture_seed: int = 0
 
-    def at(self, cell: int) -> Picture | None:
+    def at(self, cell: int) -> PlacedEmoji | None:
         """The picture in a layout cell, or None."""
         return next((picture for picture in self.pictures if picture.cell == cell), None)
 
 
-def check(scene: Scene) -> Scene:
+def check(scene: EmojiScene) -> EmojiScene:
     """The scene itself; ValueError where a name, the ground or the tint is unknown or a picture leaves the canvas."""
     for picture in scene.pictures:
         if picture.name not in numbers():
@@ -101,13 +101,13 @@ def sample_ground(rng: np.random.Generator) -> tuple[str, str, int]:
     return GROUNDS[int(rng.integers(len(GROUNDS)))], [*TINTS][int(rng.integers(len(TINTS)))], int(rng.integers(1 << 31))
 
 
-def sample_scene(rng: np.random.Generator, split: str = "any", counts: tuple[int, ...] = COUNTS) -> Scene:
+def sample_scene(rng: np.random.Generator, split: str = "any", counts: tuple[int, ...] = COUNTS) -> EmojiScene:
     """Sample a scene: count, cells, ground and every attribute uniform; no picture comes twice."""
     choices = allowed(split)
     n = int(rng.choice(counts))
     cells = np.sort(rng.choice(GRID * GRID, size=n, replace=False))
     jitter = rng.uniform(-1, 1, size=(n, 4))
-    pictures: list[Picture] = []
+    pictures: list[PlacedEmoji] = []
     for cell, (dx, dy, bigger, turn) in zip(cells, jitter):
         size, name = choices[int(rng.integers(len(choices)))]
         while any(name == picture.name for picture in pictures):
@@ -115,20 +115,20 @@ def sample_scene(rng: np.random.Generator, split: str = "any", counts: tuple[int
         x = (cell % GRID + 0.5) / GRID + CENTRE_JITTER * dx
         y = (cell // GRID + 0.5) / GRID + CENTRE_JITTER * dy
         side = SIZES[size] + SIZE_JITTER * bigger
-        pictures.append(Picture(name, float(x), float(y), float(side), float(MOST_TURN * turn)))
-    return Scene(tuple(pictures), *sample_ground(rng))
+        pictures.append(PlacedEmoji(name, float(x), float(y), float(side), float(MOST_TURN * turn)))
+    return EmojiScene(tuple(pictures), *sample_ground(rng))
 
 
-def crowded(seed: int) -> Scene:
+def crowded(seed: int) -> EmojiScene:
     """A scene to learn to see by: half of them have six to nine pictures."""
     return sample_scene(np.random.default_rng(seed), counts=(*COUNTS, 6, 7, 8, 9))
 
 
-def scene_from_seed(seed: int, split: str = "any") -> Scene:
+def scene_from_seed(seed: int, split: str = "any") -> EmojiScene:
     """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
     return sample_scene(np.random.default_rng(seed), split)
 
 
-def held_out_scenes(count: int, first: int = 0) -> list[Scene]:
+def held_out_scenes(count: int, first: int = 0) -> list[EmojiScene]:
     """Held-out scenes number first..first+count, on which nothing is trained."""
     return [scene_from_seed(HELD_OUT_SEED + first + i) for i in range(count)]

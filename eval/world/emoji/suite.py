@@ -14,7 +14,7 @@ from itertools import permutations, product
 import numpy as np
 
 from visspec.eval.world.emoji.atlas import names, numbers
-from visspec.eval.world.emoji.scene import GROUNDS, MOST_TURN, TINTS, Picture, Scene, sample_ground
+from visspec.eval.world.emoji.scene import GROUNDS, MOST_TURN, TINTS, EmojiScene, PlacedEmoji, sample_ground
 from visspec.eval.world.suite import FREE_MARGIN, NUMBERS, RELATIONS, Metadata, holds
 
 TASKS = ("single_object", "two_object", "counting", "position")
@@ -138,7 +138,7 @@ def wanted(metadata: Metadata) -> list[str]:
     return [item["class"] for item in metadata["include"] for _ in range(item["count"])]
 
 
-def free_scene(metadata: Metadata, rng: np.random.Generator) -> Scene:
+def free_scene(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
     """A scene that matches a prompt exactly, with GAP between the tiles' boxes."""
     items, sides = wanted(metadata), SIDES[len(wanted(metadata))]
     relation = next((item["position"][0] for item in metadata["include"] if "position" in item), None)
@@ -153,10 +153,10 @@ def free_scene(metadata: Metadata, rng: np.random.Generator) -> Scene:
         if len(placed) == len(items) and (relation is None or holds(relation, placed[1][:2], placed[0][:2])):
             break
     turns = [float(turn) for turn in rng.uniform(-MOST_TURN, MOST_TURN, size=len(items))]
-    pictures = [Picture(name, *where, turn) for name, where, turn in zip(items, placed, turns)]
+    pictures = [PlacedEmoji(name, *where, turn) for name, where, turn in zip(items, placed, turns)]
     ground, tint, seed = sample_ground(rng)
     ground, tint = metadata.get("ground", (ground, tint))
-    return Scene(tuple(sorted(pictures, key=lambda p: (p.y, p.x))), ground, tint, seed)
+    return EmojiScene(tuple(sorted(pictures, key=lambda p: (p.y, p.x))), ground, tint, seed)
 
 
 def sample_prompt(rng: np.random.Generator, tag: str | None = None) -> Metadata:

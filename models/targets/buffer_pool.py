@@ -21,10 +21,10 @@ from visspec.kernels.common import next_power_of_2
 from visspec.replay import Recordings
 from visspec.types import Request
 
-WORTH = 32  # new tokens that a request must ask for to be one that calls are recorded for
+MIN_NEW_TOKENS = 32  # new tokens that a request must ask for to be one that calls are recorded for
 FIRST, LARGEST = 256, 1 << 17  # slots of the smallest and the largest bucket
-MOST = 64  # recordings; the one that was not used for the longest makes room
-IDLE = 8  # stores that no request uses and that are kept
+MAX_RECORDINGS = 64  # recordings; the one that was not used for the longest makes room
+MAX_IDLE = 8  # stores that no request uses and that are kept
 NUMBERS = itertools.count()
 
 
@@ -42,7 +42,7 @@ def capacity(rows: int) -> int:
 
 
 @dataclass(eq=False)
-class Stores:
+class KVBuffers:
     """Tensors (C, ..., S, ...) at addresses that recordings hold. kind: C, S, the stream, and what each is like."""
 
     kind: tuple
@@ -53,22 +53,22 @@ class Stores:
     def slots(self) -> int:
         return self.kind[1]
 
-    def hold(self, first: Tensor, wanted: int, queue: int) -> bool:
+    def contains(self, first: Tensor, wanted: int, queue: int) -> bool:
         """Whether a request's rows, of whose tensors one is given, are in these, with room for `wanted` slots."""
         here = first.data_ptr() == self.tensors[0].data_ptr()  # it has moved out where it needed more rows
         return here and self.slots >= wanted and self.kind[2] == queue
 
 
-class Lent:
+class BufferLease:
     """Stores in use. They are back as soon as nothing holds this: the request has ended, or went on to others."""
 
-    def __init__(self, stores: Stores, returned: deque[Stores]):
+    def __init__(self, stores: KVBuffers, returned: deque[KVBuffers]):
         self.stores = stores
         # no lock is taken in it, because it runs wherever the last reference ends
         weakref.finalize(self, returned.append, stores).atexit = False
 
 
-class Lending(Recordings):
+class GraphBufferPool(Recordings):
     """Recordings of calls that read stores, which begin with the number of these in their keys. `graphs` counts those
     that were made, `refused` says why none are made any more. All but `due` and `refuse` is called with `REPLAYING`.
     """
@@ -76,11 +76,11 @@ class Lending(Recordings):
     late = 0  # none is made but for its own call
 
     def __init__(self, name: str, positions: int | None = None):
-        super().__init__(MOST)
+        super().__init__(MAX_RECORDINGS)
         self.name, self.graphs, self.refused = name, 0, ""
         self.buckets = buckets(positions)
-        self.idle: list[Stores] = []
-        self.returned: deque[Stores] = deque()
+        self.idle: list[KVBuffers] = []
+        self.returned: deque[KVBuffers] = deque()
 
     def bucket(self, slots: int) -> int | None:
         """The smallest bucket with room for so many slots; None where there is none."""
@@ -88,7 +88,7 @@ class Lending(Recordings):
 
     def due(self, request: Request) -> bool:
         """Whether calls are recorded for a request."""
-        return not self.refused and request.max_new_tokens >= WORTH
+        return not self.refused and request.max_new_tokens >= MIN_NEW_TOKENS
 
     def refuse(self, why: str) -> None:
         """Nothing is recorded from now on, which is said. All that was taken is freed."""
@@ -105,14 +105,14 @@ class Lending(Recordings):
         while len(self.recordings) >= self.most:
             del self.recordings[next(iter(self.recordings))]
 
-    def settled(
-        self, lent: Lent | None, old: Sequence[Tensor], dim: int, end: int, wanted: int, queue: int
-    ) -> tuple[Lent, list[Tensor]]:
+    def acquire(
+        self, lease: BufferLease | None, old: Sequence[Tensor], dim: int, end: int, wanted: int, queue: int
+    ) -> tuple[BufferLease, list[Tensor]]:
         """A request's tensors, of which `end` slots are used, in stores with room for `wanted` slots, and what lends
         these. Nothing happens where they are in such already. dim: of the slots.
         """
-        if lent is not None and lent.stores.hold(old[0], wanted, queue):
-            return lent, list(old)
+        if lease is not None and lease.stores.contains(old[0], wanted, queue):
+            return lease, list(old)
         rows = old[0].shape[0]
         parts = tuple((x.shape[1:dim], x.shape[dim + 1 :], x.dtype, x.device) for x in old)
         stores = self._free((capacity(rows), wanted, queue, parts))
@@ -120,9 +120,9 @@ class Lending(Recordings):
             new[:rows].narrow(dim, 0, end).copy_(x.narrow(dim, 0, end))
             new[:rows].narrow(dim, end, wanted - end).zero_()  # masked slots are multiplied by 0, and others may have
             new[rows:] = 0  # left NaN
-        return Lent(stores, self.returned), [new[:rows] for new in stores.tensors]
+        return BufferLease(stores, self.returned), [new[:rows] for new in stores.tensors]
 
-    def _free(self, kind: tuple) -> Stores:
+    def _free(self, kind: tuple) -> KVBuffers:
         """Stores that no request uses."""
         while self.returned:
             self.idle.append(self.returned.popleft())
@@ -130,7 +130,7 @@ class Lending(Recordings):
             if stores.kind == kind:
                 self.idle.remove(stores)
                 return stores
-        self._drop(len(self.idle) - IDLE)
+        self._drop(len(self.idle) - MAX_IDLE)
         try:
             return allocated(kind)
         except torch.OutOfMemoryError:
@@ -144,12 +144,12 @@ class Lending(Recordings):
         self.recordings = {key: held for key, held in self.recordings.items() if key[0] not in gone}
 
 
-def allocated(kind: tuple) -> Stores:
+def allocated(kind: tuple) -> KVBuffers:
     rows, slots, _, parts = kind
     made = [torch.empty(rows, *ahead, slots, *behind, dtype=dtype, device=dev) for ahead, behind, dtype, dev in parts]
-    return Stores(kind, made)
+    return KVBuffers(kind, made)
 
 
-def said(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

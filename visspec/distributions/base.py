@@ -1,4 +1,4 @@
-"""Base class of laws, and checks of a drafter's tensors."""
+"""Base class of distributions, and checks of a drafter's tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 
-class Law:
-    """Base class. `width`: maximum number of random numbers for one sample. `drafts`: type of the laws of drafts."""
+class Distribution:
+    """Base class. `width`: maximum number of random numbers for one sample. `drafts`: type of the distributions of
+    drafts.
+    """
 
-    drafts: type[Law]
+    drafts: type[Distribution]
 
     @property
     def width(self) -> int:
@@ -30,10 +32,10 @@ class Law:
         """
         raise NotImplementedError
 
-    def checked(self, value: Tensor, limits: Any) -> tuple[Law, Tensor]:
-        """(the law of drafts, sanitised; at which nodes it is valid (B, N) bool).
+    def checked(self, value: Tensor, limits: Any) -> tuple[Distribution, Tensor]:
+        """(the distribution of drafts, sanitised; at which nodes it is valid (B, N) bool).
 
-        Raises ValueError for a law of the wrong shape or dtype.
+        Raises ValueError for a distribution of the wrong shape or dtype.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""A compatible set of target, drafter, rule, pace and order, checked once before any pass."""
+"""A compatible set of target, drafter, rule, draft-length policy and order, checked once before any pass."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from visspec.accept.captured import Captured
-from visspec.laws import Categorical
-from visspec.loop.guard import Guarded
-from visspec.loop.orders import Islands, Raster
-from visspec.loop.pace import Pace
+from visspec.accept.graphed_rule import GraphedRule
+from visspec.distributions import Categorical
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.orders import Raster, RejectedRegions
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
 
 SHAPES = 64  # of drafts whose verdicts are recorded
 
 
 @dataclass(frozen=True, eq=False)
-class Pairing:
-    """A target with drafter, rule, pace and order, which decodes requests."""
+class DecodingSetup:
+    """A target with drafter, rule, draft-length policy and order, which decodes requests."""
 
     target: Any  # a Target
-    drafter: Guarded | None
+    drafter: SafeDrafter | None
     name: str  # of the drafter
     rule: Acceptance
-    pace: Pace
+    length_policy: AdaptiveLength
     order: Order
 
     @property
@@ -41,23 +41,23 @@ class Pairing:
         return min(given, key=GUARANTEES.index) if self.order.raster else "approximate"
 
     def promises_tokens(self, greedy: bool) -> bool:
-        """Whether the tokens are those of plain decoding. A rule that is exact with coins of its own keeps the law
-        only; greedy decoding tosses none.
+        """Whether the tokens are those of plain decoding. A rule that is exact with uniform numbers of its own keeps
+        the distribution only; greedy decoding uses none.
         """
         return self.guarantee != "approximate" and (greedy or not self.rule.traits.judges_draws)
 
-    def chosen(self) -> Pairing:
-        """The pairing of the next request: this one, unless there are several drafters (`bandit.Arms`)."""
+    def select(self) -> DecodingSetup:
+        """The setup of the next request: this one, unless there are several drafters (`bandit.Arms`)."""
         return self
 
     @property
-    def each(self) -> tuple[Pairing, ...]:
+    def each(self) -> tuple[DecodingSetup, ...]:
         """All that may be chosen."""
         return (self,)
 
     def decode(self, request: Request) -> State:
         """Decode a batch. Returns the finished state."""
-        return self.finish(self.order.decode(self.target, self.drafter, self.rule, request, self.pace))
+        return self.finish(self.order.decode(self.target, self.drafter, self.rule, request, self.length_policy))
 
     def finish(self, state: State) -> State:
         """Count the drafter's faults, also after an interrupted request; the target gives back what it borrowed."""
@@ -67,7 +67,7 @@ class Pairing:
         return state
 
 
-def pair(
+def build_setup(
     drafter: Drafter | None,
     name: str,
     rule: Acceptance,
@@ -79,8 +79,8 @@ def pair(
     adaptive: bool = True,
     compile: bool = False,
     graphs: bool | None = False,
-) -> Pairing:
-    """Check and build a pairing. `rule` is bound here, so pass a copy.
+) -> DecodingSetup:
+    """Check and build a setup. `rule` is bound here, so pass a copy.
 
     subject: passed to the drafter's `attach`, a model or a family; make_target builds the target for a drafter's
     traits. order None: islands if both drafter and rule support whole images, else raster. levels: maximum draft depth.
@@ -102,26 +102,27 @@ def pair(
         warnings.warn(said, RuntimeWarning, stacklevel=2)
     elif graphs is not False and not compile:
         target.record(graphs)
-    if target.recorder is not None and rule.traits.law is Categorical and not isinstance(rule, Captured):
-        rule = Captured(rule, SHAPES)
+    if target.recorder is not None and rule.traits.distribution is Categorical and not isinstance(rule, GraphedRule):
+        rule = GraphedRule(rule, SHAPES)
     if target.recorder is not None and drafter is not None:
         drafter.record()
     rule.bind(target.capabilities)
     check(drafter, rule, target)
     guarded = None
     if drafter is not None:
-        lent = target if traits.partial or traits.stored else None
-        guarded = Guarded(drafter, target.capabilities, target.device, rule.traits.chains_only, lent)
+        target_access = target if traits.partial or traits.stored else None
+        guarded = SafeDrafter(drafter, target.capabilities, target.device, rule.traits.chains_only, target_access)
     if order is None:
-        order = Islands() if traits.whole_images and rule.traits.whole_images else Raster()
-    if not order.raster and target.capabilities.law is not order.law:
-        kinds = order.law.__name__, target.capabilities.law.__name__
+        order = RejectedRegions() if traits.whole_images and rule.traits.whole_images else Raster()
+    if not order.raster and target.capabilities.distribution is not order.distribution:
+        kinds = order.distribution.__name__, target.capabilities.distribution.__name__
         raise ValueError(
-            f"order: got {type(order).__name__}, which is of {kinds[0]} laws, expected raster or one of {kinds[1]} laws"
+            f"order: got {type(order).__name__}, which is of {kinds[0]} distributions,"
+            f" expected raster or one of {kinds[1]}"
         )
     check_order(order, target)
-    pace = Pace(levels or traits.levels, adaptive and traits.adaptive_depth)
-    return Pairing(target, guarded, name, rule, pace, order.joined(rule, guarded))
+    length_policy = AdaptiveLength(levels or traits.levels, adaptive and traits.adaptive_depth)
+    return DecodingSetup(target, guarded, name, rule, length_policy, order.joined(rule, guarded))
 
 
 def check_order(order: Order, target: Target) -> None:
@@ -135,16 +136,16 @@ def check_order(order: Order, target: Target) -> None:
 
 def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
     """Raises ValueError if the rule does not support the target's nodes or the drafter's drafts."""
-    name, law = type(rule.inner).__name__, target.capabilities.law
-    if rule.traits.law is not law:
+    name, wanted = type(rule.inner).__name__, target.capabilities.distribution
+    if (judged := rule.traits.distribution) is not wanted:
         raise ValueError(
-            f"acceptance: {name} judges {rule.traits.law.__name__} laws, expected {law.__name__} as the target has"
+            f"acceptance: {name} judges {judged.__name__} distributions, expected {wanted.__name__} as the target has"
         )
     if drafter is None:
         return
     kind = type(drafter).__name__
-    if drafter.traits.law is not law:
-        raise ValueError(f"drafter: {kind} drafts for {drafter.traits.law.__name__} laws, expected {law.__name__}")
+    if (drafted := drafter.traits.distribution) is not wanted:
+        raise ValueError(f"drafter: {kind} drafts for {drafted.__name__} distributions, expected {wanted.__name__}")
     if drafter.traits.partial and not target.capabilities.layers:
         raise ValueError(f"drafter: {kind} runs layers of the target, expected one whose layers can be left out")
     if drafter.traits.any_order and not target.capabilities.any_order:

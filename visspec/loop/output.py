@@ -1,7 +1,7 @@
-"""What a request has produced so far, as the loop keeps it: `Ids` holds ids on the host, `Stack` vectors and `MapStack`
-maps of ids on the device.
+"""What a request has produced so far, as the loop keeps it: `TokenBuffer` holds ids on the host, `VectorBuffer` vectors
+and `ScaleBuffer` maps of ids on the device.
 
-The loop reads a round on the host once. A tape adds what it needs to that read, and takes its part of the result.
+The loop reads a round on the host once. A buffer adds what it needs to that read, and takes its part of the result.
 """
 
 from __future__ import annotations
@@ -12,46 +12,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.laws import categorical
+from visspec.distributions import categorical
 from visspec.types import Draft, Request, Scores, Verdict
 
 
-class Tape:
-    """Base class. tokens: numbers of every original row's nodes. laws, raw: with `keep_logits`, `keep_raw`, the warped
-    and the raw logits of every token, (V,). finished: rows that have ended.
+class OutputBuffer:
+    """Base class. tokens: numbers of every original row's nodes. distributions, raw: with `keep_logits`, `keep_raw`,
+    the warped and the raw logits of every token, (V,). finished: rows that have ended.
     """
 
     def __init__(self, request: Request, rows: int):
         self.request = request
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self.laws: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
         self.raw: list[list[Tensor]] = [[] for _ in range(rows)]
         self.finished: set[int] = set()
 
-    def placed(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
         """Something about each node of an original row, in the order of `values`, and `given` where none was drawn."""
         return items
 
 
-class Ids(Tape):
+class TokenBuffer(OutputBuffer):
     """Tokens of every original row, and where they end: at an end-of-sequence id, a stop function or the limit."""
 
     def parts(self, draft: Draft, verdict: Verdict) -> list[Tensor]:
         """Columns (B, *) that the round's read brings to the host: the ids of all nodes, and the one that follows."""
         return [draft.value, verdict.next[:, None]]
 
-    def gained(self, path: list[int], values: list[int], following: list[int]) -> list[int]:
+    def new_tokens(self, path: list[int], values: list[int], following: list[int]) -> list[int]:
         """Ids that a row gained: those of its path without the root, then the next one."""
         return [*(values[n] for n in path[1:]), *following]
 
-    def append(self, row: int, gained: list[int]) -> int:
+    def append(self, row: int, new_tokens: list[int]) -> int:
         """Add a row's new tokens up to its first stop, and return how many were added.
 
         Tokens behind a stop inside an accepted path are dropped, so the output is what plain decoding gives.
         """
         request, tokens = self.request.of(row)[0], self.tokens[row]
         before = len(tokens)
-        for token in gained:
+        for token in new_tokens:
             tokens.append(token)
             over = token in request.eos or len(tokens) >= request.max_new_tokens
             if over or (request.stop is not None and request.stop(self.ids(row))):
@@ -61,11 +61,13 @@ class Ids(Tape):
             self.finished.add(row)
         return len(tokens) - before
 
-    def keep(self, row: int, b: int, path: list[int], scores: Scores) -> None:
-        """Keep the laws that gave the tokens just added, where the request asks for them."""
+    def record(self, row: int, b: int, path: list[int], scores: Scores) -> None:
+        """Keep the distributions that gave the tokens just added, where the request asks for them."""
         count = len(self.tokens[row])
         if self.request.keep_logits:
-            self.laws[row].extend(categorical(scores.law).logits[b, path[: count - len(self.laws[row])]])
+            self.distributions[row].extend(
+                categorical(scores.distribution).logits[b, path[: count - len(self.distributions[row])]]
+            )
         if self.request.keep_raw:
             self.raw[row].extend(scores.aux["raw"][b, path[: count - len(self.raw[row])]])
 
@@ -76,22 +78,26 @@ class Ids(Tape):
     def ids(self, row: int) -> Tensor:
         """Prompt and tokens of an original row, (1, length)."""
         request, index = self.request.of(row)
-        gained = torch.tensor([self.tokens[row]], dtype=torch.long, device=request.prompt.device)
-        return torch.cat([request.prompt[index : index + 1], gained], dim=1)
+        new_tokens = torch.tensor([self.tokens[row]], dtype=torch.long, device=request.prompt.device)
+        return torch.cat([request.prompt[index : index + 1], new_tokens], dim=1)
 
-    def join(self, other: Ids, rows: list[int], places: list[int]) -> None:
-        """Take over rows of another tape, at these places; a place that is not there yet is the next one."""
+    def join(self, other: TokenBuffer, rows: list[int], places: list[int]) -> None:
+        """Take over rows of another buffer, at these places; a place that is not there yet is the next one."""
         for row, place in zip(rows, places):
             if place == len(self.tokens):
-                for kept in (self.tokens, self.laws, self.raw):
+                for kept in (self.tokens, self.distributions, self.raw):
                     kept.append([])
-            self.tokens[place], self.laws[place], self.raw[place] = other.tokens[row], other.laws[row], other.raw[row]
+            self.tokens[place], self.distributions[place], self.raw[place] = (
+                other.tokens[row],
+                other.distributions[row],
+                other.raw[row],
+            )
             self.finished.discard(place)
 
 
-class Stack(Tape):
+class VectorBuffer(OutputBuffer):
     """Vectors of every original row; a row ends at the limit. `tokens` are their numbers, 0, 1, 2, ... in each row;
-    `laws` and `raw` stay empty, for vectors have no logits.
+    `distributions` and `raw` stay empty, for vectors have no logits.
     """
 
     def __init__(self, request: Request, rows: int):
@@ -104,16 +110,16 @@ class Stack(Tape):
         self._round = draft, verdict
         return [verdict.next.isfinite().all(dim=-1, keepdim=True).long()]
 
-    def gained(self, path: list[int], *rest: list[int]) -> list[int]:
+    def new_tokens(self, path: list[int], *rest: list[int]) -> list[int]:
         """Nodes of the path that a row gained, without the root, then 0 for the next one."""
         if rest != ([1],):
             raise ValueError("model: got a vector that is not finite from its head, expected finite numbers")
         return [*path[1:], 0]
 
-    def append(self, row: int, gained: list[int]) -> int:
+    def append(self, row: int, new_tokens: list[int]) -> int:
         """Count a row's new vectors up to the limit, and return how many were added."""
         tokens = self.tokens[row]
-        count = min(len(gained), self.request.max_new_tokens - len(tokens))
+        count = min(len(new_tokens), self.request.max_new_tokens - len(tokens))
         tokens.extend(range(len(tokens), len(tokens) + count))
         if len(tokens) >= self.request.max_new_tokens:
             self.finished.add(row)
@@ -121,7 +127,7 @@ class Stack(Tape):
             self.finished.add(row)
         return count
 
-    def keep(self, row: int, b: int, path: list[int], scores: Scores) -> None:
+    def record(self, row: int, b: int, path: list[int], scores: Scores) -> None:
         """Keep the vectors just added, on the device. A path of a chain is a range of its nodes."""
         assert self._round is not None
         draft, verdict = self._round
@@ -137,7 +143,7 @@ class Stack(Tape):
         return torch.cat(self.held[row])[: len(self.tokens[row])]
 
 
-class MapStack(Stack):
+class ScaleBuffer(VectorBuffer):
     """Maps of codes of every original row, padded to one size; node k has sizes[k] codes. Rows end at the limit."""
 
     def __init__(self, request: Request, rows: int, sizes: Sequence[int]):
@@ -148,7 +154,7 @@ class MapStack(Stack):
         self._round = draft, verdict
         return []
 
-    def gained(self, path: list[int], *rest: list[int]) -> list[int]:
+    def new_tokens(self, path: list[int], *rest: list[int]) -> list[int]:
         return [*path[1:], 0]
 
     def maps(self, row: int) -> Tensor:

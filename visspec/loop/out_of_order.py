@@ -1,13 +1,14 @@
 """Decoding an image in non-raster orders (`loop.orders`).
 
-A position may be generated before all of its raster predecessors. Its law is computed from the token at the previous
-position, which attends to all final tokens; every final token is run again in the pass after it was generated, so that
-the cache has its keys and values. The schedule does not depend on tokens, so the host plans all passes and synchronises
-only after each verified draft and at the end.
+A position may be generated before all of its raster predecessors. Its distribution is computed from the token at the
+previous position, which attends to all final tokens; every final token is run again in the pass after it was generated,
+so that the cache has its keys and values. The schedule does not depend on tokens, so the host plans all passes and
+synchronises only after each verified draft and at the end.
 
-The law of a position depends on positions before it in raster order (ZipAR), or on those and the draft (islands). The
-total variation between the output and plain decoding is at most the expected sum over positions of that between the
-law used and the law given all previous positions: `audit` measures this sum, the drift, in one extra pass.
+The distribution of a position depends on positions before it in raster order (ZipAR), or on those and the draft
+(islands). The total variation between the output and plain decoding is at most the expected sum over positions of that
+between the distribution used and the distribution given all previous positions: `audit` measures this sum, the drift,
+in one extra pass.
 
 Shapes: B rows, T places of the image in raster order, grammar included, N nodes of a pass, F decisions, V vocabulary.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from visspec.accept.local import settled
 from visspec.cache import to_device
-from visspec.laws import categorical
+from visspec.distributions import categorical
 from visspec.sampling import Gumbel
 from visspec.types import FREE, Acceptance, Drafter, Order, Request, Round, State, Target, Trace
 
@@ -29,21 +30,23 @@ Places = list[int]
 NOWHERE = -1  # position of padding nodes
 
 
-class Plan(Order):
+class OutOfOrder(Order):
     """Base class of orders that plan the passes over an image."""
 
     audit = True  # whether to measure the drift, in one extra pass
 
-    def decode(self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, pace: Any) -> State:
+    def decode(
+        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+    ) -> State:
         return decode_wavefront(target, self, request)
 
-    def paint(self, canvas: Canvas) -> None:
+    def schedule(self, decoder: OutOfOrderDecoder) -> None:
         """Generate all positions."""
         raise NotImplementedError
 
 
 @torch.inference_mode()
-def decode_wavefront(target: Target, order: Plan, request: Request) -> State:
+def decode_wavefront(target: Target, order: OutOfOrder, request: Request) -> State:
     """Decode a batch of images. Returns the finished state, as `decode` does.
 
     `trace.rounds` has an entry for each pass of the target except prefill and audit; `trace.origin` is "drafted" for
@@ -56,15 +59,15 @@ def decode_wavefront(target: Target, order: Plan, request: Request) -> State:
         state, scores = target.prefill(request)
         state.trace = trace
         if request.generators is not None and not request.sampling.greedy:
-            state.noise = Gumbel(request.generators, scores.law.width)
-        canvas = Canvas(target, state, categorical(scores.law).logits[:, -1], order.audit)
-    for place in canvas.preview:
-        canvas.step([[place]] * canvas.rows)
-    order.paint(canvas)
+            state.noise = Gumbel(request.generators, scores.distribution.width)
+        decoder = OutOfOrderDecoder(target, state, categorical(scores.distribution).logits[:, -1], order.audit)
+    for place in decoder.preview:
+        decoder.step([[place]] * decoder.rows)
+    order.schedule(decoder)
     if order.audit:
         with trace.stage("audit"):
-            state.meters["drift"] = audit(canvas)
-    canvas.finish()
+            state.meters["drift"] = audit(decoder)
+    decoder.finish()
     return state
 
 
@@ -82,7 +85,7 @@ def _check(request: Request) -> None:
         raise ValueError(f"grid: got {request.grid} and {free} places for codes, expected one for each")
 
 
-class Canvas:
+class OutOfOrderDecoder:
     """A batch of unfinished images: final tokens and their cache slots.
 
     free: places of the image's codes; preview: positions of codes before them, a smaller image generated first by some
@@ -106,7 +109,7 @@ class Canvas:
         self.known = [list(self.grammar) for _ in range(self.rows)]
         self.cached = [[False] * self.total for _ in range(self.rows)]
         self.fresh: list[Places] = [[0] if self.grammar[0] else [] for _ in range(self.rows)]
-        self.stayed = torch.zeros(self.rows, self.total, dtype=torch.bool, device=device)
+        self.accepted_mask = torch.zeros(self.rows, self.total, dtype=torch.bool, device=device)
         self.passes = [[0] * self.total for _ in range(self.rows)]
         self.noise_BTV = None if state.noise is None else state.noise.window(self.total)
         self.used_BTV = first_BV.new_zeros(self.rows, self.total, first_BV.shape[-1]) if audited else None
@@ -144,15 +147,17 @@ class Canvas:
             before = {u - 1: self.above.get(u, u - 1) for u in places if u > 0 and u - 1 not in final[b]}
             final[b] |= {t for t in before if self.cached[b][t]}
             extra.append({t: t if self.known[b][t] else s for t, s in before.items() if t not in final[b]})
-        laws, at = self._run(final, extra)
+        distributions, at = self._run(final, extra)
         for b, places in enumerate(wanted):
             self.fresh[b] = list(places) or self.fresh[b]
         pairs, ran = [(b, u) for b, places in enumerate(wanted) for u in places], [bool(nodes) for nodes in at]
-        self.decide(pairs, self._after(laws, at, pairs), self.pass_number(any(ran)))
+        self.decide(pairs, self._after(distributions, at, pairs), self.pass_number(any(ran)))
         self.record([len(places) for places in wanted], ran)
 
-    def judge(self, places: Places, drafted_BN: Tensor) -> Tensor:
-        """One pass over a block of drafted codes, treated as final. Returns the law at each position, (B, N, V)."""
+    def score_block(self, places: Places, drafted_BN: Tensor) -> Tensor:
+        """One pass over a block of drafted codes, treated as final. Returns the distribution at each position, (B, N,
+        V).
+        """
         self.tokens_BT[:, places] = drafted_BN
         first = max(places[0] - 1, 0)
         while first > 0 and self.grammar[first]:
@@ -162,9 +167,9 @@ class Canvas:
             self.fresh[b] = []
             for u in places:
                 self.known[b][u], self.passes[b][u] = True, self.pass_number()
-        laws, at = self._run(final, [{} for _ in final])
+        distributions, at = self._run(final, [{} for _ in final])
         pairs = [(b, u) for b in range(self.rows) for u in places]
-        return self._after(laws, at, pairs).unflatten(0, (self.rows, len(places)))
+        return self._after(distributions, at, pairs).unflatten(0, (self.rows, len(places)))
 
     def reject(self, todo: list[Places]) -> None:
         """Mark these positions of each row, and the grammar after them, as not final."""
@@ -178,7 +183,7 @@ class Canvas:
         return len(self.state.trace.rounds) + ran
 
     def decide(self, pairs: list[tuple[int, int]], logits_FV: Tensor, now: int) -> None:
-        """Sample the tokens of (row, position) pairs from their laws, with the noise of each position."""
+        """Sample the tokens of (row, position) pairs from their distributions, with the noise of each position."""
         if not pairs:
             return
         with self.state.trace.stage("accept"):
@@ -191,7 +196,7 @@ class Canvas:
             self.known[b][u], self.passes[b][u] = True, now
 
     def _run(self, final: list[set[int]], extra: list[dict[int, int]]) -> tuple[Tensor | None, list[dict[int, int]]]:
-        """A pass over final positions and replacements {position: token's position}; laws, {position: node}."""
+        """A pass over final positions and replacements {position: its token's}; distributions, {position: node}."""
         tables = [{**{t: t for t in sorted(f)}, **e} for f, e in zip(final, extra)]
         width = max(map(len, tables))
         if width == 0:
@@ -205,40 +210,42 @@ class Canvas:
         seen_BT = to_device(self.cached, device)
         with self.state.trace.stage("verify"):
             scores = self.target.revise(self.state, self.tokens_BT.gather(1, source_BN), where_BN, seen_BT)
-        return categorical(scores.law).logits, [{t: n for n, t in enumerate(table)} for table in tables]
+        return categorical(scores.distribution).logits, [{t: n for n, t in enumerate(table)} for table in tables]
 
     def _after(self, laws_BNV: Tensor | None, at: list[dict[int, int]], pairs: list[tuple[int, int]]) -> Tensor:
-        """The law at each (row, place), (F, V): that of the node before it, of the prompt at place 0."""
+        """The distribution at each (row, place), (F, V): that of the node before it, of the prompt at place 0."""
         if not pairs:
             return self.first_BV[:0]
         after_BNV = self.first_BV[:, None] if laws_BNV is None else torch.cat([self.first_BV[:, None], laws_BNV], 1)
         node = [(b, at[b][u - 1] + 1 if u else 0) for b, u in pairs]
         return after_BNV[tuple(to_device(x, after_BNV.device) for x in zip(*node))]
 
-    def record(self, gained: list[int], ran: list[bool]) -> None:
+    def record(self, committed: list[int], ran: list[bool]) -> None:
         if any(ran):
-            gained = [g for g, r in zip(gained, ran) if r]
-            self.state.trace.rounds.append(Round(0, gained, [False] * len(gained)))
+            committed = [g for g, r in zip(committed, ran) if r]
+            self.state.trace.rounds.append(Round(0, committed, [False] * len(committed)))
             if self.state.request.on_round is not None:
                 self.state.request.on_round(self.state)
 
     def finish(self) -> None:
         state, trace = self.state, self.state.trace
-        state.tape.tokens, state.rows, state.memory = self.tokens_BT.tolist(), [], self.passes
-        trace.origin = [["drafted" if d else "plain" for d in row] for row in self.stayed.tolist()]
-        state.tape.finished = set(range(self.rows))
+        state.output.tokens, state.rows, state.memory = self.tokens_BT.tolist(), [], self.passes
+        trace.origin = [["drafted" if d else "plain" for d in row] for row in self.accepted_mask.tolist()]
+        state.output.finished = set(range(self.rows))
 
 
-def audit(canvas: Canvas) -> Tensor:
-    """(B,) sum over places of the total variation between the law used and the law given all previous positions."""
-    state = canvas.state
-    assert canvas.used_BTV is not None
-    device, last = canvas.tokens_BT.device, canvas.total - 1
-    where_BN = torch.arange(last, device=device).expand(canvas.rows, -1)
-    seen_BT = torch.ones(canvas.rows, canvas.total, dtype=torch.bool, device=device)
-    scores = canvas.target.revise(state, canvas.tokens_BT[:, :last], where_BN, seen_BT)
-    full_BTV = torch.cat([canvas.first_BV[:, None], categorical(scores.law).logits], dim=1).softmax(-1)
-    full_BTV = settled(full_BTV, canvas.noise_BTV is None)[:, canvas.free]
-    here_BT = full_BTV.gather(2, canvas.tokens_BT[:, canvas.free, None])[..., 0]
-    moved_BT = 0.5 * (canvas.used_BTV[:, canvas.free] - full_BTV).abs().sum(-1)
-    return torch.where(canvas.stayed[:, canvas.free], 1 - here_BT, moved_BT).sum(1)
+def audit(decoder: OutOfOrderDecoder) -> Tensor:
+    """(B,) sum over places of the total variation between the distribution used and the distribution given all previous
+    positions.
+    """
+    state = decoder.state
+    assert decoder.used_BTV is not None
+    device, last = decoder.tokens_BT.device, decoder.total - 1
+    where_BN = torch.arange(last, device=device).expand(decoder.rows, -1)
+    seen_BT = torch.ones(decoder.rows, decoder.total, dtype=torch.bool, device=device)
+    scores = decoder.target.revise(state, decoder.tokens_BT[:, :last], where_BN, seen_BT)
+    full_BTV = torch.cat([decoder.first_BV[:, None], categorical(scores.distribution).logits], dim=1).softmax(-1)
+    full_BTV = settled(full_BTV, decoder.noise_BTV is None)[:, decoder.free]
+    here_BT = full_BTV.gather(2, decoder.tokens_BT[:, decoder.free, None])[..., 0]
+    moved_BT = 0.5 * (decoder.used_BTV[:, decoder.free] - full_BTV).abs().sum(-1)
+    return torch.where(decoder.accepted_mask[:, decoder.free], 1 - here_BT, moved_BT).sum(1)

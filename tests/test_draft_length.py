@@ -15,12 +15,11 @@ from tests.doubles import Double
 from tests.tables import Steady, Table, TableTarget
 from tests.tables import decoded as sampled
 from visspec.accept.exact import Exact
-from visspec.laws import Categorical
-from visspec.loop import guard
-from visspec.loop import pace as paces
+from visspec.distributions import Categorical
+from visspec.loop import draft_length, safe_drafter
 from visspec.loop.decode import decode
-from visspec.loop.pace import Pace
-from visspec.loop.tape import Ids
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.output import TokenBuffer
 from visspec.models.drafters import ngram
 from visspec.types import Capabilities, DrafterTraits, Request, Round, Scores, State
 
@@ -28,23 +27,23 @@ TOKENS = 1500
 LEVELS = 8
 
 
-def decoded(accepted, verify, draft, seed=0, tokens=TOKENS, noise=0.0, pace=None, request=96):
+def decoded(accepted, verify, draft, seed=0, tokens=TOKENS, noise=0.0, length_policy=None, request=96):
     """(seconds, rounds that drafted, all rounds) of `tokens` tokens in requests of so many.
 
     accepted(n): acceptance rate of every level at token n; verify, draft: seconds by levels. noise: of the clock.
     """
-    random, pace = Random(seed), pace or Pace(LEVELS)
+    random, length_policy = Random(seed), length_policy or AdaptiveLength(LEVELS)
     seconds, drafted, rounds, made = 0.0, 0, 0, 0
     while made < tokens:
-        state = Bag(budget=request - made % request, trace=Bag(gave_up=0, context=40, resting=0))
-        asked = pace.depth(state)
+        state = Bag(budget=request - made % request, trace=Bag(gave_up=0, context=40, cooldown=0))
+        asked = length_policy.depth(state)
         gained = 1
         while gained <= asked and random.random() < accepted(made):
             gained += 1
         times = {"verify": verify(asked), "accept": 0.0, "draft": draft(asked) if asked else 0.0, "observe": 0.0}
         times = {k: v * random.uniform(1 - noise, 1 + noise) for k, v in times.items()}
-        trace = Bag(rounds=[Round(asked, [gained], [gained <= asked])], latest=times, context=40, asked=asked)
-        pace.observe(trace)
+        trace = Bag(rounds=[Round(asked, [gained], [gained <= asked])], latest=times, context=40, requested=asked)
+        length_policy.observe(trace)
         seconds, rounds, drafted, made = seconds + sum(times.values()), rounds + 1, drafted + (asked > 0), made + gained
     return seconds / made, drafted, rounds
 
@@ -80,14 +79,17 @@ def test_so_it_does_where_acceptance_turns(turns, slope, step, price, seed):
 
     verify, draft = (lambda n: 1 + step * (n > 0) + slope * n), (lambda n: price * n)
     most = (verify(LEVELS) + draft(LEVELS)) * 3 / TOKENS  # two rounds of warm-up, and one that overdraws the account
-    assert decoded(accepted, verify, draft, seed, noise=0.2)[0] <= 1 + paces.SHARE + paces.SLACK / TOKENS + most + 0.01
+    assert (
+        decoded(accepted, verify, draft, seed, noise=0.2)[0]
+        <= 1 + draft_length.SHARE + draft_length.SLACK / TOKENS + most + 0.01
+    )
 
 
 def test_without_the_account_the_bound_is_missed(monkeypatch):
     """A negative control: not quite half accepted, at a price of one pass for any draft."""
     rate, costs = (lambda n: 0.45), COSTS["cheap passes, first level dear"]
     assert decoded(rate, *costs)[0] <= 1.03
-    monkeypatch.setattr(paces, "SHARE", 1e9)
+    monkeypatch.setattr(draft_length, "SHARE", 1e9)
     assert decoded(rate, *costs)[0] > 1.03
 
 
@@ -95,9 +97,9 @@ def test_a_price_of_plain_passes_that_is_only_extrapolated_misses_it_too(monkeyp
     """The other: the second node costs a pass, and no line through drafts of several levels shows it."""
     turning, costs = (lambda n: 0.9 if n % 60 < 30 else 0.0), COSTS["a second node costs a pass"]
     assert decoded(turning, *costs)[0] <= 1.03
-    monkeypatch.setattr(paces.Costs, "step", property(lambda costs: max(costs.verify.at(0), 1e-9)))
-    monkeypatch.setattr(paces, "SHARE", 1e9)
-    monkeypatch.setattr(paces, "FARTHEST_LOOK", 10**9)
+    monkeypatch.setattr(draft_length.RoundCosts, "step", property(lambda costs: max(costs.verify.at(0), 1e-9)))
+    monkeypatch.setattr(draft_length, "SHARE", 1e9)
+    monkeypatch.setattr(draft_length, "LONGEST_PROBE_INTERVAL", 10**9)
     assert decoded(turning, *costs, tokens=6000)[0] > 1.03
 
 
@@ -115,76 +117,90 @@ def test_the_best_depth_is_found_on_a_noisy_clock():
     verify, draft = (lambda n: 1 + 0.01 * n), (lambda n: 0.02 * n)
     best = (verify(12) + draft(12)) / sum(0.95**i for i in range(13))
     for seed in range(12):
-        seconds, _, _ = decoded(lambda n: 0.95, verify, draft, seed, tokens=600, noise=0.3, pace=Pace(12))
+        seconds, _, _ = decoded(
+            lambda n: 0.95, verify, draft, seed, tokens=600, noise=0.3, length_policy=AdaptiveLength(12)
+        )
         assert seconds < 1.35 * best
 
 
 def test_what_is_known_holds_behind_longer_contexts():
     """The costs of a new context begin with those of the nearest: no levels are drafted there only to learn."""
-    pace = Pace(12)
-    decoded(lambda n: 0.7, lambda n: 1 + 0.05 * n, lambda n: 0.03 * n, pace=pace, tokens=600)
-    state = Bag(budget=99, trace=Bag(gave_up=0, context=paces.SHORT, resting=0))
-    pace.at(paces.SHORT).look = 10**6
-    assert 0 < pace.depth(state) == pace.best(12) < 6
+    length_policy = AdaptiveLength(12)
+    decoded(lambda n: 0.7, lambda n: 1 + 0.05 * n, lambda n: 0.03 * n, length_policy=length_policy, tokens=600)
+    state = Bag(budget=99, trace=Bag(gave_up=0, context=draft_length.SHORT, cooldown=0))
+    length_policy.at(draft_length.SHORT).next_probe = 10**6
+    assert 0 < length_policy.depth(state) == length_policy.best(12) < 6
 
 
 def test_a_search_that_finds_nothing_is_paid_for():
     """A drafter that takes a fifth of a pass to find nothing to draft: it is asked less and less."""
-    pace, seconds, asked, rounds = Pace(LEVELS), 0.0, 0, 1500
+    length_policy, seconds, asked, rounds = AdaptiveLength(LEVELS), 0.0, 0, 1500
     for _ in range(rounds):
-        state = Bag(budget=99, trace=Bag(gave_up=0, context=40, resting=0))
-        levels = pace.depth(state)
+        state = Bag(budget=99, trace=Bag(gave_up=0, context=40, cooldown=0))
+        levels = length_policy.depth(state)
         times = {"verify": 1.0, "accept": 0.0, "draft": 0.2 if levels else 0.0, "observe": 0.0}
         state.trace.rounds, state.trace.latest = [Round(0, [1], [False])], times
-        pace.observe(state.trace)
+        length_policy.observe(state.trace)
         seconds, asked = seconds + sum(times.values()), asked + (levels > 0)
     assert seconds <= 1.02 * rounds and 0 < asked < 0.1 * rounds
 
 
 def test_what_begins_to_pay_later_is_found():
     """Nothing is accepted for 1,000 tokens, then nearly all."""
-    pace = Pace(LEVELS)
-    decoded(lambda n: 0.0, *COSTS["free drafts"], tokens=1000, pace=pace)
-    seconds, _, _ = decoded(lambda n: 0.95, *COSTS["free drafts"], tokens=3000, pace=pace)
+    length_policy = AdaptiveLength(LEVELS)
+    decoded(lambda n: 0.0, *COSTS["free drafts"], tokens=1000, length_policy=length_policy)
+    seconds, _, _ = decoded(lambda n: 0.95, *COSTS["free drafts"], tokens=3000, length_policy=length_policy)
     assert seconds < 0.5
 
 
 def test_plain_passes_are_measured_now_and_then_and_not_often():
     """A drafter that always pays: the price of a plain pass is known from plain passes, one round in a hundred."""
-    pace = Pace(LEVELS)
+    length_policy = AdaptiveLength(LEVELS)
     _, drafted, rounds = decoded(
-        lambda n: 0.9, *COSTS["a second node costs a pass"], tokens=6000, pace=pace, request=6000
+        lambda n: 0.9, *COSTS["a second node costs a pass"], tokens=6000, length_policy=length_policy, request=6000
     )
     assert 4 <= rounds - drafted <= 0.03 * rounds
-    assert pace.costs[0].step == pytest.approx(1.0, abs=0.01) and pace.costs[0].verify.at(0) > 1.2
+    assert length_policy.costs[0].step == pytest.approx(1.0, abs=0.01) and length_policy.costs[0].verify.at(0) > 1.2
 
 
 def test_an_overdrawn_account_is_paid_by_plain_passes():
-    pace = Pace(2)
-    costs = pace.costs[0]
-    costs.rounds, costs.look, pace.rounds, pace.spent, pace.lost = 10, 1000, 10, 100.0, 7.0
+    length_policy = AdaptiveLength(2)
+    costs = length_policy.costs[0]
+    costs.rounds, costs.next_probe, length_policy.rounds, length_policy.elapsed, length_policy.overhead = (
+        10,
+        1000,
+        10,
+        100.0,
+        7.0,
+    )
     costs.plain.add(0, 1.0)
     costs.verify.add(0, 1.0)
-    state = Bag(budget=9, trace=Bag(gave_up=0, context=0, resting=0))
-    assert pace.depth(state) == 0 and state.trace.gave_up == 1
-    assert costs.resting == state.trace.resting == 200, "two passes too many, at one per cent each"
-    pace.spent += 201.0
-    costs.resting = 0
-    assert pace.depth(state) > 0
+    state = Bag(budget=9, trace=Bag(gave_up=0, context=0, cooldown=0))
+    assert length_policy.depth(state) == 0 and state.trace.gave_up == 1
+    assert costs.cooling == state.trace.cooldown == 200, "two passes too many, at one per cent each"
+    length_policy.elapsed += 201.0
+    costs.cooling = 0
+    assert length_policy.depth(state) > 0
 
 
 def test_a_machine_that_stood_still_once_does_not_end_drafting():
     """A hundred passes' time in one round, as soon as rounds count: drafting is back after one longest rest."""
-    pace = Pace(2)
-    costs = pace.costs[0]
-    costs.rounds, costs.look, pace.rounds, pace.spent, pace.lost = 10, 10**6, 10, 100.0, 100.0
+    length_policy = AdaptiveLength(2)
+    costs = length_policy.costs[0]
+    costs.rounds, costs.next_probe, length_policy.rounds, length_policy.elapsed, length_policy.overhead = (
+        10,
+        10**6,
+        10,
+        100.0,
+        100.0,
+    )
     costs.plain.add(0, 1.0)
     costs.verify.add(0, 1.0)
-    state = Bag(budget=9, trace=Bag(gave_up=0, context=0, resting=0))
-    asked = [pace.depth(state)]
+    state = Bag(budget=9, trace=Bag(gave_up=0, context=0, cooldown=0))
+    asked = [length_policy.depth(state)]
     while not asked[-1] and len(asked) < 1000:
-        pace.spent += 1.0
-        asked.append(pace.depth(state))
+        length_policy.elapsed += 1.0
+        asked.append(length_policy.depth(state))
     assert 200 < len(asked) <= 260
 
 
@@ -197,11 +213,11 @@ class Resting(Steady):
 
     def depth(self, state):
         self.rounds -= 1
-        state.trace.resting = max(self.rounds, 0)
+        state.trace.cooldown = max(self.rounds, 0)
         return int(self.rounds < 0)
 
 
-@pytest.mark.parametrize(("observes", "told"), [("all", 40), ("drafted", guard.LEAD + 1 + 10), ("none", 0)])
+@pytest.mark.parametrize(("observes", "told"), [("all", 40), ("drafted", safe_drafter.LEAD + 1 + 10), ("none", 0)])
 def test_a_drafter_that_rests_is_told_of_the_last_rounds_before_it_drafts(observes, told):
     """Thirty rounds of rest, the last with none left to come, and ten with a draft of nothing behind them."""
 
@@ -213,7 +229,7 @@ def test_a_drafter_that_rests_is_told_of_the_last_rounds_before_it_drafts(observ
             self.heard += 1
 
     drafter = Listener()
-    sampled(TableTarget(Table(4, 0)), drafter, Exact(), 1, 41, pace=Resting(30))
+    sampled(TableTarget(Table(4, 0)), drafter, Exact(), 1, 41, length_policy=Resting(30))
     assert drafter.heard == told
 
 
@@ -225,7 +241,7 @@ class Written(TableTarget):
         self.logp_LV[torch.arange(len(text)), torch.tensor(text)] = 0.0
 
     def prefill(self, request):
-        state = State(request, request.prompt[:, -1], torch.zeros(1).long(), None, [0], Ids(request, 1))
+        state = State(request, request.prompt[:, -1], torch.zeros(1).long(), None, [0], TokenBuffer(request, 1))
         return state, Scores(Categorical(self.logp_LV[None, :1]))
 
     def verify(self, state, draft):
@@ -237,7 +253,7 @@ class Written(TableTarget):
         pass
 
 
-class Clocked(Pace):
+class Clocked(AdaptiveLength):
     """On a clock by which a second node costs a third of a pass, and each a tenth."""
 
     def observe(self, trace):
@@ -250,16 +266,16 @@ def looked_up(texts, careless):
     """(share of passes that were widened, tau) of `ngram` over requests that say these texts. careless: whatever
     look-ups were worth.
     """
-    pace, rounds = Clocked(LEVELS), []
+    length_policy, rounds = Clocked(LEVELS), []
     with pytest.MonkeyPatch.context() as patch:
         if careless:
             patch.setattr(State, "doubted", False)
         for text in texts:
             target = Written(text)
             request = Request({}, torch.tensor([text[:1]]), max_new_tokens=len(text))
-            guarded = guard.Guarded(ngram.NGram(), target.capabilities)
-            rounds += decode(target, guarded, Exact(), request, pace).trace.rounds
-    return sum(r.levels > 0 for r in rounds) / len(rounds), sum(r.gained[0] for r in rounds) / len(rounds)
+            guarded = safe_drafter.SafeDrafter(ngram.NGram(), target.capabilities)
+            rounds += decode(target, guarded, Exact(), request, length_policy).trace.rounds
+    return sum(r.levels > 0 for r in rounds) / len(rounds), sum(r.committed[0] for r in rounds) / len(rounds)
 
 
 def test_no_pass_is_widened_by_look_ups_that_are_seldom_right():

@@ -21,14 +21,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from visspec.laws.base import Law, check_tensor
+from visspec.distributions.base import Distribution, check_tensor
 
 Predict = Callable[[Tensor, Tensor | int, Tensor | None], tuple[Tensor, Tensor | None]]
-Ends = Callable[[Tensor, Tensor, "Steps"], Tensor]
+Ends = Callable[[Tensor, Tensor, "DenoisingSteps"], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
+class DenoisingSteps:
     """Coefficients of the S steps of a chain, all (S,).
 
     low, high: bounds of log sigma; equal where it is fixed. noisy: whether the last step adds noise; without it the
@@ -66,36 +66,43 @@ class Steps:
         """(keep, move (), the lower sigma) of every step, what small tensors are added with fastest."""
         return list(zip(self.keep.tolist(), self.move.unbind(), self.low.exp().tolist()))
 
-    def to(self, device: torch.device | str) -> Steps:
+    def to(self, device: torch.device | str) -> DenoisingSteps:
         if self.keep.device == torch.device(device):
             return self
         low = self.low.to(device)
         high = low if self.fixed else self.high.to(device)
-        return Steps(self.keep.to(device), self.move.to(device), low, high, self.noisy)
+        return DenoisingSteps(self.keep.to(device), self.move.to(device), low, high, self.noisy)
 
-    def warmer(self, temperature: float) -> Steps:
+    def warmer(self, temperature: float) -> DenoisingSteps:
         """The same steps with all deviations multiplied by `temperature`."""
         if temperature == 1.0:
             return self
         scale = math.log(temperature)
         low = self.low + scale
-        return Steps(self.keep, self.move, low, low if self.fixed else self.high + scale, self.noisy)
+        return DenoisingSteps(self.keep, self.move, low, low if self.fixed else self.high + scale, self.noisy)
 
 
-class Denoising(Law):
+class Denoising(Distribution):
     """Laws (B, N) of vectors of `size` numbers, one chain each.
 
     predict: (points (M, W, d), their steps (M, W) int64, or one for a point of each of all chains, indices (M,) of the
     chains among the B N, row by row, or None for all) -> (estimates of the value (M, W, d), shares (M, W, d) of log
     sigma between its bounds, or None if deviations are fixed). calls: counts calls of `predict` under `name`. skip: see
-    `asked`; the estimate is kept in between, which makes another, cheaper law of sampled chains. ends: (start (M, d),
-    normal numbers (M, S, d), steps) -> values (M, d), where one function knows them faster than step by step.
+    `asked`; the estimate is kept in between, which makes another, cheaper distribution of sampled chains. ends: (start
+    (M, d), normal numbers (M, S, d), steps) -> values (M, d), where one function knows them faster than step by step.
     """
 
     def __init__(
-        self, predict: Predict, steps: Steps, shape: tuple[int, int], size: int, calls: Counter[str] | None = None,
-        name: str = "head", skip: float = 0.0, ends: Ends | None = None,
-    ):  # fmt: skip
+        self,
+        predict: Predict,
+        steps: DenoisingSteps,
+        shape: tuple[int, int],
+        size: int,
+        calls: Counter[str] | None = None,
+        name: str = "head",
+        skip: float = 0.0,
+        ends: Ends | None = None,
+    ):
         self.predict, self.steps, self.shape, self.size = predict, steps, shape, size
         self.calls, self.name, self.skip = Counter() if calls is None else calls, name, skip
         self.ends = ends
@@ -106,7 +113,9 @@ class Denoising(Law):
         return (len(self.steps) + 1) * self.size
 
     def kernel(self, x_MWd: Tensor, step_MW: Tensor, chains_M: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Law of each point's next one: (mean (M, W, d), log sigma (M, W, 1 or d), estimate of the value (M, W, d))."""
+        """Distribution of each point's next one: (mean (M, W, d), log sigma (M, W, 1 or d), estimate of the value (M,
+        W, d)).
+        """
         value, share = self.estimate(x_MWd, step_MW, chains_M)
         return *self.gaussian(x_MWd, step_MW, value, share), value
 
@@ -127,7 +136,7 @@ class Denoising(Law):
         return mean, log_sigma
 
     def sample(self, start_Md: Tensor, normal_MSd: Tensor) -> Trajectory:
-        """One value of each of the M = B N laws, from normal numbers, step by step."""
+        """One value of each of the M = B N distributions, from normal numbers, step by step."""
         points, means, deviations = zip(*self._walk(start_Md, normal_MSd))
         fixed = deviations[0] is None
         log_sigma = self.steps.low[:, None].expand(len(start_Md), -1, 1) if fixed else torch.stack(deviations, 1)
@@ -174,11 +183,11 @@ class Denoising(Law):
 
 
 @dataclass(frozen=True, eq=False)
-class Trajectory(Law):
+class Trajectory(Distribution):
     """Chains that drafts were sampled by: all points, and the Gaussian that each of them was drawn from.
 
     points: (B, N, S + 1, d), the last of them the drafted value. mean (B, N, S, d) and log_sigma (B, N, S, 1 or d) of
-    the law of point i + 1 given those before.
+    the distribution of point i + 1 given those before.
     """
 
     points: Tensor
@@ -223,6 +232,6 @@ def asked(count: int, skip: float) -> list[int]:
     return steps
 
 
-def denoising(law: Law) -> Denoising:
-    """The same law, typed as one over vectors. Not checked here but in `pairing.check`."""
-    return cast(Denoising, law)
+def denoising(distribution: Distribution) -> Denoising:
+    """The same distribution, typed as one over vectors. Not checked here but in `setup.check`."""
+    return cast(Denoising, distribution)

@@ -8,11 +8,11 @@ While d = 0 is best, drafting is off for a number of rounds that doubles after e
 Rounds without a draft are run on purpose now and then, so that the price of plain decoding is measured and not only
 extrapolated. By it an account is kept of the seconds that drafted rounds took beyond plain decoding of the tokens they
 gave; gains pay debts back but are not saved up. Drafting is off while the account is overdrawn: `SHARE` of all seconds
-and `SLACK` plain passes, for `LONGEST_REST` rounds at most. So drafting costs little more than that, whatever is
+and `SLACK` plain passes, for `LONGEST_COOLDOWN` rounds at most. So drafting costs little more than that, whatever is
 accepted and whenever that changes.
 
-A `Pace` is shared by all requests and threads of an accelerated model, so measurements carry over between requests, and
-rounds are counted over all threads. The output does not depend on it (see `sampling`).
+An `AdaptiveLength` is shared by all requests and threads of an accelerated model, so measurements carry over between
+requests, and rounds are counted over all threads. The output does not depend on it (see `sampling`).
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from visspec.types import MAX_NODES, Round, State, Trace
 WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
-FIRST_REST, LONGEST_REST = 8, 256
+FIRST_COOLDOWN, LONGEST_COOLDOWN = 8, 256
 SHARE, SLACK = 0.01, 4.0  # of all seconds, and plain passes, that drafting may cost
-SURE = 15  # measured drafts, by turns of all levels and of a third, before the best is taken: near depths tell little
-FARTHEST_LOOK = 512  # most rounds between two that measure plain decoding
+# Before the best length is taken, all levels and a third of them are drafted by turns: near depths tell little.
+WARM_UP_DRAFTS = 15
+LONGEST_PROBE_INTERVAL = 512  # most rounds between two that measure plain decoding
 SHORT = 1024  # tokens; the cost of a pass behind fewer hardly depends on their number
 
 
 @dataclass
-class Line:
+class LinearCost:
     """seconds = base + slope * levels, least squares with exponential forgetting; outliers are clipped."""
 
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # weight, x, y, xx, xy
+    moments: list[float] = field(default_factory=lambda: [0.0] * 5)  # weight, x, y, xx, xy
 
     def add(self, x: float, y: float) -> None:
-        if self.sums[0] > 3:
+        if self.moments[0] > 3:
             y = min(y, 2.0 * max(self.at(x), 1e-6))
-        self.sums = [FORGET * s + new for s, new in zip(self.sums, (1.0, x, y, x * x, x * y))]
+        self.moments = [FORGET * s + new for s, new in zip(self.moments, (1.0, x, y, x * x, x * y))]
 
-    def lighter(self) -> Line:
+    def lighter(self) -> LinearCost:
         """The same line with the weight of one point, so that new ones soon outweigh it."""
-        return Line([s / max(self.sums[0], 1.0) for s in self.sums])
+        return LinearCost([s / max(self.moments[0], 1.0) for s in self.moments])
 
     def at(self, x: float) -> float:
-        w, sx, sy, sxx, sxy = self.sums
+        w, sx, sy, sxx, sxy = self.moments
         if w == 0:
             return 0.0
         spread = sxx - sx * sx / w
@@ -59,7 +60,7 @@ class Line:
         return max(sy / w + slope * (x - sx / w), 0.0)
 
 
-def gains(shares: Iterable[float]) -> Iterator[float]:
+def expected_tokens(shares: Iterable[float]) -> Iterator[float]:
     """Expected tokens of a round that drafts 1, 2, ... levels.
 
     shares: how often a path that has reached the level above goes on, by level.
@@ -72,43 +73,43 @@ def gains(shares: Iterable[float]) -> Iterator[float]:
 
 
 @dataclass
-class Costs:
+class RoundCosts:
     """Seconds of a round's stages by levels, behind contexts of similar length, and whether drafting rests there."""
 
-    verify: Line = field(default_factory=Line)
-    draft: Line = field(default_factory=Line)
-    plain: Line = field(default_factory=Line)  # of passes over no draft alone
-    resting: int = 0  # rounds left
-    rest: int = FIRST_REST  # rounds of the next rest
+    verify: LinearCost = field(default_factory=LinearCost)
+    draft: LinearCost = field(default_factory=LinearCost)
+    plain: LinearCost = field(default_factory=LinearCost)  # of passes over no draft alone
+    cooling: int = 0  # rounds left
+    cooldown: int = FIRST_COOLDOWN  # rounds of the next rest
     rounds: int = 0
     measured: int = 0  # rounds with drafts that the lines know, those of the context they began with among them
-    look: int = 0  # the round from which on plain decoding is measured again
+    next_probe: int = 0  # the round from which on plain decoding is measured again
     doubted: bool = False  # whether drafting has rested and no draft was accepted since
-    plainly: bool = False  # whether the latest round was plain: the draft behind it catches up, and is no measure
+    after_plain: bool = False  # whether the latest round was plain: the draft behind it catches up, and is no measure
 
     @property
     def step(self) -> float:
         """Seconds of a plain pass."""
-        return max((self.plain if self.plain.sums[0] else self.verify).at(0), 1e-9)
+        return max((self.plain if self.plain.moments[0] else self.verify).at(0), 1e-9)
 
     def drafted(self, levels: int) -> float:
         """Seconds of a round with so many levels."""
         return self.verify.at(levels) + self.draft.at(levels)
 
 
-class Pace:
+class AdaptiveLength:
     """Chooses the depth of every round. With adaptive=False it is always `levels`."""
 
     def __init__(self, levels: int = 8, adaptive: bool = True):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
             raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
         self.levels, self.adaptive = levels, adaptive
-        self.costs = {0: Costs()}  # by doublings of the context beyond `SHORT`
-        self.open = [0.0] * levels  # rows whose path reached the depth above
-        self.tried = [0.0] * levels  # of these, rows with a node at this depth
-        self.kept = [0.0] * levels  # of these, rows that accepted one
+        self.costs = {0: RoundCosts()}  # by doublings of the context beyond `SHORT`
+        self.reached = [0.0] * levels  # rows whose path reached the depth above
+        self.attempts = [0.0] * levels  # of these, rows with a node at this depth
+        self.accepted = [0.0] * levels  # of these, rows that accepted one
         self.rounds = 0
-        self.spent = self.lost = 0.0  # seconds of all rounds, and those beyond plain decoding
+        self.elapsed = self.overhead = 0.0  # seconds of all rounds, and those beyond plain decoding
         self._lock = threading.Lock()  # held for a few microseconds a round
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,67 +121,73 @@ class Pace:
     def rate(self, depth: int) -> float:
         """Acceptance rate at a depth (1 is the first): accepted / reached, with a prior."""
         d = depth - 1
-        return (self.kept[d] + PRIOR_RATE * PRIOR_WEIGHT) / (self.tried[d] + PRIOR_WEIGHT)
+        return (self.accepted[d] + PRIOR_RATE * PRIOR_WEIGHT) / (self.attempts[d] + PRIOR_WEIGHT)
 
     def offered(self, depth: int) -> float:
         """How often a draft has a node at a depth reached by its path; rows of a batch may have shorter drafts, and
         trees have leaves. With a prior of 1.
         """
         d = depth - 1
-        return (self.tried[d] + PRIOR_WEIGHT) / (self.open[d] + PRIOR_WEIGHT)
+        return (self.attempts[d] + PRIOR_WEIGHT) / (self.reached[d] + PRIOR_WEIGHT)
 
     def depth(self, state: State) -> int:
         """Levels to draft in this round; 0 for none."""
         limit = min(self.levels, state.budget - 1)
         if not self.adaptive or limit < 1:
-            state.trace.asked = max(limit, 0)
-            return state.trace.asked
+            state.trace.requested = max(limit, 0)
+            return state.trace.requested
         with self._lock:
             costs = self.at(state.trace.context)
-            resting = costs.resting
+            cooling = costs.cooling
             best = self._chosen(limit, costs)
-            state.trace.resting, state.trace.doubted = costs.resting, costs.doubted
-        state.trace.asked = best
-        state.trace.gave_up += best == 0 and max(resting, costs.resting) > 0
+            state.trace.cooldown, state.trace.doubted = costs.cooling, costs.doubted
+        state.trace.requested = best
+        state.trace.gave_up += best == 0 and max(cooling, costs.cooling) > 0
         return best
 
-    def at(self, context: int) -> Costs:
+    def at(self, context: int) -> RoundCosts:
         """The costs behind a context; those of the nearest one are where new ones begin."""
         doublings = max(context // SHORT, 0).bit_length()
         if doublings not in self.costs:
             nearest = self.costs[min(self.costs, key=lambda known: abs(known - doublings))]
             verify, draft, plain = (line.lighter() for line in (nearest.verify, nearest.draft, nearest.plain))
-            self.costs[doublings] = Costs(verify, draft, plain, rounds=WARM_UP, measured=nearest.measured)
+            self.costs[doublings] = RoundCosts(verify, draft, plain, rounds=WARM_UP, measured=nearest.measured)
         return self.costs[doublings]
 
-    def _chosen(self, limit: int, costs: Costs) -> int:
-        if costs.resting > 0:
-            costs.resting -= 1
+    def _chosen(self, limit: int, costs: RoundCosts) -> int:
+        if costs.cooling > 0:
+            costs.cooling -= 1
             return 0
-        if costs.rounds >= max(costs.look, WARM_UP):
-            costs.look = min(4 * costs.rounds, costs.rounds + FARTHEST_LOOK)
+        if costs.rounds >= max(costs.next_probe, WARM_UP):
+            costs.next_probe = min(4 * costs.rounds, costs.rounds + LONGEST_PROBE_INTERVAL)
             return 0
-        overdrawn = self.lost - SHARE * self.spent - SLACK * costs.step
+        overdrawn = self.overhead - SHARE * self.elapsed - SLACK * costs.step
         if overdrawn > 0:  # every further plain pass pays its share of it
-            due = min(overdrawn, max(costs.drafted(limit), LONGEST_REST * SHARE * costs.step))
-            self.lost -= overdrawn - due  # a machine that stood still once is no reason never to draft again
-            costs.resting, costs.doubted = math.ceil(due / (SHARE * costs.step)), True
+            due = min(overdrawn, max(costs.drafted(limit), LONGEST_COOLDOWN * SHARE * costs.step))
+            self.overhead -= overdrawn - due  # a machine that stood still once is no reason never to draft again
+            costs.cooling, costs.doubted = math.ceil(due / (SHARE * costs.step)), True
             return 0
         best = self.best(limit, costs)
-        if 0 < best and costs.measured < SURE:
+        if 0 < best and costs.measured < WARM_UP_DRAFTS:
             return max(limit // 3, 1) if costs.measured % 2 else limit
         if best == 0:
-            costs.resting, costs.rest, costs.doubted = costs.rest, min(2 * costs.rest, LONGEST_REST), True
+            costs.cooling, costs.cooldown, costs.doubted = (
+                costs.cooldown,
+                min(2 * costs.cooldown, LONGEST_COOLDOWN),
+                True,
+            )
             # the probe starts from the prior again
-            self.open, self.tried, self.kept = ([0.2 * n for n in x] for x in (self.open, self.tried, self.kept))
+            self.reached, self.attempts, self.accepted = (
+                [0.2 * n for n in x] for x in (self.reached, self.attempts, self.accepted)
+            )
         return best
 
-    def best(self, limit: int, costs: Costs | None = None) -> int:
+    def best(self, limit: int, costs: RoundCosts | None = None) -> int:
         if self.rounds <= WARM_UP:
             return limit
         costs = costs or self.costs[0]
         winner, speed = 0, 1.0 / costs.step
-        for d, expected in enumerate(gains(self.offered(d) * self.rate(d) for d in range(1, limit + 1)), 1):
+        for d, expected in enumerate(expected_tokens(self.offered(d) * self.rate(d) for d in range(1, limit + 1)), 1):
             rate = expected / max(costs.drafted(d), 1e-9)
             if rate > speed * (1.02 if winner == 0 else 1.0):
                 winner, speed = d, rate
@@ -189,36 +196,36 @@ class Pace:
     def observe(self, trace: Trace) -> None:
         """Update from the latest round: stage times, and the accepted depth of each row."""
         with self._lock:
-            self._learn(trace.rounds[-1], trace.latest, trace.asked, self.at(trace.context))
+            self._learn(trace.rounds[-1], trace.latest, trace.requested, self.at(trace.context))
 
-    def _learn(self, newest: Round, latest: dict[str, float], asked: int, costs: Costs) -> None:
-        levels, gained, tried = newest
+    def _learn(self, newest: Round, latest: dict[str, float], requested: int, costs: RoundCosts) -> None:
+        levels, committed, had_rejection = newest
         self.rounds += 1
         costs.rounds += 1
         if self.rounds > WARM_UP:
             # On CUDA the pass is queued in `verify` and finishes in `accept`.
             verified, drafted = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
-            usual = costs.drafted(levels) if costs.draft.sums[0] else verified + drafted
-            behind, costs.plainly = costs.plainly, not levels
+            usual = costs.drafted(levels) if costs.draft.moments[0] else verified + drafted
+            behind, costs.after_plain = costs.after_plain, not levels
             if levels:  # a second node may cost as much as the first: plain passes would bend the line
                 if not behind:
                     costs.measured += 1
                     costs.verify.add(levels, verified)
                     costs.draft.add(levels, drafted)
-                seconds = min(verified + drafted, 2.0 * usual)  # as `Line.add` has it
-                self.lost = max(self.lost + seconds - costs.step * sum(gained) / len(gained), 0.0)
+                seconds = min(verified + drafted, 2.0 * usual)  # as `LinearCost.add` has it
+                self.overhead = max(self.overhead + seconds - costs.step * sum(committed) / len(committed), 0.0)
             else:
                 costs.plain.add(0, verified)
-                self.lost += drafted if asked else latest["observe"]  # nothing was found to draft
-            self.spent += verified + drafted
+                self.overhead += drafted if requested else latest["observe"]  # nothing was found to draft
+            self.elapsed += verified + drafted
         if not levels:
             return
-        rows = len(gained)
+        rows = len(committed)
         for d in range(min(levels, self.levels)):
-            kept = sum(g > d + 1 for g in gained)
-            at_end = [t for g, t in zip(gained, tried) if g == d + 1]
-            self.open[d] = FORGET * self.open[d] + (kept + len(at_end)) / rows
-            self.tried[d] = FORGET * self.tried[d] + (kept + sum(at_end)) / rows
-            self.kept[d] = FORGET * self.kept[d] + kept / rows
-        if max(gained) > 1:
-            costs.rest, costs.doubted = FIRST_REST, False
+            accepted = sum(g > d + 1 for g in committed)
+            at_end = [t for g, t in zip(committed, had_rejection) if g == d + 1]
+            self.reached[d] = FORGET * self.reached[d] + (accepted + len(at_end)) / rows
+            self.attempts[d] = FORGET * self.attempts[d] + (accepted + sum(at_end)) / rows
+            self.accepted[d] = FORGET * self.accepted[d] + accepted / rows
+        if max(committed) > 1:
+            costs.cooldown, costs.doubted = FIRST_COOLDOWN, False

@@ -1,7 +1,7 @@
 """Read-only view of a request for drafters; only `memory` can be set.
 
-A drafter must not be able to change the output by modifying its arguments, so it gets a `View` instead of the `State`:
-tensors and generators are copies, lists are immutable, and the target's cache is not included.
+A drafter must not be able to change the output by modifying its arguments, so it gets a `ReadOnlyState` instead of the
+`State`: tensors and generators are copies, lists are immutable, and the target's cache is not included.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.laws import Categorical
+from visspec.distributions import Categorical
 from visspec.sampling import Noise
 from visspec.types import Request, Sampling, State, Target
 
 
-def copied(value: Any) -> Any:
+def deep_copied(value: Any) -> Any:
     """Copy the tensors of a value, also in lists, tuples, mappings and dataclasses; other objects are not copied."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
-        return Copies(value)
+        return CopyOnRead(value)
     if type(value) in (list, tuple, set):
-        return type(value)(map(copied, value))
+        return type(value)(map(deep_copied, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init})
+        return replace(
+            value, **{f.name: deep_copied(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        )
     return value
 
 
-class Copies(Mapping):
+class CopyOnRead(Mapping):
     """A mapping whose values are `copied` on access, so that unused pixels are not copied."""
 
     def __init__(self, values: Mapping[str, Any]):
         self._values = values
 
     def __getitem__(self, key: str) -> Any:
-        return copied(self._values[key])
+        return deep_copied(self._values[key])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -50,7 +52,7 @@ class Copies(Mapping):
         return len(self._values)
 
 
-class Fixed(Sequence):
+class ReadOnlyList(Sequence):
     """An immutable view of a list. Slices and sums are new lists."""
 
     __slots__ = ("_items",)
@@ -68,7 +70,7 @@ class Fixed(Sequence):
         return iter(self._items)
 
     def __eq__(self, other: object) -> bool:
-        return self._items == (other._items if isinstance(other, Fixed) else other)
+        return self._items == (other._items if isinstance(other, ReadOnlyList) else other)
 
     def __add__(self, other: Sequence[Any]) -> list[Any]:
         return [*self, *other]
@@ -80,20 +82,20 @@ class Fixed(Sequence):
         return repr(self._items)
 
 
-class FixedRows(Fixed):
+class ReadOnlyRows(ReadOnlyList):
     """An immutable view of a list of lists."""
 
     __slots__ = ()
 
     def __getitem__(self, index: Any) -> Any:
         found = self._items[index]
-        return list(map(Fixed, found)) if isinstance(index, slice) else Fixed(found)
+        return list(map(ReadOnlyList, found)) if isinstance(index, slice) else ReadOnlyList(found)
 
-    def __iter__(self) -> Iterator[Fixed]:
-        return map(Fixed, self._items)
+    def __iter__(self) -> Iterator[ReadOnlyList]:
+        return map(ReadOnlyList, self._items)
 
 
-class Peek:
+class ReadOnlyNoise:
     """Read access to the noise of a request, without consuming it."""
 
     def __init__(self, noise: Noise):
@@ -108,9 +110,9 @@ class Peek:
         """(B, positions, width): the numbers of each row's next positions."""
         return self._noise.window(positions)
 
-    def draft(self, law: Categorical, level: int) -> tuple[Tensor, Categorical | None]:
+    def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, Categorical | None]:
         """As `Noise.draft`."""
-        return self._noise.draft(law, level)
+        return self._noise.draft(distribution, level)
 
     def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
         """As `Noise.perturbed`."""
@@ -131,12 +133,12 @@ class Peek:
         return [self._copies[own].clone_state() for own in self._noise.generators]
 
 
-class RequestView:
+class ReadOnlyRequest:
     """The data fields of `Request`, and the noise. Created once per request."""
 
     def __init__(self, request: Request, noise: Any):
         self._request = request
-        self.peek = None if noise is None else Peek(noise)
+        self.noise = None if noise is None else ReadOnlyNoise(noise)
         self.max_new_tokens, self.eos, self.keep_logits = request.max_new_tokens, request.eos, request.keep_logits
         self.copies, self.grid, self.order = request.copies, request.grid, request.order
 
@@ -146,19 +148,19 @@ class RequestView:
 
     @cached_property
     def inputs(self) -> Any:
-        return copied(self._request.inputs)
+        return deep_copied(self._request.inputs)
 
     @cached_property
     def media(self) -> Mapping[str, Any]:
-        return Copies(self._request.media)
+        return CopyOnRead(self._request.media)
 
     @cached_property
     def fixed(self) -> Tensor | None:
-        return copied(self._request.fixed)
+        return deep_copied(self._request.fixed)
 
     @cached_property
     def known(self) -> Tensor | None:
-        return copied(self._request.known)
+        return deep_copied(self._request.known)
 
     def visits(self, row: int) -> list[int]:
         return self._request.visits(row)
@@ -178,15 +180,15 @@ def _callable(processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor
     return lambda ids, scores: processor(ids, scores)
 
 
-class View:
+class ReadOnlyState:
     """The `State` of a request for its drafter. Only `memory` can be set."""
 
-    __slots__ = ("_lent", "_state")
+    __slots__ = ("_state", "_target_access")
 
-    def __init__(self, state: State, lent: Target | None = None):
-        self._state, self._lent = state, lent
-        if state.request_view is None:
-            state.request_view = RequestView(state.request, state.noise)
+    def __init__(self, state: State, target_access: Target | None = None):
+        self._state, self._target_access = state, target_access
+        if state.read_only_request is None:
+            state.read_only_request = ReadOnlyRequest(state.request, state.noise)
 
     @property
     def memory(self) -> Any:
@@ -197,12 +199,12 @@ class View:
         self._state.memory = value
 
     @property
-    def request(self) -> RequestView:
-        return self._state.request_view
+    def request(self) -> ReadOnlyRequest:
+        return self._state.read_only_request
 
     @property
-    def noise(self) -> Peek | None:
-        return self._state.request_view.peek
+    def noise(self) -> ReadOnlyNoise | None:
+        return self._state.read_only_request.noise
 
     @property
     def pending(self) -> Tensor:
@@ -226,9 +228,9 @@ class View:
         return self._state.doubted
 
     @property
-    def tokens(self) -> FixedRows:
+    def tokens(self) -> ReadOnlyRows:
         """Emitted tokens of every original row."""
-        return FixedRows(self._state.tokens)
+        return ReadOnlyRows(self._state.tokens)
 
     @property
     def finished(self) -> frozenset[int]:
@@ -257,6 +259,6 @@ class View:
         return self._target("stored").stored(self._state, layers)
 
     def _target(self, name: str) -> Target:
-        if self._lent is None:
+        if self._target_access is None:
             raise ValueError(f"{name}: got a call outside of propose or of undeclared traits, expected traits.{name}")
-        return self._lent
+        return self._target_access

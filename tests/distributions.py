@@ -17,16 +17,16 @@ from torch import Tensor
 from tests.doubles import compact, drafted
 from visspec import tree as trees
 from visspec.accept.exact import follow
-from visspec.laws import residual
+from visspec.distributions import residual
 from visspec.types import Draft, Verdict
 
 Context = tuple[int, ...]
-Law = Callable[[Context], Tensor]  # context -> (V,) float64
+Distribution = Callable[[Context], Tensor]  # context -> (V,) float64
 Rounds = Iterable[tuple[float, Context]]
 PENDING = 0  # any id: the pending token belongs to the context that `p` already knows
 
 
-def context_law(vocab: int, seed: int = 0, sharpness: float = 1.5) -> Law:
+def context_law(vocab: int, seed: int = 0, sharpness: float = 1.5) -> Distribution:
     """A law that depends on the whole context."""
 
     @functools.cache
@@ -37,12 +37,12 @@ def context_law(vocab: int, seed: int = 0, sharpness: float = 1.5) -> Law:
     return p
 
 
-def plain_law(p: Law, vocab: int, length: int) -> Tensor:
+def plain_law(p: Distribution, vocab: int, length: int) -> Tensor:
     """Joint law of `length` tokens of plain sampling, shape (V,) * length."""
     return output_law(p, [(1.0, ())], vocab, length)
 
 
-def output_law(p: Law, rounds: Rounds, vocab: int, length: int) -> Tensor:
+def output_law(p: Distribution, rounds: Rounds, vocab: int, length: int) -> Tensor:
     """Joint law of the next `length` tokens when a round emits these tokens and plain sampling goes on."""
     law = torch.zeros((vocab,) * length, dtype=torch.float64)
     total: dict[Context, float] = {}
@@ -54,7 +54,7 @@ def output_law(p: Law, rounds: Rounds, vocab: int, length: int) -> Tensor:
     return law
 
 
-def _spread(law: Tensor, p: Law, weight: float, context: Context, length: int) -> None:
+def _spread(law: Tensor, p: Distribution, weight: float, context: Context, length: int) -> None:
     if len(context) == length:
         law[context] += weight
         return
@@ -75,12 +75,12 @@ def contexts(parent: Sequence[int], tokens: Sequence[int]) -> list[Context]:
 
 
 def choice_rounds(
-    p: Law,
+    p: Distribution,
     parent: Sequence[int],
     tokens: Sequence[int],
     vocab: int,
     rule: Callable[[Draft, Tensor], Verdict] = follow,
-    at_node: Callable[[int], Law] | None = None,
+    at_node: Callable[[int], Distribution] | None = None,
 ) -> list[tuple[float, Context]]:
     """Rounds of a rule that lets the target choose one token at every node: all combinations, in one batch.
 

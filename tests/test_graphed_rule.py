@@ -12,16 +12,16 @@ from tests.replays import Standin
 from tests.test_image_targets import made
 from visspec import kernels
 from visspec import tree as trees
-from visspec.accept.captured import Captured
 from visspec.accept.cool import Cool
+from visspec.accept.graphed_rule import GraphedRule
 from visspec.api import zoo
+from visspec.distributions import Categorical
 from visspec.kernels import accept_tree, displacement
 from visspec.kernels.accept import reference
-from visspec.laws import Categorical
 from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.pace import Pace
-from visspec.loop.pairing import check
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
+from visspec.loop.setup import check
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.targets.image_ar import ImageAR
 from visspec.types import Capabilities, Request, Sampling, Scores, Verdict
@@ -52,14 +52,18 @@ def draw(rule, options, temperature=1.0, rows=(0, 1, 2)):
     if temperature:
         request.generators = [torch.Generator().manual_seed(7 + r) for r in rows]
     state = decode(
-        target, Guarded(drafter, target.capabilities), rule, request, Pace(drafter.traits.levels, adaptive=False)
+        target,
+        SafeDrafter(drafter, target.capabilities),
+        rule,
+        request,
+        AdaptiveLength(drafter.traits.levels, adaptive=False),
     )
     return state.tokens, {name: meter.tolist() for name, meter in state.meters.items()}, len(state.trace.rounds)
 
 
 @pytest.mark.filterwarnings("error")
 def test_on_a_cpu_the_rule_runs_as_it_is():
-    rule = Captured(Cool(omega=1.5))
+    rule = GraphedRule(Cool(omega=1.5))
     assert draw(rule, TREE) == draw(Cool(omega=1.5), TREE)
     assert not rule.recordings and not rule.shared
 
@@ -78,7 +82,7 @@ def test_on_a_cpu_the_rule_runs_as_it_is():
 )
 def test_decisions_are_the_rules_own(rule, options, temperature):
     rerun.count = 0
-    captured = Captured(zoo.acceptance(rule), record=rerun)
+    captured = GraphedRule(zoo.acceptance(rule), record=rerun)
     found = draw(captured, options, temperature)
     assert found == draw(zoo.acceptance(rule), options, temperature)
     assert captured.traits == zoo.acceptance(rule).traits
@@ -89,25 +93,25 @@ def test_a_replay_that_does_nothing_is_noticed():
     def stale(call):
         return call(), lambda: None
 
-    assert draw(Captured(zoo.acceptance("rejection"), record=stale), TREE) != draw(zoo.acceptance("rejection"), TREE)
+    assert draw(GraphedRule(zoo.acceptance("rejection"), record=stale), TREE) != draw(zoo.acceptance("rejection"), TREE)
 
 
 def test_further_shapes_and_devices_that_refuse_run_the_rule_itself():
     expected = draw(zoo.acceptance("exact"), {"window": 5})
     rerun.count = 0
-    assert draw(Captured(zoo.acceptance("exact"), most=1, record=rerun), {"window": 5}) == expected
+    assert draw(GraphedRule(zoo.acceptance("exact"), most=1, record=rerun), {"window": 5}) == expected
     assert rerun.count == 1
 
     def refusing(call):
         raise RuntimeError("no graphs here")
 
     with pytest.warns(RuntimeWarning, match="not captured, the rule runs without a graph: no graphs here") as told:
-        assert draw(Captured(zoo.acceptance("exact"), record=refusing), {"window": 5}) == expected
+        assert draw(GraphedRule(zoo.acceptance("exact"), record=refusing), {"window": 5}) == expected
     assert len(told) == 1
-    captured = Captured(zoo.acceptance("exact"))  # laws are not on a GPU
+    captured = GraphedRule(zoo.acceptance("exact"))  # laws are not on a GPU
     assert draw(captured, {"window": 5}) == expected and not captured.recordings
     with pytest.raises(ValueError, match="most: got 0, expected at least 1"):
-        Captured(zoo.acceptance("exact"), most=0)
+        GraphedRule(zoo.acceptance("exact"), most=0)
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
@@ -118,7 +122,7 @@ def test_trees_of_one_shape_and_other_content(drawn, monkeypatch):
     codes = torch.randn(vocab, 2, generator=g)
     rule = Cool(omega=3.0)
     rule.bind(Capabilities(vocab=vocab, codebook=codes))
-    captured, moved = Captured(rule, record=rerun), 0.0
+    captured, moved = GraphedRule(rule, record=rerun), 0.0
     rerun.count = 0
     for seed in range(40):
         for parent in ((-1, 0, 0, 1, 2), (-1, 0, 0, 0, 1), (-1, 0, 1, 1, 0)):
@@ -137,12 +141,12 @@ def test_trees_of_one_shape_and_other_content(drawn, monkeypatch):
 
 def on_a_device(*given, space, scores, **told):
     """The verification, with a displacement by the steps of a device."""
-    tokens, parent, p, q, coins, draw = given
+    tokens, parent, p, q, uniforms, draw = given
     assert not scores
     *verdict, _ = accept_tree(*given, space=space, **told)
-    law, mass = None if q is None else q[0], told["mass"][0]
+    distribution, mass = None if q is None else q[0], told["mass"][0]
     gain = torch.zeros(verdict[0].shape)
-    exact = reference(tokens[0], parent[0], p[0], law, coins[0], draw[0], mass, depth=told["depth"])[3]
+    exact = reference(tokens[0], parent[0], p[0], distribution, uniforms[0], draw[0], mass, depth=told["depth"])[3]
     gain[0, : len(exact)] = torch.tensor(exact)
     return *verdict, displacement.batched(tokens, parent, p, q, verdict[0], gain, space, told["branch"])
 
@@ -153,7 +157,7 @@ def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, device[0]))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: f"stream of {device[0]}")
     monkeypatch.setattr("visspec.replay.cuda_graph", lambda call, *shared: seen.append(shared) or rerun(call))
-    captured = Captured(zoo.acceptance("exact"))
+    captured = GraphedRule(zoo.acceptance("exact"))
     rerun.count = 0
     captured.record = captured._graph
     draw(captured, {"window": 5})

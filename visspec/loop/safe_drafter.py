@@ -1,10 +1,10 @@
 """Validation of drafters: faults of a drafter affect speed, never the output.
 
 Exceptions (out of memory included) and malformed drafts end drafting for the request; single invalid nodes (ids out of
-range or placeholders of image content, an invalid law q, or q = 0 at the drafted value) are marked as not real. Faults
-are counted in the trace, and the first one warns. A drafter can't modify the decoder's data: it gets a `View` of the
-state, copies of tensors that are still in use, and other tensors directly. The target is not guarded: its exceptions
-are raised.
+range or placeholders of image content, an invalid distribution q, or q = 0 at the drafted value) are marked as not
+real. Faults are counted in the trace, and the first one warns. A drafter can't modify the decoder's data: it gets a
+`ReadOnlyState` of the state, copies of tensors that are still in use, and other tensors directly. The target is not
+guarded: its exceptions are raised.
 """
 
 from __future__ import annotations
@@ -18,40 +18,47 @@ from torch import Tensor
 
 from visspec import tree as trees
 from visspec.cache import to_device
+from visspec.distributions import check_tensor
 from visspec.grammar import fill, held
-from visspec.laws import check_tensor
-from visspec.loop.view import View, copied
+from visspec.loop.read_only import ReadOnlyState, deep_copied
 from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome, Scores, State, Target, Tree, Verdict
 
 LEAD = 16  # plain rounds before drafts are made again that a drafter of `observes="drafted"` is told of
 
 
-class Guarded(Drafter):
-    """Wraps a drafter for one target. chains: the rule judges no trees. lent: the target, if the drafter runs it."""
+class SafeDrafter(Drafter):
+    """Wraps a drafter for one target. chains: the rule judges no trees. target_access: the target, if the drafter runs
+    it.
+    """
 
     def __init__(
         self, drafter: Drafter, capabilities: Capabilities, device: torch.device | str = "cpu", chains: bool = False,
-        lent: Target | None = None,
+        target_access: Target | None = None,
     ):  # fmt: skip
-        self.inner, self.traits, self.law, self.lent = drafter, drafter.traits, capabilities.law, lent
+        self.inner, self.traits, self.distribution, self.target_access = (
+            drafter,
+            drafter.traits,
+            capabilities.distribution,
+            target_access,
+        )
         self.trees = capabilities.trees and not chains
-        self.limits = self.law.limits(capabilities, device)
+        self.limits = self.distribution.limits(capabilities, device)
         self.warned = False
 
     def start(self, state: State, scores: Scores) -> None:
         state.refused = torch.zeros((), dtype=torch.long, device=self.limits.device)
-        self._try(state, self.inner.start, _shown(state), replace(scores, aux=copied(scores.aux)))
+        self._try(state, self.inner.start, _shown(state), replace(scores, aux=deep_copied(scores.aux)))
 
     def propose(self, state: State, depth: int) -> Draft:
         draft = self._try(state, self._checked, state, depth)
-        return trees.undrafted(state.pending) if draft is None else draft
+        return trees.empty_draft(state.pending) if draft is None else draft
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Only the tree and the next token are still in use and need copies."""
         kind = self.traits.observes
-        resting = draft.tree.size == 1 and state.trace.resting > LEAD
+        resting = draft.tree.size == 1 and state.trace.cooldown > LEAD
         if state.drafting and kind != "none" and not (kind == "drafted" and resting):
-            draft = Draft(draft.value, trees.shown(draft.tree), draft.q, draft.real)
+            draft = Draft(draft.value, trees.public_copy(draft.tree), draft.q, draft.real)
             verdict = replace(verdict, next=verdict.next.clone())
             self._try(state, self.inner.observe, _shown(state), draft, scores, verdict, outcome)
 
@@ -101,14 +108,14 @@ class Guarded(Drafter):
 
     def _checked(self, state: State, depth: int) -> Draft:
         """The drafter's draft, validated and copied."""
-        draft = self.inner.propose(_shown(state, self.lent), depth)
+        draft = self.inner.propose(_shown(state, self.target_access), depth)
         rows, like = len(state.rows), state.pending
         if type(draft) is not Draft or type(draft.tree) is not Tree:
             raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft with a Tree")
         if draft.tree.size == 1:
-            return trees.undrafted(like)
+            return trees.empty_draft(like)
         tree, sound = self._sound(draft.tree, rows, like)
-        value, possible, allowed = self.law.drafted(draft.value, (rows, tree.size), self.limits)
+        value, possible, allowed = self.distribution.drafted(draft.value, (rows, tree.size), self.limits)
         if tree.levels > depth:
             raise ValueError(f"levels: got {tree.levels}, expected at most {depth}")
         if not (self.trees or tree.chain):
@@ -124,8 +131,8 @@ class Guarded(Drafter):
             allowed = allowed | (held(state, tree.depth) != FREE)
         real, q = real & allowed, draft.q
         if q is not None:
-            if type(q) is not self.law.drafts:
-                raise TypeError(f"q: got {type(q).__name__}, expected {self.law.drafts.__name__} or None")
+            if type(q) is not self.distribution.drafts:
+                raise TypeError(f"q: got {type(q).__name__}, expected {self.distribution.drafts.__name__} or None")
             q, lawful = q.checked(value, self.limits)
             wrong, real = wrong | ~lawful & real, real & lawful
         assert state.refused is not None  # since `start`
@@ -145,7 +152,7 @@ class Guarded(Drafter):
         its depth is their number and at most `levels`. Computed on the device, without synchronisation.
         """
         if trees.is_static(tree):
-            return _within(trees.sealed(tree)), True
+            return _within(trees.frozen_copy(tree)), True
         parent, depth, ancestor, levels = tree.parent, tree.depth, tree.ancestor, tree.levels
         for name, tensor in (("parent", parent), ("depth", depth), ("ancestor", ancestor)):
             check_tensor(name, tensor, torch.bool if name == "ancestor" else torch.long, like)
@@ -179,9 +186,9 @@ class Guarded(Drafter):
         return mended, sound
 
 
-def _shown(state: State, lent: Target | None = None) -> State:
+def _shown(state: State, target_access: Target | None = None) -> State:
     """What a drafter gets to see of the state: a view, in which it finds all that it may read."""
-    return cast(State, View(state, lent))
+    return cast(State, ReadOnlyState(state, target_access))
 
 
 def _within(tree: Tree) -> Tree:

@@ -11,15 +11,15 @@ from visspec.accept.exact import Exact
 from visspec.accept.local import Local, spread
 from visspec.api import zoo
 from visspec.loop.decode import decode
-from visspec.loop.guard import Guarded
-from visspec.loop.orders import Islands, ZipAR, islands, zip_waves
-from visspec.loop.pace import Pace
-from visspec.loop.wavefront import Canvas, decode_wavefront
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.orders import RejectedRegions, ZipAR, islands, zip_waves
+from visspec.loop.out_of_order import OutOfOrderDecoder, decode_wavefront
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafters import feature_checkpoint, lowres
 from visspec.models.drafters.jacobi import Jacobi
 from visspec.models.drafters.lowres import LowRes
 from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
-from visspec.models.targets.image_ar import ImageAR, Layout
+from visspec.models.targets.image_ar import ImageAR, ImageLayout
 from visspec.models.targets.janus import Janus
 from visspec.types import FREE, Capabilities, Drafter, DrafterTraits, Request, Sampling
 
@@ -34,7 +34,7 @@ class Lined(Janus):
     grammar = 2
 
     def layout(self, height=None, width=None):
-        return Layout((SIDE, SIDE), torch.tensor([CODES + 1, *([FREE] * SIDE + [CODES]) * SIDE]))
+        return ImageLayout((SIDE, SIDE), torch.tensor([CODES + 1, *([FREE] * SIDE + [CODES]) * SIDE]))
 
     def embed(self, tokens):
         words = self.model.get_input_embeddings()(tokens.clamp(min=CODES) - CODES + 25)
@@ -45,7 +45,7 @@ class Led(Lined):
     """Grammar leads, and nothing stands behind the codes."""
 
     def layout(self, height=None, width=None):
-        return Layout((SIDE, SIDE), torch.tensor([CODES + 1, *[FREE] * PLACES]))
+        return ImageLayout((SIDE, SIDE), torch.tensor([CODES + 1, *[FREE] * PLACES]))
 
 
 @functools.cache
@@ -71,15 +71,15 @@ def request(temperature=1.0, guidance=3.0, rows=(0, 1, 2), kind=Janus, seed=0):
 
 def plain(*args, **options):
     asked = request(*args, **options)
-    return decode(ImageAR(family(options.get("kind", Janus))), None, Exact(), asked, Pace(1, False))
+    return decode(ImageAR(family(options.get("kind", Janus))), None, Exact(), asked, AdaptiveLength(1, False))
 
 
 def joined(order, target):
-    """The order as a pairing has it."""
+    """The order as a setup has it."""
     if isinstance(order, ZipAR):
         return order.joined(Exact(), None)
     order.rule.bind(target.capabilities)
-    return order.joined(order.rule, Guarded(order.drafter, target.capabilities))
+    return order.joined(order.rule, SafeDrafter(order.drafter, target.capabilities))
 
 
 def run(order, *args, **options):
@@ -135,16 +135,16 @@ def test_revise_is_verify_where_nothing_is_missing(guidance):
     target, asked = ImageAR(family()), request(1.0, guidance)
     tokens = torch.tensor(plain(1.0, guidance).tokens)
     state, _ = target.prefill(asked)
-    state.tape.tokens = [[0]] * 3
+    state.output.tokens = [[0]] * 3
     places = torch.arange(PLACES).expand(3, -1)
     seen = torch.ones(3, PLACES, dtype=torch.bool)
-    revised = target.revise(state, tokens, places, seen).law.logits
+    revised = target.revise(state, tokens, places, seen).distribution.logits
     shuffled = torch.stack([torch.randperm(PLACES) for _ in range(3)])
-    again = target.revise(state, tokens.gather(1, shuffled), shuffled, seen).law.logits
-    one = target.revise(state, tokens[:, 5:6], places[:, 5:6], seen).law.logits
+    again = target.revise(state, tokens.gather(1, shuffled), shuffled, seen).distribution.logits
+    one = target.revise(state, tokens[:, 5:6], places[:, 5:6], seen).distribution.logits
     state, _ = target.prefill(asked)
-    state.tape.tokens, state.position = [[0]] * 3, state.position + 1
-    verified = target.verify(state, trees.chain_draft(tokens[:, 0], tokens[:, 1:])).law.logits
+    state.output.tokens, state.position = [[0]] * 3, state.position + 1
+    verified = target.verify(state, trees.chain_draft(tokens[:, 0], tokens[:, 1:])).distribution.logits
     torch.testing.assert_close(revised, verified, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(again, revised.gather(1, shuffled[..., None].expand_as(again)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(one, revised[:, 5:6], rtol=1e-4, atol=1e-4)
@@ -156,18 +156,20 @@ def test_absent_nodes_and_unseen_places_change_nothing():
     tokens = torch.tensor(plain().tokens)
     places, seen = torch.arange(PLACES).expand(3, -1), torch.ones(3, PLACES, dtype=torch.bool)
     seen[:, 7] = False
-    laws = []
+    distributions = []
     for junk in (0, 9):
         state, _ = target.prefill(request())
         altered = tokens.clone()
         altered[:, 7] = junk
         target.revise(state, altered, places, seen)
         holes = torch.where((places % 3 == 2) & (places != 5), FREE, places)
-        laws.append(target.revise(state, altered, holes, seen).law.logits)
-        torch.testing.assert_close(laws[-1][:, 5], target.revise(state, tokens, places, seen).law.logits[:, 5])
+        distributions.append(target.revise(state, altered, holes, seen).distribution.logits)
+        torch.testing.assert_close(
+            distributions[-1][:, 5], target.revise(state, tokens, places, seen).distribution.logits[:, 5]
+        )
     others = [n for n in range(PLACES) if n != 7 and (n % 3 != 2 or n == 5)]
-    torch.testing.assert_close(laws[0][:, others], laws[1][:, others])
-    assert not torch.allclose(laws[0][:, 7], laws[1][:, 7])
+    torch.testing.assert_close(distributions[0][:, others], distributions[1][:, others])
+    assert not torch.allclose(distributions[0][:, 7], distributions[1][:, 7])
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def test_a_window_of_the_image_is_plain_decoding(temperature, guidance, kind, wi
 @pytest.mark.parametrize("kind", [Janus, Lined])
 @pytest.mark.parametrize("rows,radius", [(None, 0), (1, 2), (3, 1)])
 def test_tau_above_one_is_plain_decoding(temperature, guidance, kind, rows, radius):
-    plan = Islands(Local(1.1, radius, k=3, rows=rows), Draft())
+    plan = RejectedRegions(Local(1.1, radius, k=3, rows=rows), Draft())
     state, expected = run(plan, temperature, guidance, kind=kind), plain(temperature, guidance, kind=kind)
     assert state.tokens == expected.tokens
     assert len(state.trace.rounds) == PLACES  # the judgement of a block gives its first code
@@ -198,7 +200,7 @@ def test_tau_above_one_is_plain_decoding(temperature, guidance, kind, rows, radi
 @each_kind
 @pytest.mark.parametrize("kind", [Janus, Lined])
 def test_tau_zero_takes_the_draft(temperature, guidance, kind):
-    plan = Islands(Local(0.0, 3, k=3), Draft())
+    plan = RejectedRegions(Local(0.0, 3, k=3), Draft())
     state = run(plan, temperature, guidance, kind=kind)
     wanted = Draft().sketch(type("S", (), {"request": request()})).tolist()
     assert pad_free(state.tokens) == wanted and len(state.trace.rounds) == 1
@@ -211,7 +213,7 @@ def test_tau_zero_takes_the_draft(temperature, guidance, kind):
 def test_one_island_behind_a_right_prefix_is_plain_decoding(temperature, upto):
     """Keys and values of the wrong draft are overwritten, those of the right prefix are kept."""
     expected = plain(temperature).tokens
-    plan = Islands(Chosen([list(range(upto, PLACES))] * 3), Draft(expected, upto))
+    plan = RejectedRegions(Chosen([list(range(upto, PLACES))] * 3), Draft(expected, upto))
     state = run(plan, temperature)
     assert state.tokens == expected and len(state.trace.rounds) == PLACES - upto
     assert [o == "drafted" for o in state.trace.origin[0]] == [u < upto for u in range(PLACES)]
@@ -237,8 +239,8 @@ def test_every_family_has_the_limits(name):
     if case.family.codebook is not None:
         random = torch.randint(case.family.codes, (1, high * wide), generator=torch.Generator().manual_seed(0))
         draft = type("D", (Draft,), {"sketch": lambda self, state: random.expand(len(state.rows), -1)})()
-        assert drawn(Islands(Local(1.1), draft), [0, 1, 2]).tokens == wanted
-        ways.append(Islands(Local(0.02, k=2, window=1), draft))
+        assert drawn(RejectedRegions(Local(1.1), draft), [0, 1, 2]).tokens == wanted
+        ways.append(RejectedRegions(Local(0.02, k=2, window=1), draft))
     for way in ways:
         together = drawn(way, [0, 1, 2])
         assert [drawn(way, [row]).tokens[0] for row in range(3)] == together.tokens
@@ -250,10 +252,10 @@ def test_every_family_has_the_limits(name):
 PLANS = {
     "zipar-1": lambda: ZipAR(1),
     "zipar-2": lambda: ZipAR(2),
-    "local": lambda: Islands(Local(0.03, 0, k=2), Draft()),
-    "local-rows": lambda: Islands(Local(0.03, 1, k=1, rows=2), Draft()),
-    "local-window": lambda: Islands(Local(0.03, 1, window=1), Draft()),
-    "lowres": lambda: Islands(Local(0.03, 0), drafter(upsample="latent")),
+    "local": lambda: RejectedRegions(Local(0.03, 0, k=2), Draft()),
+    "local-rows": lambda: RejectedRegions(Local(0.03, 1, k=1, rows=2), Draft()),
+    "local-window": lambda: RejectedRegions(Local(0.03, 1, window=1), Draft()),
+    "lowres": lambda: RejectedRegions(Local(0.03, 0), drafter(upsample="latent")),
 }
 
 
@@ -268,7 +270,7 @@ def test_a_row_does_not_know_its_batch(name, kind):
         assert alone.tokens[0] == together.tokens[row]
         assert alone.trace.origin[0] == together.trace.origin[row]
         torch.testing.assert_close(alone.meters["drift"][0], together.meters["drift"][row], rtol=1e-3, atol=1e-3)
-        gained = sum(sum(r.gained) for r in alone.trace.rounds)
+        gained = sum(sum(r.committed) for r in alone.trace.rounds)
         assert gained == PLACES - (alone.memory[0].count(0) - (len(alone.tokens[0]) - PLACES))
     assert together.trace.times.keys() >= {"prefill", "verify", "accept", "audit"}
 
@@ -297,14 +299,14 @@ def test_the_code_above_stands_in_for_a_missing_row_end():
     positions = torch.tensor([*range(length), length, length + 1, length + SIDE - 1]).expand(3, -1)
     mask = torch.cat([attention.long(), torch.ones(3, 3, dtype=torch.long)], dim=1)
     hidden = model.model.language_model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions)
-    law = model.model.generation_head(hidden.last_hidden_state[:, -1])
-    assert law.argmax(-1).tolist() == tokens[:, SIDE].tolist() and state.memory[0][SIDE] == 2
+    distribution = model.model.generation_head(hidden.last_hidden_state[:, -1])
+    assert distribution.argmax(-1).tolist() == tokens[:, SIDE].tolist() and state.memory[0][SIDE] == 2
 
 
 @torch.no_grad()
 def test_drift_of_kept_codes_is_what_stock_forwards_say():
-    state = run(Islands(Local(0.0), Draft()), 1.0, 1.0)
-    bare = run(Islands(Local(0.0), Draft(), audit=False), 1.0, 1.0)
+    state = run(RejectedRegions(Local(0.0), Draft()), 1.0, 1.0)
+    bare = run(RejectedRegions(Local(0.0), Draft(), audit=False), 1.0, 1.0)
     model, (ids, attention), tokens = janus(), prompts(3), torch.tensor(state.tokens)
     drawn = model.prepare_embeddings_for_image_generation(tokens)
     length = ids.shape[1]
@@ -365,8 +367,8 @@ def test_islands_touch_at_corners(mask, expected):
 def test_islands_go_on_together(kind):
     # row 0: two islands of two and four codes; row 1: two of one code, the second waits for the first; row 2: none
     again = [[0, 1, 10, 11, 14, 15], [3, 4], []]
-    state = run(Islands(Chosen(again), Draft()), kind=kind)
-    assert [r.gained for r in state.trace.rounds] == [[11, 15, 16], [2, 1], [1], [1], [1]]
+    state = run(RejectedRegions(Chosen(again), Draft()), kind=kind)
+    assert [r.committed for r in state.trace.rounds] == [[11, 15, 16], [2, 1], [1], [1], [1]]
     kept = torch.tensor(pad_free(state.tokens)) == Draft().sketch(type("S", (), {"request": request()}))
     for b in range(3):
         assert all(kept[b, u] for u in range(PLACES) if u not in again[b])
@@ -378,7 +380,7 @@ def test_islands_go_on_together(kind):
 @pytest.mark.parametrize("kind", [Janus, Lined])
 @pytest.mark.parametrize("window", [1, 2, SIDE])
 def test_a_window_makes_zipar_of_an_island(temperature, guidance, kind, window):
-    island = run(Islands(Local(1.1, window=window), Draft()), temperature, guidance, kind=kind)
+    island = run(RejectedRegions(Local(1.1, window=window), Draft()), temperature, guidance, kind=kind)
     whole = run(ZipAR(window), temperature, guidance, kind=kind)
     assert island.tokens == whole.tokens
     torch.testing.assert_close(island.meters["drift"], whole.meters["drift"], rtol=1e-3, atol=1e-3)
@@ -388,7 +390,7 @@ def test_a_window_makes_zipar_of_an_island(temperature, guidance, kind, window):
 def test_one_place_a_row_of_an_island():
     """Three sides of a square: its right side waits for what is left of it, its rows only for the window above."""
     again = [u for u in range(PLACES) if u not in (5, 9)]
-    state = run(Islands(Chosen([again] * 3, window=1), Draft()))
+    state = run(RejectedRegions(Chosen([again] * 3, window=1), Draft()))
     passes = torch.tensor(state.memory[0]).view(SIDE, SIDE)
     assert passes.tolist() == [[1, 2, 3, 4], [2, 1, 4, 5], [3, 1, 5, 6], [4, 5, 6, 7]]
 
@@ -396,12 +398,14 @@ def test_one_place_a_row_of_an_island():
 def test_a_canvas_runs_every_final_token_once_more(monkeypatch):
     """After the last pass only what was decided in it is not in the cache."""
     kept = []
-    monkeypatch.setattr(Canvas, "finish", lambda self, do=Canvas.finish: (kept.append(self), do(self)))
+    monkeypatch.setattr(
+        OutOfOrderDecoder, "finish", lambda self, do=OutOfOrderDecoder.finish: (kept.append(self), do(self))
+    )
     run(ZipAR(2, audit=False), kind=Lined)
-    canvas = kept[0]
+    decoder = kept[0]
     for b in range(3):
-        missing = [t for t in range(canvas.total) if not canvas.cached[b][t]]
-        assert missing == [canvas.total - 2, canvas.total - 1]  # the last code and the grammar behind it
+        missing = [t for t in range(decoder.total) if not decoder.cached[b][t]]
+        assert missing == [decoder.total - 2, decoder.total - 1]  # the last code and the grammar behind it
 
 
 def test_a_broken_drafter_costs_speed_only():
@@ -417,10 +421,10 @@ def test_a_broken_drafter_costs_speed_only():
     expected = plain().tokens
     for result in (None, torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, PLACES)):
         with pytest.warns(RuntimeWarning, match="decoding goes on without it"):
-            state = run(Islands(Local(0.0), Broken(result)))
+            state = run(RejectedRegions(Local(0.0), Broken(result)))
         assert state.tokens == expected and state.trace.faults == 1
     strange = torch.full((3, PLACES), CODES + 7)
-    assert run(Islands(Local(0.0), Broken(strange))).tokens == expected
+    assert run(RejectedRegions(Local(0.0), Broken(strange))).tokens == expected
 
 
 # --- local acceptance as a rule ---------------------------------------------------------------------------------------
@@ -457,8 +461,8 @@ def test_local_in_the_ordinary_loop(temperature, kind):
     for tau in (1.1, 0.0):
         rule, low = Local(tau), LowRes(Janus(sibling(), None), family(kind), window=5, upsample="latent")
         rule.bind(target.capabilities)
-        guarded = Guarded(low, target.capabilities)
-        state = decode(target, guarded, rule, request(temperature, kind=kind), Pace(5, False))
+        guarded = SafeDrafter(low, target.capabilities)
+        state = decode(target, guarded, rule, request(temperature, kind=kind), AdaptiveLength(5, False))
         guarded.finish(state)
         assert state.trace.faults == 0
         if tau:
@@ -477,8 +481,8 @@ def test_lowres_drafts_change_nothing_under_the_exact_rule(temperature, upsample
         upsampler(tmp_path)
         upsample = str(tmp_path)
     target, low = ImageAR(family()), drafter(window=5, upsample=upsample)
-    guarded = Guarded(low, target.capabilities)
-    state = decode(target, guarded, Exact(), request(temperature), Pace(5, False))
+    guarded = SafeDrafter(low, target.capabilities)
+    state = decode(target, guarded, Exact(), request(temperature), AdaptiveLength(5, False))
     guarded.finish(state)
     assert state.tokens == plain(temperature).tokens and state.trace.faults == 0
     assert state.trace.rounds[0][0] == 5
@@ -488,8 +492,8 @@ def test_lowres_drafts_change_nothing_under_the_exact_rule(temperature, upsample
 def test_lowres_drafts_suit_every_rule(rule):
     target, rule = ImageAR(family()), zoo.acceptance(rule)
     rule.bind(target.capabilities)
-    guarded = Guarded(drafter(window=5, upsample="latent"), target.capabilities)
-    state = decode(target, guarded, rule, request(), Pace(5, False))
+    guarded = SafeDrafter(drafter(window=5, upsample="latent"), target.capabilities)
+    state = decode(target, guarded, rule, request(), AdaptiveLength(5, False))
     guarded.finish(state)
     assert state.trace.faults == 0 and [len(t) for t in state.tokens] == [PLACES] * 3
 
@@ -497,7 +501,7 @@ def test_lowres_drafts_suit_every_rule(rule):
 def test_a_right_draft_is_taken_whole(monkeypatch):
     expected, low, target = plain().tokens, drafter(window=5), ImageAR(family())
     monkeypatch.setattr(low, "sketch", lambda state: torch.tensor(expected)[state.rows])
-    state = decode(target, Guarded(low, target.capabilities), Exact(), request(), Pace(5, False))
+    state = decode(target, SafeDrafter(low, target.capabilities), Exact(), request(), AdaptiveLength(5, False))
     assert state.tokens == expected and [r.levels for r in state.trace.rounds] == [5, 5, 2]
 
 
@@ -580,8 +584,10 @@ def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
     (lambda: LowRes(Janus(janus(3), None), family()), "another codebook, expected the target's 24 codes"),
     (lambda: LowRes(Janus(sibling(8), None), family()), r"grid of \(8, 8\), expected at most the target's \(4, 4\)"),
     (lambda: ZipAR(0), "window: got 0, expected at least 1"),
-    (lambda: Islands().joined(Local(), Jacobi()), "drafter: got none that drafts whole images, expected lowres"),
-    (lambda: Islands().joined(Exact(), Draft()), "acceptance: got Exact, expected local"),
+    (
+        lambda: RejectedRegions().joined(Local(), Jacobi()),
+        "drafter: got none that drafts whole images, expected lowres"),
+    (lambda: RejectedRegions().joined(Exact(), Draft()), "acceptance: got Exact, expected local"),
     (lambda: ZipAR().joined(Exact(), Draft()), "drafter: got one beside the order zipar, expected none"),
     (lambda: Local(tau=-0.1), "tau: got -0.1, expected a probability"),
     (lambda: Local(radius=-1), "radius: got -1, expected a number of at least 0"),
@@ -606,7 +612,7 @@ def test_the_siblings_own_grammar_stands_in_its_image():
 def test_a_sibling_may_be_larger_in_neither_direction(small, large):
     def shaped(rows, columns):
         made = Janus(janus(), None)
-        made.layout = lambda height=None, width=None: Layout((rows, columns), torch.full((rows * columns,), FREE))
+        made.layout = lambda height=None, width=None: ImageLayout((rows, columns), torch.full((rows * columns,), FREE))
         return made
 
     lowres.check_siblings(shaped(*large), shaped(*large))

@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from visspec.laws.base import Law, check_tensor
+from visspec.distributions.base import Distribution, check_tensor
 
 SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1e-4
 
 
-class Categorical(Law):
+class Categorical(Distribution):
     """Laws over V ids, from logits (log-probabilities up to a constant) or from probabilities, float32 (..., V).
 
     The other form is computed when first used.
@@ -44,13 +44,13 @@ class Categorical(Law):
         return known.shape[-1]
 
     def at(self, ids: Tensor) -> Tensor:
-        """Probability of an id under each law: (...) -> (...)."""
+        """Probability of an id under each distribution: (...) -> (...)."""
         return self.p.gather(-1, ids[..., None])[..., 0]
 
     @classmethod
-    def chain(cls, laws: Sequence[Categorical]) -> Categorical:
-        """Stack the laws (B, V) of a chain's levels to (B, 1 + levels, V); the root's entry is unused."""
-        levels = [law.p for law in laws]
+    def chain(cls, distributions: Sequence[Categorical]) -> Categorical:
+        """Stack the distributions (B, V) of a chain's levels to (B, 1 + levels, V); the root's entry is unused."""
+        levels = [distribution.p for distribution in distributions]
         return cls(p=torch.stack([torch.zeros_like(levels[0]), *levels], dim=1))
 
     @classmethod
@@ -83,9 +83,11 @@ class Categorical(Law):
 Categorical.drafts = Categorical
 
 
-def categorical(law: Law) -> Categorical:
-    """The same law, typed as one over ids, for code that only handles ids. Not checked here but in `pairing.check`."""
-    return cast(Categorical, law)
+def categorical(distribution: Distribution) -> Categorical:
+    """The same distribution, typed as one over ids, for code that only handles ids. Not checked here but in
+    `setup.check`.
+    """
+    return cast(Categorical, distribution)
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, qf: Tensor) -> Tensor:
-    """The law after a rejection, proportional to [p - q f]+; p itself if that is zero (p = q f)."""
+    """The distribution after a rejection, proportional to [p - q f]+; p itself if that is zero (p = q f)."""
     rest = (p - qf).clamp_(min=0)
     total = rest.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, rest / total.clamp(min=torch.finfo(p.dtype).tiny), p)

@@ -2,9 +2,10 @@
 
     pipe(prompt, acceptance=Captured(zoo.acceptance("lantern:k=100,delta=0.1")))
 
-A rule doesn't synchronise between logits and verdict, and its shapes repeat. The graph reads draft, laws and noise from
-static buffers and writes the verdict to others, which are copied, because a round keeps parts of it. On a CPU, for more
-than `most` shapes, and if a verdict depends on earlier rounds (`RuleTraits.remembers`), the rule runs without capture.
+A rule doesn't synchronise between logits and verdict, and its shapes repeat. The graph reads draft, distributions and
+noise from static buffers and writes the verdict to others, which are copied, because a round keeps parts of it. On a
+CPU, for more than `most` shapes, and if a verdict depends on earlier rounds (`RuleTraits.remembers`), the rule runs
+without capture.
 
 Not yet run on a GPU: the buffers are tested with a stand-in for `cuda_graph`. If a capture fails, a warning is issued
 once and the rule runs without capture.
@@ -20,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.laws import Categorical, categorical
+from visspec.distributions import Categorical, categorical
 from visspec.replay import REPLAYING, Call, Recording, Recordings, stream
 from visspec.tree import bounded, branch
 from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
 
-class Captured(Recordings, Acceptance):
+class GraphedRule(Recordings, Acceptance):
     """`rule` in recordings, one for each of the first `most` shapes. `record` stands in for `cuda_graph` in tests."""
 
     def __init__(self, rule: Acceptance, most: int = 16, record: Callable[[Call], tuple] | None = None):
@@ -47,7 +48,7 @@ class Captured(Recordings, Acceptance):
         return self.rule.make_noise(generators, width)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        logits = categorical(scores.law).logits
+        logits = categorical(scores.distribution).logits
         record = self.recorder(logits.device)
         if record is None or self.traits.remembers:
             return self.rule(draft, scores, noise)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.laws.base import Law, check_tensor
+from visspec.distributions.base import Distribution, check_tensor
 
 
-class Maps(Law):
+class Maps(Distribution):
     """Laws (B, N) from logits (B, N, S, V), float32; node (b, n) has count (B, N) codes. Values are ids (B, N, S)."""
 
     def __init__(self, logits_BNSV: Tensor, count_BN: Tensor):
@@ -35,11 +35,11 @@ class Maps(Law):
 
     @classmethod
     def chain(cls, levels: list[Maps], size: int) -> Maps:
-        """Stack the laws (B, 1) of a chain's levels to (B, 1 + levels), padded to `size` codes; the root's entry is
-        unused.
+        """Stack the distributions (B, 1) of a chain's levels to (B, 1 + levels), padded to `size` codes; the root's
+        entry is unused.
         """
-        padded = [F.pad(law.logits, (0, 0, 0, size - law.logits.shape[2])) for law in levels]
-        counts = [law.count for law in levels]
+        padded = [F.pad(distribution.logits, (0, 0, 0, size - distribution.logits.shape[2])) for distribution in levels]
+        counts = [distribution.count for distribution in levels]
         stacks = (torch.cat([torch.zeros_like(parts[0]), *parts], dim=1) for parts in (padded, counts))
         return cls(*stacks)
 
@@ -73,6 +73,6 @@ class Maps(Law):
 Maps.drafts = Maps
 
 
-def maps(law: Law) -> Maps:
-    """The same law, typed as one over maps. Not checked here but in `pairing.check`."""
-    return cast(Maps, law)
+def maps(distribution: Distribution) -> Maps:
+    """The same distribution, typed as one over maps. Not checked here but in `setup.check`."""
+    return cast(Maps, distribution)

@@ -18,7 +18,7 @@ from visspec.models.targets.hooks import HOOKING
 from visspec.models.targets.probe import untouched
 
 
-class Thinned:
+class LayerSubset:
     """Views of a model by the layers left out, made when first asked for."""
 
     def __init__(self, model: nn.Module, decoder: nn.Module):
@@ -41,7 +41,7 @@ class Thinned:
         if self._tuples is None:
             self._tuples = self._gives_tuples(layers[0])
         new = copy.copy(self.decoder)
-        kept = [_Absent(layer, self._tuples) if n in skip else layer for n, layer in enumerate(layers)]
+        kept = [_SkippedLayer(layer, self._tuples) if n in skip else layer for n, layer in enumerate(layers)]
         new._modules = {**self.decoder._modules, name: nn.ModuleList(kept)}
         view = replaced(self.model, self.decoder, new)
         if view is None:
@@ -71,7 +71,7 @@ class Thinned:
         return seen[0]
 
 
-class _Absent(nn.Module):
+class _SkippedLayer(nn.Module):
     """In the place of a layer: hands on the hidden states. What else is asked of it, the layer answers."""
 
     def __init__(self, layer: nn.Module, tuples: bool):

@@ -1,0 +1,27 @@
+"""Laws: distributions of node values, one for each node of a batch.
+
+The loop passes distributions between target, drafter and rule without reading them. Operations on a distribution
+(sampling, residuals, validation of a drafter's distribution) are methods of its class: `Categorical` for ids,
+`Denoising` for vectors, `Maps` for maps of ids.
+"""
+
+from visspec.distributions.base import Distribution, check_tensor
+from visspec.distributions.categorical import Categorical, categorical, draw, residual
+from visspec.distributions.denoising import Denoising, DenoisingSteps, Trajectory, asked, denoising
+from visspec.distributions.maps import Maps, maps
+
+__all__ = [
+    "Categorical",
+    "Denoising",
+    "DenoisingSteps",
+    "Distribution",
+    "Maps",
+    "Trajectory",
+    "asked",
+    "categorical",
+    "check_tensor",
+    "denoising",
+    "draw",
+    "maps",
+    "residual",
+]  # fmt: skip
