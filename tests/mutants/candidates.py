@@ -54,7 +54,7 @@ NAMED = [  # name, file, what it replaces, by what
     ("bonus and corrected exchanged", "visspec/loop/decode.py",
      '"corrected" if had_rejection[b] else "bonus"', '"bonus" if had_rejection[b] else "corrected"'),
     ("drift a round, not a token", "visspec/loop/stats.py",
-     "drift_per_token=drift / max(tokens, 1)", "drift_per_token=drift / max(len(trace.rounds), 1)"),
+     "else drift / max(tokens, 1)", "else drift / max(len(trace.rounds), 1)"),
     ("displacement under the node's own law", "kernels/accept.py",
      "over = law if rest is None else rest", "over = law_at(n)"),
     ("a noise floor twice too large", "eval/metrics/fid.py", "floor * half / 2 * (", "floor * half * ("),
