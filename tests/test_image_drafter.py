@@ -286,8 +286,8 @@ def test_more_siblings_than_codes_are_absent():
 BAD = {
     "tree": ({"tree": "bush"}, "tree: got 'bush', expected one of chain"),
     "levels": ({"levels": 0}, "levels: got 0"),
-    "width": ({"tree": "dynamic", "width": 0}, "width, nodes: got 0"),
-    "nodes": ({"tree": "dynamic", "nodes": 0}, "width, nodes: got 4, 0"),
+    "width": ({"tree": "dynamic", "width": 0}, "width: got 0"),
+    "nodes": ({"tree": "dynamic", "nodes": 0}, "nodes: got 0"),
     "words": ({"tree": "static", "shape": "4-many"}, "shape: got '4-many'"),
     "none": ({"tree": "static", "shape": "4-0-2"}, "shape: got '4-0-2'"),
     "too many": ({"tree": "static", "shape": 33}, "shape: got 33"),

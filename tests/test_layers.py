@@ -164,7 +164,7 @@ def test_results_travel_as_values():
 HOST_READS = {  # the one synchronisation of a round, the slow general road for processors, and after a head's pass
     "denoise.py": ["run"],
     "decode.py": ["apply_verdict"],
-    "sampling.py": ["process"],
+    "sampling.py": ["process", "_reached"],
 }
 
 

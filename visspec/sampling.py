@@ -275,7 +275,7 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
 
     Processors may depend on the history, which differs between the nodes of a draft, so they are called for each node
     separately, level by level. They are not called for nodes that can't be accepted: those that are not real or have a
-    token of probability 0 on their path. Laws of such nodes are warped without them. This is slow and needs a
+    token of probability 0 on their path. Distributions of such nodes are warped without them. This is slow and needs a
     synchronisation more for each level.
     """
     sampling, rows = state.request.sampling, len(state.rows)

@@ -175,7 +175,7 @@ WAITS = {
     "read": lambda x: float(x.sum()), "asked": lambda x: bool(x.any()), "mask": lambda x: x[x > 0],
     "where": lambda x: torch.where(x > 0), "set": lambda x: x.clone().index_put_((x > 0,), x.sum()),
     "unique": torch.unique, "nonzero": torch.nonzero, "equal": lambda x: torch.equal(x, x),
-    "away": lambda x: x.to("meta"), "there": lambda x: torch.tensor([1.0], device="meta"),
+    "away": lambda x: x.to("meta"), "there": lambda x: torch.empty(3, device="meta").copy_(x),
 }  # fmt: skip
 
 
