@@ -144,7 +144,7 @@ def refused(call, error=ValueError) -> str:
 
 
 def test_negative_prompts_that_are_refused(monkeypatch):
-    monkeypatch.setattr("visspec.loop.setup.Pairing.decode", lambda *a: pytest.fail("decoding began"))
+    monkeypatch.setattr("visspec.loop.setup.DecodingSetup.decode", lambda *a: pytest.fail("decoding began"))
     pipe, glm = drawn(), named("glm_image")[1]
     classes = named("llamagen-class")[1]
     cases = {
@@ -198,7 +198,7 @@ def test_a_tuple_instead_of_an_output(pipe):
 
 def test_arguments_that_mean_nothing_here(monkeypatch):
     pipe = drawn()
-    monkeypatch.setattr("visspec.loop.setup.Pairing.decode", lambda *a: pytest.fail("decoding began"))
+    monkeypatch.setattr("visspec.loop.setup.DecodingSetup.decode", lambda *a: pytest.fail("decoding began"))
     text = refused(lambda: pipe("a", num_inference_steps=50))
     assert text.startswith("num_inference_steps: got 50, expected none: ") and "`drafter`" in text
     assert refused(lambda: pipe("a", latents=torch.zeros(1))).startswith("latents: got a Tensor, expected none: ")

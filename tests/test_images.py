@@ -163,7 +163,7 @@ def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
     ({"callback_on_step_end": 3}, "callback_on_step_end: got 3"),
 ])  # fmt: skip
 def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch):
-    monkeypatch.setattr("visspec.loop.setup.Pairing.decode", lambda *a: pytest.fail("decoding began"))
+    monkeypatch.setattr("visspec.loop.setup.DecodingSetup.decode", lambda *a: pytest.fail("decoding began"))
     with pytest.raises(ValueError) as error:
         pipe(**({"prompt": PROMPTS[0]} | change))
     assert str(error.value).startswith(words) and "expected" in str(error.value) and "\n" not in str(error.value)
@@ -234,7 +234,7 @@ def test_presets_are_pairs_the_zoo_knows():
 
 
 def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch):
-    monkeypatch.setattr("visspec.cli.bench_image.StockArm.__call__", lambda *a: pytest.fail("drawing began"))
+    monkeypatch.setattr("visspec.cli.bench_image.StockImageArm.__call__", lambda *a: pytest.fail("drawing began"))
     wrong = {"jacobi/nope": "acceptance: got 'nope'", "jacobi/lantern:k=2000": "k: got 2000"}
     wrong |= {
         "jacobi/": "acceptance: got ''",

@@ -7,7 +7,7 @@ the request's guidance and warp, separate random numbers and without the request
     latent    every code repeated over the positions it covers (nearest neighbour in the codes' latent space)
     (folder)  the most likely codes of a trained up-sampler (`models.nets.upsampler`)
 
-In raster order the codes are point masses, proposed in chains of `window`. `visspec.loop.out_of_order.RejectedRegions`
+In raster order the codes are point masses, proposed in chains of `window`. `visspec.loop.orders.RejectedRegions`
 takes the whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
 """
 

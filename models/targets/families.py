@@ -15,9 +15,9 @@ FAMILIES = {
     "glm_image": "visspec.models.targets.glm_image:GlmImage",
     "chameleon": "visspec.models.targets.chameleon:Chameleon",
     "continuous_painter": "visspec.models.targets.continuous:ContinuousImages",
-    "mar_painter": "visspec.models.targets.mar_painter:PaintedMAR",
-    "any_order_painter": "visspec.models.targets.any_order_painter:PaintedAnyOrder",
-    "scale_painter": "visspec.models.targets.scale_painter:PaintedVAR",
+    "mar_painter": "visspec.models.targets.mar_painter:MARPainterFamily",
+    "any_order_painter": "visspec.models.targets.any_order_painter:AnyOrderPainterFamily",
+    "scale_painter": "visspec.models.targets.scale_painter:ScalePainterFamily",
     # not of transformers: known by their classes
     "LlamaGen": "visspec.models.targets.llamagen:LlamaGenImages",
     "RandAR": "visspec.models.targets.randar:RandARImages",

@@ -56,7 +56,7 @@ DRAFTERS = {
     "none": (None, "plain decoding in our loop"),
     "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
     "suffix": (
-        "visspec.models.drafters.suffix:Suffixes",
+        "visspec.models.drafters.suffix:SuffixDrafter",
         "what followed the longest ending seen before; shared=true: in all requests",
     ),
     "recycling": (
@@ -116,11 +116,11 @@ ORDERS = {  # order of generation of an image's positions
     "raster": ("visspec.loop.orders:Raster", "row by row, through the loop; the default"),
     "zipar": ("visspec.loop.orders:ZipAR", "a row starts `window` codes after the last; drafts nothing"),
     "islands": (
-        "visspec.loop.orders:Islands",
+        "visspec.loop.orders:RejectedRegions",
         "a drafted image is judged at once, what is rejected is drawn again; of lowres with local by itself",
     ),
-    "spread": ("visspec.loop.visits:Spread", "any-order images: every place as far as can be from those before"),
-    "halton": ("visspec.loop.visits:Halton", "any-order images: points of the Halton sequence"),
+    "spread": ("visspec.loop.visits:SpreadOrder", "any-order images: every place as far as can be from those before"),
+    "halton": ("visspec.loop.visits:HaltonOrder", "any-order images: points of the Halton sequence"),
 }
 SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, that of its target, what it is
     "vispec": ("eagle", "captioner-vispec", "captioner", "the embedded captioner's"),
@@ -288,7 +288,7 @@ def order(spec: Any) -> Any:
     if spec is None or isinstance(spec, Order):
         return spec
     if not isinstance(spec, str):
-        return load("visspec.loop.visits:Given")(spec)
+        return load("visspec.loop.visits:ListedOrder")(spec)
     name, options = parse(str(spec))
     reference, _ = _pick(ORDERS, "order", name)
     return make("order", name, load(reference), options)
@@ -347,7 +347,7 @@ def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any
     found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
     if not later:
         return found
-    if not isinstance(found, load("visspec.models.drafters.shapes:Shaped")):
+    if not isinstance(found, load("visspec.models.drafters.shapes:StructuredDrafter")):
         name = next(iter(later))
         raise ValueError(f"{name}: got {later[name]} for {folder.name}, expected a drafter that builds its drafts")
     return make("drafter", folder.name, found.shaped, later)
