@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from visspec.cli.main import main
 from visspec.eval.metrics.images import image_files
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import held_out_scenes
-from visspec.files import Journal
+from visspec.files import Journal, replacing
 
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
 
@@ -354,6 +355,43 @@ def test_a_prompt_beyond_the_context_is_an_error_record(folder, tmp_path):
     assert "the model's context" in found["long"]["error"] and found["short"]["caption"]
 
 
+def test_captions_are_closed_and_lose_nothing_of_a_source_that_raises(folder, little):
+    """What was read ahead is captioned first; a close ends what runs, and its threads."""
+
+    def broken():
+        for i in range(5):
+            yield sources.Record(str(i), folder / "scene0.png")
+        raise OSError("the source is gone")
+
+    def threads():
+        return [t for t in threading.enumerate() if t.name.startswith("visspec-images")]
+
+    model, processor = load(str(little))
+    found = []
+    with Captions(accelerate(model, None), processor, slots=2, do_sample=False, max_new_tokens=4) as captions:
+        with pytest.raises(OSError, match="the source is gone"):
+            for made in captions(broken()):
+                found.append(made.path)
+        assert sorted(found) == list("01234")
+        running = captions([folder / "scene0.png"] * 9)
+        assert next(running).text and threads()
+    assert list(running) == []
+    for thread in threads():
+        thread.join(5)
+    assert not threads()
+    with pytest.raises(ValueError, match=r"^captions: got a call after close\(\), expected one before it$"):
+        captions([])
+
+
+def test_a_prompt_with_marks_of_images_is_named(folder, little):
+    """With the record and both counts, and before the model runs."""
+    model, processor = load(str(little))
+    captions = Captions(accelerate(model, None), processor, do_sample=False, max_new_tokens=4)
+    (made,) = captions([sources.Record("odd", folder / "scene0.png", "<image> and <image> ?")])
+    said = "prompt: got '<image> and <image> ?' with 3 <image> for 1 image, expected none in the text itself"
+    assert made.error == f"odd: {said}"
+
+
 def test_a_journal_belongs_to_one_run_and_one_setting(tmp_path):
     path = tmp_path / "j.jsonl"
     with Journal(path, {"a": (1, 2)}) as journal:
@@ -375,9 +413,17 @@ def test_a_full_disk_loses_no_record(tmp_path):
     with Journal(path, {}) as journal:
         journal.add({"id": "x"})
         room, journal._file = journal._file, open("/dev/full", "ab")
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError, match="No space") as adding:
             journal.add({"id": "y"})
+        with pytest.raises(OSError, match="No space") as closing:
+            journal.__exit__(None, None, None)
+        assert adding.value.filename == closing.value.filename == str(path)
         journal._file = room
+    with (
+        pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'other'}'"),
+        replacing(tmp_path / "other"),
+    ):
+        Path("/dev/full").write_bytes(b"x")
     with Journal(path, {}) as again:
         assert again.done == {"x"}
 

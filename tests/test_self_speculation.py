@@ -10,6 +10,7 @@ from tests.doubles import NEW, fast, new_tokens, opened, stock
 from tests.test_image_targets import made
 from tests.test_zoo import janus_pair
 from tests.tiny import llama, model_of, prompt, shapes
+from tests.tiny_classes import tiny_model
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.loop.read_only import ReadOnlyState
@@ -220,6 +221,14 @@ def test_options_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="drafter: got Janus, expected a text model"):
         janus_pair(LayerSkip(), zoo.acceptance("exact"))
     assert made("janus") is not None
+
+
+@pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "HrmTextForCausalLM"])
+def test_a_model_whose_layers_need_one_another_is_refused_before_work(name):
+    model = tiny_model(name)
+    with pytest.raises(ValueError, match=f"^drafter: got {name}, .*expected a decoder with a list of"):
+        visspec.accelerate(model, "layers", probe=False).run(input_ids=torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6)
+    assert visspec.accelerate(model, "ngram", probe=False).drafter is not None
 
 
 def test_only_drafters_that_say_so_run_layers():

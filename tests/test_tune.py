@@ -200,9 +200,10 @@ def test_it_says_so_when_nothing_pays():
 
 
 def test_bad_input_is_a_sentence(images, tmp_path, capsys):
-    assert "got 8 that can be read, expected 10 or more" in refused(
-        capsys, "tune", "--images", str(images), "--batches", "5"
-    )
+    said = f"got 8 that can be read, expected 10 or more in {images}"
+    assert said in refused(capsys, "tune", "--images", str(images), "--batches", "5")
+    (tmp_path / "nowhere").mkdir()
+    assert f"{tmp_path / 'nowhere'}" in refused(capsys, "tune", "--images", str(tmp_path / "nowhere"))
     assert "got no such file" in refused(capsys, "tune", "--images", str(tmp_path / "x.jsonl"))
     assert "drafter: got 'nothing'" in refused(capsys, "tune", "--images", str(images), "--drafters", "nothing")
     assert "is a folder, expected a file" in refused(capsys, "tune", "--images", str(images), "--out", str(tmp_path))

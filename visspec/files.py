@@ -19,6 +19,17 @@ TRIAL = 4096  # bytes written to test whether a disk is full
 
 
 @contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Context manager: errors of the system name this file, if they name none, as those of writes to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Context manager: a temporary path beside `path`, moved to `path` if the block does not raise.
 
@@ -34,10 +45,11 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield draft
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(path)
+        with naming(path):
+            yield draft
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())
+            draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
@@ -61,7 +73,7 @@ def loads(text: str | bytes) -> Any:
 
 def append_json(path: Path, value: Any) -> None:
     """Add a value as a line to a file of JSON lines. On return the system has it, which outlives this process."""
-    with path.open("a", encoding="utf-8") as file:
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
 
 
@@ -165,8 +177,9 @@ class Journal:
     def add(self, record: dict[str, Any]) -> None:
         """Add a record. On return the system has it, which outlives this process."""
         check_there(self.path)
-        self._file.write((json.dumps(record) + "\n").encode())
-        self._file.flush()
+        with naming(self.path):
+            self._file.write((json.dumps(record) + "\n").encode())
+            self._file.flush()
         self._note(record)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -176,7 +189,8 @@ class Journal:
             yield from map(json.loads, file)
 
     def __exit__(self, kind, error, trace) -> None:
-        self._file.close()
+        with naming(self.path):
+            self._file.close()
         if kind is None:
             check_there(self.path)
 

@@ -34,6 +34,22 @@ class LayerSubset:
             view = self._views[skip] = self._made(skip)
         return view
 
+    def check(self) -> None:
+        """Raises ValueError for a model whose layers can't be left out: the last one alone is run over one id."""
+        name, layers = type(self.model).__name__, self._layers()[1]
+        if next(self.model.parameters()).device.type == "meta":
+            return
+        view = self(frozenset(range(len(layers) - 1)))
+        try:
+            self._run(view)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # says nothing of the model
+        except Exception as error:  # its keys may come from a layer before it
+            raise ValueError(
+                f"drafter: got {name}, whose last layer can't run alone ({type(error).__name__}), expected a"
+                " decoder with a list of layers that do not need one another"
+            ) from error
+
     def _made(self, skip: frozenset[int]) -> Any:
         name, layers = self._layers()
         if not skip < set(range(len(layers))):
@@ -60,15 +76,19 @@ class LayerSubset:
     def _gives_tuples(self, layer: nn.Module) -> bool:
         """Whether layers return tuples: seen in a pass over one id."""
         seen: list[bool] = []
-        with HOOKING, untouched(self.model):
+        with HOOKING:
             hook = layer.register_forward_hook(lambda module, args, output: seen.append(isinstance(output, tuple)))
             try:
-                device = next(self.model.parameters()).device
-                ids = torch.zeros(1, 1, dtype=torch.long, device=device)
-                self.model(input_ids=ids, use_cache=False)
+                self._run(self.model)
             finally:
                 hook.remove()
         return seen[0]
+
+    def _run(self, model: Any) -> None:
+        """A pass over one id."""
+        with HOOKING, untouched(self.model):
+            ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.model.parameters()).device)
+            model(input_ids=ids, use_cache=False)
 
 
 class _SkippedLayer(nn.Module):

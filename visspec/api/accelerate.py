@@ -189,7 +189,10 @@ class Accelerated(Rebuildable):
         model = driven(self.model)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
-            return HFDecoder(model, traits.feature_layers, traits.embeddings, check=probe, compile=compile)
+            target = HFDecoder(model, traits.feature_layers, traits.embeddings, check=probe, compile=compile)
+            if traits.partial and target.capabilities.layers:
+                target.thinned.check()
+            return target
 
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
             drafter, name = zoo.drafter(spec, model)

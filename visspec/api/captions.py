@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,8 +61,16 @@ def prepare(processor, images: Sequence, request: str | Sequence[str], model) ->
 
 
 def processed(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
-    """A processor's output for a batch of PIL images, left-padded, on the CPU."""
+    """A processor's output for a batch of PIL images, left-padded, on the CPU. Raises ValueError for a request with an
+    image token, as its image has one.
+    """
     processor.tokenizer.padding_side = "left"
+    marks = {m for name in ("image_token", "boi_token") if isinstance(m := getattr(processor, name, None), str)}
+    for text, mark in itertools.product(requests, marks):
+        if mark in text:
+            raise ValueError(
+                f"prompt: got {text!r} with {text.count(mark) + 1} {mark} for 1 image, expected none in the text itself"
+            )
     chats = [chat_prompt(processor, text) for text in requests]
     return dict(processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True))
 
@@ -120,6 +130,8 @@ class Captions:
     request: what is asked of images whose record has no prompt. workers: threads that read and prepare images ahead,
     `2 * slots` at most. generate: arguments of generate; of the int `seed` and a record's id its own seed is made
     (`sources.seed_of`), so that results do not depend on batch, order or process.
+
+    A context manager: `close` ends captions that are being made, and the threads.
     """
 
     def __init__(
@@ -132,13 +144,43 @@ class Captions:
         self.max_pixels, self.generate = max_pixels, generate
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", None)
         self._processing = threading.Lock()  # tokenizers are not made for several threads
+        self._runs: weakref.WeakSet[Generator[Caption, None, None]] = weakref.WeakSet()
+        self._closed = False
 
     def __call__(self, records: Iterable[Record | str | Path]) -> Iterator[Caption]:
-        """Captions in the order in which they end; one of an image that can't be read or captioned has an error."""
-        given = (r if isinstance(r, Record) else Record(str(r), r) for r in records)
-        entries = map(self._entry, prefetched(self._prepared, given, self.workers, 2 * self.slots))
+        """Captions in the order in which they end; one of an image that can't be read or captioned has an error. If
+        `records` raises, what was read before is captioned first.
+        """
+        if self._closed:
+            raise ValueError("captions: got a call after close(), expected one before it")
+        raised: list[Exception] = []
+        read = prefetched(self._prepared, _until_raised(records, raised), self.workers, 2 * self.slots)
         options = {k: v for k, v in self.generate.items() if k != "seed"}
-        return map(self._caption, self.fast.stream(entries, slots=self.slots, **options))
+        answers: Any = self.fast.stream(map(self._entry, read), slots=self.slots, **options)
+        run = self._run(answers, read, raised)
+        self._runs.add(run)
+        return run
+
+    def _run(self, answers: Any, read: Any, raised: list[Exception]) -> Generator[Caption, None, None]:
+        try:
+            yield from map(self._caption, answers)
+        finally:
+            answers.close()
+            read.close()
+        if raised:
+            raise raised[0]
+
+    def close(self) -> None:
+        """End the captions that are being made; later calls raise ValueError."""
+        self._closed = True
+        for run in list(self._runs):
+            run.close()
+
+    def __enter__(self) -> Captions:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
 
     def _prepared(self, record: Record) -> tuple[Record, dict[str, Any] | Exception]:
         """In a worker: a record without its pixels, and the processor's output or what went wrong."""
@@ -178,6 +220,7 @@ class Captions:
         record, error = answer.id, answer.error
         if error is not None:
             said = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+            said = said if said.startswith(record.id) else f"{record.id}: {said}"
             return Caption(record.id, None, error=said, record=record)
         tokenizer = self.processor.tokenizer
         return Caption(
@@ -185,6 +228,15 @@ class Captions:
             pieces=tuple(text_pieces(tokenizer, answer.tokens, answer.origin)), ended=answer.ended, drift=answer.drift,
             rounds=len(answer.rounds), record=record,
         )  # fmt: skip
+
+
+def _until_raised(records: Iterable[Record | str | Path], raised: list[Exception]) -> Iterator[Record]:
+    """Records, up to the exception that ends them, which is kept."""
+    try:
+        for record in records:
+            yield record if isinstance(record, Record) else Record(str(record), record)
+    except Exception as error:
+        raised.append(error)
 
 
 def prefetched(make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int) -> Iterator[Made]:

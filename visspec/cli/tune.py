@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> None:
         options |= {"temperature": arguments.temperature, "top_k": 0, "top_p": 1.0}
     images = list(islice(readable(found), 2 * arguments.count))
     if len(images) < 2 * max(arguments.batches):
-        raise ValueError(f"images: got {len(images)} that can be read, expected {2 * max(arguments.batches)} or more")
+        wanted, where = 2 * max(arguments.batches), ", ".join(map(str, arguments.images))
+        raise ValueError(f"images: got {len(images)} that can be read, expected {wanted} or more in {where}")
     record = tune(
         model, processor, images, drafters, lengths=sorted(set(arguments.lengths)), batches=arguments.batches,
         acceptance=arguments.acceptance, request=arguments.prompt or PROMPT, passes=arguments.passes,
