@@ -319,7 +319,7 @@ def test_the_meter_of_the_published_rule_is_its_true_total_variation():
     assert (found.diagonal() - f).abs().max() < 1e-7  # equal acceptance: a rejected code cannot come back
     assert (drift - 0.5 * (found - p).abs().sum(1)).abs().max() < 1e-6 and float(drift.max()) > 0.1
     rule = bound(LanternPlus(3, 2.5, compat="repository"))
-    lend = partial(published._target_access, rule.wide_Vk.long(), 3, K, None, 2.5)
+    lend = partial(published._lent, rule.wide_Vk.long(), 3, K, None, 2.5)
     trials = [published._drawn(torch.tensor(x), p, q, lend) for x in range(K)]
     output = sum(q[x] * (f * torch.eye(K).double()[x] + (1 - f) * rest) for x, (f, rest, _) in enumerate(trials))
     assert abs(float(trials[0][2]) - total_variation(output, p)) < 1e-12

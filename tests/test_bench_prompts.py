@@ -45,7 +45,7 @@ def test_its_oracle_commits_tau_tokens_a_pass():
     case = bench_prompts.PromptCase(bench_prompts.HeadLayout(4, 2, 8, 1, 32), "cpu")
     prompt = bench_prompts.PromptRun(case, 20, 21)
     oracle = bench_prompts.TauOracle(prompt.answer, 4)
-    guarded = bench_prompts.Guarded(oracle, case.target.capabilities, case.target.device, False)
+    guarded = bench_prompts.SafeDrafter(oracle, case.target.capabilities, case.target.device, False)
     length_policy = bench_prompts.Pace(7, adaptive=False)
     state = bench_prompts.decode(case.target, guarded, bench_prompts.Exact(), prompt.request(), length_policy)
     assert [max(r.committed) for r in state.trace.rounds] == [4] * 5 and state.trace.faults == 0

@@ -30,7 +30,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    monkeypatch.setattr(compiled, "MIN_NEW_TOKENS", 1)
+    monkeypatch.setattr(compiled, "WORTH", 1)
     yield
     torch._dynamo.reset()
 
@@ -136,7 +136,7 @@ def test_a_pickle_compiles_anew_and_a_moved_model_too():
 
 
 def test_a_short_request_compiles_nothing(monkeypatch):
-    monkeypatch.setattr(compiled, "MIN_NEW_TOKENS", 13)
+    monkeypatch.setattr(compiled, "WORTH", 13)
     quick = fast("llama", "ngram", compile=True)
     inputs = prompt("llama", shapes("llama")["one"])
     assert new_tokens(quick.generate(**inputs, **GREEDY), inputs) == stock("llama", "one", 12)

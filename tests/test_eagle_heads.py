@@ -124,12 +124,12 @@ def test_a_tree_draws_every_node_from_its_own_path(name, form, monkeypatch):
     inputs, seen, grown = prompt(name, rows), [], []
     target, state, answer = begun(drafter, model, inputs, NEW)
 
-    class Growing(visspec.tree.Growing):
+    class TreeBuilder(visspec.tree.TreeBuilder):
         def grow(self, logp):
             grown.append(super().grow(logp))
             return grown[-1]
 
-    monkeypatch.setattr(visspec.tree, "Growing", Growing)
+    monkeypatch.setattr(visspec.tree, "TreeBuilder", TreeBuilder)
     Watched(drafter, seen).propose(state, 3)
     for b in range(len(rows)):
         whole = known(target, model, single_row(name, rows, inputs, b), answer[b, : len(state.tokens[b])])

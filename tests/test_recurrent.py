@@ -115,7 +115,7 @@ def test_greedy_equals_stock(name, lengths):
 @pytest.mark.parametrize("most", [1, 4])
 def test_replays_are_bounded(name, most, monkeypatch):
     """With a small bound they are settled often, in rows that stand apart."""
-    monkeypatch.setattr(recurrent, "MAX_RECORDINGS", most)
+    monkeypatch.setattr(recurrent, "MOST", most)
     lengths = (12, 7, 3)
     inputs, expected = prompt(name, lengths), stock(name, lengths)
     fast = visspec.accelerate(model_of(name), Erring(expected, 0.5, 3, True), adaptive=False)

@@ -100,7 +100,7 @@ def test_the_law_of_scales_under_their_own_noise_is_that_of_plain_decoding(a, b)
             one_hot[row, n, : len(codes)] = torch.where(torch.eye(V).bool()[list(codes)], 0.0, -torch.inf)
     draft, distribution = draft_of(a, b, len(choices), point=True), after(a, b, 1)
     rule = rules.Scales()
-    verdict = rule(draft, type("S", (), {"law": Maps(one_hot, distribution.count.expand(len(choices), -1))}), None)
+    verdict = rule(draft, type("S", (), {"distribution": Maps(one_hot, distribution.count.expand(len(choices), -1))}), None)
     p = distribution.p[0]
     weights = [
         float(torch.stack([p[n, i, code] for n, codes in enumerate(maps) for i, code in enumerate(codes)]).prod())
@@ -168,7 +168,7 @@ def repaired_rounds(rule, point=None):
 
 
 def judged(draft, distribution, noise):
-    return emitted(rules.Repaired()(draft, type("S", (), {"law": distribution}), noise), draft)
+    return emitted(rules.Repaired()(draft, type("S", (), {"distribution": distribution}), noise), draft)
 
 
 @pytest.mark.parametrize("point", [None, ((1,), (2, 0))])
@@ -256,7 +256,7 @@ def test_an_absent_scale_is_not_judged(point):
     real, found = torch.tensor([[True, False, True]]), []
     for a in every(0):
         draft = replace(draft_of(a, (1, 2), 1, point), real=real)
-        scores = type("S", (), {"law": after((0,), (1, 2), 1)})
+        scores = type("S", (), {"distribution": after((0,), (1, 2), 1)})
         verdict = rules.Repaired()(draft, scores, Given(numbers))
         assert verdict.length.tolist() == [1]
         found.append(verdict.next)

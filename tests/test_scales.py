@@ -15,7 +15,7 @@ from tests.test_var_nets import TINY, Published
 from visspec import ImagePipeline
 from visspec import tree as trees
 from visspec.accept.scales import Repaired
-from visspec.accept.scales import ScaleSizes as Exact
+from visspec.accept.scales import Scales as Exact
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.safe_drafter import SafeDrafter

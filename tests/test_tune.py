@@ -142,7 +142,7 @@ def test_each_picture_is_new_to_what_is_measured_on_it(images, tmp_path, capsys,
         return calling
 
     monkeypatch.setattr(tuning, "observe", watched(tuning.observe, lambda fast: fast))
-    monkeypatch.setattr(command.OurArm, "__call__", watched(command.OurArm.__call__, lambda arm: arm.fast))
+    monkeypatch.setattr(command.CaptionArm, "__call__", watched(command.CaptionArm.__call__, lambda arm: arm.fast))
     argv = [
         "tune",
         "--images",

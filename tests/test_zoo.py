@@ -220,7 +220,7 @@ def texts(model, drafter, name="llava", parts=PARTS):
     inputs["input_ids"] = torch.where(few, 5 + inputs["input_ids"] % 6, inputs["input_ids"])
 
     def asked(rows):
-        each = [builder.request(row, row, single_row(name, parts, inputs, row) | {"seed": row}) for row in rows]
+        each = [builder.request(row, single_row(name, parts, inputs, row) | {"seed": row}) for row in rows]
         request = builder.together(each)
         request.each, request.sampling = each, each[0].sampling
         request.generators = [one.generators[0].clone_state() for one in each]

@@ -205,7 +205,7 @@ def test_opcheck(kind):
     torch.library.opcheck(torch.ops.visspec.accept_tree, tuple(arguments[k] for k in NAMES))
 
 
-NAMES = "tokens parent p q coins draw mass neighbours delta lam depth branch".split()
+NAMES = "tokens parent p q uniforms draw mass neighbours delta lam depth branch".split()
 
 
 def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch):

@@ -104,7 +104,7 @@ class AnyOrderStage(Stage):
         with torch.autocast("cpu", torch.bfloat16):
             words, real = self.model.features(ids, ids != self.processor.tokenizer.pad_token_id)
             words = torch.where(dropped[:, None, None], net.cls_embedding.absent(words), words)
-            logits = net.laws(net.prefix(words), codes, order, real)
+            logits = net.distributions(net.prefix(words), codes, order, real)
         losses = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none")
         self.notes["first"] = round(losses[~whole, 0].mean().item(), 3)
         self.notes["last"] = round(losses[~whole, -codes.shape[1] // 4 :].mean().item(), 3)
