@@ -165,11 +165,11 @@ def test_a_layer_left_out_is_not_run_and_the_model_stays():
     ids = torch.arange(5, 12)[None]
     want = model.model.norm(model.model.layers[0](*first_layer(model, ids)))
     ran.clear()
-    view = target.thinned(frozenset({1, 2, 3}))
+    view = target.layer_subset(frozenset({1, 2, 3}))
     ran.clear()
     with torch.no_grad():
         torch.testing.assert_close(view(input_ids=ids, use_cache=False).logits, model.lm_head(want))
-    assert ran == [0] and view is target.thinned(frozenset({1, 2, 3}))
+    assert ran == [0] and view is target.layer_subset(frozenset({1, 2, 3}))
     for hook in hooks:
         hook.remove()
     assert dict(model.named_modules()) == modules
@@ -239,4 +239,4 @@ def test_only_drafters_that_say_so_run_layers():
         ReadOnlyState(state, target).partial(state.pending, -1, frozenset())
     for skip in ({0, 1}, {7}):
         with pytest.raises(ValueError, match="skip: got layers"):
-            target.thinned(frozenset(skip))
+            target.layer_subset(frozenset(skip))

@@ -273,7 +273,7 @@ def test_naming_reads_the_words_of_what_lies_at_a_patch():
     same = SimpleNamespace(norm=lambda x: x)
     model = SimpleNamespace(lm_head=lambda x: x, model=SimpleNamespace(language_model=same))
     words = 20.0 * (
-        sum(distribution[labels[name]] for name, distribution in naming.distributions.items()) > 0
+        sum(distribution[labels[name]] for name, distribution in naming.laws.items()) > 0
     )  # (B, patches, V)
     right = float(naming(model, scenes, words))
     assert right < np.log(5)  # up to four words of a name and one of size share the mass

@@ -191,7 +191,7 @@ class Accelerated(Rebuildable):
         def make_target(traits: DrafterTraits) -> HFDecoder:
             target = HFDecoder(model, traits.feature_layers, traits.embeddings, check=probe, compile=compile)
             if traits.partial and target.capabilities.layers:
-                target.thinned.check()
+                target.layer_subset.check()
             return target
 
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
