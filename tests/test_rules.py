@@ -92,7 +92,7 @@ def typical_law(rule: Typical, p, q):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.floats(0.01, 1.2), st.floats(0.01, 2.0))
 def test_every_point_of_acceptance_costs_a_point_of_total_variation(seed, epsilon, delta):
-    """acceptance = (1 - TV(p, q)) + TV(output, p), for any f not below the exact one (docs/guide.md, Drift)."""
+    """acceptance = (1 - TV(p, q)) + TV(output, p), for any f not below the exact one (docs/start.md, Drift)."""
     p, q = distributions(seed)
     f, output = typical_law(Typical(epsilon, delta), p, q)
     acceptance = float((q * f).sum())

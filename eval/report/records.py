@@ -1,7 +1,7 @@
 """Fields of the benches' result files, used by the benches and by the report.
 
 `METHOD`: fields of one measured method, which is a caption record or a row of an image record. `FILE`: fields shared by
-all rows of an image record. `RecordImage`: an entry of `images`. docs/benchmarks.md explains the fields.
+all rows of an image record. `RecordImage`: an entry of `images`. docs/evaluate.md explains the fields.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def described(job, device, repeats):
 
 
 def run(device="cpu", json_path=None, quick=False):
-    """Measures every kernel on `device` and returns the object described in docs/benchmarks.md; writes it as JSON."""
+    """Measures every kernel on `device` and returns the object described in docs/evaluate.md; writes it as JSON."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: found {device} on a machine without CUDA, expected cpu")

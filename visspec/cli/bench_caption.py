@@ -71,7 +71,7 @@ def bench_caption(
     batch_size: int = 1, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0, request: str = PROMPT,
     warmup: int = 3, compile: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run all arms on all images; returns the JSON object of docs/benchmarks.md.
+    """Run all arms on all images; returns the JSON object of docs/evaluate.md.
 
     assistant: a smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
     compile: ours runs compiled; a further arm is transformers' generate with a static cache and compiled steps.

@@ -69,7 +69,7 @@ def bench_captions(
     model, processor, drafter: str, *, images: int, slots: int, passes: int, max_new_tokens: int, acceptance: str,
     request: str, share: float = SHARE, alone: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run all arms. Returns the JSON object of docs/benchmarks.md. Greedy."""
+    """Run all arms. Returns the JSON object of docs/evaluate.md. Greedy."""
     scenes = held_out_scenes(images)
     pixels, texts = [to_image(scene) for scene in scenes], asked(scenes, request, share)
     base = {"max_new_tokens": max_new_tokens, "do_sample": False}

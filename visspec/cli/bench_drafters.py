@@ -74,7 +74,7 @@ def parsed(given: Sequence[str]) -> dict[str, str]:
 def bench_drafters(
     model, processor, images: Sequence, named: dict[str, str], *, timed: bool = True, seed: int = 0
 ) -> dict[str, Any]:
-    """The JSON object of docs/benchmarks.md: a row for every drafter of `named`."""
+    """The JSON object of docs/evaluate.md: a row for every drafter of `named`."""
     fast = {name: accelerate(model, spec) for name, spec in named.items()}
     prompts = [(i, prepare(processor, [image], PROMPT, model)) for i, image in enumerate(images)]
     base: dict[str, Any] = {"max_new_tokens": MOST, "do_sample": False}

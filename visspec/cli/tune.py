@@ -121,7 +121,7 @@ def tune(
     batches: Sequence[int], acceptance: str, request: str, passes: int, seed: int, sweep: bool,
     trees: Path | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure, predict, choose and check. Returns the JSON object of docs/benchmarks.md.
+    """Measure, predict, choose and check. Returns the JSON object of docs/evaluate.md.
 
     trees: a file for acceptance by rank, of the first drafter that grows trees.
     """
