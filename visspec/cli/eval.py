@@ -304,7 +304,7 @@ def answerer(arguments, max_new_tokens: int) -> tuple[Callable[[Any, str], str],
 
 def images_in(argument: str, folder: Path, least: int = 1) -> int:
     """How many images a folder holds. Raises ValueError that names the argument."""
-    from visspec.eval.metrics.images import image_files
+    from visspec.io.images import image_files
 
     try:
         count = len(image_files(folder))
