@@ -20,6 +20,9 @@ Row = dict[str, Any]  # metric, value, n, and what the metric says beside them
 
 FOLDER = "folder of PNG, JPEG or WEBP images"
 LEAST = {"fid": 4, "kid": 2, "cmmd": 1, "precision-recall": 4, "inception-score": 2}  # images a side
+PACKAGES = {  # metric or task: what computes it, of the extra `eval`
+    "kid": "torch_fidelity", "precision-recall": "torch_fidelity", "inception-score": "torch_fidelity",
+}  # fmt: skip
 SUITES = ("shape-questions", "shape-captions")  # tasks that need no files
 TASKS = {  # reader of `eval.metrics.readers`: the flags it takes, in order
     "coco-captions": ("questions", "images"),
@@ -113,8 +116,12 @@ def run(arguments) -> int:
     from rich.markup import escape
     from rich.table import Table
 
+    from visspec.api.sources import need
     from visspec.provenance import provenance
 
+    for name in (arguments.metric, getattr(arguments, "task", "")):
+        if name in PACKAGES:
+            need(PACKAGES[name], name, "eval")
     row = arguments.measure(arguments)
     view = Table("", "", show_header=False)
     for name, value in row.items():
