@@ -20,9 +20,10 @@ Row = dict[str, Any]  # metric, value, n, and what the metric says beside them
 
 FOLDER = "folder of PNG, JPEG or WEBP images"
 LEAST = {"fid": 4, "kid": 2, "cmmd": 1, "precision-recall": 4, "inception-score": 2}  # images a side
-PACKAGES = {  # metric or task: what computes it, of the extra `eval`
-    "kid": "torch_fidelity", "precision-recall": "torch_fidelity", "inception-score": "torch_fidelity",
-}  # fmt: skip
+PACKAGES: dict[str, tuple[str, ...]] = {  # of the extra `eval`, by metric or task
+    **dict.fromkeys(("kid", "precision-recall", "inception-score"), ("torch_fidelity",)),
+    **dict.fromkeys(("captions", "coco-captions"), ("sacrebleu", "pycocoevalcap")),
+}
 SUITES = ("shape-questions", "shape-captions")  # tasks that need no files
 TASKS = {  # reader of `eval.metrics.readers`: the flags it takes, in order
     "coco-captions": ("questions", "images"),
@@ -120,8 +121,8 @@ def run(arguments) -> int:
     from visspec.provenance import provenance
 
     for name in (arguments.metric, getattr(arguments, "task", "")):
-        if name in PACKAGES:
-            need(PACKAGES[name], name, "eval")
+        for package in PACKAGES.get(name, ()):
+            need(package, name, "eval")
     row = arguments.measure(arguments)
     view = Table("", "", show_header=False)
     for name, value in row.items():
