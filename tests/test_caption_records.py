@@ -23,10 +23,10 @@ from visspec.api.captions import PROMPT, Captions, prefetched
 from visspec.api.loading import load
 from visspec.api.shards import Shards
 from visspec.cli.main import main
-from visspec.eval.metrics.images import image_files
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import held_out_scenes
 from visspec.files import Journal, replacing
+from visspec.io.images import image_files
 
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
 
@@ -657,7 +657,7 @@ def test_images_that_pil_warns_of_are_refused_in_any_thread(tmp_path, monkeypatc
     path = tmp_path / "big.png"
     Image.new("RGB", (40, 40)).save(path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    from visspec.eval.metrics.images import open_image
+    from visspec.io.images import open_image
 
     def look(_):
         with pytest.raises(ValueError, match="more pixels than the limit"):

@@ -22,10 +22,10 @@ from visspec.api import zoo
 from visspec.api.captions import PROMPT
 from visspec.cli import bench_image_table, demo
 from visspec.cli.main import main
-from visspec.eval.metrics.images import open_image
 from visspec.eval.world.captions import score
 from visspec.eval.world.render import to_image
 from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+from visspec.io.images import open_image
 
 SCENES = [HELD_OUT_SEED + 900 + i for i in range(3)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +207,16 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, clip):
     (tmp_path / "half.json").write_text("{")
     assert "generated: got" in refused(capsys, "captions", tmp_path / "half.json", "--references", other)
     assert "--questions: got none" in refused(capsys, "vqa", "textvqa")
+
+
+def test_a_package_that_is_not_installed_is_named_before_work_starts(tmp_path, capsys, monkeypatch):
+    for package in ("torch_fidelity", "sacrebleu", "pycocoevalcap"):
+        monkeypatch.setitem(sys.modules, package, None)
+    expected = "is not installed, expected it (pip install 'visspec[eval]')"
+    assert f"kid: torch_fidelity {expected}" in refused(capsys, "kid", tmp_path, tmp_path)
+    assert f"captions: sacrebleu {expected}" in refused(capsys, "captions", tmp_path, "--references", tmp_path)
+    assert f"coco-captions: sacrebleu {expected}" in refused(capsys, "vqa", "coco-captions")
+    assert "generated: got" in refused(capsys, "fid", tmp_path / "none", tmp_path)  # needs none of them
 
 
 def test_rows_of_another_model_are_refused_and_finished_rows_stay(tmp_path, capsys):

@@ -100,7 +100,8 @@ def test_the_law_of_scales_under_their_own_noise_is_that_of_plain_decoding(a, b)
             one_hot[row, n, : len(codes)] = torch.where(torch.eye(V).bool()[list(codes)], 0.0, -torch.inf)
     draft, distribution = draft_of(a, b, len(choices), point=True), after(a, b, 1)
     rule = rules.Scales()
-    verdict = rule(draft, type("S", (), {"distribution": Maps(one_hot, distribution.count.expand(len(choices), -1))}), None)
+    scores = type("S", (), {"distribution": Maps(one_hot, distribution.count.expand(len(choices), -1))})
+    verdict = rule(draft, scores, None)
     p = distribution.p[0]
     weights = [
         float(torch.stack([p[n, i, code] for n, codes in enumerate(maps) for i, code in enumerate(codes)]).prod())

@@ -17,8 +17,8 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import weights_hash
-from visspec.eval.metrics.images import MAX_PIXELS, image_files, open_image
 from visspec.eval.metrics.results import Progress, Rows
+from visspec.io.images import MAX_PIXELS, image_files, open_image
 
 if TYPE_CHECKING:
     from transformers import CLIPModel

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.images import MAX_PIXELS, open_image
 from visspec.eval.metrics.results import Progress, Rows
+from visspec.io.images import MAX_PIXELS, open_image
 
 Answer = Callable[[Image.Image, str], str]
 

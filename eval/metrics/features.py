@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from visspec.eval.metrics.detection import digest, file_digest
-from visspec.eval.metrics.images import MAX_PIXELS, image_files, iter_images
 from visspec.eval.metrics.results import Progress
+from visspec.io.images import MAX_PIXELS, image_files, iter_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

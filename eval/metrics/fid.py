@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, gather, metric_name
-from visspec.eval.metrics.images import MAX_PIXELS
 from visspec.eval.metrics.references import Reference
 from visspec.eval.metrics.results import Progress
 from visspec.eval.metrics.statistics import GaussianStats
+from visspec.io.images import MAX_PIXELS
 
 
 def _root(matrix: torch.Tensor) -> torch.Tensor:

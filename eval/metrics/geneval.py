@@ -27,8 +27,8 @@ from visspec.eval.metrics.detection import (
     ShapeWorldDetector,
     digest,
 )
-from visspec.eval.metrics.images import MAX_PIXELS, inside, open_image
 from visspec.eval.metrics.results import Progress, Rows
+from visspec.io.images import MAX_PIXELS, inside, open_image
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.images import MAX_PIXELS, SUFFIXES, open_image
 from visspec.eval.metrics.results import Progress, Rows
+from visspec.io.images import MAX_PIXELS, SUFFIXES, open_image
 
 GROUP = 80  # prompts; the published standard deviation is over groups
 VERSIONS = ("v2.0", "v2.1")

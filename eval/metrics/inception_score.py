@@ -1,11 +1,11 @@
 """Inception score (Salimans et al. 2016, arXiv 1606.03498): exp of the mean KL of p(y|x) from p(y), over splits.
 
 The published score uses the bias-free logits of the 2015-12-05 Inception; any classifier's logits are accepted.
+Computed by torch-fidelity.
 """
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from visspec.eval.metrics.features import FeatureExtractor, table
@@ -22,14 +22,10 @@ def from_logits(
     n = len(logits)
     if n < splits:
         raise ValueError(f"{splits} splits need at least {splits} images, not {n}")
-    order = np.random.RandomState(seed).permutation(n) if shuffle else np.arange(n)
-    log_p = torch.log_softmax(logits.double()[torch.from_numpy(order)], dim=1)
-    scores = []
-    for i in range(splits):
-        part = log_p[i * n // splits : (i + 1) * n // splits]
-        mixed = part.exp().mean(0, keepdim=True).log()
-        scores.append(float((part.exp() * (part - mixed)).sum(1).mean().exp()))
-    return float(np.mean(scores)), float(np.std(scores))
+    from torch_fidelity.metric_isc import isc_features_to_metric
+
+    found = isc_features_to_metric(logits.double(), splits, shuffle, seed)
+    return found["inception_score_mean"], found["inception_score_std"]
 
 
 def from_folder(

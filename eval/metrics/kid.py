@@ -1,11 +1,11 @@
 """Kernel Inception distance (Binkowski et al. 2018, arXiv 1801.01401): unbiased MMD^2 with a cubic polynomial kernel.
 
 k(x, y) = (x . y / d + 1)^3, averaged over random subsets; called KID only with the verified Inception features.
+Computed by torch-fidelity.
 """
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from visspec.eval.metrics.features import FeatureExtractor, metric_name, pair
@@ -16,18 +16,6 @@ SUBSET_SIZE = 1000
 SEED = 2020
 
 
-def polynomial_mmd(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Unbiased MMD^2 of two feature tables (n, d) and (m, d), float64; it can be slightly negative."""
-    x, y = x.double(), y.double()
-    n, m, d = len(x), len(y), x.shape[1]
-    if min(n, m) < 2:
-        raise ValueError(f"the unbiased estimate needs at least 2 images on each side, not {n} and {m}")
-    xx, yy, xy = ((a @ b.T / d + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
-    within_x = (xx.sum() - xx.diagonal().sum()) / (n * (n - 1))
-    within_y = (yy.sum() - yy.diagonal().sum()) / (m * (m - 1))
-    return float(within_x + within_y - 2 * xy.mean())
-
-
 def from_features(
     first: torch.Tensor, second: torch.Tensor, subsets: int = SUBSETS, subset_size: int = SUBSET_SIZE, seed: int = SEED
 ) -> tuple[float, float]:
@@ -36,13 +24,13 @@ def from_features(
         raise ValueError(
             f"subset_size must be at most the number of images, {len(first)} and {len(second)}, not {subset_size}"
         )
-    rng = np.random.RandomState(seed)
-    values = []
-    for _ in range(subsets):
-        i = rng.choice(len(first), subset_size, replace=False)
-        j = rng.choice(len(second), subset_size, replace=False)
-        values.append(polynomial_mmd(first[i], second[j]))
-    return float(np.mean(values)), float(np.std(values))
+    if subset_size < 2:
+        raise ValueError(f"the unbiased estimate needs at least 2 images on each side, not {subset_size}")
+    from torch_fidelity.metric_kid import kid_features_to_metric
+
+    settings = {"kid_subsets": subsets, "kid_subset_size": subset_size, "rng_seed": seed, "verbose": False}
+    found = kid_features_to_metric(first.double(), second.double(), **settings)
+    return found["kernel_inception_distance_mean"], found["kernel_inception_distance_std"]
 
 
 def from_folders(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from visspec.eval.metrics.images import SUFFIXES, inside, natural_key
 from visspec.eval.metrics.tasks import (
     Sample,
     Task,
@@ -21,6 +20,7 @@ from visspec.eval.metrics.tasks import (
     vqa,
     yes_or_no,
 )
+from visspec.io.images import SUFFIXES, inside, natural_key
 
 MAX_BYTES = 1_000_000_000
 SHORT = "\nAnswer the question using a single word or phrase."

@@ -1,14 +1,15 @@
 """Rule-based scores of generated text: VQA accuracy, letters and yes/no, BLEU, ROUGE-L and CIDEr-D.
 
+BLEU is sacrebleu's; ROUGE-L and CIDEr-D are those of the COCO caption evaluation (pycocoevalcap).
+
 Captions are split into lower-case words without punctuation; the published COCO scores use a Java tokenizer, so ours
 differ from them by small amounts and are comparable among themselves. METEOR and SPICE are not supported: the published
 versions are Java programs, and nltk's METEOR downloads WordNet. To compute them, use the texts in the task's result
 file with the authors' evaluation.
 """
 
-import math
+import itertools
 import re
-from collections import Counter
 from collections.abc import Sequence
 
 _NUMBERS = "none zero one two three four five six seven eight nine ten".split()
@@ -66,45 +67,23 @@ def yes_no(text: str) -> str | None:
     return next((w for w in words(text) if w in ("yes", "no")), None)
 
 
-def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
-    return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
-
-
 def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]], order: int = 4) -> float:
     """Corpus BLEU (Papineni et al. 2002), 0..1, closest reference length, no smoothing."""
     _same_length(predictions, references)
-    hits, totals, said, length = [0] * order, [0] * order, 0, 0
-    for text, truths in zip(predictions, references):
-        tokens, others = words(text), [words(t) for t in truths]
-        said += len(tokens)
-        length += min((len(o) for o in others), key=lambda n: (abs(n - len(tokens)), n))
-        for n in range(order):
-            own = _ngrams(tokens, n + 1)
-            limit: Counter[tuple[str, ...]] = Counter()
-            for other in others:
-                limit |= _ngrams(other, n + 1)
-            hits[n] += (own & limit).total()
-            totals[n] += own.total()
-    if min(hits) == 0:
-        return 0.0
-    precision = sum(math.log(h / t) for h, t in zip(hits, totals)) / order
-    return math.exp(precision + min(0.0, 1 - length / said))
+    import sacrebleu
+
+    columns = list(itertools.zip_longest(*(map(_spaced, group) for group in references)))  # None where a text has fewer
+    scorer = sacrebleu.BLEU(smooth_method="none", tokenize="none", max_ngram_order=order, force=True)
+    return scorer.corpus_score([_spaced(text) for text in predictions], columns).score / 100
 
 
-def rouge_l(prediction: str, references: Sequence[str], beta: float = 1.2) -> float:
+def rouge_l(prediction: str, references: Sequence[str]) -> float:
     """ROUGE-L (Lin 2004), 0..1: best precision and best recall of the longest common subsequence over references."""
-    tokens, precision, recall = words(prediction), 0.0, 0.0
-    for other in map(words, references):
-        row = [0] * (len(other) + 1)
-        for a in tokens:
-            diagonal = 0
-            for j, b in enumerate(other, 1):
-                diagonal, row[j] = row[j], diagonal + 1 if a == b else max(row[j], row[j - 1])
-        if tokens and other:
-            precision, recall = max(precision, row[-1] / len(tokens)), max(recall, row[-1] / len(other))
-    if not precision or not recall:
-        return 0.0
-    return (1 + beta**2) * precision * recall / (recall + beta**2 * precision)
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    truths = [text for text in map(_spaced, references) if text]  # it would count an empty text as one word
+    text = _spaced(prediction)
+    return float(Rouge().calc_score([text], truths)) if text and truths else 0.0
 
 
 def cider_d(predictions: Sequence[str], references: Sequence[Sequence[str]], sigma: float = 6.0) -> list[float]:
@@ -113,36 +92,17 @@ def cider_d(predictions: Sequence[str], references: Sequence[Sequence[str]], sig
     Document frequencies are computed from these references, so the score of a caption depends on the whole set.
     """
     _same_length(predictions, references)
-    truths = [[words(t) for t in group] for group in references]
-    frequency: Counter = Counter()
-    for group in truths:
-        frequency.update({gram for tokens in group for n in (1, 2, 3, 4) for gram in _ngrams(tokens, n)})
-    documents = math.log(max(len(truths), 1))
+    from pycocoevalcap.cider.cider import Cider
 
-    def vectors(tokens: list[str]) -> list[dict]:
-        return [
-            {
-                gram: count * (documents - math.log(max(1, frequency[gram])))
-                for gram, count in _ngrams(tokens, n).items()
-            }
-            for n in (1, 2, 3, 4)
-        ]
+    truths = {i: [_spaced(text) for text in group] for i, group in enumerate(references)}
+    if not any(text for group in truths.values() for text in group):
+        return [0.0] * len(truths)
+    given = {i: [_spaced(text)] for i, text in enumerate(predictions)}
+    return Cider(sigma=sigma).compute_score(truths, given)[1].tolist()
 
-    def norm(vector: dict) -> float:
-        return math.sqrt(sum(v * v for v in vector.values()))
 
-    scores = []
-    for text, group in zip(predictions, truths):
-        tokens, total = words(text), 0.0
-        own = vectors(tokens)
-        for other in group:
-            penalty = math.exp(-((len(tokens) - len(other)) ** 2) / (2 * sigma**2))
-            for a, b in zip(own, vectors(other)):
-                size = norm(a) * norm(b)
-                shared = sum(min(v, b[gram]) * b[gram] for gram, v in a.items() if gram in b)
-                total += penalty * shared / size / 4 if size else 0.0
-        scores.append(10 * total / len(group))
-    return scores
+def _spaced(text: str) -> str:
+    return " ".join(words(text))
 
 
 def _same_length(predictions: Sequence, references: Sequence) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from visspec.eval.metrics.images import open_image, read_image
 from visspec.eval.report.images import MAX_PIXELS, thumbnail
 from visspec.files import replacing
+from visspec.io.images import open_image, read_image
 from visspec.loop.stats import COLOURS, MEANING, coloured
 
 MOST = 200  # records with a thumbnail, and errors, on a page

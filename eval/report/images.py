@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageColor
 
-from visspec.eval.metrics.images import open_image
 from visspec.eval.report.figures import rgb
 from visspec.eval.report.records import RecordImage
+from visspec.io.images import open_image
 
 SIDE = 128  # longest side of a thumbnail, pixels
 SMALL = 96  # of one in a result file

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from visspec.eval.metrics.images import image_files, iter_images, natural_key, open_image
+from visspec.io.images import image_files, iter_images, natural_key, open_image
 
 
 @pytest.fixture

@@ -91,6 +91,9 @@ def test_bleu_rouge_and_cider_on_known_cases():
     assert min(good) > 4 and max(bad) < 0.01
     # One reference equal to the caption in a set of two unrelated ones: the full score.
     assert cider_d(same, [[same[0]], [same[1]]]) == pytest.approx([10, 10])
+    assert cider_d([""], [[""]]) == [0] and rouge_l("", [""]) == rouge_l("a", [""]) == 0
+    # References of unequal number: hits 5, 3, 2, 1 of 6, 4, 2, 1; the closest have 4 and 2 words, as given.
+    assert bleu(["a b c d", "x y"], [["a b c d"], ["x", "x z", "b"]]) == pytest.approx((5 / 6 * 3 / 4) ** 0.25)
     with pytest.raises(ValueError, match="different counts: 2 predictions and 1"):
         bleu(same, refs[:1])
 

@@ -16,7 +16,7 @@ import torch
 
 from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, seed_of
-from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
+from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.loop.stats import Stats, ended_by, text_pieces
 from visspec.loop.stream import Answer
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from visspec.api.captions import chat_text
-from visspec.eval.metrics.images import MAX_PIXELS, image_size, read_image
+from visspec.io.images import MAX_PIXELS, image_size, read_image
 
 MEDIA = ("image/png", "image/jpeg", "image/webp")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visspec.eval.metrics.images import SUFFIXES, image_files
 from visspec.files import loads
+from visspec.io.images import SUFFIXES, image_files
 
 TABLES = (".jsonl", ".parquet", ".tar")
 LARGEST = 256 << 20  # bytes of a member of a shard: a sparse one may claim any size

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     from visspec.api import verdict
     from visspec.api.accelerate import accelerate
     from visspec.api.loading import load
-    from visspec.eval.metrics.images import open_image
+    from visspec.io.images import open_image
     from visspec.provenance import provenance
 
     image = open_image(arguments.image, arguments.max_pixels)

@@ -32,7 +32,6 @@ from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sideca
 from visspec.cli.generate import save
 from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
-from visspec.eval.metrics.images import open_image
 from visspec.eval.report.images import small_png
 from visspec.eval.report.records import RecordImage
 from visspec.eval.speed import paired as speed
@@ -40,6 +39,7 @@ from visspec.eval.speed.paired import ArmRun
 from visspec.eval.world.suite import TASKS, suite
 from visspec.eval.world.worlds import WORLDS, World, known_to, world
 from visspec.files import write_json
+from visspec.io.images import open_image
 from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.models.targets.image_ar import Family
 from visspec.provenance import provenance

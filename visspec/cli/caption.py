@@ -130,8 +130,8 @@ def decode_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def foreign(paths: Sequence[Path], max_pixels: int) -> Path | None:
     """The first of the first few images that is no rendered scene of shapes; files that can't be read are passed by."""
-    from visspec.eval.metrics.images import open_image
     from visspec.eval.world.detector import ShapeDetector
+    from visspec.io.images import open_image
 
     detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # of caption scenes
     for path in paths[:LOOKS]:

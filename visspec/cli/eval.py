@@ -20,6 +20,10 @@ Row = dict[str, Any]  # metric, value, n, and what the metric says beside them
 
 FOLDER = "folder of PNG, JPEG or WEBP images"
 LEAST = {"fid": 4, "kid": 2, "cmmd": 1, "precision-recall": 4, "inception-score": 2}  # images a side
+PACKAGES: dict[str, tuple[str, ...]] = {  # of the extra `eval`, by metric or task
+    **dict.fromkeys(("kid", "precision-recall", "inception-score"), ("torch_fidelity",)),
+    **dict.fromkeys(("captions", "coco-captions"), ("sacrebleu", "pycocoevalcap")),
+}
 SUITES = ("shape-questions", "shape-captions")  # tasks that need no files
 TASKS = {  # reader of `eval.metrics.readers`: the flags it takes, in order
     "coco-captions": ("questions", "images"),
@@ -113,8 +117,12 @@ def run(arguments) -> int:
     from rich.markup import escape
     from rich.table import Table
 
+    from visspec.api.sources import need
     from visspec.provenance import provenance
 
+    for name in (arguments.metric, getattr(arguments, "task", "")):
+        for package in PACKAGES.get(name, ()):
+            need(package, name, "eval")
     row = arguments.measure(arguments)
     view = Table("", "", show_header=False)
     for name, value in row.items():
@@ -304,7 +312,7 @@ def answerer(arguments, max_new_tokens: int) -> tuple[Callable[[Any, str], str],
 
 def images_in(argument: str, folder: Path, least: int = 1) -> int:
     """How many images a folder holds. Raises ValueError that names the argument."""
-    from visspec.eval.metrics.images import image_files
+    from visspec.io.images import image_files
 
     try:
         count = len(image_files(folder))

@@ -120,7 +120,7 @@ def inpainted(arguments: argparse.Namespace) -> dict[str, Any]:
     """The picture of --image and the mask of --mask, read, as a pipeline takes them. Raises ValueError for one without
     the other, and for a file that is no image.
     """
-    from visspec.eval.metrics.images import open_image
+    from visspec.io.images import open_image
 
     files = {"image": arguments.image, "mask": arguments.mask}
     if files["image"] is None and files["mask"] is None:

@@ -21,8 +21,8 @@ from visspec.api import loading as targets
 from visspec.api import requests, sources, zoo
 from visspec.api.captions import PROMPT, chat_text, moved, prepare
 from visspec.checkpoint import read_json
-from visspec.eval.metrics.images import MAX_PIXELS, open_image, read_image
 from visspec.eval.report import training
+from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.models.drafters.eagle import FeatureDrafter
 from visspec.models.drafters.feature_checkpoint import CONFIG
 from visspec.models.targets.hf_decoder import HFDecoder
