@@ -33,9 +33,9 @@ class Rebuildable:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For pickle. Raises ValueError for a model that can't be pickled because of its hooks."""
-        make, given, state, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)  # (function, its arguments, state, ...)
         with HOOKING:
-            return make, given, _without_hooks(state, {}), *rest
+            return *reduced[:2], _without_hooks(reduced[2], {}), *reduced[3:]
 
 
 def _without_hooks(value: Any, memo: dict[int, nn.Module]) -> Any:
