@@ -227,7 +227,7 @@ def test_numbers_belong_to_codes_however_they_are_read(make):
     ragged.select([1])
     assert torch.equal(ragged.codes(1)[0, 0], whole[1, 2])
     assert ragged.codes(3).shape[2] == 30, "behind the last scale there are no codes"
-    with pytest.raises(ValueError, match="stream: got Map"):
+    with pytest.raises(ValueError, match="stream: got Scale"):
         ragged.join(stepwise, [0])
 
 

@@ -104,7 +104,7 @@ class MethodGroup:
         self.headline, self.bars = overview.headline(measured), overview.methods(measured)
         self.frontiers = overview.frontiers(measured)
         self.curves, self.verdicts = overview.sweeps(methods)
-        self.distribution = next((law for m in methods if isinstance(law := m.record.get("law"), dict)), None)
+        self.law = next((law for m in methods if isinstance(law := m.record.get("law"), dict)), None)
         self.kinds = [kind for kind in overview.GUARANTEES if kind in {overview.kind_of(m.record) for m in methods}]
         self.cases, self.left_out = cases(measured, self.failures)
         self.mapped = any(image.acceptance for m in methods for image in m.images)
