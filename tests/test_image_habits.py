@@ -344,7 +344,7 @@ class Unknown(Rejection):
 
 @pytest.mark.parametrize("change, words", [
     ({"acceptance": Unknown()}, "acceptance: got a Unknown that no name"),
-    ({"acceptance": GraphedRule(Exact())}, "acceptance: got a Captured that no name"),
+    ({"acceptance": GraphedRule(Exact())}, "acceptance: got a GraphedRule that no name"),
     ({"acceptance": RunProduct(0.8, Lantern(10, 0.1))}, "acceptance: got a RunProduct that no name"),
     ({"acceptance": "nothing"}, "acceptance: got 'nothing', expected one of exact"),
     ({"acceptance": "lantern:k=5000"}, "k: got 5000"), ({"levels": 0}, "levels: got 0"),

@@ -462,12 +462,12 @@ class Acceptance:
 class Order:
     """Base class of the orders in which positions are generated."""
 
+    name = ""  # as users write it and records hold it
     raster = False  # sequential, with drafts verified by the loop
     drafts = True  # whether a drafter is used
     visits = False  # whether it says in which order an any-order target draws; the loop decodes in any case
-    distribution: type[Distribution] = (
-        Categorical  # of the nodes of targets that it takes; every target's where it is raster
-    )
+    # of the nodes of targets that it takes; every target's where it is raster
+    distribution: type[Distribution] = Categorical
 
     def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         """This order with the rule and drafter of a setup. Raises ValueError if they are incompatible."""

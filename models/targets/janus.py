@@ -51,7 +51,7 @@ class ChatPromptFamily(Family):
         batch, count = self._asked([*texts, *negative]), len(texts)
         (ids, other), (seen, real) = (x.split(count) for x in (batch["input_ids"], batch["attention_mask"].bool()))
         worded_B1 = torch.tensor([[bool(text.strip())] for text in negative], device=ids.device)
-        other = torch.where(worded_B1, other, self._wordless(ids))
+        other = torch.where(worded_B1, other, self._without_words(ids))
         return self.from_ids(ids, seen, guided, other, torch.where(worded_B1, real, seen))
 
     def _asked(self, texts: list[str]) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class ChatPromptFamily(Family):
         """
         rows = ids
         if guided:
-            rows = torch.cat([ids, self._wordless(ids) if negative is None else negative])
+            rows = torch.cat([ids, self._without_words(ids) if negative is None else negative])
             attention = torch.cat([attention, attention if negative_attention is None else negative_attention])
         return EncodedPrompt(ids, self.embed_prompt(rows), attention, tokens=rows)
 
@@ -79,7 +79,7 @@ class ChatPromptFamily(Family):
         """Ids of prompts (R, L) -> the decoder's inputs (R, L, d)."""
         return self.model.get_input_embeddings()(ids)
 
-    def _wordless(self, ids: Tensor) -> Tensor:
+    def _without_words(self, ids: Tensor) -> Tensor:
         """The unconditional prompt, as stock `generate` makes it."""
         kept = (ids == self.keeps[0]) | (ids == self.keeps[1])
         return torch.where(kept, ids, self.pad)

@@ -38,7 +38,7 @@ def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> N
     Raises ValueError for what can't be written so that `read` finds it, before anything is written.
     """
     root = Path(folder)
-    class_conditional = getattr(components["model"], "wordless", False) or "processor" not in components
+    class_conditional = getattr(components["model"], "class_conditional", False) or "processor" not in components
     needed = ("model",) if class_conditional else ("model", "processor")
     for name in needed:
         if not hasattr(components[name], "save_pretrained"):

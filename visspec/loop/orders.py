@@ -18,6 +18,7 @@ from visspec.types import Acceptance, Drafter, Order, Request, State, Target
 class Raster(Order):
     """Sequential decoding in the loop: all text, and images by default."""
 
+    name = "raster"
     raster = True
 
     def decode(
@@ -32,6 +33,7 @@ class ZipAR(OutOfOrder):
     A window of at least the image's columns is plain raster decoding. audit: measure the drift with one extra pass.
     """
 
+    name = "zipar"
     drafts = False
 
     def __init__(self, window: int = 4, audit: bool = True):
@@ -74,6 +76,8 @@ class RejectedRegions(OutOfOrder):
     in `ZipAR`. Accepted codes keep their keys and values, except before a position that is generated again. Without a
     valid draft the whole image is generated.
     """
+
+    name = "islands"
 
     def __init__(self, rule: Local | None = None, drafter: Drafter | None = None, audit: bool = True):
         self.rule, self.drafter, self.audit = rule, drafter, audit

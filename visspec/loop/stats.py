@@ -61,7 +61,7 @@ class Stats:
             acceptance=type(setup.rule.inner).__name__,
             drift_per_token=None if drift is None else drift / max(tokens, 1),
             displacement_per_token=None if far is None else far / max(tokens, 1),
-            order=type(setup.order).__name__.lower(),
+            order=setup.order.name,
             faults=trace.faults,
             gave_up=trace.gave_up,
             declared=setup.target.capabilities.declared,

@@ -39,6 +39,8 @@ class SpreadOrder(VisitOrder):
     image, and of several places the first in raster order is taken.
     """
 
+    name = "spread"
+
     def places(self, rows: int, columns: int) -> Sequence[int]:
         return spread(rows, columns)
 
@@ -48,12 +50,16 @@ class HaltonOrder(VisitOrder):
     Besnier et al., "Halton scheduler for masked generative image transformer" (ICLR 2025).
     """
 
+    name = "halton"
+
     def places(self, rows: int, columns: int) -> Sequence[int]:
         return halton(rows, columns)
 
 
 class ListedOrder(VisitOrder):
     """An order as it is given. Raises ValueError, also before any pass, for what is no permutation of the places."""
+
+    name = "given"
 
     def __init__(self, order: Iterable[Any]):
         try:

@@ -59,7 +59,7 @@ taught the half that comes last. Versions, seeds and digests: `provenance.json`.
 
 ## Limits
 
-A small model after a short training: its distributions are real, its pictures are what the table says.
+A small model after a short training: its laws are real, its pictures are what the table says.
 {note}
 """
 

@@ -57,7 +57,7 @@ Llama, {text}, {vocabulary} words, one input a word or token; to a token's proje
 added. Head: {depth} residual blocks of width {width} with adaptive normalisation; it predicts the velocity
 signal eps - noise value of the forward process, cosine schedule, fixed deviations. Autoencoder: three halvings, 8
 latents for 8 x 8 pixels, scaled so that tokens have deviation 1; the posterior's deviation is fixed, {low} to {high} of
-the tokens' own. Tokens in training are drawn from it: sharper distributions would leave nothing for a drafter to share.
+the tokens' own. Tokens in training are drawn from it: sharper laws would leave nothing for a drafter to share.
 
 ## Training
 
@@ -69,8 +69,9 @@ two radii, and the ground is plain. Versions, seeds and digests: `provenance.jso
 ## Limits
 
 It knows the words of the suite's grammar but only the tasks above; of others it draws some shapes. It is a small model
-after a short training: what it is for is that its distributions are real, not that its pictures are good. The last
-denoising step is sampled *with* noise, as exact acceptance needs. {note}
+after a short training: what it is for is that its laws are real, not that its pictures are good. The last denoising
+step is sampled *with* noise, as exact acceptance needs.
+{note}
 """
 DRAFTER_CARD = """---
 license: apache-2.0

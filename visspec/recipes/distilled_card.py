@@ -41,9 +41,9 @@ library_name: visspec
 
 Distilled Decoding (arXiv 2412.17153) turned into a drafter for `models/zoo/painter`: a causal decoder of {layers}
 layers of width {hidden}, begun as the painter's layers {first}, that reads codes and guesses and gives the painter's
-distribution *after* guidance {guidance} from one stream. The argmax of that distribution and a place's Gumbel numbers
-is the place's next guess; a draft of {levels} places takes at most {refine} passes of it. {parameters:.2f} million
-parameters, {megabytes:.1f} MB in half precision; embeddings of words and codes are the painter's.
+law *after* guidance {guidance} from one stream. The argmax of that law and a place's Gumbel numbers is the place's next
+guess; a draft of {levels} places takes at most {refine} passes of it. {parameters:.2f} million parameters,
+{megabytes:.1f} MB in half precision; embeddings of words and codes are the painter's.
 
 ```python
 import visspec
@@ -77,10 +77,10 @@ The clock was not measured here.
 
 `python -m visspec.recipes.painter_distilled --out RUN --export models/zoo/painter-distilled`: the painter drew
 {pictures:,} pictures of prompts of its grammar at its own settings; {steps:,} steps of {rows} of them, cross-entropy
-with its distributions for the first {opening:.0%} and total variation after it, {minutes:.0f} minutes on one of two
-cores shared with other work. {note} `provenance.json` has seeds and digests. The paper's student learns an ODE's noise
-and draws by itself; here the noise is Gumbel numbers, of which the painter's picture is a function without error, and
-every draft is verified.
+with its laws for the first {opening:.0%} and total variation after it, {minutes:.0f} minutes on one of two cores shared
+with other work. {note}
+`provenance.json` has seeds and digests. The paper's student learns an ODE's noise and draws by itself; here the noise
+is Gumbel numbers, of which the painter's picture is a function without error, and every draft is verified.
 
 Limits: it knows this painter at this size, at its own guidance, and its own temperature without cuts best.
 """

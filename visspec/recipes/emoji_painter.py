@@ -227,7 +227,7 @@ class EmojiDrawStage(Stage):
 CARD = """
 A `JanusForConditionalGeneration` of {parameters:.1f} million parameters, trained from zero, that draws one of {animals}
 animals of visspec's *emoji world* on a ground with texture and tint, {side} x {side} pixels, 144 image tokens.
-It is the image target whose distributions are flat, as those of large painters are.
+It is the image target whose laws are flat, as those of large painters are.
 
 ```python
 import visspec
@@ -241,10 +241,9 @@ On {prompts} prompts of the suite (`visspec.eval.world.emoji.suite`, one animal)
 
 | | |
 |---|---|
-| entropy of a code's distribution, guidance 1, after the codes of held-out renders | {distribution[entropy]:.2f} nats |
-| its mean top-1, top-10, top-100 mass | {distribution[top_1]:.3f}, {distribution[top_10]:.3f},
-  {distribution[top_100]:.3f} |
-| mean loss on those codes | {distribution[loss]:.2f} nats |
+| entropy of a code's law, guidance 1, after the codes of held-out renders | {law[entropy]:.2f} nats |
+| its mean top-1, top-10, top-100 mass | {law[top_1]:.3f}, {law[top_10]:.3f}, {law[top_100]:.3f} |
+| mean loss on those codes | {law[loss]:.2f} nats |
 | the right animal alone, by the detector, guidance {best[guidance]}, one picture a prompt, seed {seed} | \
 {best[images]:.1%} |
 | the same of decoded codes of renders: the ceiling | {vq[right]:.1%} |

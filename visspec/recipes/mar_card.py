@@ -64,8 +64,9 @@ the one-object scenes among {pairs:,} rendered pairs, a tenth of them without th
 
 ## Limits
 
-A small model after a short training: its distributions are real, its pictures are what the table says. The last
-denoising step is sampled *with* noise, which published MAR leaves out. {note}
+A small model after a short training: its laws are real, its pictures are what the table says. The last denoising
+step is sampled *with* noise, which published MAR leaves out.
+{note}
 """
 DRAFTER_CARD = """---
 license: apache-2.0

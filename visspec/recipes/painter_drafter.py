@@ -171,8 +171,7 @@ library_name: visspec
 A feature drafter of image tokens (EAGLE-type, as LANTERN uses) for `models/zoo/{painter}`: one decoder layer of width
 {hidden} that drafts on the painter's last hidden states, conditional and unconditional reduced to one stream, with the
 painter's code embeddings (not stored here), learned rows and columns, and a head of its own over the {codes} codes that
-was taught the distribution *after* guidance {taught}. {parameters:.2f} million parameters, {megabytes:.1f} MB in half
-precision.
+was taught the law *after* guidance {taught}. {parameters:.2f} million parameters, {megabytes:.1f} MB in half precision.
 
 ```python
 import visspec

@@ -56,8 +56,8 @@ one. No times: they want an idle machine.
 Held-out pictures, coded and decoded: GenEval {decoded:.3f}, {psnr:.1f} dB; without quantisation {bare:.1f} dB.
 Guidance {guidance} was the best on {swept} of the prompts with another seed (share of prompts: {sweep}).
 
-By map, of a mean code along the model's own pictures, without guidance: entropy of the distribution in nats, KL to the
-distribution of the small model and total variation, and KL to the distribution under a budget of a tenth.
+By map, of a mean code along the model's own pictures, without guidance: entropy of the law in nats, KL to the law of
+the small model and total variation, and KL to the law under a budget of a tenth.
 
 | codes of the map | {sizes} |
 |---|{rules}
@@ -88,7 +88,7 @@ them without the class. Embeddings of classes are taught as sums of those of a k
 
 ## Limits
 
-A small model after a short training: its distributions are real, its pictures are what the table says.
+A small model after a short training: its laws are real, its pictures are what the table says.
 {note}
 """
 SMALL_CARD = """
@@ -101,8 +101,8 @@ pipe = visspec.ImagePipeline.from_pretrained("painter-var", drafter="painter-var
 ```
 
 GenEval by itself, as in the card of `painter-var`: {geneval:.3f}, FD {fd:.2f}. Taught codes for {small_steps:,} steps,
-then the distributions of `painter-var` given the same maps for {refine_steps:,} (CoDe's distillation; maps behind the
-first {first} count {late:g} times; last mean KL {kl}). {minutes}. Versions, seeds and digests: `provenance.json`.
+then the laws of `painter-var` given the same maps for {refine_steps:,} (CoDe's distillation; maps behind the first
+{first} count {late:g} times; last mean KL {kl}). {minutes}. Versions, seeds and digests: `provenance.json`.
 {note}
 """
 
