@@ -53,7 +53,7 @@ def moved(model, size, seed=9):
 
 @functools.cache
 def vae(codes=16):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.inference_mode(False):  # kept for tests that are not in inference mode
         torch.manual_seed(1)
         return MultiScaleVAE(MultiScaleShape(**{**vars(TINY), "codes": codes})).eval()
 
