@@ -44,7 +44,7 @@ mutants: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/mutants --jobs $(WORKERS)
 
 notebooks: $(VENV)/.ready
-	OMP_NUM_THREADS=2 $(BIN)/python -m visspec.recipes.notebooks
+	OMP_NUM_THREADS=2 $(BIN)/python -m tests.run_notebooks
 
 DOCUMENTED := $(addprefix visspec.,api accept loop types sampling tree cache grammar)
 docs: $(VENV)/.ready

@@ -18,6 +18,6 @@ setup(
     package_data={
         "visspec.models.zoo": ["*/*"],
         "visspec.eval.report": ["templates/*"],
-        "visspec.eval.world.emoji": ["atlas.*", "OFL.txt"],
+        "visspec.toys.world.emoji": ["atlas.*", "OFL.txt"],
     },
 )

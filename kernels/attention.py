@@ -10,8 +10,8 @@ the slots are split among programs (flash decoding, Dao et al. 2023): each keeps
 second launch merges them. The tree is given by `parent`, or by the mask that `growth.ancestors` makes of it.
 B rows, H query heads, G key heads, N nodes, S slots, F features.
 
-Draft passes call it on a GPU (`models/targets/ragged.py`), where a mask for the tree is bandwidth; elsewhere they fold
-heads under `sdpa` (`models/targets/folding.py`), with such a mask. It has not been measured on a GPU.
+Draft passes call it on a GPU (`models/attention/ragged.py`), where a mask for the tree is bandwidth; elsewhere they
+fold heads under `sdpa` (`models/attention/folding.py`), with such a mask. It has not been measured on a GPU.
 """
 
 import torch

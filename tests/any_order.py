@@ -9,7 +9,7 @@ import torch
 
 from tests.distributions import verdicts
 from visspec.distributions import Categorical
-from visspec.models.drafters.ahead import Ahead
+from visspec.models.randar.ahead import Ahead
 from visspec.types import Outcome, Scores, Verdict
 
 

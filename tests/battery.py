@@ -102,7 +102,7 @@ def images() -> Iterator[Case]:
 
 def bound(name: str, rule: str) -> Any:
     from visspec.api import zoo
-    from visspec.models.targets.image_ar import ImageAR
+    from visspec.models.image_codes.target import ImageAR
 
     found = zoo.acceptance(rule)
     found.bind(ImageAR(made(name).family).capabilities)
@@ -115,8 +115,8 @@ def shipped() -> Iterator[Case]:
     from visspec.api import loading as targets
     from visspec.api import presets, zoo
     from visspec.api.captions import prepare
-    from visspec.eval.world.render import to_image
-    from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+    from visspec.toys.world.render import to_image
+    from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed
 
     pipe = ImagePipeline.from_pretrained("painter")
     pipe.set_progress_bar_config(disable=True)

@@ -170,7 +170,7 @@ def opened_model(model: Any, inputs: dict[str, Tensor]):
     """The same of a model and its inputs."""
     from visspec.accept.exact import Exact
     from visspec.loop.decode import open_request
-    from visspec.models.targets.hf_decoder import HFDecoder
+    from visspec.models.decoder.target import HFDecoder
 
     target, kept = HFDecoder(model), []
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 import visspec
 from visspec.api.captions import PROMPT, prepare
 from visspec.api.loading import load
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 
 def captions(device: str) -> dict:

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import visspec
+from visspec.api.train_drafter import request_of
 from visspec.loop.decode import open_request
-from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.recipes.train_drafter import request_of
+from visspec.models.decoder.target import HFDecoder
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

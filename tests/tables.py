@@ -19,7 +19,7 @@ from visspec.distributions import Categorical
 from visspec.loop.decode import decode
 from visspec.loop.output import TokenBuffer
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.drafters.feature_tree import StaticTreeBuilder
+from visspec.models.drafting.static_tree import StaticTreeBuilder
 from visspec.sampling import Gumbel, derived
 from visspec.types import Capabilities, Draft, DrafterTraits, Outcome, Request, Sampling, Scores, State, Trace
 

@@ -25,13 +25,13 @@ from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import RejectedRegions, ZipAR
 from visspec.loop.setup import build_setup, check_order
 from visspec.loop.visits import HaltonOrder, ListedOrder, SpreadOrder, halton, spread
-from visspec.models.drafters.ahead import Ahead
-from visspec.models.drafters.jacobi import Jacobi
-from visspec.models.drafters.neighbours import Neighbours, Patchwork
-from visspec.models.nets.llamagen import LlamaGenConfig
-from visspec.models.nets.randar import RandAR
-from visspec.models.targets.families import family_of
-from visspec.models.targets.randar import RandARTarget
+from visspec.models.families import family_of
+from visspec.models.jacobi.drafter import Jacobi
+from visspec.models.llamagen.network import LlamaGenConfig
+from visspec.models.lookup.neighbours import Neighbours, Patchwork
+from visspec.models.randar.ahead import Ahead
+from visspec.models.randar.network import RandAR
+from visspec.models.randar.target import RandARTarget
 from visspec.types import FREE, Draft, DrafterTraits, Request, Sampling
 
 SIDE, CODES = 4, 24

@@ -17,11 +17,11 @@ from visspec import ImagePipeline
 from visspec.api import loading, zoo
 from visspec.api.image_call import ORIGINS
 from visspec.loop.visits import halton
-from visspec.models.nets import layouts_llamagen
-from visspec.models.nets.any_order_painter import AnyOrderPainter, AnyOrderPainterConfig, load
-from visspec.models.nets.randar import RandAR
-from visspec.recipes import any_order_card, any_order_data, any_order_draw, any_order_painter, painter_tokens
-from visspec.recipes.painter_build import build_processor
+from visspec.models.llamagen import layout as layouts_llamagen
+from visspec.models.randar.model import RandARImageConfig, RandARImageModel, load
+from visspec.models.randar.network import RandAR
+from visspec.toys.recipes import any_order_card, any_order_data, any_order_draw, any_order_painter, painter_tokens
+from visspec.toys.recipes.painter_build import build_processor
 
 SIDE, PIXELS, CODES = 6, 48, 24
 TEXTS = ["a photo of a red ring", "a photo of a blue cross and a green star"]
@@ -36,7 +36,7 @@ def fresh(seed=0):
     vocab = len(build_processor(True).tokenizer)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AnyOrderPainter(AnyOrderPainterConfig(NETWORK, vocab, 12, 16, vq)).eval()
+        model = RandARImageModel(RandARImageConfig(NETWORK, vocab, 12, 16, vq)).eval()
         for weight in model.net.parameters():
             if weight.dim() > 1:
                 weight.data.normal_(0, 1.4 * weight.shape[-1] ** -0.5)
@@ -65,7 +65,7 @@ def written(pipe, tmp_path_factory):
 def test_a_folder_is_the_pipeline_it_was_written_from(pipe, written):
     again = ImagePipeline.from_pretrained(str(written))
     again.set_progress_bar_config(disable=True)
-    assert isinstance(again.model, AnyOrderPainter) and again.drafter == "ahead" and again.acceptance == "exact"
+    assert isinstance(again.model, RandARImageModel) and again.drafter == "ahead" and again.acceptance == "exact"
     assert not [file for file in written.iterdir() if file.suffix in (".bin", ".pt")]
     assert torch.equal(again(TEXTS[0], seed=1).tokens[0], pipe(TEXTS[0], seed=1).tokens[0])
     ordered = ImagePipeline(pipe.model, pipe.processor, order="spread")
@@ -82,7 +82,7 @@ def test_a_folder_is_the_pipeline_it_was_written_from(pipe, written):
         (lambda t, c: c["network"].update(heads=0), "heads: got 0, expected a whole number"),
         (lambda t, c: c["network"].update(grid=4), "describes no model"),
         (lambda t, c: c.update(words=0), "words: got 0, expected a whole number from 1"),
-        (lambda t, c: c.update(model_type="mar_painter"), "model_type: got 'mar_painter'"),
+        (lambda t, c: c.update(model_type="mar_image"), "model_type: got 'mar_image'"),
     ],
 )
 def test_refuses_what_is_no_painter(written, tmp_path, change, said):
@@ -355,8 +355,8 @@ def test_published_laws_are_those_of_the_formula(tmp_path):
 
 def test_the_folder_s_loader_is_the_command_line_s(written):
     model, processor = loading.load_image_model(str(written))
-    assert isinstance(model, AnyOrderPainter) and processor.tokenizer is not None and not model.training
-    assert zoo.kind_of(model) == "any_order_painter"
+    assert isinstance(model, RandARImageModel) and processor.tokenizer is not None and not model.training
+    assert zoo.kind_of(model) == "randar_image"
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def test_recipe_writes_a_folder(tmp_path, monkeypatch):
     any_order_card.finish(options)
     folder = tmp_path / any_order_card.NAME
     record, text = json.loads((folder / "provenance.json").read_text()), (folder / "README.md").read_text()
-    assert record["recipe"] == "visspec.recipes.any_order_painter" and record["draw"]["steps"] == 2
+    assert record["recipe"] == "visspec.toys.recipes.any_order_painter" and record["draw"]["steps"] == 2
     assert "| spread | " in text and "| `ahead:levels=8` |" in text and "{" not in text
     made = ImagePipeline.from_pretrained(str(folder))
     assert made.family.default_guidance in (1.0, 2.0) and made.model.net.config.grid == 12

@@ -12,7 +12,7 @@ from visspec import ImagePipeline
 from visspec.api import presets, saving, zoo
 from visspec.cli import bench_image
 from visspec.cli.main import main
-from visspec.recipes.painter_build import build_processor
+from visspec.toys.recipes.painter_build import build_processor
 
 SHIPPED = zoo.CHECKPOINTS / "painter-any-order" / "config.json"
 shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the any-order painter is not in this checkout")

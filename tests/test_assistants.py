@@ -10,11 +10,11 @@ from transformers.modeling_layers import MtpModel
 import visspec
 from tests.doubles import new_tokens
 from tests.tiny import PAD, TEXT, TEXT_IDS, built, enliven, llama
-from visspec.models.drafters.assistants import assistant
-from visspec.models.drafters.dflash import BlockModel, bare
-from visspec.models.drafters.mtp import MultiToken
-from visspec.models.drafters.shared_cache import SharedCache, providers
-from visspec.models.drafters.small_model import SmallModel
+from visspec.models.assistants import assistant
+from visspec.models.block.drafter import BlockModel, bare
+from visspec.models.decoder.mtp import MultiToken
+from visspec.models.decoder.shared_cache import SharedCache, providers
+from visspec.models.decoder.small_model import SmallModel
 
 NEW = 24
 LENGTHS = (19, 12, 3)

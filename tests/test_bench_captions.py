@@ -5,7 +5,7 @@ import json
 from tests.test_cli import refused
 from visspec.cli.bench_captions import asked, ratio
 from visspec.cli.main import main
-from visspec.eval.world.scene import held_out_scenes
+from visspec.toys.world.scene import held_out_scenes
 
 
 def test_it_writes_what_it_measured(tmp_path, capsys):

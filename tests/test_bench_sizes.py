@@ -8,7 +8,7 @@ import torch
 from visspec import tree as trees
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
-from visspec.models.targets import masks, ragged
+from visspec.models.attention import masks, ragged
 from visspec.types import Request
 
 OPTIONS = "--tiny --prompt 12 --max-new-tokens 72 --repeats 2 --dtype float32 --levels 5".split()

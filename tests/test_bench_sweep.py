@@ -10,7 +10,7 @@ from visspec.api.images import ImagePipeline
 from visspec.cli import bench_image, bench_sweep
 from visspec.cli.main import main
 from visspec.distributions import Categorical
-from visspec.eval.world.worlds import known_to, world
+from visspec.toys.world.worlds import known_to, world
 from visspec.tree import empty_draft
 from visspec.types import Capabilities, Scores
 

@@ -14,14 +14,14 @@ from tests.test_positions import SIZE, process_law
 from tests.test_shapes import Stopping, unwarped  # noqa: F401
 from tests.tiny import model_of, prompt, shapes
 from visspec.api import zoo
+from visspec.api.drafter_presets import of_preset
+from visspec.api.train_drafter import request_of
 from visspec.distributions import Categorical
-from visspec.models.drafters import feature_tree
-from visspec.models.drafters.block_training import BlockDrafter
-from visspec.models.drafters.eagle_heads import EagleDrafter
-from visspec.models.drafters.shapes import Chain, StopCriteria
-from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.recipes.drafter_presets import of_preset
-from visspec.recipes.train_drafter import request_of
+from visspec.models.block.trained import BlockDrafter
+from visspec.models.decoder.target import HFDecoder
+from visspec.models.drafting import static_tree as feature_tree
+from visspec.models.drafting.structure import Chain, StopCriteria
+from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.sampling import Uniform
 from visspec.train import losses
 from visspec.train.capture import capture

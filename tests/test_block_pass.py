@@ -9,11 +9,11 @@ from tests.doubles import NEW
 from tests.test_assistants import block_assistant, muse_glimmer, pair_of
 from tests.test_assistants import prompt as of_lengths
 from tests.tiny import model_of, prompt, shapes
-from visspec.models.drafters.block_training import BlockDrafter
-from visspec.models.drafters.dflash import BlockModel
-from visspec.models.nets import block_pass
-from visspec.models.nets.block_pass import BlockPass, foldable
-from visspec.models.targets.slot_layers import SlotLayers
+from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.block import fused_pass as block_pass
+from visspec.models.block.drafter import BlockModel
+from visspec.models.block.fused_pass import BlockPass, foldable
+from visspec.models.block.trained import BlockDrafter
 
 K = 5
 

@@ -23,10 +23,10 @@ from visspec.api.captions import PROMPT, Captions, prefetched
 from visspec.api.loading import load
 from visspec.api.shards import Shards
 from visspec.cli.main import main
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
-from visspec.files import Journal, replacing
+from visspec.io.files import Journal, replacing
 from visspec.io.images import image_files
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
 

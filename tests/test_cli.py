@@ -22,10 +22,10 @@ from visspec.api import zoo
 from visspec.api.captions import PROMPT
 from visspec.cli import bench_image_table, demo
 from visspec.cli.main import main
-from visspec.eval.world.captions import score
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
 from visspec.io.images import open_image
+from visspec.toys.world.captions import score
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed
 
 SCENES = [HELD_OUT_SEED + 900 + i for i in range(3)]
 
@@ -359,7 +359,7 @@ def on_a_card(monkeypatch, **changes):
     card = type("Other", (Card,), changes)
     for name in ("get_device_capability", "get_device_properties"):
         monkeypatch.setattr(f"torch.cuda.{name}", getattr(card, name))
-    monkeypatch.setattr("visspec.provenance.driver_version", lambda: "570.1")
+    monkeypatch.setattr("visspec.io.provenance.driver_version", lambda: "570.1")
     return doctor.kernel_lines(True)
 
 
@@ -392,7 +392,7 @@ def test_the_doctor_names_kernels_that_do_not_fit(monkeypatch):
 
 def test_the_doctor_knows_a_torch_without_varlen_attn(monkeypatch):
     from visspec.cli import doctor
-    from visspec.models.targets import ragged
+    from visspec.models.attention import ragged
 
     monkeypatch.setattr(ragged, "varlen_attn", None)
     assert "torch.nn.attention.varlen: not in this torch" in doctor.kernel_lines(False)

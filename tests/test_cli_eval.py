@@ -13,9 +13,9 @@ from PIL import Image
 
 from visspec.cli.main import main
 from visspec.eval.metrics import geneval
-from visspec.eval.world import suite
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import scene_from_seed
+from visspec.toys.world import suite
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import scene_from_seed
 
 
 def pictures(folder: Path, count: int, seed: int = 0) -> Path:

@@ -18,11 +18,11 @@ import visspec
 from tests.doubles import Hostile, fast, new_tokens, stock
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
 from visspec.cache import SlotCache
-from visspec.models.drafters import feature_drafting
-from visspec.models.drafters.eagle import FeatureDrafter, config_for
-from visspec.models.nets.feature_head import FeatureHead
-from visspec.models.targets import compiled
-from visspec.models.targets.masks import laid
+from visspec.models.attention.masks import laid
+from visspec.models.eagle import feature_drafting
+from visspec.models.eagle.drafter import FeatureDrafter, config_for
+from visspec.models.eagle.feature_head import FeatureHead
+from visspec.models.runner import compiled
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 

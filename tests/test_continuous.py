@@ -19,7 +19,7 @@ from visspec.distributions import Denoising, DenoisingSteps, Trajectory
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.output import VectorBuffer
-from visspec.models.nets.diffusion_head import schedule
+from visspec.models.vectors.diffusion_head import schedule
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Drafter, DrafterTraits, Request, Sampling, Scores, State, Target
 

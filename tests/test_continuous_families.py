@@ -16,11 +16,12 @@ from visspec import ImagePipeline
 from visspec import tree as trees
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
-from visspec.models.drafters.mar import SmallMAR
-from visspec.models.nets import layouts_mar, layouts_nextstep
-from visspec.models.nets.flow import flow_schedule, flow_schedule_v11
-from visspec.models.targets.mar import MARImages
-from visspec.models.targets.nextstep import NextStepAR, NextStepImages
+from visspec.models.mar import layout as layouts_mar
+from visspec.models.mar.drafter import SmallMAR
+from visspec.models.mar.target import MARImages
+from visspec.models.nextstep import layout as layouts_nextstep
+from visspec.models.nextstep.flow import flow_schedule, flow_schedule_v11
+from visspec.models.nextstep.target import NextStepAR, NextStepImages
 from visspec.types import Draft, Request, Sampling
 
 STEPS = 6

@@ -20,9 +20,13 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaModel
 
 from tests.test_image_nets import Formulas, affine, attention, conv, filled, llama_names, one_sentence, resnet, within
-from visspec.models.nets import flow, layouts_kl, layouts_mar, layouts_nextstep, mar
-from visspec.models.nets.diffusion_head import schedule
-from visspec.recipes.convert_checkpoint import convert
+from visspec.io.convert_checkpoint import convert
+from visspec.models.codecs import kl_layout as layouts_kl
+from visspec.models.mar import layout as layouts_mar
+from visspec.models.mar import network as mar
+from visspec.models.nextstep import flow
+from visspec.models.nextstep import layout as layouts_nextstep
+from visspec.models.vectors.diffusion_head import schedule
 
 SMALL = mar.MARConfig(32, 2, 4, head_width=24, head_depth=2, size=4, tokens=9, buffer=3, classes=5)
 

@@ -9,13 +9,13 @@ import torch
 from tests.doubles import altered
 from visspec.api.loading import load_image_model
 from visspec.distributions import DenoisingSteps
-from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler, guided, load, value_of
-from visspec.models.nets.diffusion_head import cosine_levels, schedule
-from visspec.recipes import continuous_autoencoder, continuous_card, continuous_data, continuous_draw
-from visspec.recipes.captioner_build import save
-from visspec.recipes.continuous_painter import parser
-from visspec.recipes.painter_build import build_tokenizer
-from visspec.recipes.painter_tokens import prompt_ids, without_words
+from visspec.models.continuous.model import ContinuousImageModel, Sampler, guided, load, value_of
+from visspec.models.vectors.diffusion_head import cosine_levels, schedule
+from visspec.toys.recipes import continuous_autoencoder, continuous_card, continuous_data, continuous_draw
+from visspec.toys.recipes.captioner_build import save
+from visspec.toys.recipes.continuous_painter import parser
+from visspec.toys.recipes.painter_build import build_tokenizer
+from visspec.toys.recipes.painter_tokens import prompt_ids, without_words
 
 TINY = {
     "text": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -96,7 +96,7 @@ def test_an_input_carries_the_place_of_the_next_token(painter):
 
 def test_loads_by_its_architecture(painter, written):
     model, processor = load_image_model(str(written))
-    assert isinstance(model, ContinuousPainter) and not model.training
+    assert isinstance(model, ContinuousImageModel) and not model.training
     for name, value in painter.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     settings = model.generation_config
@@ -204,7 +204,7 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     continuous_draw.ContinuousDraftStage(options, 0).run()
     continuous_card.finish(options)
     for name in continuous_card.NAMES.values():
-        assert isinstance(load(tmp_path / name), ContinuousPainter)
+        assert isinstance(load(tmp_path / name), ContinuousImageModel)
         assert json.loads((tmp_path / name / "provenance.json").read_text())["compute_dtype"] == "float32"
     assert "{" not in (tmp_path / "painter-continuous" / "README.md").read_text()
 

@@ -12,12 +12,12 @@ from visspec import ImagePipeline
 from visspec.api import presets, zoo
 from visspec.cli import bench_image, bench_image_table
 from visspec.distributions import Denoising, DenoisingSteps, asked
-from visspec.models.drafters.continuous import ContinuousDrafter
-from visspec.models.nets.continuous_painter import ContinuousPainter, Sampler
-from visspec.models.targets.continuous import ContinuousAR
-from visspec.recipes import continuous_card, continuous_draw
-from visspec.recipes.painter_tokens import without_words
+from visspec.models.continuous.drafter import ContinuousDrafter
+from visspec.models.continuous.model import ContinuousImageModel, Sampler
+from visspec.models.continuous.target import ContinuousAR
 from visspec.sampling import Normals
+from visspec.toys.recipes import continuous_card, continuous_draw
+from visspec.toys.recipes.painter_tokens import without_words
 from visspec.types import Request, Sampling
 
 PROMPTS = ["a photo of a red ring", "a photo of a star and a bar", "a photo of a blue square"]
@@ -216,7 +216,7 @@ def test_a_drafter_of_another_kind_is_refused(pipe, sizes, message):
 def test_a_drafter_of_other_vectors_is_refused(pipe, small, name, size):
     config = copy.copy(small.config)
     setattr(config, name, size)
-    other = ContinuousPainter(config)
+    other = ContinuousImageModel(config)
     with pytest.raises(ValueError, match=f"^drafter: got {name} {size}, expected 8 as the target has"):
         ContinuousDrafter(other, pipe.model)
 
@@ -262,7 +262,7 @@ def test_schedules_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"^low: got shape"):
         DenoisingSteps(ones, ones, ones.log() - float("inf"), ones)
     assert isinstance(fresh("painter").schedule().steps, DenoisingSteps) and issubclass(
-        ContinuousPainter, torch.nn.Module
+        ContinuousImageModel, torch.nn.Module
     )
 
 

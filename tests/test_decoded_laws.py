@@ -17,8 +17,8 @@ from tests.test_law import chi_square
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.distributions import Categorical, draw
-from visspec.models.drafters import jacobi
-from visspec.models.drafters.jacobi import Jacobi, Window
+from visspec.models.jacobi import drafter as jacobi
+from visspec.models.jacobi.drafter import Jacobi, Window
 
 V, SHORT, LONG = 3, 6, 24
 SHARP, FLAT, OTHER = Table(V, 0), Table(V, 0, 0.3), Table(V, 7, 1.0)

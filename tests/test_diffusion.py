@@ -16,14 +16,14 @@ from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import VOCAB, model_of, prompt, shapes
 from visspec.api import zoo
+from visspec.api.train_drafter import request_of
 from visspec.distributions.categorical import residual
 from visspec.loop.decode import open_request
-from visspec.models.drafters.assistants import assistant
-from visspec.models.drafters.block_training import DECAY
-from visspec.models.drafters.diffusion import DiffusionModel, _Prompts
-from visspec.models.drafters.diffusion_training import DiffusionDrafter
-from visspec.models.targets.hf_decoder import HFDecoder, content_ids
-from visspec.recipes.train_drafter import request_of
+from visspec.models.assistants import assistant
+from visspec.models.block.diffusion import DiffusionModel, _Prompts
+from visspec.models.block.diffusion_trained import DiffusionDrafter
+from visspec.models.block.trained import DECAY
+from visspec.models.decoder.target import HFDecoder, content_ids
 from visspec.sampling import Uniform
 from visspec.train.capture import capture
 from visspec.types import Sampling

@@ -22,12 +22,12 @@ from visspec.api.loading import load_image_model
 from visspec.loop.decode import apply_verdict, decode, open_request
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.drafters.distilled import DistilledDrafter, DistilledMemory, config_for, seen
-from visspec.models.nets.distilled_head import BLANK, GUESSED, KNOWN, DistilledConfig
-from visspec.models.targets.image_ar import ImageAR
-from visspec.models.targets.janus import Janus
-from visspec.recipes import distilled_card, distilled_data, distilled_draw, painter_distilled
+from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, config_for, seen
+from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig
+from visspec.models.image_codes.target import ImageAR
+from visspec.models.janus.target import Janus
 from visspec.sampling import Gumbel, warp
+from visspec.toys.recipes import distilled_card, distilled_data, distilled_draw, painter_distilled
 from visspec.types import FREE, Request, Sampling, Verdict
 
 V = 3  # codes that the drafter of the law tests knows

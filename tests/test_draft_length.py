@@ -20,7 +20,7 @@ from visspec.loop import draft_length, safe_drafter
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.output import TokenBuffer
-from visspec.models.drafters import ngram
+from visspec.models.lookup import ngram
 from visspec.types import Capabilities, DrafterTraits, Request, Round, Scores, State
 
 TOKENS = 1500

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import visspec
 from tests import tiny_images
 from tests.tiny import model_of
-from visspec.models.drafters import lowres
-from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.drafters.feature_checkpoint import read_config, write
-from visspec.models.drafters.image_eagle import ImageFeatureDrafter
-from visspec.models.nets.feature_head import FeatureHead
-from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
-from visspec.models.targets.families import family_of
+from visspec.models.drafting.checkpoint import read_config, write
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.feature_head import FeatureHead
+from visspec.models.eagle.image_drafter import ImageFeatureDrafter
+from visspec.models.families import family_of
+from visspec.models.lowres import drafter as lowres
+from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 
 
 class Largest(TorchDispatchMode):

@@ -10,19 +10,18 @@ from PIL import Image
 import visspec
 from tests.published import begun
 from tests.tiny import llama, model_of, prompt, shapes
-from visspec.api import presets, zoo
+from visspec.api import presets, train_drafter, zoo
+from visspec.api.drafter_presets import focused, frequent, of_preset
+from visspec.api.train_drafter import Prompts, request_of
 from visspec.loop.decode import open_request
-from visspec.models.drafters.block_training import DECAY, BlockDrafter
-from visspec.models.drafters.eagle_heads import EagleDrafter
-from visspec.models.drafters.feature_tree import EAGLE
-from visspec.models.nets.block_head import BlockConfig
-from visspec.models.nets.diffusion_lm import DiffusionConfig
-from visspec.models.nets.eagle_config import EagleConfig
-from visspec.models.nets.eagle_head import LowRank
-from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.recipes import train_drafter
-from visspec.recipes.drafter_presets import focused, frequent, of_preset
-from visspec.recipes.train_drafter import Prompts, request_of
+from visspec.models.block.diffusion_network import DiffusionConfig
+from visspec.models.block.head import BlockConfig
+from visspec.models.block.trained import DECAY, BlockDrafter
+from visspec.models.decoder.target import HFDecoder
+from visspec.models.drafting.static_tree import EAGLE
+from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.head import LowRank
+from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.train.capture import capture
 from visspec.train.loop import Step, TrainingOptions
 

@@ -13,15 +13,15 @@ import visspec
 from tests.tiny import model_of, prompt, shapes
 from visspec.api import loading as targets
 from visspec.api.captions import prepare
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed
+from visspec.api.train_drafter import request_of
 from visspec.loop.decode import apply_verdict, open_request, retire
-from visspec.models.drafters.eagle import FeatureDrafter, config_for
-from visspec.models.drafters.feature_layout import layer_inputs, plan
-from visspec.models.drafters.feature_memory import FeatureMemory
-from visspec.models.nets.feature_head import FeatureHead, FusedWeights, rotations, rotations_at, staggered
-from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.recipes.train_drafter import request_of
+from visspec.models.decoder.target import HFDecoder
+from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.eagle.drafter import FeatureDrafter, config_for
+from visspec.models.eagle.feature_head import FeatureHead, FusedWeights, rotations, rotations_at, staggered
+from visspec.models.eagle.sequence import layer_inputs, plan
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed
 
 CASES = [("llava", "several", 3), ("llava", "ragged", 1), ("qwen2_5_vl", "ragged", 2), ("llama", "ragged", 0)]
 NEW = 16
@@ -440,7 +440,7 @@ def test_the_shipped_drafter_is_refused_for_another_architecture(captioner):
 
 def test_a_prompt_read_in_blocks_is_the_prompt_read_at_once(monkeypatch):
     """In room for the whole request, which the rounds do not have to grow."""
-    from visspec.models.drafters import eagle
+    from visspec.models.eagle import drafter as eagle
 
     model = model_of("llava")
     inputs, kept = prompt("llava", shapes("llava")["ragged"]), []

@@ -9,10 +9,10 @@ import torch
 import visspec
 from tests.published import Watched, begun, eagle_logits, known
 from tests.tiny import model_of, prompt, shapes, single_row
-from visspec.models.drafters.eagle_heads import EagleDrafter
-from visspec.models.nets.eagle_config import EagleConfig
-from visspec.models.nets.eagle_head import frequencies
-from visspec.models.nets.image_compression import SpecVLMBranches
+from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.head import frequencies
+from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.image_compression import SpecVLMBranches
 
 NEW = 14
 SUM = {"fusion": "sum", "positions": "index"}
@@ -180,7 +180,7 @@ def test_wave_lengths_of_llama3():
 
 @torch.inference_mode()
 def test_interleaved_rotary_sections_are_those_of_the_target():
-    from visspec.models.nets.eagle_head import turns, turns_at
+    from visspec.models.eagle.head import turns, turns_at
 
     config = make("qwen3_vl", "eagle3").config
     assert config.mrope_interleaved and config.mrope_section

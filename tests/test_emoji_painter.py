@@ -9,9 +9,9 @@ from transformers import JanusConfig, JanusForConditionalGeneration, JanusProces
 
 from visspec.api import zoo
 from visspec.api.images import ImagePipeline
-from visspec.eval.world.emoji.suite import ALONE, subjects
-from visspec.eval.world.worlds import world
-from visspec.recipes import emoji_painter, painter_draw, painter_score
+from visspec.toys.recipes import emoji_painter, painter_draw, painter_score
+from visspec.toys.world.emoji.suite import ALONE, subjects
+from visspec.toys.world.worlds import world
 
 FOLDER = zoo.CHECKPOINTS / emoji_painter.NAME
 EMOJI = world("emoji")

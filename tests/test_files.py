@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from visspec.checkpoint import check_folder
-from visspec.files import Journal, Results, replacing, unwritable, write_json
+from visspec.io.checkpoint import check_folder
+from visspec.io.files import Journal, Results, replacing, unwritable, write_json
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def test_a_target_that_fails_at_the_end_leaves_the_lines(tmp_path):
 def test_a_kill_loses_nothing_finished(tmp_path):
     path = tmp_path / "r.json"
     program = (
-        "import os, signal, sys; from visspec.files import Results\n"
+        "import os, signal, sys; from visspec.io.files import Results\n"
         "with Results(sys.argv[1], {'model': 'm'}) as results:\n"
         "    [results.add(n) for n in range(3)]\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

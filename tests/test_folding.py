@@ -20,8 +20,9 @@ from tests.doubles import NEW, Grower, TreeOracle, fast, new_tokens, stock
 from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
-from visspec.models.targets import folding, masks, probe
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.attention import folding, masks
+from visspec.models.decoder import probe
+from visspec.models.decoder.target import HFDecoder
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 GROUPED = ("llama", "qwen2", "mistral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm")

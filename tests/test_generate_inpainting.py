@@ -10,7 +10,7 @@ from tests.test_any_order_painter import PIXELS, TEXTS, fresh, masked
 from tests.test_cli import refused
 from visspec import ImagePipeline
 from visspec.cli.main import main
-from visspec.recipes.painter_build import build_processor
+from visspec.toys.recipes.painter_build import build_processor
 
 
 @pytest.fixture(scope="module")

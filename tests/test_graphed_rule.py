@@ -22,8 +22,8 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import check
-from visspec.models.drafters.jacobi import Jacobi
-from visspec.models.targets.image_ar import ImageAR
+from visspec.models.image_codes.target import ImageAR
+from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import Capabilities, Request, Sampling, Scores, Verdict
 
 TREE = {"window": 5, "redraw": "maximal", "branch": 2}

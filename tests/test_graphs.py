@@ -25,12 +25,12 @@ from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.api.images import ImagePipeline
-from visspec.models.drafters import feature_drafting
-from visspec.models.drafters.eagle import FeatureDrafter, config_for
-from visspec.models.drafters.jacobi import Jacobi
-from visspec.models.nets.feature_head import FeatureHead
-from visspec.models.targets import buffer_pool
-from visspec.models.targets.image_ar import ImageAR
+from visspec.models.eagle import feature_drafting
+from visspec.models.eagle.drafter import FeatureDrafter, config_for
+from visspec.models.eagle.feature_head import FeatureHead
+from visspec.models.image_codes.target import ImageAR
+from visspec.models.jacobi.drafter import Jacobi
+from visspec.models.runner import buffer_pool
 from visspec.types import Target
 
 NEW = 24

@@ -8,8 +8,8 @@ import transformers as tf
 import visspec
 from visspec.api import loading
 from visspec.api.captions import PROMPT, chat_prompt, prepare
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 NEW = 12
 

@@ -14,16 +14,16 @@ from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.api import zoo
-from visspec.eval.world.worlds import world
 from visspec.loop.decode import decode, open_request
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.drafters import feature_tree
-from visspec.models.drafters.image_eagle import CaptureTarget, ImageFeatureDrafter, config_for
-from visspec.models.nets.image_head import ImageHead
-from visspec.models.targets.image_ar import ImageAR
-from visspec.models.targets.janus import Janus
-from visspec.recipes import captioner_build, painter_build, painter_drafter
+from visspec.models.drafting import static_tree as feature_tree
+from visspec.models.eagle.image_drafter import CaptureTarget, ImageFeatureDrafter, config_for
+from visspec.models.eagle.image_head import ImageHead
+from visspec.models.image_codes.target import ImageAR
+from visspec.models.janus.target import Janus
+from visspec.toys.recipes import captioner_build, painter_build, painter_drafter
+from visspec.toys.world.worlds import world
 from visspec.train.capture import capture
 from visspec.types import Request, Sampling
 

@@ -31,10 +31,10 @@ from visspec.accept.run_product import RunProduct
 from visspec.api import image_call, presets, saving, zoo
 from visspec.api.images import ImagePipeline
 from visspec.loop.orders import ZipAR
-from visspec.models.drafters.image_eagle import ImageFeatureDrafter
-from visspec.models.drafters.jacobi import Jacobi
-from visspec.models.targets.families import family_of, prompt_of
-from visspec.models.targets.image_ar import Family
+from visspec.models.eagle.image_drafter import ImageFeatureDrafter
+from visspec.models.families import family_of, prompt_of
+from visspec.models.image_codes.target import Family
+from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import State
 
 PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]

@@ -17,9 +17,15 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from visspec import tree as trees
 from visspec.cache import visibility
-from visspec.models.nets import layouts, layouts_emu3, layouts_janus, layouts_llamagen, layouts_vq, llamagen, vqgan
-from visspec.models.targets.slot_layers import SlotLayers
-from visspec.recipes import convert_checkpoint
+from visspec.io import convert_checkpoint
+from visspec.models import layouts
+from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.codecs import vq_layout as layouts_vq
+from visspec.models.codecs import vqgan
+from visspec.models.emu3 import layout as layouts_emu3
+from visspec.models.janus import layout as layouts_janus
+from visspec.models.llamagen import layout as layouts_llamagen
+from visspec.models.llamagen import network as llamagen
 
 TOL = {"rtol": 1e-4, "atol": 2e-5}
 

@@ -25,11 +25,11 @@ from visspec.grammar import held
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.drafters.jacobi import Jacobi
-from visspec.models.nets.llamagen import LlamaGen, LlamaGenConfig
-from visspec.models.nets.vqgan import ImageCodec, VQShape
-from visspec.models.targets.families import FAMILIES, family_of
-from visspec.models.targets.image_ar import EncodedPrompt, Family, ImageAR, ImageLayout
+from visspec.models.codecs.vqgan import ImageCodec, VQShape
+from visspec.models.families import FAMILIES, family_of
+from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR, ImageLayout
+from visspec.models.jacobi.drafter import Jacobi
+from visspec.models.llamagen.network import LlamaGen, LlamaGenConfig
 from visspec.types import FREE, Drafter, DrafterTraits, Request, Sampling
 
 TEXTS = ["a red cube", "blue", "a blue cube on grass"]

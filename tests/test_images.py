@@ -16,7 +16,7 @@ from tests import tiny_images
 from visspec.api import grid, presets, requests, zoo
 from visspec.api.images import ImagePipeline, image_seeds
 from visspec.cli import main as cli
-from visspec.models.drafters.jacobi import Jacobi
+from visspec.models.jacobi.drafter import Jacobi
 
 PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]
 TOKENS = 36

@@ -16,13 +16,13 @@ from tests.test_continuous_nets import KLFormulas
 from tests.test_image_nets import affine, conv, filled, one_sentence, resnet, within
 from tests.test_scales import generators, moved
 from visspec import ImagePipeline
-from visspec.models.nets import layouts_infinity
-from visspec.models.nets.infinity import InfinityConfig, reach_of, schedule
-from visspec.models.nets.multiscale import ScaleSizes
-from visspec.models.nets.scale_kv import CacheBudget
-from visspec.models.nets.scale_reading import ConditionState
-from visspec.models.targets import infinity as targets
-from visspec.models.targets.var import ScaleSettings, VARTarget
+from visspec.models.infinity import layout as layouts_infinity
+from visspec.models.infinity import target as targets
+from visspec.models.infinity.network import InfinityConfig, reach_of, schedule
+from visspec.models.scales.kv_budget import CacheBudget
+from visspec.models.scales.multiscale import ScaleSizes
+from visspec.models.scales.reading import ConditionState
+from visspec.models.var.target import ScaleSettings, VARTarget
 from visspec.types import Request, Sampling
 
 SCALES = ScaleSizes(((1, 1), (2, 2), (3, 2), (4, 3)))
@@ -306,7 +306,7 @@ def test_infinity_in_the_pipeline_exact_scales_compositions_and_budgets(parts):
 
 
 def targets_drafter(model):
-    from visspec.models.drafters.scales import SmallVAR
+    from visspec.models.var.drafter import SmallVAR
 
     return SmallVAR(model)
 

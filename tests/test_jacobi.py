@@ -14,8 +14,8 @@ import torch
 
 from tests.distributions import context_law, odds, plain_law, split, total_variation, verdicts
 from visspec.distributions import Categorical, residual
-from visspec.models.drafters import jacobi
-from visspec.models.drafters.jacobi import Jacobi, Window, proactive
+from visspec.models.jacobi import drafter as jacobi
+from visspec.models.jacobi.drafter import Jacobi, Window, proactive
 from visspec.types import Outcome, Request, Scores, Verdict
 
 VOCAB, LENGTH, WIDTH = 2, 5, 2  # long enough to judge what was drawn behind a whole window

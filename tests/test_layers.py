@@ -15,7 +15,7 @@ from tests.doubles import Double, Oracle, fast, stock
 from tests.replays import recording
 from tests.tiny import prompt, shapes
 from visspec import tree as trees
-from visspec.models.targets import buffer_pool
+from visspec.models.runner import buffer_pool
 from visspec.types import Draft
 
 ROOT = Path(visspec.__file__).parent.parent
@@ -216,7 +216,7 @@ def test_host_copies_are_where_they_should_be():
 def test_nothing_loads_under_a_top_level_name():
     """Imported from the repository root, all of ours is visspec.<name>, and transformers finds no `kernels` of ours."""
     code = (
-        "import sys, visspec, visspec.api.accelerate, visspec.models.targets.hf_decoder, visspec.kernels\n"
+        "import sys, visspec, visspec.api.accelerate, visspec.models.decoder.target, visspec.kernels\n"
         "import visspec.io.images\n"
         "from transformers.utils import is_kernels_available\n"
         "ours = [n for n, m in sys.modules.items() if n.split('.')[0] in ('models', 'kernels', 'eval')"

@@ -24,11 +24,15 @@ from tests.test_image_nets import (
     one_sentence,
     part,
 )
-from visspec import checkpoint
 from visspec.api.images import ImagePipeline
-from visspec.models.nets import layouts, layouts_emu3, layouts_janus, layouts_llamagen, layouts_vq, llamagen
-from visspec.recipes import convert_checkpoint
-from visspec.recipes.convert_checkpoint import convert
+from visspec.io import checkpoint, convert_checkpoint
+from visspec.io.convert_checkpoint import convert
+from visspec.models import layouts
+from visspec.models.codecs import vq_layout as layouts_vq
+from visspec.models.emu3 import layout as layouts_emu3
+from visspec.models.janus import layout as layouts_janus
+from visspec.models.llamagen import layout as layouts_llamagen
+from visspec.models.llamagen import network as llamagen
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ from visspec import ImagePipeline
 from visspec.api import presets, zoo
 from visspec.api.loading import load_image_model
 from visspec.cli import bench_image
-from visspec.models.drafters.mar import SmallMAR
-from visspec.models.nets.diffusion_head import cosine_levels, schedule
-from visspec.models.nets.mar import MAR, UNCONDITIONAL, MARConfig
-from visspec.models.nets.mar_painter import MARPainter, MARPainterConfig, load
-from visspec.models.targets.mar_painter import MARPainterFamily
-from visspec.models.targets.mar_parallel import ParallelMAR
-from visspec.recipes import mar_card, mar_draw
-from visspec.recipes.captioner_build import save
-from visspec.recipes.continuous_data import write_tokens
-from visspec.recipes.mar_painter import parser
+from visspec.models.mar.drafter import SmallMAR
+from visspec.models.mar.images import LabelledMARImages
+from visspec.models.mar.model import MARImageConfig, MARImageModel, load
+from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
+from visspec.models.mar.parallel import ParallelMAR
+from visspec.models.vectors.diffusion_head import cosine_levels, schedule
+from visspec.toys.recipes import mar_card, mar_draw
+from visspec.toys.recipes.captioner_build import save
+from visspec.toys.recipes.continuous_data import write_tokens
+from visspec.toys.recipes.mar_painter import parser
 
 TINY = {"width": 16, "depth": 1, "heads": 2, "head_width": 16, "head_depth": 1, "buffer": 2, "denoising_steps": 4}
 PROMPTS = ["a photo of a red ring", "a photo of a star"]
@@ -67,7 +67,7 @@ def test_prompts_are_names_of_classes(pipe):
 
 def test_a_folder_is_the_model_it_was_written_from(pipe, written):
     model, processor = load_image_model(str(written / "painter"))
-    assert isinstance(model, MARPainter) and processor is None and not model.training
+    assert isinstance(model, MARImageModel) and processor is None and not model.training
     for name, value in pipe.model.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert model.generation_config.guidance_scale == 2.0
@@ -85,7 +85,7 @@ def test_a_folder_is_the_model_it_was_written_from(pipe, written):
         (lambda t, c: c.update(labels=["one"] * 88), "labels: got 1 names, expected 88"),
         (lambda t, c: c.update(predicts="speed"), "predicts: got 'speed', expected one of"),
         (lambda t, c: c.update(denoising_steps=1001), "denoising_steps: got 1001, expected"),
-        (lambda t, c: c.update(model_type="continuous_painter"), "model_type: got 'continuous_painter'"),
+        (lambda t, c: c.update(model_type="continuous_image"), "model_type: got 'continuous_image'"),
     ],
 )
 def test_refuses_what_is_no_painter(written, tmp_path, change, said):
@@ -115,7 +115,7 @@ def test_a_drafter_drafts_and_its_head_is_counted(pipe, written):
     ({"size": 4}, "got 64 tokens of 4 numbers and 88 classes, expected the target's 64 of 8 and 88"),
 ])  # fmt: skip
 def test_a_drafter_of_another_kind_is_refused_before_work_starts(pipe, sizes, message):
-    other = SmallMAR(MARPainterFamily(fresh(**sizes)))
+    other = SmallMAR(LabelledMARImages(fresh(**sizes)))
     with pytest.raises(ValueError, match=f"^drafter: {message}") as error:
         pipe(PROMPTS[0], drafter=other)
     one_sentence(error)
@@ -155,7 +155,7 @@ def test_what_can_not_be_drawn_in_fewer_passes_is_refused(pipe):
         ParallelMAR(0)
     with pytest.raises(ValueError, match=r"iterations: got 65, expected 1\.\.64"):
         pipe(PROMPTS[0], order=ParallelMAR(65))
-    drafter = SmallMAR(MARPainterFamily(fresh()))
+    drafter = SmallMAR(LabelledMARImages(fresh()))
     with pytest.raises(ValueError, match="drafter: got one beside the order parallel"):
         pipe(PROMPTS[0], order=ParallelMAR(4), drafter=drafter)
     with pytest.raises(ValueError, match="order: got ZipAR, which is of Categorical distributions"):
@@ -219,11 +219,14 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     mar_draw.MARDraftStage(options, 0).run()
     mar_card.finish(options)
     for name in mar_card.NAMES.values():
-        assert isinstance(load(tmp_path / name), MARPainter)
-        assert json.loads((tmp_path / name / "provenance.json").read_text())["recipe"] == "visspec.recipes.mar_painter"
+        assert isinstance(load(tmp_path / name), MARImageModel)
+        assert (
+            json.loads((tmp_path / name / "provenance.json").read_text())["recipe"]
+            == "visspec.toys.recipes.mar_painter"
+        )
         assert "{" not in (tmp_path / name / "README.md").read_text()
 
 
 def test_a_configuration_has_defaults():
     """As transformers makes one without arguments."""
-    assert MARPainterConfig().labels[:2] == ["0", "1"]
+    assert MARImageConfig().labels[:2] == ["0", "1"]

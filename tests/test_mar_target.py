@@ -14,11 +14,11 @@ from visspec.accept.legacy import Legacy
 from visspec.accept.surrogate import Surrogate
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
-from visspec.models.drafters.mar import SmallMAR
-from visspec.models.nets.diffusion_head import schedule
-from visspec.models.nets.latents import unpatched
-from visspec.models.nets.mar import MAR, UNCONDITIONAL, MARConfig
-from visspec.models.targets.mar import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed, scales
+from visspec.models.mar.drafter import SmallMAR
+from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
+from visspec.models.mar.target import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed, scales
+from visspec.models.vectors.diffusion_head import schedule
+from visspec.models.vectors.latents import unpatched
 from visspec.sampling import Normals
 from visspec.types import Draft, Request, Sampling
 

@@ -10,7 +10,7 @@ import transformers as tf
 from tests import sweep
 from tests.tiny_class_inputs import cases
 from tests.tiny_classes import generating, tiny_model
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.decoder.target import HFDecoder
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "models.md").read_text()
 SAMPLE = (

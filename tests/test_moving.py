@@ -17,11 +17,11 @@ from tests.test_threads import Words, pipeline
 from tests.tiny import llama, llava, prompt, shapes
 from visspec.api.accelerate import Accelerated, Speculative
 from visspec.api.images import ImagePipeline
-from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.drafters.image_eagle import ImageFeatureDrafter
-from visspec.models.drafters.lowres import LowRes
-from visspec.models.targets.families import family_of
-from visspec.models.targets.hooks import DecoderRecorder
+from visspec.models.attention.hooks import DecoderRecorder
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.image_drafter import ImageFeatureDrafter
+from visspec.models.families import family_of
+from visspec.models.lowres.drafter import LowRes
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 DRAFTERS = {

@@ -9,8 +9,8 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 from PIL import Image
 
+from tests.run_notebooks import FOLDER, execute, kept, read
 from visspec.api import zoo
-from visspec.recipes.notebooks import FOLDER, execute, kept, read
 
 SECONDS = 300  # of each notebook, on two cores
 CAPTIONER = (zoo.CHECKPOINTS / "captioner" / "config.json").is_file()

@@ -15,12 +15,13 @@ from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import RejectedRegions, ZipAR, islands, zip_waves
 from visspec.loop.out_of_order import OutOfOrderDecoder, decode_wavefront
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.drafters import feature_checkpoint, lowres
-from visspec.models.drafters.jacobi import Jacobi
-from visspec.models.drafters.lowres import LowRes
-from visspec.models.nets.upsampler import Upsampler, UpsamplerConfig
-from visspec.models.targets.image_ar import ImageAR, ImageLayout
-from visspec.models.targets.janus import Janus
+from visspec.models.drafting import checkpoint as feature_checkpoint
+from visspec.models.image_codes.target import ImageAR, ImageLayout
+from visspec.models.jacobi.drafter import Jacobi
+from visspec.models.janus.target import Janus
+from visspec.models.lowres import drafter as lowres
+from visspec.models.lowres.drafter import LowRes
+from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 from visspec.types import FREE, Capabilities, Drafter, DrafterTraits, Request, Sampling
 
 PLACES = SIDE * SIDE

@@ -78,8 +78,8 @@ def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
         f"assert visspec.__file__.startswith({str(site)!r}), visspec.__file__\n"
         f"assert str(zoo.CHECKPOINTS).startswith({str(site)!r}), zoo.CHECKPOINTS\n"
         "from visspec.cli.main import main\n"
-        "from visspec.eval.world.render import to_image\n"
-        "from visspec.eval.world.scene import HELD_OUT_SEED, scene_from_seed\n"
+        "from visspec.toys.world.render import to_image\n"
+        "from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed\n"
         "to_image(scene_from_seed(HELD_OUT_SEED)).save('scene.png')\n"
         "sys.exit(main(['caption', 'scene.png']))\n"
     )

@@ -16,11 +16,7 @@ from transformers import (
 )
 
 from visspec.api import zoo
-from visspec.eval.world.palette import CLASSES, COLOURS
-from visspec.eval.world.scene import HELD_OUT_SEED, Shape, ShapeScene
-from visspec.eval.world.suite import parse, suite, vocabulary
-from visspec.eval.world.worlds import world
-from visspec.recipes import (
+from visspec.toys.recipes import (
     captioner_build,
     captioner_card,
     painter,
@@ -30,10 +26,14 @@ from visspec.recipes import (
     painter_draw,
     painter_reading,
     painter_score,
-    painter_tokens,
-)  # fmt: skip
-from visspec.recipes.painter_codes import composed, latents, nearest
-from visspec.recipes.painter_vq import Codebook
+    painter_tokens,  # fmt: skip
+)
+from visspec.toys.recipes.painter_codes import composed, latents, nearest
+from visspec.toys.recipes.painter_vq import Codebook
+from visspec.toys.world.palette import CLASSES, COLOURS
+from visspec.toys.world.scene import HELD_OUT_SEED, Shape, ShapeScene
+from visspec.toys.world.suite import parse, suite, vocabulary
+from visspec.toys.world.worlds import world
 
 SHIPPED = [(low, zoo.CHECKPOINTS / ("painter-lowres" if low else "painter")) for low in (False, True)]
 unshipped = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from tests.distributions import context_law, plain_law, split, total_variation, 
 from visspec import sampling
 from visspec import tree as trees
 from visspec.distributions import Categorical
-from visspec.models.drafters import feature_tree
+from visspec.models.drafting import static_tree as feature_tree
 from visspec.sampling import Uniform
 from visspec.types import Sampling
 

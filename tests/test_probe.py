@@ -13,8 +13,9 @@ from tests.test_rotary import MAKE
 from tests.test_targets import SIZES, refused
 from tests.tiny import FAMILIES, TEXT, TOWER, built, enliven, llama, mistral, prompt
 from visspec.api.loading import load
-from visspec.models.targets import masks, probe
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.attention import masks
+from visspec.models.decoder import probe
+from visspec.models.decoder.target import HFDecoder
 
 VISION = {**TOWER, "patch_size": 4}
 

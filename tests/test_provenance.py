@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from visspec import provenance as origin
+from visspec.io import provenance as origin
 
 
 def test_a_cpu_record():

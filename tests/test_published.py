@@ -17,10 +17,10 @@ from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
 from tests.tiny import llama, model_of, prompt, shapes, single_row
 from visspec.api import zoo
-from visspec.models.drafters import published
-from visspec.models.drafters.dflash import BlockModel, DFlashVariant
-from visspec.models.drafters.published import form_of
-from visspec.models.nets.eagle_config import EagleConfig
+from visspec.models import published
+from visspec.models.block.drafter import BlockModel, DFlashVariant
+from visspec.models.eagle.config import EagleConfig
+from visspec.models.published import form_of
 
 NEW = 14
 D, V, MIDDLE, HEADS, SIZE = 32, 96, 40, 4, 8

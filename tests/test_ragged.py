@@ -22,8 +22,9 @@ from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
 from visspec import kernels
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
-from visspec.models.targets import folding, masks, probe, ragged
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.attention import folding, masks, ragged
+from visspec.models.decoder import probe
+from visspec.models.decoder.target import HFDecoder
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 TOLD = (ragged.VARLEN, ragged.TREE)

@@ -17,8 +17,8 @@ from visspec.api.shards import Shards
 from visspec.api.sources import Record, seed_of
 from visspec.cli import ray_shards
 from visspec.cli.main import main
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 COLUMNS = {"id": "string", "text": "string", "error": "string"}
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]

@@ -10,9 +10,9 @@ import visspec
 from tests.doubles import Double, Oracle, new_tokens, opened_model
 from tests.tiny import IMAGE, PAD, TEXT, VISION_IDS, built, packed_pixels
 from visspec import tree as trees
-from visspec.models.drafters.small_model import SmallModel
-from visspec.models.targets import recurrent
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.attention import recurrent
+from visspec.models.decoder.small_model import SmallModel
+from visspec.models.decoder.target import HFDecoder
 
 NEW = 24
 LINEAR = {

@@ -9,7 +9,7 @@ import transformers as tf
 import visspec
 from tests.doubles import NEW, TreeOracle, new_tokens
 from tests.tiny import TEXT, built, llama, prompt
-from visspec.models.targets.hf_decoder import HFDecoder, content_ids
+from visspec.models.decoder.target import HFDecoder, content_ids
 
 LIMIT = 32
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}

@@ -21,12 +21,12 @@ from tests.doubles import Oracle, chain_of, compact, drafted, fast, new_tokens, 
 from tests.test_eagle import make, opened
 from tests.tiny import VOCAB, llama, model_of, prompt, shapes, single_row
 from visspec import tree as trees
+from visspec.api.train_drafter import request_of
 from visspec.loop import draft_length
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.stats import acceptance_by_depth, by_depth
-from visspec.models.drafters.ngram import NGram
-from visspec.models.drafters.small_model import SmallModel
-from visspec.recipes.train_drafter import request_of
+from visspec.models.decoder.small_model import SmallModel
+from visspec.models.lookup.ngram import NGram
 from visspec.types import Round
 
 GREEDY = {"do_sample": False, "max_new_tokens": 9}

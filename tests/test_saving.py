@@ -16,8 +16,8 @@ from tests.test_published import cache, cached, eagle_3, saved, speculators_dfla
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import zoo
 from visspec.cli.arguments import load
-from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.drafters.eagle_heads import EagleDrafter
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.head_drafter import EagleDrafter
 
 GREEDY = {"max_new_tokens": 10, "do_sample": False}
 

@@ -6,12 +6,12 @@ import torch
 from tests.test_image_nets import one_sentence
 from tests.test_scales import CLASSES, SCALES, images, network, plain, vae
 from visspec import ImagePipeline
-from visspec.models.drafters.scales import SmallVAR
-from visspec.models.nets import scale_kv
-from visspec.models.nets.multiscale import ScaleSizes
-from visspec.models.nets.scale_kv import BudgetedCache, CacheBudget, attention, centres, pooled, selectivity
-from visspec.models.nets.scale_reading import ConditionState
-from visspec.models.targets.var import VARImages, VARTarget
+from visspec.models.scales import kv_budget as scale_kv
+from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget, attention, centres, pooled, selectivity
+from visspec.models.scales.multiscale import ScaleSizes
+from visspec.models.scales.reading import ConditionState
+from visspec.models.var.drafter import SmallVAR
+from visspec.models.var.target import VARImages, VARTarget
 from visspec.types import Sampling
 
 LONG = ScaleSizes.square(1, 2, 3, 4, 6, 8)  # caches of 1, 5, 14, 30, 66 tokens

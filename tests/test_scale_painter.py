@@ -16,17 +16,17 @@ from visspec.api.loading import load_image_model
 from visspec.cli import bench_image, bench_others, bench_sweep
 from visspec.cli.main import main
 from visspec.distributions import Maps
-from visspec.eval.world.suite import suite
-from visspec.models.drafters.scales import SmallVAR
-from visspec.models.nets.layouts_var import save_vae
-from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE
-from visspec.models.nets.scale_kv import CacheBudget, selectivity
-from visspec.models.nets.scale_painter import ScalePainter, ScalePainterConfig, load
-from visspec.models.targets.scale_painter import ScalePainterFamily, calibrated
-from visspec.recipes import scale_card, scale_data, scale_draw, scale_measure, scale_painter, scale_vq
-from visspec.recipes.any_order_data import included_vq
-from visspec.recipes.captioner_build import save
-from visspec.recipes.painter_data import pixels
+from visspec.models.scales.kv_budget import CacheBudget, selectivity
+from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE
+from visspec.models.var.drafter import SmallVAR
+from visspec.models.var.images import LabelledVARImages, calibrated
+from visspec.models.var.layout import save_vae
+from visspec.models.var.model import VARImageConfig, VARImageModel, load
+from visspec.toys.recipes import scale_card, scale_data, scale_draw, scale_measure, scale_painter, scale_vq
+from visspec.toys.recipes.any_order_data import included_vq
+from visspec.toys.recipes.captioner_build import save
+from visspec.toys.recipes.painter_data import pixels
+from visspec.toys.world.suite import suite
 from visspec.tree import empty_draft
 from visspec.types import Scores
 
@@ -41,7 +41,7 @@ def fresh(seed=0, sides=SIDES, depth=2, scale=0.25, labels=LABELS, codebook=None
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         grids = [[side, side] for side in sides]
-        model = ScalePainter(ScalePainterConfig({"width": 32, "depth": depth, "heads": 2}, grids, labels)).eval()
+        model = VARImageModel(VARImageConfig({"width": 32, "depth": depth, "heads": 2}, grids, labels)).eval()
         torch.manual_seed(7 if codebook is None else codebook)
         nn.init.normal_(model.autoencoder.quantize.embedding.weight)
         for part in model.autoencoder.quantize.quant_resi.parameters():
@@ -90,7 +90,7 @@ def test_prompts_are_names_of_classes(pipe):
 
 def test_a_folder_is_the_model_it_was_written_from(pipe, written):
     model, processor = load_image_model(str(written / "painter"))
-    assert isinstance(model, ScalePainter) and processor is None and not model.training
+    assert isinstance(model, VARImageModel) and processor is None and not model.training
     for name, value in pipe.model.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert model.generation_config.guidance_scale == 2.0
@@ -110,7 +110,7 @@ def test_a_folder_is_the_model_it_was_written_from(pipe, written):
         (lambda t, c: c.update(grids=[[1, 1], [2]]), "describes no model"),
         (lambda t, c: c["autoencoder"].update(codes=-1), "codes: got -1, expected a whole number"),
         (lambda t, c: c["autoencoder"].update(channels=33), "channels: got 33, expected a multiple of 32"),
-        (lambda t, c: c.update(model_type="mar_painter"), "model_type: got 'mar_painter'"),
+        (lambda t, c: c.update(model_type="mar_image"), "model_type: got 'mar_image'"),
     ],
 )
 def test_refuses_what_is_no_painter(written, tmp_path, change, said):
@@ -142,15 +142,15 @@ def test_a_painter_is_a_refiner(pipe):
 
 
 @pytest.mark.parametrize("parts, said", [
-    ({"refiner": "../painter", "handover": 2}, "refiner: got '../painter', expected a painter or the name"),
+    ({"refiner": "../painter", "handover": 2}, "refiner: got '../painter', expected a model or the name"),
     ({"refiner": "captioner/../painter", "handover": 2}, "refiner: got 'captioner/../painter', expected"),
-    ({"refiner": "nobody", "handover": 2}, "refiner: got 'nobody', expected a painter or the name of an included"),
+    ({"refiner": "nobody", "handover": 2}, "refiner: got 'nobody', expected a model or the name of an included"),
     ({"refiner": "captioner", "handover": 2}, "model_type: got "),
     ({"refiner": fresh(1)}, "handover: got None, expected a refiner and its first scale's number"),
     ({"refiner": fresh(1), "handover": 5}, r"handover: got 5, expected 0\.\.4"),
     ({"refiner": fresh(1, sides=(1, 2, 4)), "handover": 2}, "refiner: got scales"),
     ({"refiner": fresh(1, labels=LABELS[:2]), "handover": 2}, "refiner: got classes 2, expected 4"),
-    ({"refiner": fresh(1, codebook=8), "handover": 2}, "refiner: got a painter with another codebook, expected"),
+    ({"refiner": fresh(1, codebook=8), "handover": 2}, "refiner: got a model with another codebook, expected"),
     ({"refiner": fresh(1), "handover": 2, "budget": 0.5}, "budget: got one beside a refiner"),
     ({"budget": 0.0}, r"budget: got 0\.0, expected a share in \(0, 1\]"),
     ({"budget": 1.5}, r"budget: got 1\.5, expected a share"),
@@ -171,7 +171,7 @@ def test_a_share_is_a_budget_by_measured_selectivity(pipe):
     said = selectivity(net, quantize, torch.arange(4), torch.Generator().manual_seed(0))
     for share, window in ((0.3, 4), (0.1, 1)):
         wanted = CacheBudget.allot(said, net.config.scales, share, window)
-        assert calibrated(pipe.model, share) == wanted == ScalePainterFamily(pipe.model, budget=share).budget
+        assert calibrated(pipe.model, share) == wanted == LabelledVARImages(pipe.model, budget=share).budget
     whole = pipe.parted({"budget": 1})
     out, plain = (p(PROMPTS, seed=[1, 2], output_type="latent") for p in (whole, pipe))
     assert whole.family.budget.whole(net.config.scales) and out.stats[0].guarantee == "exact"
@@ -196,7 +196,7 @@ def test_a_painters_folder_is_a_drafter(pipe, written, rule):
 def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
     save(fresh(1, codebook=8), None, tmp_path, torch.float32)
     with pytest.raises(
-        ValueError, match=r"^drafter: got a painter with another codebook, expected the model's 64"
+        ValueError, match=r"^drafter: got a model with another codebook, expected the model's 64"
     ) as error:
         pipe(PROMPTS[0], drafter=str(tmp_path))
     one_sentence(error)
@@ -242,7 +242,7 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
     assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
-    family = ScalePainterFamily(fresh(labels=scale_data.LABELS))
+    family = LabelledVARImages(fresh(labels=scale_data.LABELS))
     assert bench_others.taught(family, suite()) == ["single_object", "colors"]
 
 
@@ -470,7 +470,8 @@ def test_the_shipped_pair_is_small_and_says_where_it_is_from(included):
         record = json.loads((folder / "provenance.json").read_text())
         assert record["weights"]["bytes"] == (folder / "model.safetensors").stat().st_size
         assert (
-            record["recipe"] == "visspec.recipes.scale_painter" and "painter-var" in (folder / "README.md").read_text()
+            record["recipe"] == "visspec.toys.recipes.scale_painter"
+            and "painter-var" in (folder / "README.md").read_text()
         )
     assert included.family.labels == tuple(row["prompt"] for row in suite() if row["tag"] in scale_data.TASKS)
 
@@ -493,7 +494,7 @@ def test_the_shipped_pair_draws_in_every_way(included):
         most = out.traces[0].memory["cache"] / plain.traces[0].memory["cache"]
         assert (most <= 1) if same else (most < 0.5), "the cache of a composition is half at most"
     kept = included.parted({"budget": 0.1})(texts, **options)
-    budget = ScalePainterFamily(included.model, budget=0.1).budget
+    budget = LabelledVARImages(included.model, budget=0.1).budget
     assert kept.stats[0].guarantee == "approximate"
     assert kept.traces[0].memory["cache"] <= max(budget.bytes(included.model.var, 4))
     assert max(sum(row) for row in zip(*budget.tokens)) <= 6 * 23

@@ -20,11 +20,11 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import build_setup
-from visspec.models.drafters.scales import SmallVAR
-from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
-from visspec.models.nets.scale_reading import ConditionState
-from visspec.models.nets.var import VAR, VARConfig
-from visspec.models.targets.var import ScalePrompt, ScaleSettings, VARImages, VARTarget
+from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
+from visspec.models.scales.reading import ConditionState
+from visspec.models.var.drafter import SmallVAR
+from visspec.models.var.network import VAR, VARConfig
+from visspec.models.var.target import ScalePrompt, ScaleSettings, VARImages, VARTarget
 from visspec.types import Draft, Request, Sampling
 
 SIDES = (1, 2, 3, 4)

@@ -14,11 +14,11 @@ from tests.tiny_classes import tiny_model
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.loop.read_only import ReadOnlyState
-from visspec.models.drafters.feature_drafting import FeatureDrafting
-from visspec.models.drafters.layers import LayerSkip, SkipPlan, candidates
-from visspec.models.drafters.recycling import _shape, _Table
-from visspec.models.drafters.suffix import SuffixAutomaton
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.decoder.layer_skip import LayerSkip, SkipPlan, candidates
+from visspec.models.decoder.target import HFDecoder
+from visspec.models.eagle.feature_drafting import FeatureDrafting
+from visspec.models.lookup.recycling import _shape, _Table
+from visspec.models.lookup.suffix import SuffixAutomaton
 
 NAMES = [f"{name}{shared}" for name in ("suffix", "recycling") for shared in ("", ":shared=true")]
 NAMES += ["layers", "layers:every=2", "layers:exit=1", "recycling:width=1,nodes=3"]

@@ -37,9 +37,9 @@ from visspec.api.captions import prepare
 from visspec.api.completions import RequestError, RequestLimits
 from visspec.api.server import Server, Service
 from visspec.api.serving import ImageWorker, QueueWorker, RequestQueue, ServerMetrics, StopTextFilter, TextWorker
-from visspec.eval.world.captions import questions
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
+from visspec.toys.world.captions import questions
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 SHORT = 12
 

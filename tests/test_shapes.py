@@ -18,13 +18,13 @@ from tests.tiny import llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.distributions import Categorical
-from visspec.models.drafters import feature_tree
-from visspec.models.drafters import shapes as values
-from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.drafters.ngram import NGram
-from visspec.models.drafters.shapes import RANKS, StopCriteria, optimal
-from visspec.models.drafters.shapes import Chain as Built
-from visspec.models.drafters.small_model import SmallModel
+from visspec.models.decoder.small_model import SmallModel
+from visspec.models.drafting import static_tree as feature_tree
+from visspec.models.drafting import structure as values
+from visspec.models.drafting.structure import RANKS, StopCriteria, optimal
+from visspec.models.drafting.structure import Chain as Built
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.lookup.ngram import NGram
 from visspec.sampling import Uniform
 from visspec.types import MAX_NODES, Sampling
 

@@ -1,4 +1,4 @@
-"""The arithmetic of eval/speed/paired.py, every definition by hand-made runs."""
+"""The arithmetic of eval/bench/paired.py, every definition by hand-made runs."""
 
 import math
 import random
@@ -7,8 +7,8 @@ import pytest
 import scipy.stats
 
 from visspec.cli import bench_caption as bench
-from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import ArmRun
+from visspec.eval.bench import paired as speed
+from visspec.eval.bench.paired import ArmRun
 from visspec.types import Round
 
 

@@ -13,7 +13,7 @@ from tests.test_eagle import make
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes, single_row
 from tests.tiny_classes import tiny_model
 from visspec import tree as trees
-from visspec.models.drafters.small_model import SmallModel
+from visspec.models.decoder.small_model import SmallModel
 from visspec.types import DrafterTraits
 
 SELF = ("suffix:shared=true", "recycling", "recycling:shared=true,width=1", "layers:exit=1")  # by name

@@ -22,8 +22,8 @@ from tests.tiny import (
     prompt,
     qwen2_5_vl,
 )
-from visspec.models.targets.hf_decoder import HFDecoder, describe
-from visspec.models.targets.masks import aligned, nearby
+from visspec.models.attention.masks import aligned, nearby
+from visspec.models.decoder.target import HFDecoder, describe
 from visspec.tree import static
 
 

@@ -23,12 +23,12 @@ from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
 from visspec.api.images import ImagePipeline
 from visspec.distributions import Categorical
-from visspec.models.drafters import feature_drafting
-from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.drafters.image_eagle import ImageFeatureDrafter
-from visspec.models.targets import probe
-from visspec.models.targets.hooks import DecoderRecorder
-from visspec.models.targets.masks import Masks
+from visspec.models.attention.hooks import DecoderRecorder
+from visspec.models.attention.masks import Masks
+from visspec.models.decoder import probe
+from visspec.models.eagle import feature_drafting
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.types import Scores
 
 THREADS = 8

@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 
 import visspec
 from tests.tiny import model_of, prompt
-from visspec.api import zoo
+from visspec.api import train_drafter, zoo
+from visspec.api.train_drafter import TextValidation, items_of, request_of
 from visspec.loop.decode import open_request
-from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.recipes import train_drafter
-from visspec.recipes.train_drafter import TextValidation, items_of, request_of
+from visspec.models.decoder.target import HFDecoder
+from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train import losses
 from visspec.train.capture import capture, split
 from visspec.train.loop import Trainer, TrainingOptions
@@ -177,7 +176,7 @@ class Dying:
         torn = lambda path: Path(path).open("wb").write(b"torn")  # noqa: E731
         for where, half in {
             "visspec.train.loop.save_file": lambda tensors, path, *more: torn(path),
-            "visspec.models.drafters.feature_checkpoint.save_file": lambda tensors, path, *more: torn(path),
+            "visspec.models.drafting.checkpoint.save_file": lambda tensors, path, *more: torn(path),
             "pathlib.Path.write_text": lambda path, text: torn(path),
             "shutil.copyfile": lambda source, path: torn(path),
             "pathlib.Path.replace": lambda path, to: None,

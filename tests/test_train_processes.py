@@ -16,10 +16,10 @@ from tests.parallel_target import captions
 from tests.test_cli import refused
 from tests.tiny import model_of
 from visspec.api import loading
+from visspec.api.train_drafter import items_of, opened
+from visspec.api.train_processes import workers
 from visspec.eval.report.training import write_page
-from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.recipes.train_drafter import items_of, opened
-from visspec.recipes.workers import workers
+from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.loop import SingleProcess
 
 ROOT = Path(__file__).parent.parent

@@ -9,10 +9,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.test_image_nets import one_sentence
+from visspec.api import train_vq
 from visspec.cli.main import main
-from visspec.models.nets.layouts_var import load_var_vae, save_vae, saved_scales
-from visspec.models.nets.multiscale import MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
-from visspec.recipes import train_vq
+from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
+from visspec.models.var.layout import load_var_vae, save_vae, saved_scales
 
 SMALL = ["--sides", "1,2,4", "--levels", "2", "--codes", "32", "--size", "4", "--rows", "4", "--every", "40"]
 

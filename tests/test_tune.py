@@ -13,10 +13,10 @@ from visspec.api import ranks, tuning
 from visspec.api.tuning import DrafterMeasurement, MeasuredBatch
 from visspec.cli import tune as command
 from visspec.cli.main import main
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
 from visspec.loop.draft_length import expected_tokens
-from visspec.models.drafters.shapes import RANKS
+from visspec.models.drafting.structure import RANKS
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 
 def simulated(

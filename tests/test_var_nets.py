@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 
 from tests.test_continuous_nets import KLFormulas
 from tests.test_image_nets import affine, conv, filled, one_sentence, resnet, within
-from visspec.models.nets import layouts_var
-from visspec.models.nets.multiscale import SCALES, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
-from visspec.models.nets.scale_reading import ConditionState
-from visspec.models.nets.var import VAR, VARConfig
-from visspec.recipes.convert_checkpoint import convert
+from visspec.io.convert_checkpoint import convert
+from visspec.models.scales.multiscale import SCALES, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
+from visspec.models.scales.reading import ConditionState
+from visspec.models.var import layout as layouts_var
+from visspec.models.var.network import VAR, VARConfig
 
 SIDES = (1, 2, 3, 4)
 SMALL = VARConfig(32, 2, 2, ScaleSizes.square(*SIDES), codes=16, code_size=4, classes=5)

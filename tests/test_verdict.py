@@ -15,9 +15,9 @@ from tests.test_cli import refused
 from visspec.api import best_of, loading, verdict
 from visspec.api.verdict import Member, Panel, answer_of, choose, disagreement, likelihood
 from visspec.cli.main import main
-from visspec.eval.world.captions import questions
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
+from visspec.toys.world.captions import questions
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 tables = st.integers(2, 5).flatmap(
     lambda n: st.lists(

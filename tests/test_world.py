@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from visspec.eval.world import captions
-from visspec.eval.world.palette import CANVAS, CLASSES, COLOURS, GROUNDS
-from visspec.eval.world.render import coverage, ground, inside, render
-from visspec.eval.world.scene import (
+from visspec.toys.world import captions
+from visspec.toys.world.palette import CANVAS, CLASSES, COLOURS, GROUNDS
+from visspec.toys.world.render import coverage, ground, inside, render
+from visspec.toys.world.scene import (
     GRID,
     HELD_OUT_PAIRS,
     HELD_OUT_SEED,
@@ -24,7 +24,7 @@ from visspec.eval.world.scene import (
     sample_scene,
     scene_from_seed,
 )
-from visspec.eval.world.worlds import world
+from visspec.toys.world.worlds import world
 
 ZOO = Path(__file__).resolve().parent.parent / "models" / "zoo"
 seeds = st.integers(0, 2**31 - 1)
@@ -180,7 +180,7 @@ shipped = pytest.mark.skipif(not (ZOO / "captioner" / "model.safetensors").exist
 )
 def test_shipped_captioner_loads_offline_and_states_facts(name, of, least, shortest):
     transformers = pytest.importorskip("transformers")
-    from visspec.recipes.captioner_score import score_captions
+    from visspec.toys.recipes.captioner_score import score_captions
 
     processor = transformers.AutoProcessor.from_pretrained(ZOO / name, local_files_only=True)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(ZOO / name, local_files_only=True).float().eval()
@@ -215,7 +215,7 @@ def test_processor_takes_both_call_forms_and_odd_images():
 
 
 def test_held_out_seeds_are_apart_from_training():
-    from visspec.recipes import captioner_data
+    from visspec.toys.recipes import captioner_data
 
     assert captioner_data.FIRST_SEED + 10**8 < HELD_OUT_SEED
 
@@ -223,7 +223,7 @@ def test_held_out_seeds_are_apart_from_training():
 @pytest.mark.slow
 def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from visspec.recipes import captioner, captioner_data, captioner_vision
+    from visspec.toys.recipes import captioner, captioner_data, captioner_vision
 
     threads, shapes = torch.get_num_threads(), world("shapes")
     monkeypatch.setattr(captioner, "score_captions", lambda *_: {"accuracy": 0.0})

@@ -18,24 +18,24 @@ from visspec.distributions import Categorical, categorical
 from visspec.loop.decode import advance, retire, select, start
 from visspec.loop.setup import build_setup, check
 from visspec.loop.stream import join
-from visspec.models.drafters.block_training import BlockDrafter
-from visspec.models.drafters.diffusion_training import DiffusionDrafter
-from visspec.models.drafters.distilled import DistilledDrafter
-from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.drafters.eagle_heads import EagleDrafter
-from visspec.models.drafters.image_eagle import ImageFeatureDrafter
-from visspec.models.drafters.layers import LayerSkip
-from visspec.models.drafters.lowres import LowRes
-from visspec.models.drafters.mar import SmallMAR
-from visspec.models.drafters.recycling import Recycling
-from visspec.models.drafters.scales import SmallVAR
-from visspec.models.drafters.small_model import SmallModel
-from visspec.models.drafters.suffix import SuffixDrafter
-from visspec.models.targets.families import FAMILIES
-from visspec.models.targets.image_ar import ImageAR
-from visspec.models.targets.janus import Janus
-from visspec.models.targets.mar import MARImages, MARTarget
-from visspec.models.targets.var import VARImages, VARTarget
+from visspec.models.block.diffusion_trained import DiffusionDrafter
+from visspec.models.block.trained import BlockDrafter
+from visspec.models.decoder.layer_skip import LayerSkip
+from visspec.models.decoder.small_model import SmallModel
+from visspec.models.distilled.drafter import DistilledDrafter
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.image_drafter import ImageFeatureDrafter
+from visspec.models.families import FAMILIES
+from visspec.models.image_codes.target import ImageAR
+from visspec.models.janus.target import Janus
+from visspec.models.lookup.recycling import Recycling
+from visspec.models.lookup.suffix import SuffixDrafter
+from visspec.models.lowres.drafter import LowRes
+from visspec.models.mar.drafter import SmallMAR
+from visspec.models.mar.target import MARImages, MARTarget
+from visspec.models.var.drafter import SmallVAR
+from visspec.models.var.target import VARImages, VARTarget
 from visspec.tree import roots
 from visspec.types import Acceptance, Drafter, Order, Request, RuleTraits, Sampling, Verdict
 

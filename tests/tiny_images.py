@@ -71,7 +71,7 @@ def sibling(side: int = 2, seed: int = 1):
 
 def painter(where) -> None:
     """A tiny random model of the painter's kind, as a checkpoint folder."""
-    from visspec.recipes.painter_build import build_processor, generation_config, model_config
+    from visspec.toys.recipes.painter_build import build_processor, generation_config, model_config
 
     torch.manual_seed(0)
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

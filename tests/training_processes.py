@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny import model_of, prompt
-from visspec.recipes import train_drafter, workers
+from visspec.api import train_drafter
+from visspec.api import train_processes as workers
 from visspec.train.loop import SingleProcess, Trainer
 
 STOP = 6

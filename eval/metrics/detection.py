@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from PIL import Image
 
-from visspec.eval.world.detector import OFF_PALETTE, ShapeDetector
+from visspec.toys.world.detector import OFF_PALETTE, ShapeDetector
 
 UNKNOWN = "unknown"  # for objects with none of the ten colours
 

@@ -14,7 +14,7 @@ from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import FeatureExtractor, gather
 from visspec.eval.metrics.results import Progress
 from visspec.eval.metrics.statistics import GaussianStats, merged
-from visspec.files import replacing, write_json
+from visspec.io.files import replacing, write_json
 from visspec.io.images import image_files
 
 FORMAT = 1

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from visspec.files import append_json
+from visspec.io.files import append_json
 
 Progress = Callable[[int, int], object]  # (done, total)
 

@@ -17,10 +17,10 @@ from PIL import Image
 from visspec.eval.metrics import text_scores
 from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.results import Progress, Rows
-from visspec.eval.world import captions
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
 from visspec.io.images import MAX_PIXELS, open_image
+from visspec.toys.world import captions
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 Score = Callable[["Sample", str], float | None]
 

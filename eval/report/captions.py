@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.eval.report.images import MAX_PIXELS, thumbnail
-from visspec.files import replacing
+from visspec.io.files import replacing
 from visspec.io.images import open_image, read_image
 from visspec.loop.stats import COLOURS, MEANING, coloured
 

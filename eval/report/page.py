@@ -16,13 +16,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
+from visspec.eval.bench.paired import in_words, suspicion
 from visspec.eval.report import figures, kernels, overview, prompts
 from visspec.eval.report import images as pictures
 from visspec.eval.report.data import KINDS, Method, interval, methods_of, number, read
 from visspec.eval.report.measures import QUALITY, positive, quality_of, speed_of
 from visspec.eval.report.records import RecordImage
-from visspec.eval.speed.paired import in_words, suspicion
-from visspec.files import replacing
+from visspec.io.files import replacing
 from visspec.loop.stats import COLOURS, MEANING
 
 MOST_PICTURES = 600  # images on the page; figures use all images

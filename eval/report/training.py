@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from visspec.eval.report import figures
-from visspec.files import replacing
+from visspec.io.files import replacing
 
 HEIGHT = 120  # of a curve
 

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
 from visspec.eval.metrics.geneval import judge, kept
-from visspec.eval.world.emoji import atlas, captions, suite
-from visspec.eval.world.emoji.detector import EmojiDetector
-from visspec.eval.world.emoji.render import ground, render, stamp
-from visspec.eval.world.emoji.robustness import wrong_passes
-from visspec.eval.world.emoji.scene import (
+from visspec.toys.recipes.captioner import Naming
+from visspec.toys.recipes.captioner_build import build_tokenizer
+from visspec.toys.recipes.captioner_vision import patch_labels
+from visspec.toys.world.emoji import atlas, captions, suite
+from visspec.toys.world.emoji.detector import EmojiDetector
+from visspec.toys.world.emoji.render import ground, render, stamp
+from visspec.toys.world.emoji.robustness import wrong_passes
+from visspec.toys.world.emoji.scene import (
     GRID,
     GROUNDS,
     SIZES,
@@ -26,10 +29,7 @@ from visspec.eval.world.emoji.scene import (
     sample_scene,
     scene_from_seed,
 )
-from visspec.eval.world.worlds import WORLDS, world
-from visspec.recipes.captioner import Naming
-from visspec.recipes.captioner_build import build_tokenizer
-from visspec.recipes.captioner_vision import patch_labels
+from visspec.toys.world.worlds import WORLDS, world
 
 seeds = st.integers(0, 2**31 - 1)
 

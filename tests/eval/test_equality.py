@@ -12,9 +12,9 @@ from tests.tiny import model_of, prompt
 from visspec import tree as trees
 from visspec.api import requests
 from visspec.cli import bench_caption as bench
-from visspec.eval.speed import equality
-from visspec.eval.speed.equality import Gap, Tiers, divergence, first_divergence, forced_logits, in_words
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.eval.bench import equality
+from visspec.eval.bench.equality import Gap, Tiers, divergence, first_divergence, forced_logits, in_words
+from visspec.models.decoder.target import HFDecoder
 from visspec.types import Draft
 
 ROWS = {"llama": ["19", "12", "3"], "llava": ["3 i 4 i 9", "6 i 5", "12"]}

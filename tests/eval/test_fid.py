@@ -349,8 +349,8 @@ def test_only_verified_inception_is_called_fid(tmp_path: Path):
 
 
 def test_random_conv_distance_grows_with_damage(tmp_path: Path):
-    from visspec.eval.world import lattice, robustness
-    from visspec.eval.world.suite import sample_prompt
+    from visspec.toys.world import lattice, robustness
+    from visspec.toys.world.suite import sample_prompt
 
     rng = np.random.default_rng(0)
     clean = [lattice.picture(lattice.sample_scene(sample_prompt(rng), rng)) for _ in range(400)]

@@ -14,7 +14,7 @@ from PIL import Image
 
 from visspec.eval.metrics import geneval
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult, ShapeWorldDetector
-from visspec.eval.world import lattice, suite
+from visspec.toys.world import lattice, suite
 
 
 def thing(label: str, score: float = 0.95, box=(0, 0, 10, 10), colour: str | None = None) -> Detection:
@@ -238,7 +238,7 @@ def test_a_run_continues_after_a_torn_line_and_scores_changed_images_again(tmp_p
 
 
 def test_results_of_another_evaluator_or_other_files_are_refused(tmp_path: Path):
-    from visspec.eval.world.detector import ShapeDetector
+    from visspec.toys.world.detector import ShapeDetector
 
     root, results = make_root(tmp_path / "a", 2), tmp_path / "r.jsonl"
     geneval.evaluate(root, results)

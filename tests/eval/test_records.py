@@ -18,15 +18,15 @@ from visspec.accept.rejection import Rejection
 from visspec.api.images import ORIGINS, ImagePipeline
 from visspec.cli import bench_caption as bench
 from visspec.cli import bench_image
+from visspec.eval.bench import equality
+from visspec.eval.bench import kernels as bench_kernels
+from visspec.eval.bench import paired as speed
+from visspec.eval.bench.paired import ArmRun
 from visspec.eval.metrics import intervals
 from visspec.eval.report import data as report_data
 from visspec.eval.report import kernels as report_kernels
 from visspec.eval.report import page as report
 from visspec.eval.report import records
-from visspec.eval.speed import equality
-from visspec.eval.speed import kernels as bench_kernels
-from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import ArmRun
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import Raster, ZipAR
 from visspec.loop.setup import DecodingSetup

@@ -12,7 +12,7 @@ from PIL import Image
 
 from visspec.eval.metrics import readers, tasks, text_scores
 from visspec.eval.metrics.text_scores import bleu, cider_d, letter, normalised, rouge_l, vqa_accuracy, yes_no
-from visspec.eval.world import captions
+from visspec.toys.world import captions
 
 
 def picture(path: Path) -> Path:

@@ -11,12 +11,12 @@ import pytest
 
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult, ShapeWorldDetector
 from visspec.eval.metrics.geneval import judge, kept, strictly
-from visspec.eval.world import detector, lattice, robustness, suite
-from visspec.eval.world.components import components
-from visspec.eval.world.detector import Analysis, ShapeDetector, _moments, noise_level
-from visspec.eval.world.palette import COLOURS, GROUNDS
-from visspec.eval.world.render import render
-from visspec.eval.world.scene import Shape, ShapeScene, scene_from_seed
+from visspec.toys.world import detector, lattice, robustness, suite
+from visspec.toys.world.components import components
+from visspec.toys.world.detector import Analysis, ShapeDetector, _moments, noise_level
+from visspec.toys.world.palette import COLOURS, GROUNDS
+from visspec.toys.world.render import render
+from visspec.toys.world.scene import Shape, ShapeScene, scene_from_seed
 
 ROWS = suite.suite()
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from visspec.api import zoo
+from visspec.eval.bench import kernels as bench
+from visspec.eval.bench import kernels_jobs, kernels_rules
+from visspec.eval.bench import kernels_loops as loops
 from visspec.eval.report import kernels as report_kernels
-from visspec.eval.speed import kernels as bench
-from visspec.eval.speed import kernels_jobs, kernels_rules
-from visspec.eval.speed import kernels_loops as loops
 from visspec.kernels import accept_tree
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from visspec.eval.speed import kernels as bench
-from visspec.eval.speed import kernels_clock as clocks
-from visspec.eval.speed.kernels_jobs import KernelJob
+from visspec.eval.bench import kernels as bench
+from visspec.eval.bench import kernels_clock as clocks
+from visspec.eval.bench.kernels_jobs import KernelJob
 from visspec.replay import check_waits
 
 PLAIN, REPLAY, FLUSH = 50e-6, 10e-6, 25e-6

@@ -18,7 +18,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CORE = [f"visspec/{name}.py" for name in ("sampling", "tree", "cache")]
 CORE += [f"visspec/{name}/[!_]*.py" for name in ("distributions", "loop", "accept", "api")]
-CORE += ["models/drafters/[!_]*.py", "models/targets/[!_]*.py"]
+CORE += ["models/*/[!_]*.py"]
+NETWORKS = (
+    "network",
+    "head",
+    "model",
+    "layout",
+    "config",
+    "image_compression",
+    "multiscale",
+    "bsq",
+    "vqgan",
+)  # not the core
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -36,11 +47,11 @@ GPU_ONLY = {"cuda_graph"}
 
 
 NAMED = [  # name, file, what it replaces, by what
-    ("residual where no draft stands", "models/drafters/jacobi.py",
+    ("residual where no draft stands", "models/jacobi/drafter.py",
      "torch.where(stands_BW[..., None], residual(p_BWV, q_BWV), p_BWV)", "residual(p_BWV, q_BWV)"),
-    ("q of unjudged entries is p", "models/drafters/jacobi.py",
+    ("q of unjudged entries is p", "models/jacobi/drafter.py",
      "torch.where(judged_BW[..., None], p_BWV, q_BWV)", "p_BWV"),
-    ("noise that never advances", "models/drafters/jacobi.py",
+    ("noise that never advances", "models/jacobi/drafter.py",
      "old.noise.advance([width] * len(outcome.tokens))", "pass"),
     ("draws with the acceptance coin", "visspec/sampling.py",
      "self.window(level + 1)[:, level, -1]", "self.window(level + 1)[:, level, 0]"),
@@ -63,12 +74,12 @@ NAMED = [  # name, file, what it replaces, by what
     ("drafting is free", "visspec/loop/draft_length.py", 'latest["draft"] + latest["observe"]', "0.0"),
     ("a tree by the noise of another position", "visspec/sampling.py",
      "[:, level, None,", "[:, 0, None,"),
-    ("a token too many is kept", "models/drafters/small_model.py",
+    ("a token too many is kept", "models/decoder/small_model.py",
      "self.drafted) for path", "self.drafted + 1) for path"),
-    ("positions one early", "models/drafters/small_model.py", "self.own.position + 1", "self.own.position"),
-    ("joined rows with keys of others", "models/drafters/feature_memory.py",
+    ("positions one early", "models/decoder/small_model.py", "self.own.position + 1", "self.own.position"),
+    ("joined rows with keys of others", "models/drafting/memory.py",
      "other.kv[:, :longest][take]", "other.kv[:, :longest][: len(take)]"),
-    ("laws of rows that left", "models/drafters/ahead.py", "state.memory[keep]", "state.memory[: len(keep)]"),
+    ("laws of rows that left", "models/randar/ahead.py", "state.memory[keep]", "state.memory[: len(keep)]"),
 ]  # fmt: skip
 
 
@@ -242,7 +253,8 @@ def chosen(count: int, seed: int) -> list[Mutant]:
 
 
 def core() -> list[str]:
-    return [str(path.relative_to(ROOT)) for pattern in CORE for path in sorted(ROOT.glob(pattern))]
+    found = [path for pattern in CORE for path in sorted(ROOT.glob(pattern)) if path.stem not in NETWORKS]
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 def named() -> list[Mutant]:

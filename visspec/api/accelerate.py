@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visspec import hub
 from visspec.api import queueing, requests, saving, zoo
 from visspec.api.copies import Rebuildable
+from visspec.io import hub
 from visspec.loop.bandit import among
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
-from visspec.models.targets.hf_decoder import HFDecoder, adapted, driven
+from visspec.models.decoder.target import HFDecoder, adapted, driven
 from visspec.types import Acceptance, Drafter, DrafterTraits, State
 
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_asked", "_made"})  # attributes of an Accelerated

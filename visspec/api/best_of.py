@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from PIL import Image
 
 from visspec.eval.metrics import geneval, named
-from visspec.eval.world import suite
+from visspec.toys.world import suite
 
 Score = Callable[[Sequence[Image.Image], str], list[float]]  # images of one prompt: the higher, the better
 NAMES = "detector, or clip:MODEL"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from visspec.models.targets.hooks import HOOKING, ModuleHooks
+from visspec.models.attention.hooks import HOOKING, ModuleHooks
 
 INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark on models that have its hooks
 

@@ -18,8 +18,8 @@ from visspec.api import requests
 from visspec.api.inpainting import InpaintingStart
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
-from visspec.models.targets.families import prompt_of
-from visspec.models.targets.image_ar import Family, ImageLayout
+from visspec.models.families import prompt_of
+from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.types import Sampling, State, Trace
 
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given

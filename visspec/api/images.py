@@ -35,8 +35,8 @@ from visspec.api.inpainting import InpaintingStart, picture_of
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.visits import VisitOrder
-from visspec.models.targets.families import family_of, prompt_of
-from visspec.models.targets.image_ar import Family
+from visspec.models.families import family_of, prompt_of
+from visspec.models.image_codes.target import Family
 from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State, Target
 
 # of the constructor
@@ -358,7 +358,7 @@ class ImagePipeline(Rebuildable):
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
             return zoo.drafter(spec, self.model)
         from visspec.api.loading import load_image_model
-        from visspec.models.drafters.lowres import LowRes
+        from visspec.models.lowres.drafter import LowRes
 
         name, options = zoo.parse(spec)
         dtype = str(self.model.dtype).removeprefix("torch.")  # codebooks are compared

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.models.targets.image_ar import Family, ImageLayout
+from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.types import FREE
 
 WHITE = 0.5  # and more, as diffusers binarises masks

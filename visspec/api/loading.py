@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from visspec import checkpoint
 from visspec.api import zoo
 from visspec.api.sources import need
+from visspec.io import checkpoint
 
 SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
     "tp": {"tp_plan": "auto"},
 }
 OWN = {  # networks that transformers does not have
-    "continuous_painter": "visspec.models.nets.continuous_painter:load",
-    "mar_painter": "visspec.models.nets.mar_painter:load",
-    "any_order_painter": "visspec.models.nets.any_order_painter:load",
-    "scale_painter": "visspec.models.nets.scale_painter:load",
+    "continuous_image": "visspec.models.continuous.model:load",
+    "mar_image": "visspec.models.mar.model:load",
+    "randar_image": "visspec.models.randar.model:load",
+    "var_image": "visspec.models.var.model:load",
 }
 logger = logging.getLogger(__name__)
 

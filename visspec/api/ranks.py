@@ -13,8 +13,8 @@ from typing import Any
 from visspec.api import zoo
 from visspec.api.accelerate import accelerate
 from visspec.api.tuning import described
-from visspec.files import write_json
-from visspec.models.drafters.shapes import RANKS, StructuredDrafter
+from visspec.io.files import write_json
+from visspec.models.drafting.structure import RANKS, StructuredDrafter
 from visspec.types import Draft, Drafter, Outcome, Scores, State, Verdict
 
 WIDE = "8-12-10-8-6-5"  # nodes of each depth, while rates are measured

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
-from visspec import checkpoint, hub
 from visspec.api import zoo
-from visspec.files import unwritable, write_json
-from visspec.provenance import provenance
+from visspec.io import checkpoint, hub
+from visspec.io.files import unwritable, write_json
+from visspec.io.provenance import provenance
 
 FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights
 ENTRIES = ("drafter", "acceptance", "order", "levels", "parts")
@@ -153,11 +153,11 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
     """The entry of a drafter; its weights, where it has some that are not shipped, go into `staged`."""
     from transformers import PreTrainedModel
 
-    from visspec.models.drafters.dflash import BlockModel
-    from visspec.models.drafters.feature_checkpoint import PROVENANCE
-    from visspec.models.drafters.feature_drafting import FeatureDrafting
-    from visspec.models.drafters.shared_cache import SharedCache
-    from visspec.models.drafters.small_model import SmallModel
+    from visspec.models.block.drafter import BlockModel
+    from visspec.models.decoder.shared_cache import SharedCache
+    from visspec.models.decoder.small_model import SmallModel
+    from visspec.models.drafting.checkpoint import PROVENANCE
+    from visspec.models.eagle.feature_drafting import FeatureDrafting
 
     if drafter is None:
         return None

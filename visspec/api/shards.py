@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.api.sources import need, write_parquet
-from visspec.files import check_there, lock, replacing, same_settings
+from visspec.io.files import check_there, lock, replacing, same_settings
 
 PATTERN, LOCK = "part-*.parquet", ".lock"
 EXTRA = "ray"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visspec.files import loads
+from visspec.io.files import loads
 from visspec.io.images import SUFFIXES, image_files
 
 TABLES = (".jsonl", ".parquet", ".tar")

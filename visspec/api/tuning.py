@@ -24,8 +24,8 @@ import numpy as np
 
 from visspec.api import requests
 from visspec.api.accelerate import Accelerated
-from visspec.checkpoint import read_json
-from visspec.files import write_json
+from visspec.io.checkpoint import read_json
+from visspec.io.files import write_json
 from visspec.loop.draft_length import AdaptiveLength, expected_tokens
 from visspec.types import State, Trace
 

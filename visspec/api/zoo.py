@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from visspec import hub
 from visspec.api.presets import IMAGES, TRAINED, Preset, TrainedPreset
-from visspec.checkpoint import read_json
+from visspec.io import hub
+from visspec.io.checkpoint import read_json
 from visspec.types import Order
 
 ACCEPTANCE = {
@@ -54,61 +54,61 @@ ACCEPTANCE = {
 }
 DRAFTERS = {
     "none": (None, "plain decoding in our loop"),
-    "ngram": ("visspec.models.drafters.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
+    "ngram": ("visspec.models.lookup.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
     "suffix": (
-        "visspec.models.drafters.suffix:SuffixDrafter",
+        "visspec.models.lookup.suffix:SuffixDrafter",
         "what followed the longest ending seen before; shared=true: in all requests",
     ),
     "recycling": (
-        "visspec.models.drafters.recycling:Recycling",
+        "visspec.models.lookup.recycling:Recycling",
         "trees of what the target ranked highest after each token in earlier passes; shared=true: of all requests",
     ),
     "layers": (
-        "visspec.models.drafters.layers:LayerSkip",
+        "visspec.models.decoder.layer_skip:LayerSkip",
         "text: the target itself with layers left out, chosen on the fly (every=3), or an early exit (exit=4)",
     ),
     "mtp": (
-        "visspec.models.drafters.mtp:MultiToken",
+        "visspec.models.decoder.mtp:MultiToken",
         "text: layers of the target's own checkpoint that predict several tokens (`use_mtp` in transformers)",
     ),
-    "jacobi": ("visspec.models.drafters.jacobi:Jacobi", "images: the target's own laws of the last pass; no training"),
-    "lowres": ("visspec.models.drafters.lowres:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
-    "eagle": ("visspec.models.drafters.eagle:FeatureDrafter", "on the target's hidden states (EAGLE, ViSpec); trained"),
+    "jacobi": ("visspec.models.jacobi.drafter:Jacobi", "images: the target's own laws of the last pass; no training"),
+    "lowres": ("visspec.models.lowres.drafter:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
+    "eagle": ("visspec.models.eagle.drafter:FeatureDrafter", "on the target's hidden states (EAGLE, ViSpec); trained"),
     "eagle-head": (
-        "visspec.models.drafters.eagle_heads:EagleDrafter",
+        "visspec.models.eagle.head_drafter:EagleDrafter",
         "the same in the published forms (EAGLE-1 to 3, MSD, ViSpec, FLASH, DREAM, ...); trained, or one of others",
     ),
     "block-head": (
-        "visspec.models.drafters.block_training:BlockDrafter",
+        "visspec.models.block.trained:BlockDrafter",
         "several places in one pass, with the target's hidden states as context (DFlash, DSpark); trained",
     ),
     "diffusion-lm": (
-        "visspec.models.drafters.diffusion_training:DiffusionDrafter",
+        "visspec.models.block.diffusion_trained:DiffusionDrafter",
         "text: a block of masks denoised in one pass or a few, by a masked diffusion language model (DEER); trained",
     ),
     "image-eagle": (
-        "visspec.models.drafters.image_eagle:ImageFeatureDrafter",
+        "visspec.models.eagle.image_drafter:ImageFeatureDrafter",
         "images: on the target's hidden states; trained; tree=chain, dynamic or static",
     ),
     "distilled": (
-        "visspec.models.drafters.distilled:DistilledDrafter",
+        "visspec.models.distilled.drafter:DistilledDrafter",
         "images: from the noise of many places to their codes, in a few passes of a small network; trained",
     ),
     "continuous": (
-        "visspec.models.drafters.continuous:ContinuousDrafter",
+        "visspec.models.continuous.drafter:ContinuousDrafter",
         "vectors: a small model of the painter's form; its denoising chains are the drafts; trained",
     ),
-    "mar": ("visspec.models.drafters.mar:SmallMAR", "vectors: a smaller MAR, in the order of the row; trained"),
+    "mar": ("visspec.models.mar.drafter:SmallMAR", "vectors: a smaller MAR, in the order of the row; trained"),
     "var": (
-        "visspec.models.drafters.scales:SmallVAR",
+        "visspec.models.var.drafter:SmallVAR",
         "scales: a smaller next-scale model, several scales ahead; trained",
     ),
     "ahead": (
-        "visspec.models.drafters.ahead:Ahead",
+        "visspec.models.randar.ahead:Ahead",
         "any-order images: the target's own laws of later codes, at no further pass (ASSD); no training",
     ),
     "neighbours": (
-        "visspec.models.drafters.neighbours:Neighbours",
+        "visspec.models.lookup.neighbours:Neighbours",
         "any-order images: what was seen beside the codes around, in the same image (a context n-gram)",
     ),
 }
@@ -144,9 +144,9 @@ KINDS = {
     "diffusion_lm": "diffusion-lm",
     "image_drafter": "image-eagle",
     "distilled_drafter": "distilled",
-    "continuous_painter": "continuous",
-    "mar_painter": "mar",
-    "scale_painter": "var",
+    "continuous_image": "continuous",
+    "mar_image": "mar",
+    "var_image": "var",
 }  # of a checkpoint: the drafter that reads it
 SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
@@ -299,7 +299,7 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
     if spec is None or spec == "none":
         return None, "none"
     if isinstance(spec, nn.Module):
-        return load("visspec.models.drafters.assistants:assistant")(spec, model), type(spec).__name__
+        return load("visspec.models.assistants:assistant")(spec, model), type(spec).__name__
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
     if str(spec).partition(":")[0] not in DRAFTERS | SHIPPED and Path(spec).is_dir():
@@ -337,7 +337,7 @@ def drafter_class(name: str) -> Any:
 def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
     """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
     config = read_json(folder, "config.json")
-    kind = load("visspec.models.drafters.published:load")
+    kind = load("visspec.models.published:load")
     read = partial(kind, folder, model)
     if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:
         kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
@@ -347,7 +347,7 @@ def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any
     found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
     if not later:
         return found
-    if not isinstance(found, load("visspec.models.drafters.shapes:StructuredDrafter")):
+    if not isinstance(found, load("visspec.models.drafting.structure:StructuredDrafter")):
         name = next(iter(later))
         raise ValueError(f"{name}: got {later[name]} for {folder.name}, expected a drafter that builds its drafts")
     return make("drafter", folder.name, found.shaped, later)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from visspec.cli.arguments import add_hardware, positive, temperature
-from visspec.files import write_json
+from visspec.io.files import write_json
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     from visspec.api.accelerate import accelerate
     from visspec.api.loading import load
     from visspec.io.images import open_image
-    from visspec.provenance import provenance
+    from visspec.io.provenance import provenance
 
     image = open_image(arguments.image, arguments.max_pixels)
     loaded: dict[str, verdict.Member] = {}

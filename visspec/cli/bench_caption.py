@@ -24,15 +24,15 @@ from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import add_captioning, load, positive
 from visspec.cli.bench_compiled import compilations
+from visspec.eval.bench import equality
+from visspec.eval.bench import paired as speed
+from visspec.eval.bench.paired import ArmRun
 from visspec.eval.report.images import small_png
-from visspec.eval.speed import equality
-from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import ArmRun
-from visspec.eval.world.worlds import WORLDS, known_to, world
-from visspec.files import write_json
+from visspec.io.files import write_json
+from visspec.io.provenance import provenance
 from visspec.loop.stats import acceptance_by_depth, by_depth, text_pieces
-from visspec.models.targets.compiled import stepwise
-from visspec.provenance import provenance
+from visspec.models.runner.compiled import stepwise
+from visspec.toys.world.worlds import WORLDS, known_to, world
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
@@ -151,7 +151,7 @@ class CaptionArm:
 def equality_tiers(
     fast: Accelerated, prompts: Sequence, runs: dict[str, list[ArmRun]], options, dtype
 ) -> dict[str, Any]:
-    """What ours and plain decoding being equal, or not, proves (`visspec.eval.speed.equality`), outside the clocks.
+    """What ours and plain decoding being equal, or not, proves (`visspec.eval.bench.equality`), outside the clocks.
 
     prompts: (index, inputs). The passes compared have the two commonest depths of this bench's drafts.
     """

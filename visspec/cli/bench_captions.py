@@ -25,11 +25,11 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import add_captioning, load, positive
 from visspec.cli.bench_caption import trimmed
-from visspec.eval.world.captions import questions
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
-from visspec.files import write_json
-from visspec.provenance import provenance
+from visspec.io.files import write_json
+from visspec.io.provenance import provenance
+from visspec.toys.world.captions import questions
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 SHARE = 0.25  # of prompts that ask for a description; the others ask for a word or two
 

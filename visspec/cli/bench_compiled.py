@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import ArmRun
+from visspec.eval.bench import paired as speed
+from visspec.eval.bench.paired import ArmRun
 from visspec.loop.setup import DecodingSetup
-from visspec.models.targets.compiled import stepwise
-from visspec.models.targets.families import family_of
-from visspec.models.targets.image_ar import Family
+from visspec.models.families import family_of
+from visspec.models.image_codes.target import Family
+from visspec.models.runner.compiled import stepwise
 
 
 def compiled_family(pipe: Any) -> Family:

@@ -21,13 +21,13 @@ from tqdm import tqdm
 from visspec.api import loading, presets, zoo
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.checkpoint import read_shapes
 from visspec.cli.arguments import add_hardware, positive
 from visspec.cli.bench_caption import CaptionArm, StockCaptionArm, acceptance, reached
-from visspec.eval.speed import paired as speed
-from visspec.eval.world.worlds import WORLDS, known_to, world
-from visspec.files import write_json
-from visspec.provenance import provenance
+from visspec.eval.bench import paired as speed
+from visspec.io.checkpoint import read_shapes
+from visspec.io.files import write_json
+from visspec.io.provenance import provenance
+from visspec.toys.world.worlds import WORLDS, known_to, world
 
 MOST = 128  # new tokens
 

@@ -17,10 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from visspec.accept.exact import Exact
 from visspec.loop.decode import start
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.drafters.eagle import FeatureDrafter
-from visspec.models.drafters.ngram import NGram
-from visspec.models.drafters.small_model import SmallModel
-from visspec.models.targets.hf_decoder import HFDecoder
+from visspec.models.decoder.small_model import SmallModel
+from visspec.models.decoder.target import HFDecoder
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.lookup.ngram import NGram
 from visspec.types import Drafter, Request
 
 LONG = 8192  # tokens

@@ -23,26 +23,26 @@ from tqdm import tqdm
 
 from visspec.api import presets, zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
-from visspec.checkpoint import read_json
 from visspec.cli.arguments import add_drawing, positive
 from visspec.cli.bench_compiled import compiled_family, compiled_record
 from visspec.cli.bench_image_table import tables
 from visspec.cli.bench_others import composed, fewer_passes, fewer_steps, taught, undrafted
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
+from visspec.eval.bench import paired as speed
+from visspec.eval.bench.paired import ArmRun
 from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
 from visspec.eval.report.images import small_png
 from visspec.eval.report.records import RecordImage
-from visspec.eval.speed import paired as speed
-from visspec.eval.speed.paired import ArmRun
-from visspec.eval.world.suite import TASKS, suite
-from visspec.eval.world.worlds import WORLDS, World, known_to, world
-from visspec.files import write_json
+from visspec.io.checkpoint import read_json
+from visspec.io.files import write_json
 from visspec.io.images import open_image
+from visspec.io.provenance import provenance
 from visspec.loop.stats import acceptance_by_depth, by_depth
-from visspec.models.targets.image_ar import Family
-from visspec.provenance import provenance
+from visspec.models.image_codes.target import Family
+from visspec.toys.world.suite import TASKS, suite
+from visspec.toys.world.worlds import WORLDS, World, known_to, world
 from visspec.types import Sampling
 
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
@@ -50,7 +50,7 @@ REFERENCES = 4  # renders of each prompt that the distance is taken to
 HEAD_CALLS = ("head", "draft_head")  # networks of painters of vectors whose sequential calls are counted
 SHOWN = 8  # images a method keeps in the record
 LAWS = 8  # images whose codes' distributions are measured
-SCENES = {"emoji": "visspec.recipes.emoji_painter:painted"}  # of prompts, where a painter's aren't the suite's own
+SCENES = {"emoji": "visspec.toys.recipes.emoji_painter:painted"}  # of prompts, where a painter's aren't the suite's own
 REFERENCE_SEED = 20261121
 
 

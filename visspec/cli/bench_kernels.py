@@ -13,6 +13,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from visspec.eval.speed import kernels
+    from visspec.eval.bench import kernels
 
     kernels.run(arguments.device, arguments.json, arguments.quick)

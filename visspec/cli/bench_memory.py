@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.cli.arguments import positive
-from visspec.files import write_json
+from visspec.io.files import write_json
 
 ARMS = ("transformers_generate", "plain", "ours")
 
@@ -36,7 +36,7 @@ def bench_memory(images: int = 4, drafter: str = "vispec", max_new_tokens: int =
     `peak_over_plain` compares whole processes, drafter weights included; `working_over_plain` what decoding added to a
     process that had loaded model and drafter.
     """
-    from visspec.provenance import provenance
+    from visspec.io.provenance import provenance
 
     found = {arm: _in_a_process(arm, images, drafter, max_new_tokens, batch_size) for arm in ARMS}
     plain = found["transformers_generate"]
@@ -67,8 +67,8 @@ def _measure(send, arm: str, images: int, drafter: str, max_new_tokens: int, bat
     from visspec.api import loading
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
-    from visspec.eval.world.render import to_image
-    from visspec.eval.world.scene import held_out_scenes
+    from visspec.toys.world.render import to_image
+    from visspec.toys.world.scene import held_out_scenes
 
     model, processor = loading.load()
     generate = model.generate

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from visspec.api import presets, zoo
 from visspec.api.images import ImagePipeline
-from visspec.models.targets.image_ar import Family
+from visspec.models.image_codes.target import Family
 
 
 def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
@@ -42,7 +42,7 @@ def fewer_passes(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImageP
         raise ValueError(f"--iterations: got {counts[0]}, expected none: {pipe.family.name} draws a token at a time")
     found = {}
     for count in counts:
-        order = zoo.load("visspec.models.targets.mar_parallel:ParallelMAR")(count)
+        order = zoo.load("visspec.models.mar.parallel:ParallelMAR")(count)
         made = ImagePipeline(pipe.model, pipe.processor, parts=pipe.parts, order=order)
         found[f"plain, {count} iterations"] = made
         made.set_progress_bar_config(disable=True)

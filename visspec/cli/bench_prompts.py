@@ -25,14 +25,14 @@ from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.cli.arguments import positive
 from visspec.cli.bench_first_token import DRAFTERS, first_token
-from visspec.files import write_json
+from visspec.io.files import write_json
+from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.output import TokenBuffer
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.targets.hf_decoder import HFDecoder
-from visspec.models.targets.slot_layers import SlotLayers
-from visspec.provenance import provenance
+from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.decoder.target import HFDecoder
 from visspec.types import Draft, Drafter, DrafterTraits, Request, Scores, State
 
 VOCABULARY = 512

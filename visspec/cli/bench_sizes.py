@@ -30,14 +30,14 @@ from visspec.cache import to_device
 from visspec.cli.arguments import positive, probability
 from visspec.cli.bench_prompts import alternated
 from visspec.distributions import categorical
-from visspec.eval.speed import paired as speed
-from visspec.eval.speed.kernels import copy_bandwidth
-from visspec.eval.speed.kernels_clock import clock_of
-from visspec.eval.speed.paired import ArmRun
-from visspec.files import write_json
+from visspec.eval.bench import paired as speed
+from visspec.eval.bench.kernels import copy_bandwidth
+from visspec.eval.bench.kernels_clock import clock_of
+from visspec.eval.bench.paired import ArmRun
+from visspec.io.files import write_json
+from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
-from visspec.models.targets import folding, ragged
-from visspec.provenance import provenance
+from visspec.models.attention import folding, ragged
 from visspec.types import Draft, Drafter, DrafterTraits, Request, State
 
 STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"

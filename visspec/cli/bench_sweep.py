@@ -17,10 +17,10 @@ import torch
 from visspec.accept.exact import Exact
 from visspec.accept.scales import Scales
 from visspec.api import zoo
-from visspec.checkpoint import read_json
 from visspec.distributions import categorical, maps
-from visspec.eval.speed import paired as speed
-from visspec.provenance import provenance
+from visspec.eval.bench import paired as speed
+from visspec.io.checkpoint import read_json
+from visspec.io.provenance import provenance
 from visspec.types import Draft, Scores, Verdict
 
 DRAFTER = "jacobi:redraw=maximal,window=16"

@@ -22,10 +22,10 @@ from visspec.cli import caption_ray
 from visspec.cli.arguments import add_captioning, positive
 from visspec.cli.caption_records import COLUMNS
 from visspec.cli.ray_shards import Totals, pool_of
-from visspec.eval.world.render import to_image
-from visspec.eval.world.scene import held_out_scenes
-from visspec.files import write_json
-from visspec.provenance import provenance
+from visspec.io.files import write_json
+from visspec.io.provenance import provenance
+from visspec.toys.world.render import to_image
+from visspec.toys.world.scene import held_out_scenes
 
 
 def add(parser: argparse.ArgumentParser) -> None:

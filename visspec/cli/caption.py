@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.cli.arguments import add_captioning, add_ray, load, positive
-from visspec.files import Results
+from visspec.io.files import Results
 
 LOOKS = 4  # files looked at, at most, to see whether the embedded captioner was made for such images
 SIDE = 96  # pixels of a rendered scene
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def described(arguments: argparse.Namespace, fast: Any, request: str, options: dict[str, Any]) -> dict[str, Any]:
     """How captions are made, for their records."""
-    from visspec.provenance import provenance
+    from visspec.io.provenance import provenance
 
     return {
         "model": arguments.model or "captioner", "prompt": request, "drafter": fast.name,
@@ -130,8 +130,8 @@ def decode_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def foreign(paths: Sequence[Path], max_pixels: int) -> Path | None:
     """The first of the first few images that is no rendered scene of shapes; files that can't be read are passed by."""
-    from visspec.eval.world.detector import ShapeDetector
     from visspec.io.images import open_image
+    from visspec.toys.world.detector import ShapeDetector
 
     detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # of caption scenes
     for path in paths[:LOOKS]:

@@ -18,7 +18,7 @@ from visspec.api.sources import Record
 from visspec.cli import caption
 from visspec.cli.arguments import earlier, exit_code, load
 from visspec.eval.report.captions import CaptionSamples, write_page
-from visspec.files import Journal, replacing
+from visspec.io.files import Journal, replacing
 
 COLUMNS = {
     "id": "string", "image": "string", "prompt": "string", "caption": "string", "tokens": "int64", "rounds": "int64",

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from visspec.eval.speed.paired import geometric_mean, in_words
+    from visspec.eval.bench.paired import geometric_mean, in_words
     from visspec.loop.stats import COLOURS, MEANING
 
     console, count, out = Console(), arguments.images, arguments.out
@@ -95,8 +95,8 @@ def captioned(name: str, count: int, console: Console) -> Section:
     from visspec.api import loading
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
-    from visspec.eval.world.worlds import world
     from visspec.loop.stats import COLOURS
+    from visspec.toys.world.worlds import world
 
     captioner, drafter = WORLDS[name]
     model, processor = loading.load(captioner)
@@ -149,8 +149,8 @@ def drawn(out: Path, console: Console) -> tuple[str, int, bool]:
     from visspec.api.grid import grid
     from visspec.api.images import ImagePipeline
     from visspec.cli.generate import beside, save
+    from visspec.eval.bench.paired import geometric_mean, in_words
     from visspec.eval.report.images import data_uri
-    from visspec.eval.speed.paired import geometric_mean, in_words
 
     pictures: list[Image.Image] = []
     section, view = Section(), Table("picture", "plain decoding", "visspec", "faster", "tau", "same picture")

@@ -63,8 +63,8 @@ def kernel_lines(cuda: bool) -> list[str]:
     import torch
 
     from visspec import kernels
-    from visspec.models.targets import ragged
-    from visspec.provenance import driver_version
+    from visspec.io.provenance import driver_version
+    from visspec.models.attention import ragged
 
     names = [name for name in kernels.__all__ if name != "FILES"]
     triton = importlib.util.find_spec("triton") is not None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.cli.arguments import positive
-from visspec.files import write_json
+from visspec.io.files import write_json
 
 Row = dict[str, Any]  # metric, value, n, and what the metric says beside them
 
@@ -118,7 +118,7 @@ def run(arguments) -> int:
     from rich.table import Table
 
     from visspec.api.sources import need
-    from visspec.provenance import provenance
+    from visspec.io.provenance import provenance
 
     for name in (arguments.metric, getattr(arguments, "task", "")):
         for package in PACKAGES.get(name, ()):
@@ -208,7 +208,7 @@ def human_preference(arguments) -> Row:
 
 def gen_eval(arguments) -> Row:
     from visspec.eval.metrics import geneval, named
-    from visspec.eval.world import suite
+    from visspec.toys.world import suite
 
     images_in("generated", arguments.generated)
     where: Any = arguments.generated

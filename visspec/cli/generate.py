@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visspec.cli.arguments import add_drawing, add_ray, positive
-from visspec.files import Results, replacing
+from visspec.io.files import Results, replacing
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int | None:
         raise ValueError("--retry-failed: got it without --ray, expected both")
     from visspec.api.grid import grid
     from visspec.cli.generate_best import picked, scorer
-    from visspec.provenance import provenance
+    from visspec.io.provenance import provenance
 
     texts, given = asked(arguments), inpainted(arguments)
     score = scorer(arguments, texts)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from visspec import __version__
-from visspec.files import unwritable
+from visspec.io.files import unwritable
 
 COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` and its body in `run`
     "demo": "caption rendered scenes with and without acceleration, side by side",

@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from visspec.recipes import train_drafter
+    from visspec.api import train_drafter
 
     options = {k: v for k, v in vars(arguments).items() if k not in ("command", "what", "run")}
     train_drafter.run(**options)

@@ -43,6 +43,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from visspec.recipes import train_vq
+    from visspec.api import train_vq
 
     train_vq.run(arguments)

@@ -24,10 +24,10 @@ from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, moved, processed
 from visspec.cli.arguments import add_hardware, load, positive, temperature
 from visspec.cli.bench_caption import CaptionArm
-from visspec.eval.speed import paired
-from visspec.files import write_json
+from visspec.eval.bench import paired
+from visspec.io.files import write_json
 from visspec.io.images import MAX_PIXELS, open_image, read_image
-from visspec.provenance import provenance
+from visspec.io.provenance import provenance
 
 PAYS = 1.02  # least predicted speed-up of a choice that drafts, and as in `loop.draft_length`
 WIDTHS = (4,)  # of trees that are tried beside chains, for drafters that grow them

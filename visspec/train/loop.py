@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from visspec.checkpoint import read_json
-from visspec.files import replacing, write_json
+from visspec.io.checkpoint import read_json
+from visspec.io.files import replacing, write_json
 from visspec.train import losses
 from visspec.train.capture import TrainingBatch, capture, split, to
 from visspec.types import Acceptance, Request, Target

@@ -1,0 +1,205 @@
+"""`bench kernels`: time, bytes moved, share of the copy bandwidth and ratio to eager torch, per kernel.
+
+Ours and eager run in one process, alternating, on the same inputs; a ratio is the geometric mean of the paired ratios
+(eager time / our time) with a bootstrap interval. How a call is timed is in `kernels_clock`: CPU rows are in processor
+time, for the ratios only; GPU rows are device time, with host time in addition. GPU rows that were not measured or
+failed are marked. The calls are in `kernels_jobs`, the eager loops of a tree verification in
+`kernels_loops`.
+"""
+
+import contextlib
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from visspec.eval.bench.kernels_clock import clock_of
+from visspec.eval.bench.kernels_jobs import jobs
+from visspec.eval.bench.kernels_loops import LEVELS, verification_case
+from visspec.io.provenance import provenance
+from visspec.kernels import accept
+
+NOT_MEASURED = "not measured"
+WEIGHTS_7B = 2 * 7_000_000_000  # bytes, bf16: minimum read by a pass of a 7B target
+MEASURED = (
+    "time_us", "time_us_quartiles", "host_us", "share_of_copy_bandwidth", "flops", "share_of_matrix_rate",
+    "share_of_reading_14_gb", "ratio_to_eager", "ratio_ci95", "eager_us", "eager_host_us", "timed", "eager_timed",
+)  # fmt: skip
+
+
+def paired(ours, eager, clock, repeats, draws=1):
+    """((seconds of each repeat, how they were timed) of ours, the same of eager), interleaved."""
+    arms = [clock.arm(call, draws) for call in (ours, eager)]
+    started: tuple[list, list] = ([], [])
+    for index in range(repeats):
+        for which in (0, 1) if index % 2 else (1, 0):
+            started[which].append(clock.start(arms[which][0], index))
+    return [(clock.seconds(s), how) for s, (_, how) in zip(started, arms)]
+
+
+def ratio_of(mine, theirs):
+    """(geometric mean of theirs / mine, its 95 % bootstrap interval)."""
+    logs = torch.tensor(theirs, dtype=torch.float64).log() - torch.tensor(mine, dtype=torch.float64).log()
+    picks = torch.randint(len(mine), (1000, len(mine)), generator=torch.Generator().manual_seed(0))
+    low, high = logs[picks].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).exp().tolist()
+    return math.exp(float(logs.mean())), [low, high]
+
+
+def median(values):
+    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+
+
+def _median_time(call, clock, repeats=9):
+    armed, _ = clock.arm(call)
+    return median(clock.seconds([clock.start(armed, index) for index in range(repeats)]))
+
+
+def copy_bandwidth(device, clock):
+    """Bytes read plus bytes written per second by a large `copy_`."""
+    source = torch.ones((256 if device.type == "cuda" else 32) << 20, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * source.numel() / _median_time(lambda _: target.copy_(source), clock)
+
+
+def matrix_rate(device, clock):
+    """(operations per second of torch's product of large float32 matrices, a description of it)."""
+    side = 8192 if device.type == "cuda" else 1024
+    left, right = torch.randn(2, side, side, device=device)
+    out, before = torch.empty_like(left), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        seconds = _median_time(lambda _: torch.mm(left, right, out=out), clock)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return 2 * side**3 / seconds, f"float32 product of {side} x {side} matrices, no TF32"
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.waits = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        name = func.overloadpacket.__name__
+        masks = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.waits += masks or name in ("_local_scalar_dense", "nonzero", "masked_select")
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched(case, delta=0.1):
+    """(ATen calls, host synchronisations) of one relaxed verification on the CPU path, counted inside the operator.
+
+    It uses numpy views there, which are not counted; on a GPU the operator is one launch.
+    """
+    tensors = (case["tokens"], case["parent"], case["p"], None, case["uniforms"][0], case["draw"][0], None)
+    rule = (case["neighbours"].cpu(), delta, None, len(LEVELS), max(LEVELS))
+    arguments = [*(None if t is None else t.cpu() for t in tensors), *rule]
+    accept.accept_tree_host(*arguments)
+    with _Count() as count:
+        accept.accept_tree_host(*arguments)
+    return count.calls, count.waits
+
+
+def measured(job, clock, repeats, bandwidth, rate):
+    """The figures of one row; `rate` is the matrix rate. In inference mode, as in the engine."""
+    with torch.inference_mode(not job.trains):
+        ours, eager = job.build()
+        (mine, how), (theirs, eager_how) = paired(ours, eager, clock, repeats, job.draws)
+        host, eager_host = (clock.host(call, repeats) for call in (ours, eager))
+    seconds, (ratio, ends) = median(mine), ratio_of(mine, theirs)
+    low, high = torch.tensor(mine, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75]).double()).tolist()
+    whole = job.whole_round and host is not None
+    return {
+        "time_us": seconds * 1e6, "time_us_quartiles": [low * 1e6, high * 1e6],
+        "host_us": median(host) * 1e6 if host else None,
+        "share_of_copy_bandwidth": job.bytes / seconds / bandwidth,
+        "flops": job.flops or None, "share_of_matrix_rate": job.flops / seconds / rate if job.flops else None,
+        "share_of_reading_14_gb": seconds / (WEIGHTS_7B / bandwidth) if whole else None,
+        "ratio_to_eager": ratio, "ratio_ci95": ends, "eager_us": median(theirs) * 1e6,
+        "eager_host_us": median(eager_host) * 1e6 if eager_host else None, "timed": how, "eager_timed": eager_how,
+    }  # fmt: skip
+
+
+def described(job, device, repeats):
+    return {
+        "kernel": job.kernel, "shape": job.shape, "dtype": job.dtype, "device": device.type, "bytes": job.bytes,
+        "eager": job.against, "repeats": repeats, **dict.fromkeys(MEASURED, NOT_MEASURED),
+    }  # fmt: skip
+
+
+def run(device="cpu", json_path=None, quick=False):
+    """Measures every kernel on `device` and returns the object described in docs/evaluate.md; writes it as JSON."""
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: found {device} on a machine without CUDA, expected cpu")
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        result = _measured_on(device, quick)
+    print(table(result))
+    if json_path:
+        Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _measured_on(device, quick):
+    clock = clock_of(device)
+    bandwidth, (rate, product) = copy_bandwidth(device, clock), matrix_rate(device, clock)
+    calls, waits = dispatched(verification_case(device, draws=1))
+    rows, repeats = [], clock.fewest if quick else clock.repeats
+    for job in jobs(device, quick):
+        row = described(job, device, repeats)
+        try:
+            row |= measured(job, clock, repeats, bandwidth, rate)
+        except Exception as error:  # continue with the other rows if a kernel fails
+            row |= {"repeats": 0, "failure": f"{type(error).__name__}: {error}"}
+        rows.append(row)
+    if device.type != "cuda":
+        rows += [described(job, torch.device("cuda"), 0) for job in jobs(torch.device("cuda"), quick=False)]
+    return {
+        "bench": "kernels",
+        "host_syncs_per_round": waits,
+        "dispatched_ops_per_verification": calls,
+        "copy_bandwidth_gb_s": bandwidth / 1e9,
+        "ms_to_read_14_gb_at_copy_bandwidth": WEIGHTS_7B / bandwidth * 1e3 if device.type == "cuda" else None,
+        "matrix_rate_gflop_s": rate / 1e9,
+        "matrix_rate_of": product,
+        "failures": [f"{row['kernel']} {row['shape']}: {row['failure']}" for row in rows if "failure" in row],
+        "rows": rows,
+        "provenance": provenance(device=device),
+    }
+
+
+def table(result):
+    """The rows as text; a ratio below 1 is marked as a slowdown."""
+    where = result["provenance"]
+    lines = [
+        f"kernels on {where['device']}, {where['date']}, copy {result['copy_bandwidth_gb_s']:.1f} GB/s,"
+        f" {result['matrix_rate_of']} {result['matrix_rate_gflop_s']:.1f} GFLOP/s",
+        f"a relaxed verification: {result['dispatched_ops_per_verification']} dispatched calls,"
+        f" {result['host_syncs_per_round']} host waits",
+    ]
+    if "driver" in where:
+        lines.insert(1, f"driver {where['driver']}, CUDA {where['cuda']}, Triton {where['triton']}")
+    return "\n".join(lines + [_line(row) for row in result["rows"]])
+
+
+def _line(row):
+    name = f"{row['kernel']:26} {row['shape']:34} {row['dtype']:9} {row['device']:5}"
+    if row["time_us"] == NOT_MEASURED:
+        return f"{name} {'failed: ' + row['failure'] if 'failure' in row else NOT_MEASURED}"
+    low, high = row["time_us_quartiles"]
+    parts = [f"{name} {row['time_us']:10.1f} us [{low:.1f}, {high:.1f}]"]
+    if row["host_us"] is not None:
+        parts.append(f"host {row['host_us']:.1f} us ({row['timed']})")
+    parts.append(f"{row['share_of_copy_bandwidth']:.1%} of copy")
+    if row["share_of_matrix_rate"] is not None:
+        parts.append(f"{row['share_of_matrix_rate']:.1%} of the matrix rate")
+    if row["share_of_reading_14_gb"] is not None:
+        parts.append(f"{row['share_of_reading_14_gb']:.2%} of the time to read 14 GB at the measured copy bandwidth")
+    low, high = row["ratio_ci95"]
+    word = " - a slowdown" if row["ratio_to_eager"] < 1 else ""
+    against = row["eager"] + ("" if row["eager_timed"] == row["timed"] else f" ({row['eager_timed']})")
+    parts.append(f"{row['ratio_to_eager']:.2f} ({low:.2f} to {high:.2f}) times eager, {against}{word}")
+    return ", ".join(parts)

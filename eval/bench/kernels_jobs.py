@@ -1,0 +1,356 @@
+"""The rows of `bench kernels`: for each operator our call, the same in eager torch, and the bytes moved.
+
+Inputs are built when a row is measured, so that the rows for a GPU can be listed without one.
+R rows, B batch rows, N draft nodes, V vocabulary, K neighbours, F features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from visspec import kernels
+from visspec.eval.bench.kernels_loops import LEVELS, loop_over_children, loop_over_paths, verification_case
+from visspec.eval.bench.kernels_rules import rule_jobs
+
+LEVELS_64 = (10, 16, 14, 12, 11)  # nodes per depth of a 64-node tree, root aside
+NODES = sum(LEVELS) + 1
+VOCABULARY, NEIGHBOURS, DELTA = 16384, 1000, 0.1
+GUIDANCE, TEMPERATURE, TOP_K = 7.5, 0.9, 1000
+DRAWS = 8  # sets of uniforms of a captured verification
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes that depend on the machine."""
+
+    rounds: tuple  # (nodes per depth, V) of a verification round and of the warp in it
+    codebooks: tuple  # (V, F, k)
+    grouped: int  # rows
+    layers: int  # number of layers in a commit
+    prefix: int  # of the tree attention
+    losses: tuple[int, ...]  # rows
+
+
+FULL = Shapes(
+    rounds=((LEVELS, VOCABULARY), (LEVELS_64, 32768)),
+    codebooks=((16384, 8, 1000), (8192, 256, 1000)),  # LlamaGen's and Janus's; Chameleon's
+    grouped=16, layers=32, prefix=4096, losses=(256,),
+)  # fmt: skip
+SMALL = Shapes(
+    rounds=((LEVELS, VOCABULARY),), codebooks=((1024, 8, 100),), grouped=4, layers=4, prefix=512, losses=(8, 64)
+)  # the full sizes take seconds per call on a CPU
+
+
+@dataclass
+class KernelJob:
+    """One row of the table. `build` makes the inputs and returns (ours, eager), which take the index of the repeat."""
+
+    kernel: str
+    shape: str
+    dtype: str
+    build: Callable[[], tuple]
+    bytes: int
+    against: str
+    flops: int = 0  # of its matrix product, if that dominates
+    draws: int = 1  # period of the inputs in the index; 1: they don't depend on it
+    whole_round: bool = False
+    trains: bool = False  # needs autograd
+
+
+def _tried_bytes(V):
+    """Bytes of a relaxed verification, on average over these uniforms: eight nodes tested, one distribution sampled
+    from.
+    """
+    return 8 * NEIGHBOURS * (4 + 4) + V * 4 * 2
+
+
+def _verify(case, p, i, **options):
+    i %= case["uniforms"].shape[0]
+    return kernels.accept_tree(
+        case["tokens"], case["parent"], p, None, case["uniforms"][i], case["draw"][i],
+        neighbours=case["neighbours"], delta=DELTA, depth=case["paths"].shape[1] - 1, **options,
+    )  # fmt: skip
+
+
+def _verify_in_loop(loop, case, shape, distributions, table, i, **options):
+    i %= case["uniforms"].shape[0]
+    return loop(
+        case["tokens"][0], shape, distributions, table, DELTA, case["uniforms"][i, 0], case["draw"][i, 0], **options
+    )
+
+
+def _verification_jobs(device):
+    def build(name, **options):
+        case = verification_case(device, V=VOCABULARY, K=NEIGHBOURS)
+        if name == "children":
+            loop, shape, table = loop_over_children, case["parent"][0], case["neighbours"].long()
+        else:
+            loop, shape, table = loop_over_paths, case["paths"], case["neighbours"].long().cpu().numpy()
+        eager = partial(_verify_in_loop, loop, case, shape, case["p"][0], table, **options)
+        return partial(_verify, case, case["p"]), eager
+
+    shape = f"{NODES}x{VOCABULARY} k={NEIGHBOURS}"
+    row = partial(KernelJob, "accept_tree relaxed", shape, "float32", bytes=_tried_bytes(VOCABULARY), draws=DRAWS)
+    return [
+        row(build=partial(build, "paths", copied=True), against="loop over paths, laws copied as published"),
+        row(build=partial(build, "paths", copied=False), against="loop over paths, no copy of the laws"),
+        row(build=partial(build, "children"), against="loop over reached children"),
+    ]
+
+
+def _round_job(device, levels, V):
+    """A round from the target's logits to the verdict: guidance, warp, acceptance, the next token."""
+    N = sum(levels) + 1
+
+    def build():
+        case = verification_case(device, levels, V, NEIGHBOURS)
+        uncond = torch.randn(N, V, generator=torch.Generator().manual_seed(1)).to(device)
+        cond = (
+            uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE
+        )  # with guidance these give the case's distribution
+        cond, uncond = cond.to(torch.bfloat16), uncond.to(torch.bfloat16)
+        table = case["neighbours"].long()
+
+        def ours(i):
+            scores = kernels.guided_warp(cond, uncond, GUIDANCE, TEMPERATURE, TOP_K, scores=True)  # as in the engine
+            return _verify(case, scores.unsqueeze(0), i, scores=True)
+
+        def eager(i):
+            distributions = _torch_warp(cond, uncond)
+            return _verify_in_loop(loop_over_children, case, case["parent"][0], distributions, table, i)
+
+        return ours, eager
+
+    return KernelJob(
+        "verification round", f"{N}x{V} k={NEIGHBOURS}", "bfloat16", build, _warp_bytes(N, V) + _tried_bytes(V),
+        "torch steps, loop over reached children", draws=DRAWS, whole_round=True,
+    )  # fmt: skip
+
+
+def _exact_job(device, B=8):
+    N, V = NODES, VOCABULARY
+
+    def build():
+        case = verification_case(device, V=V, draws=DRAWS * B)
+        tokens, p = case["tokens"].expand(B, N).contiguous(), case["p"].expand(B, N, V).contiguous()
+        parent = case["parent"]
+
+        def rows(i):
+            first = i % DRAWS * B
+            return case["uniforms"][first : first + B, 0], case["draw"][first : first + B, 0]
+
+        def ours(i):
+            return kernels.accept_tree(tokens, parent, p, None, *rows(i), depth=len(LEVELS))
+
+        def eager(i):
+            uniforms, draw = rows(i)
+            return [loop_over_children(tokens[b], parent[0], p[b], None, None, uniforms[b], draw[b]) for b in range(B)]
+
+        return ours, eager
+
+    against = "loop over reached children"
+    return KernelJob("accept_tree exact", f"{B} rows, {N}x{V}", "float32", build, B * V * 4 * 3, against, draws=DRAWS)
+
+
+def _torch_warp(cond, uncond):
+    z = uncond.float() + GUIDANCE * (cond.float() - uncond.float())
+    z = z / TEMPERATURE
+    return z.masked_fill(z < z.topk(TOP_K).values[:, -1:], float("-inf")).softmax(-1)
+
+
+def _warp_bytes(N, V):
+    return N * V * (2 * 2 + 4)
+
+
+def _warp_job(device, N, V):
+    def build():
+        cond, uncond = torch.randn(2, N, V, device=device).to(torch.bfloat16)
+        ours = partial(kernels.guided_warp, cond, uncond, GUIDANCE, TEMPERATURE, TOP_K)
+        return lambda _: ours(), lambda _: _torch_warp(cond, uncond)
+
+    return KernelJob("guided_warp top-k", f"{N}x{V}", "bfloat16", build, _warp_bytes(N, V), "torch steps")
+
+
+def _neighbour_job(device, R=NODES, V=VOCABULARY, K=NEIGHBOURS):
+    def build():
+        p = torch.randn(R, V, device=device).softmax(-1)
+        table = torch.randint(V, (V, K), device=device)
+        token = torch.randint(V, (R,), device=device)
+
+        def eager(_):
+            out = []
+            for r in range(R):
+                summed = p[r, table[token[r]]].cumsum(0)
+                kept = summed[summed <= DELTA]
+                out.append(kept[-1] if kept.numel() else summed.new_zeros(()))
+            return torch.stack(out)
+
+        def ours(_):
+            return kernels.neighbour_mass(p, token, table, delta=DELTA)
+
+        return ours, eager
+
+    return KernelJob("neighbour_mass", f"{R}x{V} k={K}", "float32", build, R * K * 12, "loop over tokens")
+
+
+def _group_job(device, R, V=65536, group=14):
+    def build():
+        p, q = torch.randn(2, R, V, device=device).softmax(-1)
+        token = torch.randint(V, (R,), device=device)
+
+        def eager(_):
+            out = []
+            for r in range(R):
+                order = p[r].sort(descending=True).indices
+                rank = int((order == token[r]).nonzero())
+                ids = order[max(0, rank - group // 2) : rank + group // 2 + 1]
+                out.append(p[r, ids].sum() / q[r, ids].sum())
+            return torch.stack(out)
+
+        def ours(_):
+            return kernels.grouped_mass(p, q, token, group=group)
+
+        return ours, eager
+
+    return KernelJob("grouped_mass dynamic", f"{R}x{V} G={group}", "float32", build, R * V * 4, "loop with a sort")
+
+
+def _codebook_job(device, V, F, k):
+    def build():
+        e = torch.randn(V, F, device=device)
+
+        def eager(_):
+            return torch.cdist(e, e).fill_diagonal_(float("inf")).sort(dim=1).indices[:, :k]
+
+        def ours(_):
+            return kernels.codebook_neighbours(e, k)
+
+        return ours, eager
+
+    name, moved = f"{V}x{F} k={k}", V * F * 4 + V * k * 8
+    return KernelJob("codebook_neighbours", name, "float32", build, moved, "cdist and sort", flops=2 * V * V * F)
+
+
+def _cache_dtype(device):
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _commit_job(device, layers, B=4, H=8, S=1024, F=128, count=5):
+    dtype = _cache_dtype(device)
+
+    def build():
+        kv = [torch.randn(B, H, S, F, device=device).to(dtype) for _ in range(2 * layers)]
+        path = torch.tensor([[0, 3, 12, 30, 50]] * B, device=device)
+        length = torch.full((B,), S - 64, device=device)
+        counts = torch.full((B,), count, device=device)
+
+        def eager(_):
+            for t in kv:
+                for b in range(B):
+                    first = int(length[b])
+                    t[b, :, first : first + count] = t[b, :, first + path[b]]
+
+        def ours(_):
+            kernels.commit_kv(kv, length, path, counts)
+
+        return ours, eager
+
+    moved = 2 * 2 * layers * B * H * (count - 1) * F * dtype.itemsize
+    name = f"{2 * layers} x {B}x{H}x{S}x{F}"
+    return KernelJob("commit_kv", name, str(dtype)[6:], build, moved, "index per row and tensor")
+
+
+def _growth_job(device, B=1, W=10, V=VOCABULARY, width=10):
+    def build():
+        logp, score = torch.randn(B, W, V, device=device).log_softmax(-1), -torch.rand(B, W, device=device)
+
+        def eager(_):
+            each, token = (score.unsqueeze(2) + logp).topk(width)
+            best = each.flatten(1).topk(width).indices
+            return token.flatten(1), each.flatten(1), best
+
+        def ours(_):
+            return kernels.draft_topk(score, logp, width)
+
+        return ours, eager
+
+    return KernelJob("draft_topk", f"{B}x{W}x{V} top {width}", "float32", build, B * W * V * 4, "two top-k")
+
+
+def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
+    dtype = _cache_dtype(device)
+
+    def build(baseline):
+        heads = ((H, N), (G, prefix + N), (G, prefix + N))
+        q, k, v = (torch.randn(1, h, s, F, device=device).to(dtype) for h, s in heads)
+        parent = ((torch.arange(N, device=device) - 1) // 4).clamp_min(-1).unsqueeze(0)
+        parent[:, 0] = -1
+        length = torch.tensor([prefix], device=device)
+        ancestors = kernels.ancestors(parent)
+        mask = torch.cat((torch.ones(1, N, prefix, dtype=torch.bool, device=device), ancestors), 2).unsqueeze(1)
+        wide = [t.repeat_interleave(H // G, 1) for t in (k, v)] if baseline == "before" else None
+
+        def eager(_):
+            pair = [k, v]
+            if baseline != "grouped":
+                pair = wide or [t.repeat_interleave(H // G, 1) for t in pair]
+            attend = torch.nn.functional.scaled_dot_product_attention
+            return attend(q, pair[0], pair[1], attn_mask=mask, enable_gqa=baseline == "grouped")
+
+        def ours(_):
+            return kernels.tree_attention(q, k, v, length, ancestors=ancestors)
+
+        return ours, eager
+
+    moved = (2 * G * (prefix + N) + 2 * H * N) * F * dtype.itemsize
+    shape = f"{N} nodes, prefix {prefix}, {H}/{G} heads"
+    row = partial(KernelJob, "tree_attention", shape, str(dtype)[6:], bytes=moved)
+    return [
+        row(build=partial(build, "repeated"), against="SDPA, 4-D mask, repeated keys"),
+        row(build=partial(build, "before"), against="SDPA, 4-D mask, keys repeated beforehand"),
+        row(build=partial(build, "grouped"), against="SDPA, 4-D mask, enable_gqa"),
+    ]
+
+
+def _losses_job(device, R, V):
+    def build():
+        draft, target = torch.randn(2, R, V, device=device)
+        draft.requires_grad_()
+
+        def eager(_):
+            log_q, log_p = draft.log_softmax(-1), target.log_softmax(-1)
+            q, p = log_q.exp(), log_p.exp()
+            tv, kl, ce = (p - q).abs().sum(-1) / 2, (p * (log_p - log_q)).sum(-1), -(p * log_q).sum(-1)
+            (tv + kl + ce).sum().backward()
+            draft.grad = None
+
+        def ours(_):
+            tv, kl, ce = kernels.draft_losses(draft, target)
+            (tv + kl + ce).sum().backward()
+            draft.grad = None
+
+        return ours, eager
+
+    shape, against = f"{R}x{V}", "torch formula"
+    return KernelJob("draft_losses with gradient", shape, "float32", build, R * V * 4 * 7, against, trains=True)
+
+
+def jobs(device, quick):
+    """The rows of the table; `quick`, or a CPU, reduces the sizes that take seconds on a CPU."""
+    shapes = SMALL if quick or device.type == "cpu" else FULL
+    return [
+        *_verification_jobs(device),
+        *rule_jobs(device, KernelJob),
+        _exact_job(device),
+        *(_round_job(device, levels, V) for levels, V in shapes.rounds),
+        *(_warp_job(device, sum(levels) + 1, V) for levels, V in shapes.rounds),
+        _neighbour_job(device),
+        _group_job(device, shapes.grouped),
+        *(_codebook_job(device, *sizes) for sizes in shapes.codebooks),
+        _commit_job(device, shapes.layers),
+        _growth_job(device),
+        *_attention_jobs(device, shapes.prefix),
+        *(_losses_job(device, rows, 32768) for rows in shapes.losses),
+    ]

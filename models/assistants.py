@@ -1,0 +1,62 @@
+"""Models that transformers loads to draft for others: which drafter runs one is read off its form, not its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from visspec.io.checkpoint import shown
+from visspec.models.block import drafter as dflash
+from visspec.models.block.diffusion import DiffusionModel, denoises
+from visspec.models.decoder.shared_cache import SharedCache, shares_cache
+from visspec.models.decoder.small_model import SmallModel
+from visspec.models.eagle.layout import list_of
+from visspec.types import Drafter
+
+
+def assistant(spec: nn.Module, model: nn.Module, **options: Any) -> Drafter:
+    """The drafter that runs a loaded model for `model`; options: those of its class. Raises ValueError where it does
+    not fit.
+    """
+    config: Any = getattr(spec, "config", None)
+    if all(hasattr(config, name) for name in dflash.NEEDED):
+        return dflash.BlockModel(spec, model, **options)
+    if shares_cache(spec):
+        return SharedCache(spec, model, **options)
+    if denoises(spec):
+        return DiffusionModel(spec, model, **options)
+    return SmallModel(spec, model, **options)
+
+
+def loaded(folder: Path, data: dict, model: Any, **options: Any) -> Drafter:
+    """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device.
+
+    Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
+    """
+    named = list_of(data.get("architectures"))
+    kind: Any = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        found = shown(named[0]) if named else "no architectures"
+        raise ValueError(f"drafter: {folder} names {found}, expected a model class of transformers")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
+    try:
+        read: Any = kind.from_pretrained(
+            str(folder), dtype=model.dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (RuntimeError, OSError, KeyError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"drafter: {folder} could not be loaded, {said[0]}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    spec, info = read
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            name = sorted(map(str, info[what]))[0]
+            raise ValueError(f"drafter: {folder} has {what.replace('_', ' ')} ({name}), expected exactly its tensors")
+    return assistant(spec.to(model.device).eval(), model, **options)

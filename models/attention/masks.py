@@ -1,0 +1,154 @@
+"""Additive attention masks of draft passes, for any decoder that takes a 4-D mask.
+
+R cache rows, N nodes, S slots, G query heads per key head, M = G N rows of a mask: row g N + n is node n's (`folding`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.cache import GROW, SlotCache, additive, packed, to_device, visibility
+from visspec.models.attention.ragged import MASK, Backend
+from visspec.types import Tree
+
+STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
+MOST_KEPT = 1 << 24  # numbers in all shared masks together
+
+
+class Masks:
+    """Builds the mask of a pass; shared shapes come from a buffer. `window` 0 means full attention in every layer;
+    `mixed` models take a dictionary with a mask for each kind of layer. `groups` is G, 1 for masks of N rows.
+    `backend`: what attention is told in place of a mask, if it is another one (`ragged`).
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, window: int = 0, mixed: bool = False, groups: int = 1, backend: Backend | None = None
+    ):
+        self.dtype, self.window, self.mixed, self.groups = dtype, window, mixed, groups
+        self.backend = backend or Backend()
+        self._bias: dict[int, tuple[Tree, Tensor]] = {}
+
+    def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor | dict[str, Tensor] | None:
+        """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
+        if not self.window:
+            single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady
+            if single and (self.groups == 1 or self.backend.name != MASK):
+                return None
+            attn_metadata = self.backend(slots, tree, extent)
+            if attn_metadata is not None:
+                return attn_metadata
+            if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1:
+                return laid(self._ragged(slots, tree, extent), slots.steady)
+            return laid(self._shared(tree, slots.length), slots.steady)
+        return self.whole(tree.ancestor, tree.depth, slots.lengths, slots.padding, extent)
+
+    def whole(
+        self, ancestor: Tensor, depth: Tensor, lengths: list[int] | Tensor, padding: Tensor | None, extent: int
+    ) -> Tensor | dict[str, Tensor]:
+        """The mask with nothing kept from other passes; lengths (R,) may be a tensor, which the host doesn't read."""
+        seen_RNS = visibility(ancestor, lengths, padding, extent)
+        full = self.additive(seen_RNS, self.groups)
+        if not self.window:
+            return full
+        sliding = self.additive(seen_RNS & nearby(depth, lengths, extent, self.window), self.groups)
+        mixed: dict[str, Any] = {"full_attention": full, "sliding_attention": sliding, **dict.fromkeys(STATEFUL)}
+        return mixed if self.mixed else sliding
+
+    def additive(self, seen_RNS: Tensor, groups: int = 1) -> Tensor:
+        """0 where a node attends, the minimum elsewhere: (R, 1, M, S)."""
+        bias = additive(seen_RNS, self.dtype)[:, None]
+        return bias if groups == 1 else bias.repeat(1, 1, groups, 1)
+
+    def _shared(self, tree: Tree, length: int) -> Tensor:
+        """The mask if all rows are equal: a view into a buffer of [zeros | tree], not built per round."""
+        known = self._bias.get(id(tree))
+        if known is not None and known[0] is tree and known[1].shape[-1] - tree.size >= length:
+            buffer = known[1]
+        else:
+            own = self.additive(tree.ancestor, self.groups)
+            buffer = torch.cat([own.new_zeros(*own.shape[:3], length + length // 4 + GROW), own], dim=-1)
+            kept = list(self._bias.values())  # other threads add to it
+            if sum(other.numel() for _, other in kept) + buffer.numel() > MOST_KEPT:
+                self._bias.clear()
+            self._bias[id(tree)] = (tree, buffer)
+        return buffer[..., buffer.shape[-1] - tree.size - length :]
+
+    def _ragged(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
+        """The mask if rows differ. It is kept with the request: a round writes the slots behind each row's prefix."""
+        kept = slots.mask
+        if not isinstance(kept, IncrementalMask) or not kept.fits(slots, tree, self.groups):
+            room = extent + extent // 4 + GROW
+            seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, room)
+            slots.mask = IncrementalMask(self.additive(seen_RNS, self.groups), slots.lengths, tree.size)
+        else:
+            kept.move(slots.lengths, self.additive(tree.ancestor))
+        return slots.mask.bias[:, :, : self.groups * tree.size, :extent]
+
+
+class IncrementalMask:
+    """The mask of rows of different length through the rounds of a request: bias (R, 1, M, S).
+
+    Every row of the bias has the same prefix, so that a pass with fewer nodes uses the first ones.
+    """
+
+    def __init__(self, bias: Tensor, lengths: list[int], nodes: int):
+        self.bias, self.lengths, self.nodes = bias, lengths, nodes
+
+    def fits(self, slots: SlotCache, tree: Tree, groups: int) -> bool:
+        """Whether the next pass can be written over the last one's slots."""
+        rows, _, most, room = self.bias.shape
+        growth = [new - old for new, old in zip(slots.lengths, self.lengths)]
+        return (
+            rows == len(slots.lengths)
+            and most >= groups * tree.size
+            and room >= max(self.lengths) + self.nodes + tree.size
+            and 0 <= min(growth)
+            and max(growth) <= self.nodes
+        )
+
+    def move(self, lengths: list[int], own: Tensor) -> None:
+        """Rows have committed nodes of the last pass; `own` (1|R, 1, N, N) is the next one's tree."""
+        device, (rows, _, most, _), size = self.bias.device, self.bias.shape, own.shape[-1]
+        lowest = torch.finfo(own.dtype).min
+        told_RX = to_device([[old, self.nodes + old - new] for new, old in zip(lengths, self.lengths)], device)
+        ahead = torch.arange(self.nodes + size, device=device)
+        around = torch.nn.functional.pad(own[:, 0], (self.nodes, 0))
+        around = torch.nn.functional.pad(around, (0, self.nodes), value=lowest).expand(rows, -1, -1)
+        values_RNW = around.gather(2, (told_RX[:, 1:] + ahead)[:, None].expand(-1, size, -1))
+        values_RMW = values_RNW.repeat(1, -(-most // size), 1)[:, :most]
+        self.bias[:, 0].scatter_(2, (told_RX[:, :1] + ahead)[:, None].expand(-1, most, -1), values_RMW)
+        self.lengths, self.nodes = lengths, size
+
+
+def laid(bias: Tensor, steady: bool) -> Tensor:
+    """The mask as attention reads it. steady: a copy whose strides follow from its shape in one way, so that a graph
+    made for one mask fits all.
+    """
+    if bias.is_cuda:
+        return aligned(bias, spare=steady)
+    return packed(bias) if steady else bias
+
+
+def aligned(bias: Tensor, spare: bool = False) -> Tensor:
+    """The mask at an aligned address, because SDPA selects wide loads by strides only. spare: in rows that are always
+    longer than what is seen of them.
+    """
+    seen = bias.shape[-1]
+    width = (seen // 8 + 1) * 8 if spare else -(-seen // 8) * 8
+    new = bias.new_empty(*bias.shape[:-1], width)[..., :seen]
+    return new.copy_(bias)
+
+
+def nearby(depth: Tensor, lengths: list[int] | Tensor, extent: int, window: int) -> Tensor:
+    """Sliding windows, (R, N, extent) bool: a node attends to the last `window` tokens on its path."""
+    length_R = to_device(lengths, depth.device)
+    rows, size = len(lengths), depth.shape[-1]
+    depth_RN = depth.expand(rows, size)
+    slot = torch.arange(extent, device=depth.device).expand(rows, extent)
+    node = slot - length_R[:, None]
+    inside = (node >= 0) & (node < size)
+    index_RS = torch.where(inside, length_R[:, None] + depth_RN.gather(1, node.clamp(0, size - 1)), slot)
+    return (length_R[:, None] + depth_RN)[..., None] - index_RS[:, None] < window

@@ -1,0 +1,183 @@
+"""Our slot-addressed cache behind the face of a transformers `Cache`, so that stock models write into it unmodified."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from visspec.cache import SlotCache
+from visspec.models.attention.recurrent import RecurrentStateCheckpoints
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's window on a `SlotCache`."""
+
+    is_sliding = False  # sliding windows are a matter of the mask: all slots are kept
+
+    def __init__(self, slots: SlotCache, index: int):
+        super().__init__()
+        self.slots, self.index = slots, index
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        return self.slots.write(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.slots.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotLayers(Cache):
+    """What a model is given as `past_key_values`; `slots` is what the loop works with.
+
+    `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
+    own. `prompt` is the number of slots that the prompt took; `reaches` and `moves` belong to `rotary`, `past` to
+    models with layers that keep a state (`recurrent`).
+    """
+
+    prompt = 0
+    reaches: list[int] | None = None  # by row: positions up to the pending node's, less the row's slots
+    moves = False  # whether frequencies depend on the reach
+
+    @property
+    def reach(self) -> list[int] | None:
+        """The reaches if frequencies depend on them in this request."""
+        return self.reaches if self.moves else None
+
+    def __init__(self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None):
+        self.slots, self.rows = SlotCache(rows, answer, lean), list(range(rows))
+        self.past = RecurrentStateCheckpoints(states, rows) if states else None
+        self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
+        self.written: dict[int, int] = {}
+        states = states or {}
+        super().__init__(layers=[states.get(i) or SlotLayer(self.slots, i) for i in range(max(states, default=-1) + 2)])
+
+    def over(self, stores: list[torch.Tensor], rows: int, length: int) -> SlotLayers:
+        """A cache of the same layers whose rows of `length` slots are in other stores, keys first and then values."""
+        new, half = SlotLayers(rows), len(stores) // 2
+        new.slots.keys, new.slots.values = [s[:rows] for s in stores[:half]], [s[:rows] for s in stores[half:]]
+        new.slots.lengths, new.written = [length] * rows, dict(self.written)
+        new.layers = [SlotLayer(new.slots, i) for i in range(len(self.layers))]
+        return new
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        place = self.written.get(layer_idx)
+        if place is None:
+            place = self._first(layer_idx, key_states.shape[2])
+        return self.slots.write(place, key_states, value_states)
+
+    def _first(self, layer_idx: int, width: int) -> int:
+        """Gives a layer its place, as it is first written. Raises ValueError where it writes another number of slots
+        than the layers before it.
+        """
+        if not self.written and self.slots.length == 0:
+            self.slots.open(width, "cpu")  # a prompt may take more slots than it has ids: images in front of it
+        if width != self.slots.nodes:
+            raise ValueError(
+                f"model: got {width} keys from its layer {layer_idx} and {self.slots.nodes} from those before, expected"
+                " layers that attend to the same tokens (cross-attention can't be verified)"
+            )
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self.slots, len(self.layers)))
+        self.written[layer_idx] = len(self.written)
+        return self.written[layer_idx]
+
+    def check_written(self, model: Any, expected: Collection[int]) -> None:
+        """Raises ValueError unless all of these layers of the model have been written."""
+        if self.past is not None:
+            self.past.check_written(model)
+        if missing := [index for index in expected if index not in self.written]:
+            raise ValueError(
+                f"model: {type(model).__name__} wrote keys and values in {len(self.written)} of {len(expected)} layers"
+                f" (not in layer {missing[0]}), expected all of them in the cache it was given"
+            )
+
+    def select(self, keep: list[int], stash: bool = False) -> None:
+        """Drop all rows but these; `aside`: set what they hold aside, for `dynamic`."""
+        if stash:
+            for b, row in enumerate(self.rows):
+                if b not in keep:
+                    length, stores = self.slots.lengths[b], (*self.slots.keys, *self.slots.values)
+                    self.left[row] = [store[b, :, :length].clone() for store in stores]
+            self.rows = [self.rows[b] for b in keep]
+        self.slots.select(keep)
+        if self.past is not None:
+            self.past.select(keep)
+        if self.reaches is not None:
+            self.reaches = [self.reaches[b] for b in keep]
+
+    def join(self, other: SlotLayers, take: list[int]) -> None:
+        """Add rows of another cache of the same model. Padding of both is dropped."""
+        if self.slots.padding is not None:
+            self._pack(self.slots.padding.tolist())
+        skip = [0] * len(other.slots.lengths)
+        if other.slots.padding is not None:
+            real = other.slots.padding.tolist()
+            if all(row == sorted(row) for row in real):  # in front of the prompts: their slots are one piece
+                skip = [row.count(False) for row in real]
+            else:
+                other._pack(real)
+        self.slots.join(other.slots, take, skip)
+        if self.past is not None and other.past is not None:
+            self.past.join(other.past, take)
+        if self.reaches is not None and other.reaches is not None:
+            reaches = [other.reaches[b] + skip[b] for b in take]
+            self.reaches, self.moves = self.reaches + reaches, self.moves or other.moves
+
+    def _pack(self, real: list[list[bool]]) -> None:
+        """Drop padding wherever it is. `real`: `slots.padding` on the host."""
+        dropped = self.slots.pack(real)
+        if self.reaches is not None:
+            self.reaches = [reach + gone for reach, gone in zip(self.reaches, dropped)]
+
+    def dynamic(self, lengths: list[int]) -> DynamicCache | None:
+        """The first lengths[b] slots of every original row, zeros behind, as transformers' own growing cache.
+
+        Nothing is copied where all rows are here and of one length. None for models with states: theirs may be those
+        of an earlier token.
+        """
+        if self.past is not None:
+            return None
+        longest, stores = max(lengths), [*self.slots.keys, *self.slots.values]
+        if self.left or min(lengths) < longest:
+            made = [store.new_zeros(len(lengths), store.shape[1], longest, store.shape[3]) for store in stores]
+            here = {row: [store[b] for store in stores] for b, row in enumerate(self.rows)}
+            for row, length in enumerate(lengths):
+                for new, old in zip(made, self.left.get(row) or here[row]):
+                    new[row, :, :length] = old[:, :length]
+            stores = made
+        cache = DynamicCache()
+        for keys, values in zip(stores[: len(stores) // 2], stores[len(stores) // 2 :]):
+            layer = DynamicLayer()
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys[:, :, :longest], values[:, :, :longest]
+            cache.layers.append(layer)
+        return cache
+
+
+def cached_layers(config: Any) -> dict[int, int]:
+    """Layers in which transformers' own cache keeps keys and values for a configuration, each with its window or 0."""
+    layers = enumerate(DynamicCache(config=config).layers)
+    return {i: getattr(layer, "sliding_window", 0) for i, layer in layers if isinstance(layer, CacheLayerMixin)}
+
+
+def restarts(model: Any, cached: int, length: int) -> bool:
+    """Whether input preparation drops a cache of `cached` tokens at `length` ids."""
+    cache = SlotLayers(1)
+    cache.slots.lengths = [cached]
+    ids = torch.zeros(1, 1, dtype=torch.long).expand(1, length)
+    try:
+        arguments = model.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
+    except Exception:  # it needs arguments of a generate call
+        return False
+    return arguments.get("past_key_values") is not cache

@@ -1,0 +1,177 @@
+"""Masked diffusion language models as block drafters (DEER, arXiv 2512.15176; DiffuSpec, arXiv 2510.02358).
+
+Such a model is a network of ids, masks among them, to logits at all places. It has the target's tokenizer and knows
+nothing else of the target: each pass reads the text so far, without what stands for pictures, and masks behind it. One
+pass denoises the whole block (DEER). With `steps` above 1, the first places are filled and the others denoised again.
+Places are filled from left to right, and not the surest ones first, as these models generate by themselves: so the
+distribution of a place follows from the tokens before it alone, which rejection sampling needs.
+
+Shapes: B rows, L text, N drafted tokens, K masks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec.cache import to_device
+from visspec.io.checkpoint import check_whole, shown
+from visspec.models.decoder.small_model import READS, VOCABULARY_PADDING
+from visspec.models.decoder.target import describe, vocabulary
+from visspec.models.drafting import level_tree as block_tree
+from visspec.models.drafting.structure import Chain, StructuredDrafter
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
+
+
+def denoises(network: nn.Module) -> bool:
+    """Whether a loaded model predicts masked tokens: by its class, or the mask that its configuration names."""
+    named = getattr(getattr(network, "config", None), "mask_token_id", None)
+    return type(network).__name__.endswith("ForMaskedLM") or named is not None
+
+
+class DiffusionModel(StructuredDrafter):
+    """Drafts from `network`, a loaded model of masked tokens with the tokenizer of `model`.
+
+    mask: the id of a place to be predicted, default that of the network's configuration. block: most masks of a pass.
+    steps: passes of a whole block, each of which fills an equal part of it. reads: most tokens of a text that are read,
+    its first and the last ones. shifted: the logits of a place stand at the one before it, as in models made of
+    autoregressive ones (Dream). width > 1: trees of at most `nodes` nodes over the distributions of one pass instead of
+    chains; `shaped` sets others. Raises ValueError where the vocabularies differ by more than padding, or a value is
+    none.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        model: nn.Module,
+        mask: int | None = None,
+        block: int = 16,
+        steps: int = 1,
+        reads: int = READS,
+        shifted: bool = False,
+        width: int = 1,
+        nodes: int = 24,
+    ):
+        theirs, config = describe(model), getattr(network, "config", None)
+        mask = getattr(config, "mask_token_id", None) if mask is None else mask
+        if mask is None:
+            raise ValueError("mask: got None, expected the id that stands for a token to be predicted")
+        self.network, self.vocab, self.mask = network, theirs.vocab, mask
+        self.known = self._predicted(network)
+        check_whole("mask", mask, 0, self._ids(network) - 1)
+        if abs(self.known - self.vocab) > VOCABULARY_PADDING:
+            raise ValueError(f"drafter: vocabulary of {self.known}, expected the target's {self.vocab}")
+        for name, value, most in (("block", block, MAX_NODES - 1), ("steps", steps, block), ("reads", reads, 1 << 30),
+                                  ("width", width, self.vocab), ("nodes", nodes, MAX_NODES - 1)):  # fmt: skip
+            check_whole(name, value, 1, most)
+        if not isinstance(shifted, bool):
+            raise ValueError(f"shifted: got {shown(shifted)}, expected true or false")
+        if steps > 1 and width > 1:
+            raise ValueError(f"steps: got {steps} for trees, expected 1")
+        longest = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self.block, self.steps, self.reads = block, steps, min(reads, longest - block)
+        if self.reads < 1:
+            raise ValueError(f"block: got {block}, expected less than the {longest} positions of the network")
+        self.shift, self.width, self.nodes = int(shifted), width, nodes
+        self.content = theirs.never_drafted
+        self.placed = "position_ids" in inspect.signature(network.forward).parameters
+        self.traits = DrafterTraits(levels=block, trees=width > 1, joins=True)
+
+    @property
+    def each(self) -> int:
+        """Places that a pass fills."""
+        return -(-self.block // self.steps)
+
+    def _predicted(self, network: Any) -> int:
+        """Ids that the network has logits of."""
+        return vocabulary(network)
+
+    def _ids(self, network: Any) -> int:
+        """Ids that the network reads."""
+        return network.get_input_embeddings().weight.shape[0]
+
+    def _grow(self, tree: str) -> None:
+        super()._grow(tree)
+        if self.steps > 1 and self.width > 1:
+            raise ValueError(f"tree: got {tree!r} with {self.steps} steps, expected chains")
+
+    def start(self, state: State, scores: Scores) -> None:
+        state.memory = _Prompts(self.words(state.request.prompt, scores.aux.get("attention")))
+
+    def words(self, prompt_BL: Tensor, attention_BL: Tensor | None) -> list[list[int]]:
+        """Each row's ids without padding and without what stands for pictures."""
+        real = [[1] * prompt_BL.shape[1]] * len(prompt_BL) if attention_BL is None else attention_BL.tolist()
+        return [
+            [i for i, there in zip(ids, row) if there and i not in self.content]
+            for ids, row in zip(prompt_BL.tolist(), real)
+        ]
+
+    def propose(self, state: State, depth: int) -> Draft:
+        depth = min(self.levels(state, depth), self.block)
+        texts = [state.memory.prompts[row] + list(state.tokens[row]) for row in state.rows]
+        texts = [text if len(text) <= self.reads else [text[0], *text[len(text) - self.reads + 1 :]] for text in texts]
+        if self.width > 1:
+            state.calls["draft_pass"] += 1
+            logits_BKV = self._barred(self.denoised(texts, None, depth))
+            return block_tree.over(state, logits_BKV, self.tree_builder(state, depth), self.nodes)
+        chain = Chain(state, self.stop)
+        while (done := len(chain.tokens)) < depth:
+            state.calls["draft_pass"] += 1
+            filled_BN = torch.stack(chain.tokens, dim=1) if done else None
+            logits_BKV = self._barred(self.denoised(texts, filled_BN, depth - done))
+            chain.extend(logits_BKV[:, : self.each])
+        return chain.finish()
+
+    def denoised(self, texts: list[list[int]], filled_BN: Tensor | None, masks: int) -> Tensor:
+        """Logits (B, K, v) of masks behind texts and the tokens that follow them, of the network's own v ids."""
+        device, filled = self._device, 0 if filled_BN is None else filled_BN.shape[1]
+        longest = max(map(len, texts))
+        blank = [self.mask] * (filled + masks)
+        ids_BL = to_device([[*text, *blank, *[0] * (longest - len(text))] for text in texts], device)
+        length_B1 = to_device([len(text) for text in texts], device)[:, None]
+        if filled_BN is not None:
+            ids_BL.scatter_(1, length_B1 + torch.arange(filled, device=device), filled_BN)
+        place_L = torch.arange(ids_BL.shape[1], device=device)
+        real_BL = place_L < length_B1 + filled + masks
+        at_BK = length_B1 + filled - self.shift + torch.arange(masks, device=device)
+        return self._read(ids_BL, real_BL, at_BK)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def _read(self, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:
+        """Logits (B, K, v) at these places of a pass."""
+        more: dict[str, Any] = {}
+        if self.placed:
+            more["position_ids"] = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
+        logits_BLV = self.network(input_ids=ids_BL, attention_mask=real_BL.long(), **more).logits
+        return logits_BLV[torch.arange(len(ids_BL), device=ids_BL.device)[:, None], at_BK]
+
+    def _barred(self, logits_BKV: Tensor) -> Tensor:
+        """Logits of the target's ids (B, K, V): none for those that it never drafts, that the network does not know,
+        and for the mask.
+        """
+        known = min(self.known, self.vocab)
+        logits_BKV = nn.functional.pad(logits_BKV[..., :known].float(), (0, self.vocab - known), value=float("-inf"))
+        barred = [i for i in {*self.content, self.mask} if i < self.vocab]
+        logits_BKV[..., barred] = float("-inf")
+        return logits_BKV
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        self.learn(state, draft, outcome)
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        for b, row in zip(take, state.rows[-len(take) :]):
+            state.memory.prompts[row : row + 1] = other.memory.prompts[other.rows[b] :][:1]
+
+
+class _Prompts:
+    """The prompts of a request's rows, in words."""
+
+    def __init__(self, prompts: list[list[int]]):
+        self.prompts = prompts
+        self.limit = MAX_NODES  # levels of the next draft, see `shapes`

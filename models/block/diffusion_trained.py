@@ -1,0 +1,137 @@
+"""Diffusion language models of our own training as block drafters, for any target.
+
+Shapes: B rows, L places, K masks, T distributions of an answer, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from visspec.models.block.diffusion import DiffusionModel
+from visspec.models.block.diffusion_network import DiffusionConfig, DiffusionLMLayers
+from visspec.models.block.drafter import bare
+from visspec.models.block.trained import DECAY
+from visspec.models.decoder.small_model import READS
+from visspec.models.decoder.target import content_ids, vocabulary
+from visspec.models.drafting import checkpoint
+
+
+class DiffusionDrafter(checkpoint.SavedHead, DiffusionModel):
+    """A drafter around a `DiffusionHead`, for one loaded target, whose embedding and head it uses. Options as those of
+    `DiffusionModel`. Raises ValueError if the network was made for another target.
+    """
+
+    def __init__(
+        self,
+        head: DiffusionLMLayers,
+        model: PreTrainedModel,
+        *,
+        steps: int = 1,
+        reads: int = READS,
+        width: int = 1,
+        nodes: int = 24,
+    ):
+        check_target(head.config, model)
+        self.head, self.config = head.to(model.device), head.config
+        self.embed: Any = bare(model.get_input_embeddings())
+        self.lm_head: Any = model.get_output_embeddings()
+        self.borrowed = (model.get_input_embeddings(), self.lm_head)
+        self.refresh()
+        super().__init__(self.run, model, head.config.mask, head.config.block, steps, reads, width=width, nodes=nodes)
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> DiffusionDrafter:
+        """An untrained drafter for a target. `options` are fields of DiffusionConfig."""
+        torch.manual_seed(seed)
+        return cls(DiffusionLMLayers(config_for(model, **options)), model)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> DiffusionDrafter:
+        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
+        return cls(
+            checkpoint.read(folder, DiffusionLMLayers, lambda config: check_target(config, model)), model, **options
+        )
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the network's current weights for drafting, in the target's dtype; call it after they change."""
+        self.head.eval()
+        dtype = self.embed.weight.dtype
+        same = next(self.head.parameters()).dtype == dtype
+        self.run = self.network = self.head if same else copy.deepcopy(self.head).to(dtype)
+
+    @property
+    def ids(self) -> None:
+        """Target ids of the trained logits: all of them."""
+        return
+
+    def _predicted(self, network: Any) -> int:
+        return self.config.vocab
+
+    def _ids(self, network: Any) -> int:
+        return self.config.vocab
+
+    def _read(self, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:
+        network = self.head if self.head.training else self.network
+        embeds_BLd = torch.nn.functional.embedding(ids_BL, self.embed.weight)
+        hidden_BLd = network(embeds_BLd, ids_BL == self.mask, real_BL)
+        hidden_BKd = hidden_BLd[torch.arange(len(ids_BL), device=ids_BL.device)[:, None], at_BK]
+        return self.lm_head(hidden_BKd.to(self.lm_head.weight.dtype))[..., : self.known]
+
+    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """`steps` passes for training (`visspec.train.capture.TrainingBatch`), each over one block of each answer: up
+        to `block` masks behind a random token of it (DEER's continuation of a prefix).
+
+        Returns for each logits (B, T, V), hidden states (none of them, (B, T, 0)) and the weight of each element (B,
+        T): `DECAY` to the power of its place in the block, 0 where none counts.
+        """
+        start, total, device = lesson.prompt_length, lesson.logits.shape[1], lesson.ids.device
+        prompts = self.words(lesson.ids[:, :start], lesson.attention)
+        answers = [row[:n] for row, n in zip(lesson.ids[:, start:].tolist(), lesson.lengths)]
+        found = []
+        for _ in range(steps):
+            masks = int(torch.randint(1, self.block + 1, ()))
+            anchors = [int(torch.randint(max(n - 1, 1), ())) for n in lesson.lengths]
+            texts = [(p + a[: n + 1])[-self.reads :] for p, a, n in zip(prompts, answers, anchors)]
+            logits_BKV = self.denoised(texts, None, masks)
+            place_K = torch.arange(masks, device=device)
+            at_BK = torch.tensor(anchors, device=device)[:, None] + place_K
+            last_B1 = torch.tensor(lesson.lengths, device=device)[:, None] - 1
+            weight_BK = (DECAY ** place_K.to(logits_BKV.dtype)) * (at_BK < last_B1)
+            room = logits_BKV.new_zeros(len(texts), total + masks, self.known)
+            room = room.scatter(1, at_BK[..., None].expand_as(logits_BKV), logits_BKV)
+            weight = weight_BK.new_zeros(len(texts), total + masks).scatter(1, at_BK, weight_BK)
+            found.append((room[:, :total], room[:, :total, :0], weight[:, :total]))
+        return found
+
+
+def check_target(config: DiffusionConfig, model: PreTrainedModel) -> None:
+    """Raises ValueError if the drafter was made for another model."""
+    hidden = model.config.get_text_config().hidden_size
+    found = {"family": model.config.model_type, "hidden": hidden, "vocab": vocabulary(model)}
+    checkpoint.check_target(config, **found)  # type: ignore[arg-type]
+
+
+def config_for(model: PreTrainedModel, **options: Any) -> DiffusionConfig:
+    """The configuration of a drafter for a loaded target: sizes are the target's; the mask is the id of a picture's
+    slots, which the text does not have, or of padding.
+    """
+    text = model.config.get_text_config()
+    spare = [i for i in sorted(content_ids(model.config)) if i < text.vocab_size]
+    given = {
+        "family": model.config.model_type,
+        "vocab": vocabulary(model),
+        "hidden": text.hidden_size,
+        "layers": 4,
+        "heads": text.num_attention_heads,
+        "intermediate": text.intermediate_size,
+        "mask": next(iter(spare), text.pad_token_id or 0),
+        **options,
+    }
+    return DiffusionConfig(**given)

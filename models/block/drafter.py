@@ -1,0 +1,304 @@
+"""Block drafters that transformers loads as plain models (DFlash, arXiv 2602.06036), such as `muse_glimmer_assistant`.
+
+One pass of the drafter denoises a whole block: the pending token and mask tokens, which see one another and the
+target's hidden states of everything accepted before. transformers drives such a model at batch size 1; here its keys
+and values of a request are slots, so that rows may be ragged.
+
+Shapes: B rows, C context elements of a pass, K block, S slots, F features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec.cache import additive, to_device
+from visspec.io import hub
+from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.block.fused_pass import BlockPass, foldable, stamp
+from visspec.models.decoder.target import describe
+from visspec.models.drafting import level_tree as block_tree
+from visspec.models.drafting.checkpoint import PROVENANCE
+from visspec.models.drafting.memory import accepted, packed, prompt_first
+from visspec.models.drafting.structure import Chain, StructuredDrafter
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
+
+
+@dataclass(frozen=True)
+class DFlashVariant:
+    """What the published forms of DFlash do differently. The defaults are transformers' own.
+
+    anchor: the pending token's place predicts too (`sample_from_anchor`). causal: windows hide later places of the
+    block. reach: how far behind a place sees through a window, default the window; from_anchor: counted from the
+    pending token, in the context alone. index: positions are numbers of slots, also for targets with M-RoPE. head, ids:
+    of the drafter's own vocabulary. scale: of embeddings; multiplier, softcap: of logits; raw: embeddings as stored.
+    """
+
+    anchor: bool = False
+    causal: bool = False
+    reach: int | None = None
+    from_anchor: bool = False
+    index: bool = False
+    raw: bool = False
+    scale: float = 1.0
+    multiplier: float = 1.0
+    softcap: float = 0.0
+    head: nn.Module | None = None
+    ids: Tensor | None = None
+
+
+UNMASKED: dict[str, Tensor | None] = dict.fromkeys(("full_attention", "sliding_attention"))  # nothing is hidden
+NEEDED = ("block_size", "mask_token_id", "target_layer_ids")  # of the configuration
+
+
+class BlockModel(StructuredDrafter):
+    """Drafts from `assistant`, a loaded block drafter made for `model`. width > 1: trees of at most `nodes` nodes over
+    the block's distributions instead of chains; `shaped` sets others. form: of a published checkpoint. Raises
+    ValueError where it does not fit the target.
+    """
+
+    apart = True  # whether nothing but the pass tells what a place is: neither `_following` nor `_expected` do
+
+    def __init__(
+        self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24, form: DFlashVariant | None = None
+    ):
+        config: Any = assistant.config
+        theirs, text = describe(model), model.config.get_text_config()  # type: ignore[union-attr, operator]
+        if config.hidden_size != text.hidden_size:
+            raise ValueError(f"drafter: hidden size of {config.hidden_size}, expected the target's {text.hidden_size}")
+        for layer in config.target_layer_ids:
+            if not 0 <= layer < text.num_hidden_layers:
+                raise ValueError(
+                    f"drafter: target_layer_ids name layer {layer}, expected one of 0..{text.num_hidden_layers - 1}"
+                )
+        if not 0 <= config.mask_token_id < text.vocab_size:
+            raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
+        self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
+        self.model, self.form = model, form or DFlashVariant()
+        self._fold: tuple[tuple, BlockPass | None] = ((), None)
+        self._check_width()
+        self.block, self.mask = config.block_size, config.mask_token_id
+        self.kinds, self.window = frozenset(config.layer_types), int(config.sliding_window or 0)
+        self.reach = self.window if self.form.reach is None else self.form.reach
+        self.first = 0 if self.form.anchor else 1  # place of the block that predicts the first token
+        layers = tuple(layer + 1 for layer in config.target_layer_ids)
+        self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
+        self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
+        self.embed: Any = bare(model.get_input_embeddings())  # type: ignore[operator]
+
+    def _check_width(self) -> None:
+        if self.form.ids is not None and self.width > len(self.form.ids):
+            raise ValueError(
+                f"width: got {self.width}, expected at most the {len(self.form.ids)} ids that the head predicts"
+            )
+
+    def _grow(self, tree: str) -> None:
+        super()._grow(tree)
+        self._check_width()
+
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines: "dflash" (z-lab, SpecForge), "speculators" (vLLM), for which `verifier`
+        names the target, or "transformers". Raises ValueError where a form has no place for what the drafter is.
+        """
+        from visspec.models.block import layout as dflash_layouts
+        from visspec.models.eagle import layout as eagle_layouts
+
+        eagle_layouts.check_verifier_named(self.model, form, verifier)
+        dflash_layouts.write(self, folder, form, verifier)
+
+    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any]) -> None:
+        """Write the published form that holds this drafter, with provenance.json beside it."""
+        from visspec.models.block import layout as dflash_layouts
+
+        own = self.form.head is not None or self.form.anchor or self.form.from_anchor
+        dflash_layouts.write(self, folder, "speculators" if own else "dflash" if self.form.index else "transformers")
+        (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
+
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
+        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
+
+    def start(self, state: State, scores: Scores) -> None:
+        assert scores.features is not None
+        positions, rows = scores.aux["positions"], len(scores.features)
+        position_BL = (positions if positions.dim() == 2 else positions[-3]).expand(rows, -1)
+        position_BL, features, counts = prompt_first(position_BL, scores.features, scores.aux["attention"])
+        state.memory = _Context(rows, state.request.max_new_tokens)
+        if self.form.index:
+            position_BL = torch.arange(position_BL.shape[1], device=position_BL.device).expand(rows, -1)
+            state.memory.offset = state.position - to_device(counts, state.position.device)
+        state.memory.pending_inputs.append((position_BL, features, counts))
+        if self._folded() is not None:  # others read it with the first block
+            self._pass(state.memory, state.pending, state.position, places=0)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
+        logits_BKV = self._laws(hidden_BKd)
+        if self.width > 1:
+            tree_builder = self.tree_builder(state, logits_BKV.shape[1])
+            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, self._following)
+        chain, token = Chain(state, self.stop), state.pending
+        if self.apart:
+            chain.extend(logits_BKV)
+            return chain.finish()
+        for hidden_Bd, logits_BV in zip(hidden_BKd.unbind(1), logits_BKV.unbind(1)):
+            more_BV = self._following(token)
+            token = chain.add(logits_BV if more_BV is None else logits_BV + more_BV, self._expected(hidden_Bd, token))
+        return chain.finish()
+
+    def _following(self, token: Tensor) -> Tensor | None:
+        """What a token (...) adds to the logits of the next place, (..., V); None: nothing."""
+        return None
+
+    def _expected(self, hidden_Bd: Tensor, token: Tensor) -> Tensor | None:
+        """The acceptance rate (B,) of a place below a token (B,), if something was trained to predict it."""
+        return None
+
+    def _hidden(self, state: State) -> Tensor:
+        """(B, K - 1, d) hidden states of the block behind the pending tokens, from one pass; (B, K, d) if their place
+        predicts too.
+        """
+        memory: _Context = state.memory
+        hidden_BKd = self._pass(memory, state.pending, memory.placed(state.position))
+        state.calls["draft_pass"] += 1
+        return hidden_BKd[:, self.first :]
+
+    def _laws(self, hidden_BKd: Tensor) -> Tensor:
+        """Logits (B, K, V) of the target's ids."""
+        form = self.form
+        logits = self.lm_head(hidden_BKd.to(self.lm_head.weight.dtype))[..., : self.vocab]
+        if form.multiplier != 1.0:
+            logits = logits * form.multiplier
+        if form.softcap:
+            logits = torch.tanh(logits / form.softcap) * form.softcap
+        if form.ids is None:
+            return logits
+        everything = logits.new_full((*logits.shape[:-1], self.vocab), float("-inf"))
+        return everything.index_copy_(-1, form.ids, logits)
+
+    def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor, places: int | None = None) -> Tensor:
+        """Reads what the target has accepted since the last pass, and returns the block's hidden states (B, K, d).
+        places: 0 reads alone, where the network is folded.
+        """
+        block = self.block if places is None else places
+        slots, like = memory.cache.slots, next(self.assistant.parameters())
+        rows = len(slots.lengths)
+        position_BC, context_BCF, counts = (
+            packed(memory.pending_inputs) if memory.pending_inputs else self._nothing(rows, position_B)
+        )
+        memory.pending_inputs = []
+        width = context_BCF.shape[1]
+        extent = slots.open(width + block, pending.device)
+        ids_BK = torch.full((rows, block), self.mask, dtype=pending.dtype, device=pending.device)
+        ids_BK[:, :1] = pending[:, None]
+        ahead_BK = position_B[:, None] + torch.arange(block, device=pending.device)
+        given: dict[str, Any] = {
+            "noise_embeds": self._embedded(ids_BK).to(like),
+            "context_hidden_states": context_BCF.to(like),
+            "attention_mask": self._masks(slots.lengths, counts, width, extent, like) if block else UNMASKED,
+            "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
+            "past_key_values": memory.cache,
+        }
+        folded = self._folded()
+        hidden_BKd = self.assistant(**given).last_hidden_state if folded is None else folded(**given)
+        slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
+        return hidden_BKd
+
+    def _folded(self) -> BlockPass | None:
+        """The network with the weights that it has now, if it is one to be folded."""
+        now = stamp(self.assistant)
+        if self._fold[0] != now:
+            self._fold = now, BlockPass(self.assistant) if foldable(self.assistant) else None
+        return self._fold[1]
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        if not self.form.raw:
+            return self.embed(ids)
+        return nn.functional.embedding(ids, self.embed.weight) * self.form.scale
+
+    def _nothing(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """No context that is not read yet."""
+        config: Any = self.assistant.config
+        size = len(self.traits.feature_layers) * config.hidden_size
+        return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
+
+    def _masks(
+        self, lengths: list[int], counts: list[int], width: int, extent: int, like: Tensor
+    ) -> dict[str, Tensor | None]:
+        """By kind of layer, (B, 1, K, S): the context of each row, and the block. None where nothing is hidden."""
+        even = min(counts) == width and min(lengths) == max(lengths)
+        if even and ("sliding_attention" not in self.kinds or (extent <= self.reach and not self.form.causal)):
+            return UNMASKED
+        length_B1, count_B1 = (to_device(n, like.device)[:, None] for n in (lengths, counts))
+        slot = torch.arange(extent, device=like.device)
+        own = (slot >= length_B1 + width) & (slot < length_B1 + width + self.block)
+        seen_BS = (slot < length_B1 + count_B1) | own
+        index_BS = torch.where(slot < length_B1 + count_B1, slot, slot - width + count_B1)
+        query_BK = length_B1 + count_B1 + torch.arange(self.block, device=like.device)
+        near_BKS = self._near(query_BK, index_BS)
+        full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, self.block, -1)
+        sliding = full.masked_fill(~near_BKS[:, None], torch.finfo(like.dtype).min)
+        return {"full_attention": full, "sliding_attention": sliding}
+
+    def _near(self, query_BK: Tensor, index_BS: Tensor) -> Tensor:
+        """(B, K, S) which slots a place sees through a window."""
+        behind_BKS = query_BK[..., None] - index_BS[:, None]
+        near_BKS = behind_BKS <= self.reach
+        if self.form.from_anchor:  # all of the block is near
+            near_BKS = (query_BK[:, :1] - index_BS <= self.reach)[:, None].expand_as(behind_BKS)
+        ahead = 0 if self.form.causal else self.block if self.form.from_anchor else self.reach
+        return near_BKS & (behind_BKS >= -ahead)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Keep the target's features of the accepted nodes for the next pass."""
+        self.learn(state, draft, outcome)
+        path_BD, features, counts = accepted(scores, verdict, outcome)
+        first_B = state.memory.placed(state.position) - verdict.length
+        position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)
+        state.memory.pending_inputs.append((position_BD, features, counts))
+
+    def select(self, state: State, keep: list[int]) -> None:
+        memory: _Context = state.memory
+        memory.cache.select(keep)
+        memory.pending_inputs = [(p[keep], f[keep], [c[b] for b in keep]) for p, f, c in memory.pending_inputs]
+        memory.offset = None if memory.offset is None else memory.offset[keep]
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        mine: _Context = state.memory
+        theirs: _Context = other.memory
+        for memory in (mine, theirs):  # keys and values of all rows are there, and nothing waits
+            if memory.pending_inputs:
+                some = state.pending.new_zeros(len(memory.cache.slots.lengths))
+                self._pass(memory, some, some, None if self._folded() is None else 0)
+        mine.cache.join(theirs.cache, take)
+        if mine.offset is not None and theirs.offset is not None:
+            mine.offset = torch.cat([mine.offset, theirs.offset[take]])
+
+
+class _Context:
+    """The drafter's cache, and the target's features that it has not read: (positions, features, counts)."""
+
+    def __init__(self, rows: int, answer: int):
+        self.cache = SlotLayers(rows, answer)
+        self.limit = MAX_NODES  # levels of the next draft, see `shapes`
+        self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.offset: Tensor | None = None  # (B,) the target's positions less the drafter's
+
+    def placed(self, position_B: Tensor) -> Tensor:
+        """The drafter's positions of the target's."""
+        return position_B if self.offset is None else position_B - self.offset
+
+
+def bare(embed: nn.Module) -> nn.Module:
+    """An embedding without the norm that some models give it: drafters read it as it is stored."""
+    if getattr(embed, "embed_norm", None) is None:
+        return embed
+    new = copy.copy(embed)
+    new._modules = {**embed._modules, "embed_norm": nn.Identity()}
+    return new

@@ -1,0 +1,336 @@
+"""Published checkpoints of DFlash block drafters, in and out. The network is that of transformers' own class
+(`MuseGlimmerAssistantModel`); what differs is where the configuration says what, the names of two tensors, and `Block`.
+
+Forms: "dflash" (z-lab and SpecForge: a Qwen3 configuration with `dflash_config`; layer i means hidden_states[i + 1]),
+"speculators" (a nested configuration; id i means hidden_states[i]; possibly a vocabulary of its own), "transformers".
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
+
+from visspec.io.checkpoint import (
+    LARGEST,
+    check_positive,
+    check_shapes,
+    check_whole,
+    check_wholes,
+    load_strictly,
+    read_tensors,
+    shown,
+)
+from visspec.models.block.drafter import BlockModel, DFlashVariant
+from visspec.models.decoder.target import vocabulary
+from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
+from visspec.models.eagle.feature_head import MOST_LAYERS
+from visspec.models.eagle.layout import (
+    VERSION,
+    check_verifier,
+    entry,
+    list_of,
+    object_of,
+    rope_of,
+    speculators_config,
+    unprefixed,
+)  # fmt: skip
+
+FORMS = ("dflash", "speculators", "transformers")
+RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+OF_THE_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
+OWN_HEAD = ("lm_head.weight", "d2t", "t2d")
+KINDS = ("full_attention", "sliding_attention")
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
+
+
+def read(
+    folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
+    width: int = 1, nodes: int = 24, causal: bool | None = None,
+) -> BlockModel:  # fmt: skip
+    """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
+    its tensors. causal: whether windows hide later places of the block, where the checkpoint does not tell.
+
+    Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
+    """
+    try:
+        config, block = config_of(folder, form, data, model, causal)
+    except ValueError as error:
+        said = str(error)
+        raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
+    vocab = entry(folder, layer_of(folder, form, data), "vocab_size", int)
+    if vocab != vocabulary(model):
+        raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}")
+    few = _own_vocabulary(folder, data, vocab) if form == "speculators" else 0
+    skipped = OF_THE_TARGET if form == "speculators" else ()
+    own = {name for name in OWN_HEAD if form == "speculators" and name in shapes}
+    names = {name: RENAMED.get(name, name) for name in shapes if name not in own and name not in skipped}
+    stored = {own: name for name, own in RENAMED.items()}
+
+    def named(own: str) -> str:
+        return stored.get(own, own)
+
+    with torch.device("meta"):
+        found = {wanted: tuple(shapes[name]) for name, wanted in names.items()}
+        check_shapes(MuseGlimmerAssistantModel(config), found, folder, named)
+    _check_head(folder, own, shapes, config.hidden_size, few, vocab)
+    assistant: Any = MuseGlimmerAssistantModel(config)
+    assistant = assistant.to(model.dtype).eval()
+    tensors = unprefixed(read_tensors(folder), folder)
+    load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
+    if "lm_head.weight" in own:
+        block = DFlashVariant(**{**vars(block), **_head(folder, tensors, few, vocab, model)})
+    return BlockModel(assistant.to(model.device), model, width, nodes, block)
+
+
+def layer_of(folder: Path, form: str, data: dict) -> dict:
+    """The entries of the decoder layers."""
+    return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
+
+
+def config_of(
+    folder: Path, form: str, data: dict, model: PreTrainedModel, causal: bool | None = None
+) -> tuple[MuseGlimmerAssistantConfig, DFlashVariant]:
+    """transformers' configuration of a checkpoint, and what else it says. Raises ValueError for what we don't have."""
+    layer, more = layer_of(folder, form, data), object_of(data.get("dflash_config"))
+    said = {**data, **more} if form == "dflash" else data
+    check_verifier(folder, data, model)
+    sizes = {name: entry(folder, layer, name, int) for name in SIZES}
+    for name, value in sizes.items():
+        check_whole(name, value, 1, MOST_LAYERS if name == "num_hidden_layers" else LARGEST)
+    depth = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
+    theta, scaling, _, _, partial = rope_of(folder, layer)
+    if partial != 1:
+        raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shown(partial)}, expected 1.0")
+    check_positive("rope_theta", theta)
+    for name, factor in (scaling or {}).items():
+        if name != "rope_type":
+            check_positive(name, factor)
+    for name, wanted in (("attention_bias", False), ("hidden_act", "silu")):
+        if (found := layer.get(name) or wanted) != wanted:
+            raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
+    for name in ("block_size", "mask_token_id"):
+        check_whole(name, said.get(name), 2 if name == "block_size" else 0, LARGEST)
+    eps = layer.get("rms_norm_eps", 1e-6)
+    check_positive("rms_norm_eps", eps)
+    kinds = _kinds(folder, layer, sizes["num_hidden_layers"])
+    window: Any = layer.get("sliding_window") if "sliding_attention" in kinds else 1
+    longest = layer.get("max_position_embeddings") or 1
+    for name, value in (("sliding_window", window), ("max_position_embeddings", longest)):
+        check_whole(name, value)
+    config = MuseGlimmerAssistantConfig(
+        **sizes,
+        rms_norm_eps=float(eps),
+        rope_parameters={"rope_type": "default", "rope_theta": theta, **(scaling or {})},
+        max_position_embeddings=longest,
+        sliding_window=window,
+        layer_types=kinds,
+        block_size=said["block_size"],
+        mask_token_id=said["mask_token_id"],
+        target_layer_ids=_layers(folder, form, said, depth, sizes["num_hidden_layers"]),
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return config, _block(folder, form, said, kinds, window, causal)
+
+
+def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
+    kinds = list_of(layer.get("layer_types")) or ["full_attention"] * count
+    windows = layer.get("use_sliding_window") and "layer_types" not in layer
+    if len(kinds) != count or any(kind not in KINDS for kind in kinds) or windows:
+        raise ValueError(
+            f"drafter: layer_types of {folder} is {shown(layer.get('layer_types'))}, expected {count} of"
+            f" {', '.join(KINDS)}"
+        )
+    return kinds
+
+
+def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list[int]:
+    """Layers whose outputs are read, counted from 0; if z-lab's form does not tell, as many as the drafter has, spread
+    from 1 to the last but two.
+    """
+    name, given = "target_layer_ids" if form == "dflash" else "aux_hidden_state_layer_ids", None
+    if form == "dflash" and said.get(name) is None and depth > 3:
+        given = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
+    ids, low = check_wholes(name, given or said.get(name), 0, MOST_LAYERS), 0 if form == "dflash" else 1
+    if not ids or (wrong := [i for i in ids if not low <= i < depth]):
+        found = f"layer {wrong[0]}" if ids else "none"
+        raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{depth - 1}")
+    return [i - low for i in ids]
+
+
+def _block(
+    folder: Path, form: str, said: dict, kinds: list[str], window: int, causal: bool | None
+) -> DFlashVariant:  # fmt: skip
+    if causal is not None and not isinstance(causal, bool):
+        raise ValueError(f"causal: got {shown(causal)}, expected true or false")
+    if form == "speculators":
+        hides = not said.get("sliding_window_non_causal", False) if causal is None else causal
+        return DFlashVariant(
+            anchor=bool(said.get("sample_from_anchor", False)), causal=hides, reach=window, from_anchor=True,
+            index=True, raw=True,
+        )  # fmt: skip
+    own = said.get("is_causal", said.get("causal"))  # z-lab; ModelOpt, for all layers
+    if own and "full_attention" in kinds:
+        raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention")
+    if own is None and causal is None and "sliding_attention" in kinds:
+        warnings.warn(
+            f"drafter: {folder} does not say whether its windows hide later places of a block; they do, as in SpecForge"
+            f" and vLLM, and with {folder.name}:causal=false they don't, as in z-lab's own code",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+    numbers = {name: said.get(name) for name in ("input_embedding_scale", "output_multiplier")}
+    softcap = said.get("final_logit_softcapping") or 0.0
+    for name, value in {**numbers, "final_logit_softcapping": softcap or 1.0}.items():
+        check_positive(name, 1.0 if value is None else value)
+    scale, multiplier = (1.0 if value is None else float(value) for value in numbers.values())
+    hides = (own is None or bool(own)) if causal is None else causal
+    return DFlashVariant(
+        causal=hides, reach=window - 1, index=True, raw=True, scale=scale, multiplier=multiplier,
+        softcap=float(softcap),
+    )  # fmt: skip
+
+
+# --- a vocabulary of its own ------------------------------------------------------------------------------------------
+
+
+def _own_vocabulary(folder: Path, data: dict, vocab: int) -> int:
+    """Ids that the drafter's own head predicts, as many as the target's if it says nothing."""
+    count = data.get("draft_vocab_size", vocab)
+    try:
+        check_whole("draft_vocab_size", count, 1, vocab)
+    except ValueError as error:
+        raise ValueError(f"drafter: {CONFIG} of {folder}: {error}") from None
+    return count
+
+
+def _check_head(
+    folder: Path, own: set[str], shapes: Mapping[str, tuple[int, ...]], hidden: int, few: int, vocab: int
+) -> None:
+    """Raises ValueError unless the tensors of a vocabulary of its own are there, or none are."""
+    wanted: dict[str, tuple[int, ...]] = {"lm_head.weight": (few, hidden), "d2t": (few,), "t2d": (vocab,)}
+    for name in OWN_HEAD if 0 < few < vocab else sorted(own):
+        if name not in own:
+            raise ValueError(f"checkpoint: {folder} lacks tensor {name!r}, expected it for {few} of {vocab} ids")
+        if (found := tuple(shapes[name])) != wanted[name]:
+            raise ValueError(f"checkpoint: tensor {name!r} of {folder} has shape {found}, expected {wanted[name]}")
+
+
+def _head(folder: Path, tensors: Mapping[str, Tensor], few: int, vocab: int, model: PreTrainedModel) -> dict[str, Any]:
+    """The head and its ids as fields of `Block`."""
+    weight = tensors["lm_head.weight"]
+    head = nn.Linear(weight.shape[1], few, bias=False, dtype=model.dtype)
+    load_strictly(head, {"weight": weight}, folder)
+    found: dict[str, Any] = {"head": head.to(model.device)}
+    if few < vocab:
+        ids = tensors["d2t"] + torch.arange(few)
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids.diff() > 0).all()):
+            raise ValueError(
+                f"drafter: d2t of {folder} names ids out of order or beyond {vocab}, expected ascending ones"
+            )
+        if not torch.equal(tensors["t2d"].nonzero()[:, 0], ids):
+            raise ValueError(f"drafter: t2d of {folder} marks other ids than d2t names, expected the same")
+        found["ids"] = ids.to(model.device)
+    return found
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | None = None) -> None:
+    """Write a block drafter in a published form. verifier: name or path of the target, for speculators.
+
+    Raises ValueError where the form has no place for what the drafter is.
+    """
+    check_form(drafter, form)
+    assistant: Any = drafter.assistant
+    if form == "transformers":
+        assistant.save_pretrained(folder)
+        return
+    names = {own: name for name, own in RENAMED.items()}
+    tensors = {names.get(name, name): tensor for name, tensor in assistant.state_dict().items()}
+    block = drafter.form
+    if block.head is not None:
+        tensors["lm_head.weight"] = block.head.weight
+        if block.ids is not None:
+            tensors["d2t"] = block.ids - torch.arange(len(block.ids), device=block.ids.device)
+            tensors["t2d"] = torch.zeros(drafter.vocab, dtype=torch.bool).index_fill_(0, block.ids.cpu(), True)
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, root / WEIGHTS)
+    (root / CONFIG).write_text(json.dumps(described(drafter, form, verifier), indent=2) + "\n")
+
+
+def check_form(drafter: BlockModel, form: str) -> None:
+    """Raises ValueError if a published form can't hold a drafter."""
+    if form not in FORMS:
+        raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
+    block, plain = drafter.form, DFlashVariant()
+    only = {"dflash": ("scale", "multiplier", "softcap"), "speculators": ("anchor", "head"), "transformers": ()}[form]
+    for name in ("anchor", "head", "scale", "multiplier", "softcap"):
+        if name not in only and getattr(block, name) != getattr(plain, name):
+            raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without")
+    if "sliding_attention" in drafter.kinds:
+        if block.from_anchor != (form == "speculators"):
+            raise ValueError(f"form: got windows that are not those of {form!r}, expected layers of full attention")
+        if form == "transformers" and (block.causal or drafter.reach != drafter.window):
+            raise ValueError("form: got causal windows for 'transformers', expected layers of full attention")
+
+
+def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
+    """The configuration of a published form."""
+    config: Any = drafter.assistant.config
+    block, rope = drafter.form, dict(config.rope_parameters)
+    theta, sliding = rope.pop("rope_theta"), "sliding_attention" in drafter.kinds
+    layer: dict[str, Any] = {
+        "model_type": "qwen3",
+        **{name: getattr(config, name) for name in SIZES},
+        "vocab_size": drafter.vocab,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": False,
+        "layer_types": list(config.layer_types),
+        "use_sliding_window": sliding,
+        "sliding_window": (drafter.reach + (form == "dflash")) if sliding else None,
+        "tie_word_embeddings": False,
+    }
+    ids = list(config.target_layer_ids)
+    if form == "dflash":
+        own = {"target_layer_ids": ids, "mask_token_id": drafter.mask}
+        factors = {"input_embedding_scale": block.scale, "output_multiplier": block.multiplier}
+        own |= {name: value for name, value in factors.items() if value != 1.0}
+        own |= {"final_logit_softcapping": block.softcap} if block.softcap else {}
+        return {
+            "architectures": ["DFlashDraftModel"],
+            **layer,
+            **({} if block.causal else {"is_causal": False}),
+            "block_size": drafter.block,
+            "num_target_layers": drafter.model.config.get_text_config().num_hidden_layers,  # type: ignore[union-attr, operator]
+            "dflash_config": own,
+        }
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": VERSION,
+        "draft_vocab_size": drafter.vocab if block.ids is None else len(block.ids),
+        "block_size": drafter.block,
+        "mask_token_id": drafter.mask,
+        "aux_hidden_state_layer_ids": [i + 1 for i in ids],
+        "sample_from_anchor": block.anchor,
+        "sliding_window_non_causal": not block.causal,
+        "transformer_layer_config": layer,
+        "speculators_config": speculators_config("dflash", drafter.traits.levels, drafter.model, verifier),
+    }

@@ -1,0 +1,176 @@
+"""Block drafters of our own training: DFlash, and with a Markov and a confidence head DSpark, for any target.
+
+Shapes: B rows, L prompt, M longest answer, T = M - 1 distributions of an answer, A anchors, K block, C context, d
+hidden size, F features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from visspec.cache import additive
+from visspec.models.block.drafter import BlockModel, DFlashVariant
+from visspec.models.block.head import BlockConfig, BlockHead
+from visspec.models.decoder.target import content_ids, vocabulary
+from visspec.models.drafting import checkpoint
+
+DECAY = 0.8  # weight of a place in the loss, of that before it
+
+
+class BlockDrafter(BlockModel):
+    """A drafter around a `BlockHead`, for one loaded target. width > 1: trees of at most `nodes` nodes (DDTree).
+
+    Raises ValueError if the network was made for another target.
+    """
+
+    def __init__(self, head: BlockHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
+        check_target(head.config, model)
+        self.head, self.config = head.to(model.device), head.config
+        form = DFlashVariant(causal=True, index=True, raw=True)
+        super().__init__(self._running(head, model.dtype), model, width, nodes, form)
+        self.borrowed = (model.get_input_embeddings(), model.get_output_embeddings())
+        self.apart = not (head.config.markov or head.config.confidence)
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> BlockDrafter:
+        """An untrained drafter for a target. `options` are fields of BlockConfig."""
+        torch.manual_seed(seed)
+        return cls(BlockHead(config_for(model, **options)), model)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> BlockDrafter:
+        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
+        return cls(checkpoint.read(folder, BlockHead, lambda config: check_target(config, model)), model, **options)
+
+    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
+        checkpoint.write(folder, self.head, provenance, dtype)
+
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines, as `BlockModel.export`; DSpark's heads have no place there."""
+        for name, none in (("markov", 0), ("confidence", False)):
+            if (found := getattr(self.config, name)) != none:
+                raise ValueError(f"form: got a drafter with {name} {found} for {form!r}, expected {none}")
+        super().export(folder, form, verifier)
+
+    def _running(self, head: BlockHead, dtype: torch.dtype) -> Any:
+        """The network that drafts, in the target's dtype."""
+        head.eval()
+        same = next(head.parameters()).dtype == dtype
+        self.run = head if same else copy.deepcopy(head).to(dtype)
+        return self.run.model
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the network's current weights for drafting; call it after they change."""
+        self.assistant = self._running(self.head, self.embed.weight.dtype)
+
+    @property
+    def ids(self) -> None:
+        """Target ids of the trained logits: all of them."""
+        return
+
+    def _following(self, token: Tensor) -> Tensor | None:
+        return self.run.markov(token) if self.config.markov else None
+
+    def _expected(self, hidden_Bd: Tensor, token: Tensor) -> Tensor | None:
+        if not self.config.confidence or self.stop is None or not self.stop.confidence:
+            return None
+        return self.run.expected(hidden_Bd, token).sigmoid().float()
+
+    def expected(self, lesson: Any, hidden_BTd: Tensor) -> Tensor:
+        """Logits (B, T) of the acceptance rates of the elements of a rollout with these hidden states. What the
+        confidence head learns does not change the states that it reads.
+        """
+        before_BT = lesson.ids[:, lesson.prompt_length :][:, : hidden_BTd.shape[1]]
+        vector = self.head.markov.down(before_BT).detach() if self.config.markov else None
+        return self.head.confidence(hidden_BTd.detach(), vector)
+
+    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """One pass over blocks that tile the answers, for training (`visspec.train.capture.TrainingBatch`); `steps` is
+        unused.
+
+        Returns logits (B, T, V), hidden states (B, T, d) and the weight of each element (B, T), 0 where none counts.
+        Element t, the distribution after answer token t, is predicted by the block whose anchor is the last one up to
+        token t. In training the first anchor is drawn.
+        """
+        ids, prompt, ahead = lesson.ids, lesson.prompt_length, self.block - 1
+        count, device = lesson.logits.shape[1], ids.device
+        first = int(torch.randint(max(min(ahead, count), 1), ())) if self.head.training else 0
+        anchor_A = torch.arange(first, max(count, first + 1), ahead, device=device)
+        rows, blocks = len(ids), len(anchor_A)
+        block_BAK = torch.full((rows, blocks, self.block), self.mask, dtype=ids.dtype, device=device)
+        block_BAK[:, :, 0] = ids[:, prompt + anchor_A]
+        place_K = torch.arange(self.block, device=device)
+        seen_BC, place_BC, start_B1 = self._context(lesson)
+        ahead_BN = start_B1 + (anchor_A[:, None] + place_K).flatten()
+        block_N = torch.arange(blocks, device=device).repeat_interleave(self.block)
+        known_NC = torch.arange(seen_BC.shape[1], device=device) < prompt + anchor_A[block_N][:, None]
+        own_NN = (block_N[:, None] == block_N).expand(rows, -1, -1)
+        like = next(self.head.parameters())
+        mask = additive(torch.cat([known_NC & seen_BC[:, None], own_NN], dim=2), like.dtype)[:, None]
+        hidden_BNd = self.head.model(
+            noise_embeds=self._embedded(block_BAK.flatten(1)).to(like),
+            context_hidden_states=lesson.features.to(like),
+            attention_mask={"full_attention": mask},
+            position_ids=torch.cat([place_BC, ahead_BN], dim=1),
+        ).last_hidden_state
+        hidden_BTd = hidden_BNd.unflatten(1, (blocks, self.block))[:, :, 1:].flatten(1, 2)
+        hidden_BTd = F.pad(hidden_BTd, (0, 0, first, 0))[:, :count]
+        logits = self.lm_head(hidden_BTd.to(self.lm_head.weight.dtype))[..., : self.vocab]
+        if self.config.markov:
+            logits = logits + self.head.markov(ids[:, prompt : prompt + count])
+        index_T = torch.arange(count, device=device)
+        counts_B1 = torch.tensor(lesson.lengths, device=device)[:, None] - 1
+        weight_T = DECAY ** ((index_T - first) % ahead).to(like.dtype)
+        return [(logits, hidden_BTd, weight_T * ((index_T >= first) & (index_T < counts_B1)))]
+
+    def _context(self, lesson: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the context's slots: which are there (B, C) and their positions (B, C); that of the first answer token."""
+        rows, width = lesson.features.shape[:2]
+        seen_BC = torch.ones(rows, width, dtype=torch.bool, device=lesson.ids.device)
+        if lesson.attention is not None:
+            seen_BC[:, : lesson.prompt_length] = lesson.attention.bool()
+        place_BC = (seen_BC.cumsum(dim=1) - 1).clamp(min=0)
+        return seen_BC, place_BC, seen_BC[:, : lesson.prompt_length].sum(dim=1, keepdim=True)
+
+
+def check_target(config: BlockConfig, model: PreTrainedModel) -> None:
+    """Raises ValueError if the drafter was made for another model."""
+    text = model.config.get_text_config()
+    family, layers = model.config.model_type, text.num_hidden_layers
+    found = {"family": family, "hidden": text.hidden_size, "vocab": vocabulary(model), "target_layers": layers}
+    checkpoint.check_target(config, **found)  # type: ignore[arg-type]
+
+
+def config_for(model: PreTrainedModel, **options: Any) -> BlockConfig:
+    """The configuration of a drafter for a loaded target: sizes are the target's; five of its layers are read, evenly
+    spaced; places to fill have the id of a picture's slots, or of padding.
+    """
+    text = model.config.get_text_config()
+    depth, heads = text.num_hidden_layers, text.num_attention_heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    spare = [i for i in sorted(content_ids(model.config)) if i < text.vocab_size]
+    given = {
+        "family": model.config.model_type,
+        "vocab": vocabulary(model),
+        "hidden": text.hidden_size,
+        "target_layers": depth,
+        "layers": 5,
+        "heads": heads,
+        "kv_heads": text.num_key_value_heads,
+        "head_size": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "intermediate": text.intermediate_size,
+        "feature_layers": tuple(sorted({1 + round(i * max(depth - 2, 0) / 4) for i in range(5)})),
+        "mask": next(iter(spare), text.pad_token_id or 0),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        **options,
+    }
+    return BlockConfig(**given)

@@ -1,0 +1,142 @@
+"""Chameleon that draws: Anole and Lumina-mGPT on stock `ChameleonForConditionalGeneration`. (arXiv 2405.09818,
+2407.06135, 2408.02657.)
+
+The stock forward forbids image tokens, so its backbone and its head are called apart. What differs between the
+published models is a `PromptStyle`. transformers has no decoder of these codes: `codec` is one
+(`visspec.models.codecs.vqgan`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout, Vocabulary, counted, left_padded
+
+BOS, BEGIN, END, TURN = "<s>", "<racm3:break>", "<eoss>", "<reserved08706>"
+LARGEST = 2048  # pixels along a side that a header can name
+
+
+@dataclass(frozen=True)
+class PromptStyle:
+    """How a model was trained to draw. `{}` in `question` is the text; sizes are in pixels."""
+
+    question: str
+    guidance: float
+    size: int  # the trained size, or the usual one of a model that draws several
+    step: int = 0  # sides are multiples of this; 0: `size` alone
+    row_end: str = ""  # token behind every row of codes
+    end: str = ""  # token behind the image
+    sized: bool = False  # the image begins with two tokens that say how many steps high and wide it is
+    unconditional: tuple[str, ...] = (BOS,)  # what stays of a prompt, before the header, without its words
+
+    def header(self, layout: ImageLayout, codes_per_step: int) -> list[str]:
+        """Tokens between the words and the first code."""
+        counts = [side // codes_per_step for side in layout.grid] if self.sized else []
+        return [BEGIN, *(f"<reserved{8800 + count:05d}>" for count in counts)]
+
+
+STYLES = {
+    "anole": PromptStyle("{}", guidance=3.0, size=512),
+    "lumina": PromptStyle(
+        "Generate an image of {width}x{height} according to the following prompt:\n{}",
+        guidance=4.0,
+        size=768,
+        step=32,
+        row_end="<reserved08799>",
+        end=END,
+        sized=True,
+        unconditional=(),
+    ),
+}
+
+
+class Chameleon(Family):
+    """`processor` is a `ChameleonProcessor`, or anything with its `tokenizer`; `style` a name in STYLES or a Style.
+
+    A negative prompt is put as a prompt is; an empty one is the style's unconditional prompt.
+    """
+
+    def __init__(self, model: Any, processor: Any, codec: Any = None, style: str | PromptStyle = "anole"):
+        if isinstance(style, str) and style not in STYLES:
+            raise ValueError(f"style: got {style!r}, expected one of {', '.join(STYLES)}")
+        self.style = STYLES[style] if isinstance(style, str) else style
+        self.model, self.processor, self.codec, self.name = model, processor, codec, model.config.model_type
+        self.decoder, mapping = model.model, model.model.vocabulary_mapping
+        self.token_ids: dict[str, int] = mapping.vocab_map
+        codes = mapping.img2bpe_mapping_tensor.long()
+        ends = [name for name in (self.style.row_end, self.style.end) if name]
+        needed = {BOS, BEGIN, TURN, *ends} - set(self.token_ids)
+        if needed:
+            raise ValueError(f"model: its vocabulary_map has no {', '.join(sorted(needed))}, expected Chameleon's own")
+        self.codes, self.grammar = len(codes), len(ends)
+        self.vocabulary = Vocabulary(
+            torch.cat([codes, torch.tensor([self.token_ids[name] for name in ends], dtype=torch.long)]), self.codes
+        )
+        self.codebook = model.model.vqmodel.quantize.embedding.weight.detach().float()
+        self.factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
+        self.default_guidance = self.style.guidance
+        if codec is None:
+            self.no_pixels = (
+                "transformers has no decoder of Chameleon's codes and no codec was given"
+                " (visspec.models.codecs.vq_layout.load_taming_vq)"
+            )
+
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
+        style, height, width = self.style, height or self.style.size, width or self.style.size
+        if not style.step and (height, width) != (style.size, style.size):
+            raise ValueError(f"height, width: got {height} x {width}, expected {style.size} x {style.size}")
+        if style.step and any(side % style.step or not 0 < side <= LARGEST for side in (height, width)):
+            raise ValueError(
+                f"height, width: got {height} x {width}, expected multiples of {style.step} up to {LARGEST}"
+            )
+        ids = iter(range(self.codes, self.codes + self.grammar))
+        row_end, end = (next(ids) if name else None for name in (style.row_end, style.end))
+        tail = () if end is None else (end,)
+        return ImageLayout.lines(height // self.factor, width // self.factor, row_end, tail)
+
+    def prompt(
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
+        layout = layout or self.layout()
+        height, width = (side * self.factor for side in layout.grid)
+        every = [*texts, *(negative or [])]
+        asked = [self.style.question.format(text, height=height, width=width) for text in every]
+        words = self.asked().tokenizer(asked, add_special_tokens=False)["input_ids"]
+        others = [row if text.strip() else None for text, row in zip(negative or [], words[len(texts) :])]
+        return self.from_words(words[: len(texts)], guided, layout, others or None)
+
+    def from_words(
+        self, words: list[list[int]], guided: bool, layout: ImageLayout, negative: list[list[int] | None] | None = None
+    ) -> EncodedPrompt:
+        """From the ids of each prompt's words, without special ids, and those of the negative prompts (None: the
+        unconditional one).
+        """
+        ids = self.token_ids
+        header = [ids[name] for name in self.style.header(layout, max(self.style.step // self.factor, 1))]
+        rows = [[ids[BOS], *row, ids[TURN], *header] for row in words]
+        if guided:
+            plain = [*(ids[name] for name in self.style.unconditional), *header]
+            others = negative or [None] * len(words)
+            rows += [plain if row is None else [ids[BOS], *row, ids[TURN], *header] for row in others]
+        both, seen = left_padded(rows, 0, self.decoder.device)
+        embeds = self.model.get_input_embeddings()(both)
+        return EncodedPrompt(both[: len(words)], embeds, seen, counted(seen, layout.positions))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(self.vocabulary(tokens))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.vocabulary.logits(self.model.lm_head, hidden)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        vq = self.model.model.vqmodel
+        return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
+
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
+        if self.codec is None:
+            return super().pixels(tokens, layout)
+        return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5

@@ -1,0 +1,106 @@
+"""A stock model without some of its decoder layers, as a view that shares all weights: what drafts for itself.
+
+The modules from the model down to its list of layers are copied shallowly; in the place of a layer that is left out
+stands one that hands on what it is given. The model itself is not changed, and embeddings, final norm and head are its
+own. Layers keep their number, by which they find their keys and values in the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec.models.attention.hooks import HOOKING
+from visspec.models.decoder.probe import untouched
+from visspec.models.runner.compiled import replaced
+
+
+class LayerSubset:
+    """Views of a model by the layers left out, made when first asked for."""
+
+    def __init__(self, model: nn.Module, decoder: nn.Module):
+        self.model: Any = model
+        self.decoder = decoder
+        self._views: dict[frozenset[int], nn.Module] = {}
+        self._tuples: bool | None = None
+
+    def __call__(self, skip: frozenset[int]) -> Any:
+        """Raises ValueError for numbers that are no layers of the model, or a model that can't be taken apart."""
+        view = self._views.get(skip)
+        if view is None:
+            view = self._views[skip] = self._made(skip)
+        return view
+
+    def check(self) -> None:
+        """Raises ValueError for a model whose layers can't be left out: the last one alone is run over one id."""
+        name, layers = type(self.model).__name__, self._layers()[1]
+        if next(self.model.parameters()).device.type == "meta":
+            return
+        view = self(frozenset(range(len(layers) - 1)))
+        try:
+            self._run(view)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # says nothing of the model
+        except Exception as error:  # its keys may come from a layer before it
+            raise ValueError(
+                f"drafter: got {name}, whose last layer can't run alone ({type(error).__name__}), expected a"
+                " decoder with a list of layers that do not need one another"
+            ) from error
+
+    def _made(self, skip: frozenset[int]) -> Any:
+        name, layers = self._layers()
+        if not skip < set(range(len(layers))):
+            raise ValueError(f"skip: got layers {sorted(skip)}, expected some of 0..{len(layers) - 1}, but not all")
+        if self._tuples is None:
+            self._tuples = self._gives_tuples(layers[0])
+        new = copy.copy(self.decoder)
+        kept = [_SkippedLayer(layer, self._tuples) if n in skip else layer for n, layer in enumerate(layers)]
+        new._modules = {**self.decoder._modules, name: nn.ModuleList(kept)}
+        view = replaced(self.model, self.decoder, new)
+        if view is None:
+            raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be left out")
+        return view
+
+    def _layers(self) -> tuple[str, nn.ModuleList]:
+        """The decoder's list of layers and its name."""
+        config: Any = self.model.config
+        count = config.get_text_config().num_hidden_layers
+        for name, module in self.decoder.named_children():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return name, module
+        raise ValueError(f"drafter: got {type(self.model).__name__}, expected a decoder with a list of {count} layers")
+
+    def _gives_tuples(self, layer: nn.Module) -> bool:
+        """Whether layers return tuples: seen in a pass over one id."""
+        seen: list[bool] = []
+        with HOOKING:
+            hook = layer.register_forward_hook(lambda module, args, output: seen.append(isinstance(output, tuple)))
+            try:
+                self._run(self.model)
+            finally:
+                hook.remove()
+        return seen[0]
+
+    def _run(self, model: Any) -> None:
+        """A pass over one id."""
+        with HOOKING, untouched(self.model):
+            ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.model.parameters()).device)
+            model(input_ids=ids, use_cache=False)
+
+
+class _SkippedLayer(nn.Module):
+    """In the place of a layer: hands on the hidden states. What else is asked of it, the layer answers."""
+
+    def __init__(self, layer: nn.Module, tuples: bool):
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not as a child
+        self.tuples = tuples
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states,) if self.tuples else hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)

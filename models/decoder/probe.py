@@ -1,0 +1,373 @@
+"""Asks a model, when it is wrapped, whether trees and ragged rows can be verified in it: structure, not names.
+
+A small branching draft below two rows of very different length goes through `HFDecoder.verify`; the same path goes
+through the model alone, as a plain continuation of left-padded rows under transformers' own masks. What comes before
+the draft is made up, keys and values that no pass computed, so that hundreds of slots cost little: a window in some
+buffer of the model then sees other slots in the one pass than in the other. Two passes over a few tokens; nothing of
+the model changes. Windows beyond the slots tried (`LONG`, more where the configuration names one) are not seen.
+
+Shapes: R rows, N nodes, P nodes on the path, S slots, V vocabulary, H heads, E head size.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.cache import SlotCache
+from visspec.distributions import categorical
+from visspec.loop.output import TokenBuffer
+from visspec.models.attention import ragged, rotary
+from visspec.models.attention.hooks import HOOKING
+from visspec.models.attention.recurrent import state_layers
+from visspec.models.attention.slot_layers import SlotLayer, SlotLayers
+from visspec.types import Draft, Request, State
+
+if TYPE_CHECKING:
+    from visspec.models.decoder.target import HFDecoder
+
+LOGGER = logging.getLogger(__name__)
+PARENT, PATH = (-1, 0, 0, 2, 2, 4), (0, 2, 4, 5)  # the path's slots are not its depths
+SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of one row, of the other, and at most
+BESIDE_WINDOW = 16
+EXPECTED = "a decoder of ids that attends by the mask and the positions it is given"
+SPECIAL = ("pad", "bos", "eos")
+# relative errors that may be rounding: in float32; where integers are behind it; in half precision, times the root's,
+# within bounds
+EXACT, COARSE, TIMES_ROOT, WRONG = 1e-3, 0.1, 10.0, 0.5
+ROUGH = 1e-4  # an error of the root above it says that the arithmetic is coarse
+
+
+class ProbeResult(NamedTuple):
+    fault: str | None = None  # what is wrong with the model
+    padding: bool = True  # whether rows padded at the left are continued as they would be without padding
+    error: float = (
+        0.0  # by how much a node's distribution differs from that of the same tokens one by one, of its spread
+    )
+    folds: bool = True  # whether its attention takes masks with a row for every head of a group (`folding`)
+    needs_mask: str = ""  # why it can't be told lengths and trees in place of a mask (`ragged`)
+
+
+_answers: dict[tuple, ProbeResult] = {}
+_pads: dict[tuple, bool] = {}
+
+
+def check(target: HFDecoder) -> ProbeResult:
+    """What the model answers. Raises ValueError in one sentence where it can't be verified. Answers are kept by the
+    classes of its modules and its configuration.
+    """
+    model = target.model
+    if target.device.type == "meta":
+        return ProbeResult()  # no numbers, nothing to ask
+    backend, key = target.masks.backend, _key(target)
+    answer = _answers.get(key)
+    if answer is None:
+        with HOOKING, untouched(model):  # one thread at a time asks, and no hooks come or go meanwhile
+            attn_metadata = backend.name != ragged.MASK
+            answer = _asked(target)
+            if attn_metadata and (
+                answer.fault is not None or backend.name == ragged.MASK
+            ):  # or it has refused in the middle
+                backend.refuse("other laws of a draft's nodes without a mask")
+                answer = _asked(target)._replace(needs_mask=backend.why)
+            if answer.fault is not None and target.masks.groups > 1:
+                target.masks.groups = 1
+                answer = _asked(target)._replace(folds=False, needs_mask=answer.needs_mask)
+                LOGGER.info("%s: keys are repeated for heads that share them", type(model).__name__)
+            _answers[key] = answer
+    if not answer.folds:
+        target.masks.groups = 1
+    if answer.needs_mask:
+        backend.name, backend.why = ragged.MASK, answer.needs_mask
+    if answer.fault is not None:
+        raise ValueError(answer.fault)
+    if answer.error > EXACT and _exact(model):
+        warnings.warn(
+            f"model: {type(model).__name__} computes a token's law differently beside others (by {answer.error:.2g} of"
+            " its spread), as quantised arithmetic may: tokens near a tie can fall otherwise than one by one",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return answer
+
+
+def _key(target: HFDecoder) -> tuple:
+    model, masks = target.model, target.masks
+    parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
+    return parts, masks.groups, masks.backend.name, model.dtype, target.device.type, repr(model.config.to_dict())
+
+
+def pads(target: HFDecoder) -> bool:
+    """Whether rows padded at the left begin and go on as each does alone: six passes over a few tokens. Kept as the
+    answers of `check` are.
+    """
+    key = _key(target)
+    if key not in _pads:
+        with HOOKING, torch.inference_mode(False), untouched(target.model):
+            _pads[key] = _as_alone(target)
+    return _pads[key]
+
+
+def _as_alone(target: HFDecoder) -> bool:
+    ids_1L, once = _tokens(target), (len(PATH),)
+    real_2L = torch.ones(2, ids_1L.shape[1], dtype=torch.long, device=target.device)
+    real_2L[1, :2] = 0
+
+    def prompted(ids_RL: Tensor, real_RL: Tensor) -> Tensor:
+        inputs = {"attention_mask": real_RL, "use_cache": True, "logits_to_keep": 1}
+        return categorical(target.prefill(Request(inputs, ids_RL, max_new_tokens=1))[1].distribution).logits
+
+    try:
+        pairs = (
+            (prompted(ids_1L.repeat(2, 1), real_2L), [prompted(ids_1L[:, n:], real_2L[:1, n:]) for n in (0, 2)]),
+            (_padded(target, once), [_alone(target, row, once) for row in range(2)]),
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # it needs more than ids: what can't be asked is not believed
+        return False
+    errors = (_difference(padded, torch.cat(alone), _exact(target.model))[0] for padded, alone in pairs)
+    return max(errors) <= (EXACT if _exact(target.model) and target.rounding <= EXACT else COARSE)
+
+
+def _asked(target: HFDecoder) -> ProbeResult:
+    name = type(target.model).__name__
+    exact, error = _exact(target.model), 0.0
+    try:
+        if target.states:  # several tokens behind a state, as if they came one by one
+            together, apart = _alone(target, 0, (1, len(PATH) - 1)), _alone(target, 0, (1,) * len(PATH))
+            error, limit = _difference(together, apart, exact)
+            if error > limit:
+                return ProbeResult(_unlike(name, error))
+        tree_RPV = _in_a_draft(target)
+        # others only where the first differs: models that let a prompt see its own end are causal step by step alone
+        once, one_by_one = (len(PATH),), (1,) * len(PATH)
+        for widths, padding in ((once, True), (one_by_one, True), (one_by_one, False)):
+            if padding:
+                path_RPV = _padded(target, widths)
+            else:
+                path_RPV = torch.cat([_alone(target, row, widths) for row in range(2)])
+            error, limit = _difference(tree_RPV, path_RPV, exact)
+            if error <= limit:
+                if target.masks.backend.name == ragged.VARLEN:  # which takes another way for chains
+                    error, limit = _difference(_in_a_draft(target, chain=True), path_RPV, exact)
+                return ProbeResult(_unlike(name, error) if error > limit else None, padding=padding, error=error)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # says nothing of the model
+    except Exception as raised:
+        said = str(raised).split("\n")[0].replace(". ", ", ").rstrip(".")
+        if said.startswith("model: "):
+            return ProbeResult(said)  # our own cache has found the fault
+        return ProbeResult(f"model: {name} can't run a draft ({type(raised).__name__}: {said}), expected {EXPECTED}")
+    return ProbeResult(_unlike(name, error))
+
+
+def _unlike(name: str, error: float) -> str:
+    return (
+        f"model: {name} gives a draft's nodes other laws than the same tokens one by one (by {error:.2g} of their"
+        f" spread), expected {EXPECTED}"
+    )
+
+
+def _exact(model: Any) -> bool:
+    """Whether it claims to compute in float32 or better."""
+    return model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False)
+
+
+def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float, float]:
+    """The greatest difference of distributions relative to their spread, and the greatest that rounding explains."""
+    if not bool(path_RPV.isfinite().all()):
+        return 0.0, 0.0  # weights that give no numbers say nothing of the structure
+    spread_RP = (path_RPV - path_RPV.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    error_RP = (tree_RPV - path_RPV).norm(dim=-1) / spread_RP.clamp(min=torch.finfo(torch.float32).tiny)
+    root = float(error_RP[0, 0])
+    # in coarse arithmetic single nodes may go far astray (an expert chosen by a hair), whole rows may not
+    coarse = root > ROUGH or not exact
+    error = error_RP.median(dim=-1).values.max() if coarse else error_RP.max()
+    if exact:
+        return float(error), COARSE if coarse else EXACT
+    return float(error), min(max(TIMES_ROOT * root, COARSE), WRONG)
+
+
+class _RandomSlots(SlotCache):
+    """Slots whose committed keys are zero and values random, made for one layer at a time: no memory to speak of."""
+
+    def __init__(self, values_RSE: Tensor, lengths: list[int]):
+        super().__init__(len(values_RSE))
+        self.made_up, self.lengths = values_RSE, lengths
+        self.steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # what earlier passes wrote behind them, by layer
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        rows, heads, _, size = value.shape
+        self.keys = [key.new_zeros(*key.shape[:2], self._extent, key.shape[-1])]
+        self.values = [value.new_zeros(rows, heads, self._extent, size)]
+        known = self.made_up[:, None, : self._extent].to(value)
+        for first in range(0, size, known.shape[-1]):
+            width = min(size - first, known.shape[-1])
+            self.values[0][:, :, : known.shape[2], first : first + width] = known[..., :width]
+        for n, (earlier_key, earlier_value) in enumerate(steps := self.steps.setdefault(layer, []), known.shape[2]):
+            self.keys[0][:, :, n], self.values[0][:, :, n] = earlier_key[:, :, 0], earlier_value[:, :, 0]
+        steps.append((key, value))
+        return super().write(0, key, value)
+
+
+def _values(target: HFDecoder) -> Tensor:
+    """Made-up values of a long and a short row, each from its first slot on: (2, S, 64)."""
+    text = target.model.config.get_text_config()
+    named = [v + BESIDE_WINDOW for k, v in text.to_dict().items() if "window" in k and type(v) is int]
+    room = getattr(text, "max_position_embeddings", None) or LONGEST
+    long = max(min(max([LONG, *named]), LONGEST, room - len(PARENT)), SHORT + 1)
+    values_RSE = torch.randn(2, long, 64, generator=torch.Generator().manual_seed(0))
+    values_RSE[0] *= long**0.5  # the mean over many of them is then as large as that over few
+    return values_RSE
+
+
+class _Sliding(SlotLayer):
+    """A layer that hands out no more than a window, as those of transformers' own cache."""
+
+    is_sliding = True
+
+    def __init__(self, slots: SlotCache, index: int, window: int):
+        super().__init__(slots, index)
+        self.window = window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = min(self.slots.length, self.window - 1)
+        return held + query_length, self.slots.length - held
+
+
+class _StockSlots(SlotLayers):
+    """Made-up slots as transformers' own cache keeps them."""
+
+    def __init__(self, windows: dict[int, int], slots: _RandomSlots, states: dict[int, Any]):
+        super().__init__(len(slots.lengths))
+        self.slots = slots
+        count = max([*windows, *states]) + 1
+        self.layers = [states.get(i) or _layer(slots, i, windows.get(i, 0)) for i in range(count)]
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        pair = super().update(key_states, value_states, layer_idx)
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, SlotLayer)
+        held = layer.get_mask_sizes(key_states.shape[2])[0]
+        return tuple(states[:, :, -held:] for states in pair)
+
+
+def _layer(slots: SlotCache, index: int, window: int) -> SlotLayer:
+    return _Sliding(slots, index, window) if window else SlotLayer(slots, index)
+
+
+def _tokens(target: HFDecoder) -> Tensor:
+    """Ordinary ids for the draft's nodes, (1, N)."""
+    text = target.model.config.get_text_config()
+    special = target.capabilities.never_drafted | {getattr(text, f"{name}_token_id", None) for name in SPECIAL}
+    ordinary = [i for i in range(target.capabilities.vocab) if i not in special]
+    size = len(_shape(target)[0])
+    return torch.tensor([[ordinary[n % len(ordinary)] for n in range(size)]], device=target.device)
+
+
+def _in_a_draft(target: HFDecoder, chain: bool = False) -> Tensor:
+    """Logits of the path's nodes, from a pass over the tree, or over the path alone as a chain: (R, P, V)."""
+    parent, path = _shape(target)
+    tokens_RN = _tokens(target).repeat(2, 1)
+    if chain:
+        tokens_RN, parent, path = tokens_RN[:, path], tuple(range(-1, len(path) - 1)), tuple(range(len(path)))
+    tree = trees.static(parent, str(target.device))
+    request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
+    values_RSE = _values(target)
+    cache = target.cache(2)
+    cache.slots = _RandomSlots(values_RSE, [values_RSE.shape[1], SHORT])
+    for layer in cache.layers:
+        if isinstance(layer, SlotLayer):
+            layer.slots = cache.slots
+    position = torch.full((2,), SHORT, device=target.device)
+    state = State(request, tokens_RN[:, 0], position, cache, [0, 1], TokenBuffer(request, 2))
+    logits_RNV = categorical(target.verify(state, Draft(tokens_RN, tree)).distribution).logits
+    cache.check_written(target.model, target.cached)
+    return logits_RNV[:, path]
+
+
+def _shape(target: HFDecoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The draft's parents and the path in it, as far as the target takes trees: the path is of one length."""
+    if target.capabilities.trees:
+        return PARENT, PATH
+    return tuple(range(-1, len(PATH) - 1)), tuple(range(len(PATH)))
+
+
+def _padded(target: HFDecoder, widths: tuple[int, ...]) -> Tensor:
+    """The same of the path without its siblings, so many tokens a pass, the short row padded at the left: (R, P, V)."""
+    values_RSE = _values(target)
+    long = values_RSE.shape[1]
+    values_RSE[1] = values_RSE[1].roll(-SHORT, 0)
+    real_RS = torch.ones(2, long + len(PATH), dtype=torch.long, device=target.device)
+    real_RS[1, : long - SHORT] = 0
+    return _continued(target, _RandomSlots(values_RSE, [long, long]), widths, real_RS)
+
+
+def _alone(target: HFDecoder, row: int, widths: tuple[int, ...]) -> Tensor:
+    """The same of one row by itself: (1, P, V)."""
+    length = [None, SHORT][row]
+    values_RSE = _values(target)[row : row + 1, :length]
+    return _continued(target, _RandomSlots(values_RSE, [values_RSE.shape[1]]), widths)
+
+
+def _continued(
+    target: HFDecoder, slots: _RandomSlots, widths: tuple[int, ...], real_RS: Tensor | None = None
+) -> Tensor:
+    """Logits of the path as a plain continuation, under transformers' own mask."""
+    rows, size, before = len(slots.lengths), len(PATH), slots.length
+    cache = _StockSlots(target.cached, slots, state_layers(target.model.config) if target.states else {})
+    ids_RP = _tokens(target)[:, _shape(target)[1]].repeat(rows, 1)
+    position_RP = (SHORT + torch.arange(size, device=target.device)).repeat(rows, 1)
+    logits = []
+    for first, step in zip(accumulate(widths, initial=0), widths):
+        slots.open(step, target.device)
+        output = target.model(
+            input_ids=ids_RP[:, first : first + step],
+            attention_mask=None if real_RS is None else real_RS[:, : before + first + step],
+            position_ids=position_RP[:, first : first + step],
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        slots.lengths = [n + step for n in slots.lengths]
+        logits.append(output.logits.float())
+    return torch.cat(logits, dim=1)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Runs the model as for inference and leaves everything as it was: modes, buffers, hooks, random numbers."""
+    kept = [(module, dict(vars(module)), _dictionaries(module)) for module in model.modules()]
+    inner = [(buffer, buffer.clone()) for module in rotary.modules(model) for buffer in module.buffers()]
+    devices = [] if model.device.type != "cuda" else [model.device]
+    try:
+        with torch.inference_mode(), torch.random.fork_rng(devices):
+            if any(module.training for module, *_ in kept):
+                model.eval()
+            yield
+    finally:
+        for module, attributes, dictionaries in kept:
+            for here, before in [(vars(module), attributes), *dictionaries]:
+                for name in here.keys() - before.keys():
+                    del here[name]
+                for name, value in before.items():
+                    if here.get(name, here) is not value:  # other threads may be running the model
+                        here[name] = value
+        with torch.no_grad():
+            for buffer, values in inner:  # some are written in place
+                buffer.copy_(values)
+
+
+def _dictionaries(module: nn.Module) -> list[tuple[dict, dict]]:
+    """Its buffers and hooks, with what is in them: models install hooks of their own at their first pass."""
+    inside = [value for name, value in vars(module).items() if name == "_buffers" or name.startswith("_forward_")]
+    return [(value, dict(value)) for value in inside]

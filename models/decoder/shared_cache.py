@@ -1,0 +1,164 @@
+"""Drafters that attend to the target's own keys and values, as transformers loads them (Gemma 4's assistants).
+
+They have no cache: every drafted node is one pass over its token's embedding and the hidden state above it, at the
+position of the pending token, with the target's keys and values of one layer of each kind. transformers drives them at
+batch size 1, as chains; here rows may be ragged, and as nodes do not see each other, a level of a tree is one pass too.
+
+Shapes: B rows, W nodes of a level, S slots, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.cache import additive, gathered
+from visspec.distributions import Categorical
+from visspec.models.decoder.target import LAST, describe
+from visspec.sampling import propose, warp
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+
+LEVELS = 5  # where the assistant's generation configuration names no number
+
+
+def shares_cache(spec: nn.Module) -> bool:
+    """Whether a model reads another's keys and values."""
+    named = "shared_kv_states" in inspect.signature(spec.forward).parameters
+    return named and hasattr(getattr(spec, "config", None), "backbone_hidden_size")
+
+
+class SharedCache(Drafter):
+    """Drafts from `assistant`, loaded for `model`. width > 1: trees of at most `nodes` nodes instead of chains.
+
+    Raises ValueError where it was made for another target.
+    """
+
+    def __init__(self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24):
+        config: Any = assistant.config
+        text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        own, theirs = config.get_text_config(), describe(model)
+        if config.backbone_hidden_size != text.hidden_size:
+            raise ValueError(
+                f"drafter: made for a hidden size of {config.backbone_hidden_size}, expected the target's"
+                f" {text.hidden_size}"
+            )
+        if own.vocab_size != theirs.vocab:
+            raise ValueError(f"drafter: vocabulary of {own.vocab_size}, expected the target's {theirs.vocab}")
+        self.layers = providers(text)
+        if missing := set(own.layer_types) - set(self.layers):
+            raise ValueError(
+                f"drafter: reads layers of {', '.join(sorted(missing))}, expected kinds that the target has"
+                f" ({', '.join(sorted(self.layers))})"
+            )
+        self.window, self.width, self.nodes = int(own.sliding_window or 0), width, nodes
+        named = getattr(getattr(assistant, "generation_config", None), "num_assistant_tokens", None)
+        self.traits = DrafterTraits(
+            levels=named or LEVELS, feature_layers=LAST, trees=width > 1, joins=True, stored=True
+        )
+        self.assistant: Any = copy.copy(assistant)  # shares all weights; takes masks as they are
+        self.assistant.create_attention_masks = given  # type: ignore[assignment]
+        self.embed = model.get_input_embeddings()  # type: ignore[operator]
+
+    def start(self, state: State, scores: Scores) -> None:
+        assert scores.features is not None
+        state.memory = scores.features[:, -1]  # (B, d) above the pending token
+
+    def propose(self, state: State, depth: int) -> Draft:
+        read = self._reader(state)
+        if self.width > 1:
+            return self._tree(state, depth, read)
+        token, hidden_B1d = state.pending[:, None], state.memory[:, None]
+        tokens, distributions = [], []
+        for level in range(depth):
+            logits_B1V, hidden_B1d = read(token, hidden_B1d)
+            drawn, distribution = propose(logits_B1V[:, 0], state, level)
+            token = drawn[:, None]
+            tokens.append(drawn)
+            if distribution is not None:
+                distributions.append(distribution)
+        return trees.chain_draft(
+            state.pending, torch.stack(tokens, dim=1), Categorical.chain(distributions) if distributions else None
+        )
+
+    def _tree(self, state: State, depth: int, read: Any) -> Draft:
+        if state.noise is not None and state.noise.samples:
+            raise ValueError("acceptance: got a rule that judges draws, expected point masses for an assistant's tree")
+        tree_builder = trees.TreeBuilder(state.pending, self.width)
+        token_BW, hidden_BWd = state.pending[:, None], state.memory[:, None]
+        for level in range(depth):
+            logits_BWV, hidden_BWd = read(token_BW, hidden_BWd)
+            logits_BWV = warp(logits_BWV, state.request.sampling)
+            if state.noise is not None:
+                logits_BWV = state.noise.perturbed(logits_BWV, level)
+            token_BW, above_BW = tree_builder.grow(logits_BWV.log_softmax(dim=-1))
+            hidden_BWd = gathered(hidden_BWd, above_BW)
+        return tree_builder.finish(self.nodes)
+
+    def _reader(self, state: State) -> Any:
+        """A pass of the assistant over nodes of this round: (tokens (B, W), hidden (B, W, d)) to (logits, hidden)."""
+        view: Any = state  # with the target's keys and values, as `traits.stored` asks
+        stored, held_BS = view.stored(list(self.layers.values()))
+        shared = dict(zip(self.layers, stored))
+        position_B = state.position
+
+        def read(token_BW: Tensor, hidden_BWd: Tensor) -> tuple[Tensor, Tensor]:
+            state.calls["draft_pass"] += 1
+            embedded = self.embed(token_BW)
+            output = self.assistant(
+                inputs_embeds=torch.cat([embedded, hidden_BWd.to(embedded.dtype)], dim=-1),
+                attention_mask=self._masks(shared, held_BS, token_BW.shape[1], embedded.dtype),
+                position_ids=position_B[:, None].expand(-1, token_BW.shape[1]),
+                shared_kv_states=shared,
+                use_cache=False,
+                output_hidden_states=token_BW.shape[1] > 1,  # transformers 5.23 slices what it keeps, None included
+            )
+            return output.logits, output.last_hidden_state
+
+        return read
+
+    def _masks(self, shared: dict, held_BS: Tensor | None, width: int, dtype: torch.dtype) -> dict[str, Tensor | None]:
+        """By kind of layer, (B, 1, W, S): all committed tokens, and the last of them within the window."""
+        keys = next(iter(shared.values()))[0]
+        if held_BS is None:
+            if "sliding_attention" not in shared or keys.shape[2] <= self.window + 1:
+                return dict.fromkeys(("full_attention", "sliding_attention"))
+            held_BS = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=keys.device)
+        slot = torch.arange(held_BS.shape[1], device=keys.device)
+        last_B1 = torch.where(held_BS, slot, -1).amax(dim=1, keepdim=True)
+        near_BS = held_BS & (slot >= last_B1 - self.window)
+        seen = {"full_attention": held_BS, "sliding_attention": near_BS}
+        return {kind: additive(of, dtype)[:, None, None].expand(-1, -1, width, -1) for kind, of in seen.items()}
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        assert scores.features is not None
+        last_B1 = verdict.path.gather(1, verdict.length[:, None] - 1)
+        state.memory = gathered(scores.features, last_B1)[:, 0]
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.memory = state.memory[keep]
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        state.memory = torch.cat([state.memory, other.memory[take]])
+
+
+def given(inputs_embeds: Tensor, attention_mask: Any, shared_kv_states: Any) -> Any:
+    """In place of the assistant's own masks, which are for one row."""
+    return attention_mask
+
+
+def providers(text: Any) -> dict[str, int]:
+    """By kind of attention, the layer whose keys and values are handed on: the one that stores them for later layers,
+    else the last.
+    """
+    modes = getattr(text, "kv_sharing_modes", None) or [None] * text.num_hidden_layers
+    found: dict[str, int] = {}
+    kinds = getattr(text, "layer_types", None) or []
+    for index, (kind, mode) in enumerate(zip(kinds, modes)):
+        if mode != "reuse":
+            found[kind] = index
+    return found | {kind: i for i, (kind, mode) in enumerate(zip(kinds, modes)) if mode == "store"}

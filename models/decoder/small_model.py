@@ -1,0 +1,182 @@
+"""A smaller transformers model as drafter; vision-language models get the image, text models drop it.
+
+transformers' assisted generation passes no pixels to a vision-language assistant, supports batch size 1 only and
+repeats its prefill. Here the small model has a slot cache per request, and rollback copies nothing. Shapes: B rows,
+M tokens to catch up with, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.cache import to_device
+from visspec.distributions import Categorical, categorical
+from visspec.models.decoder.target import HFDecoder, describe
+from visspec.models.drafting.structure import Chain, StructuredDrafter
+from visspec.models.runner.compiled import compiled
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Request, Scores, State, Verdict
+
+READS = 4096  # tokens; a long prompt would cost a small model as large a part of the time as it is of the target's size
+VOCABULARY_PADDING = 1024  # models of one family pad their vocabulary differently; the used ids are the same
+
+
+class SmallModel(StructuredDrafter):
+    """Chains from `small`, a loaded transformers model with the target's tokenizer.
+
+    reads: most tokens of a prompt that a small model without pictures reads, its first and the last ones; None for all.
+    Raises ValueError when the vocabularies differ by more than padding.
+    """
+
+    traits = DrafterTraits(levels=5, joins=True)
+
+    def __init__(self, small: nn.Module, model: nn.Module, reads: int | None = READS):
+        if reads is not None and reads < 1:
+            raise ValueError(f"reads: got {reads}, expected at least 1 or None")
+        self.target, self.reads = HFDecoder(small), reads
+        if self.target.states:
+            raise ValueError(
+                f"drafter: got {type(small).__name__} with recurrent layers, expected attention in all of them"
+            )
+        ours, theirs = self.target.capabilities, describe(model)
+        if abs(ours.vocab - theirs.vocab) > VOCABULARY_PADDING:
+            raise ValueError(f"drafter: vocabulary of {ours.vocab}, expected the target's {theirs.vocab}")
+        self.vocab, self.full = min(ours.vocab, theirs.vocab), theirs.vocab
+        self.content = sorted(theirs.never_drafted)
+        self.sees = bool(ours.never_drafted)
+
+    def compile(self) -> None:
+        if self.passes is None:
+            self.passes = self.target.passes = compiled(self.target.model, self.target.decoder)
+
+    def record(self) -> None:
+        if self.recorder is None:
+            self.target.record(None)
+            self.recorder = self.target.recorder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "passes": None, "recorder": None}
+
+    def start(self, state: State, scores: Scores) -> None:
+        request = state.request
+        pixels = any(name.startswith("pixel") for name in request.media)
+        if self.sees and not pixels and bool(self._is_content(request.prompt).any()):
+            raise ValueError("drafter: got no pixels, expected a call through visspec.accelerate(...).generate")
+        inputs = self._seeing(request) if self.sees else self._blind(request)
+        kept: dict[str, Any] = {}
+
+        def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            model_kwargs.pop("past_key_values", None)
+            # greedy: distributions come unwarped
+            own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=request.max_new_tokens)
+            kept["state"] = self.target.prefill(own)[0]
+            return input_ids
+
+        self.target.model.generate(**inputs, custom_generate=prefill, max_new_tokens=1)
+        state.memory = _SmallModelState(kept["state"], state)
+
+    def _seeing(self, request: Request) -> dict[str, Any]:
+        copies = request.copies
+        return {
+            **request.media,
+            "input_ids": request.prompt[::copies],
+            "num_return_sequences": copies,
+            "do_sample": copies > 1,
+        }
+
+    def _is_content(self, ids: Tensor) -> Tensor:
+        return torch.isin(ids, torch.tensor(self.content, device=ids.device, dtype=ids.dtype))
+
+    def _blind(self, request: Request) -> dict[str, Any]:
+        """The prompt without image content, left-padded again."""
+        prompt = request.prompt
+        keep = ~self._is_content(prompt)
+        if (attention := request.inputs.get("attention_mask")) is not None:
+            keep &= attention.bool()
+        order = keep.long().argsort(dim=1, stable=True)  # move dropped ids to the left as padding
+        longest = int(keep.sum(dim=1).max())
+        ids, keep = torch.where(keep, prompt, 0).gather(1, order)[:, -longest:], keep.gather(1, order)[:, -longest:]
+        if self.reads is not None and self.reads < longest:
+            # rows that are longer than that keep their first token, without which many models write nonsense
+            first = keep.long().argmax(dim=1, keepdim=True)
+            start = torch.arange(longest - self.reads, longest, device=ids.device).expand(len(ids), -1).clone()
+            start[:, :1] = torch.minimum(start[:, :1], first)
+            ids, keep = ids.gather(1, start), keep.gather(1, start)
+        return {"input_ids": ids, "attention_mask": keep.long()}
+
+    def propose(self, state: State, depth: int) -> Draft:
+        memory: _SmallModelState = state.memory
+        depth = self.levels(state, depth)
+        logits_BV = self._catch_up(state, memory)
+        chain = Chain(state, self.stop)
+        for level in range(depth):
+            if level:
+                logits_BV = self._logits(memory, trees.root(chain.tokens[-1]))[:, -1]
+                memory.advance([1] * len(state.rows))
+            chain.add(logits_BV[:, : self.vocab])
+        memory.drafted = depth - 1  # the last token was proposed, not read
+        draft = chain.finish()
+        if draft.q is None:
+            return draft
+        q = categorical(draft.q).p  # over the target's vocabulary
+        return replace(draft, q=Categorical(p=nn.functional.pad(q, (0, self.full - q.shape[-1]))))
+
+    def _logits(self, memory: _SmallModelState, draft: Draft) -> Tensor:
+        """(B, M, V) after each token of a draft of its own."""
+        return categorical(self.target.verify(memory.own, draft).distribution).logits
+
+    def _catch_up(self, state: State, memory: _SmallModelState) -> Tensor:
+        """Process tokens committed since the last draft: (B, V) logits after each row's pending token."""
+        behind = memory.unread
+        width = max(map(len, behind))
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in behind]
+        tokens = to_device(padded, state.pending.device)
+        draft = Draft(tokens, trees.chain(width - 1, str(tokens.device)))
+        logits_BMV = self._logits(memory, draft)
+        last = to_device([len(t) - 1 for t in behind], tokens.device)
+        memory.advance([len(t) for t in behind])
+        memory.unread = [[] for _ in behind]
+        return logits_BMV[torch.arange(len(behind), device=tokens.device), last]
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        self.learn(state, draft, outcome)
+        state.memory.commit(outcome)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        memory: _SmallModelState = state.memory
+        self.target.select(memory.own, keep)
+        memory.own.position = memory.own.position[keep]
+        memory.unread = [memory.unread[b] for b in keep]
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        memory, new = state.memory, other.memory
+        self.target.join(memory.own, new.own, take)
+        memory.own.position = torch.cat([memory.own.position, new.own.position[take]])
+        memory.unread = memory.unread + [new.unread[b] for b in take]
+
+
+class _SmallModelState:
+    """The small model's state and the tokens it has not processed."""
+
+    def __init__(self, own: State, state: State):
+        self.own = own
+        self.limit = MAX_NODES  # levels of the next draft, see `shapes`
+        self.drafted = 0  # drafted tokens that are in the small cache
+        self.own.position = self.own.position + 1
+        self.unread = [state.tokens[row][-1:] for row in state.rows]
+
+    def advance(self, counts: list[int]) -> None:
+        slots = self.own.cache.slots
+        slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
+        self.own.position = self.own.position + to_device(counts, self.own.position.device)
+
+    def commit(self, outcome: Outcome) -> None:
+        """Keep accepted drafted tokens in the cache, drop the others, and store the tokens to be processed."""
+        held = [min(len(path) - 1, self.drafted) for path in outcome.path]
+        self.advance([h - self.drafted for h in held])
+        self.unread = [unread + tokens[h:] for unread, tokens, h in zip(self.unread, outcome.tokens, held)]
+        self.drafted = 0

@@ -1,0 +1,426 @@
+"""Any stock transformers decoder as a target, run unmodified through its mask, positions and cache.
+
+Covers plain text decoders and vision-language models alike: differences are read from the model's
+configuration once (`describe`). Shapes: B rows, L prompt, N nodes, S slots, V vocabulary, F features, d hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig
+
+from visspec import tree as trees
+from visspec.cache import SlotCache, gathered, packed, to_device
+from visspec.distributions import Categorical
+from visspec.loop.output import TokenBuffer
+from visspec.models.attention import folding, ragged, rotary
+from visspec.models.attention.hooks import DecoderRecorder
+from visspec.models.attention.masks import STATEFUL, Masks
+from visspec.models.attention.recurrent import state_layers
+from visspec.models.attention.slot_layers import SlotLayers, cached_layers, restarts
+from visspec.models.decoder import probe
+from visspec.models.decoder.layer_subset import LayerSubset
+from visspec.models.runner.compiled import compiled
+from visspec.models.runner.graphs import recorded
+from visspec.sampling import process
+from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
+
+# earlier versions return only the listed layers, without embeddings, so request all (tested with 5.17)
+LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
+LAST = (-1,)
+ATTENDING = frozenset({"full_attention", "sliding_attention"})
+ATTENTION_WITH_TREES = {"sdpa", "eager"}
+CROSS_ATTENDED = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
+MOST_POSITIONS = 1 << 20  # longer prompts are prepared like one of this length
+CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
+
+
+class HFDecoder(Target):
+    """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
+
+    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), concatenated for the
+    drafter; `embeddings` adds the prompt's input embeddings. Raises ValueError for a model that can't
+    be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask), or
+    that fails `probe`; `check=False` disables the probe. `compile`: see `compiled`.
+    """
+
+    def __init__(
+        self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False, check: bool = True,
+        compile: bool = False, attention: str | None = None,
+    ):  # fmt: skip
+        self.model = model
+        self.capabilities = describe(model, features)
+        self.embeddings = embeddings
+        text = model.config.get_text_config()
+        mixed = bool(getattr(text, "layer_types", None))  # such models need a mask per layer type
+        self.decoder = model.get_decoder()
+        shared = folding.groups(self.decoder, text._attn_implementation)
+        dtype, wanted = _dtype(self.decoder), attention or (None if check else ragged.MASK)
+        backend = ragged.choose(self.decoder, text, dtype, self.device, wanted)
+        if backend.name != ragged.MASK:
+            folding.register()
+        self.masks = Masks(dtype, _sliding_window(text), mixed, shared, backend)
+        # the last layer's output is the decoder's output, unless the decoder has its own head
+        headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
+        self.watched = tuple(features) == LAST and not headed
+        inner = features and not self.watched
+        self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
+        self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
+        self.states = state_layers(model.config)
+        self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
+        self.probed = check and self.device.type != "meta"
+        answer = probe.check(self) if check else probe.ProbeResult()
+        self.padding, self.rounding = answer.padding, answer.error
+        self._pads: bool | None = None
+        self.passes = compiled(model, self.decoder, bool(self.states)) if compile else None
+        self.layer_subset = LayerSubset(model, self.decoder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "passes": None, "recorder": None}
+
+    def record(self, asked: bool | None) -> None:
+        text = self.model.config.get_text_config()
+        self.recorder = recorded(asked, self.model, self.decoder, self.masks, text, bool(self.states))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of ids and distributions; offloaded weights are on no device between passes."""
+        device, hook = self.model.device, getattr(self.model, "_hf_hook", None)
+        return device if device.type != "meta" else torch.device(getattr(hook, "execution_device", device))
+
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        """Run the prompt as in transformers' generate. `request.inputs` are its prepared model arguments.
+
+        Scores: logits (B, 1, V) after the prompt; features (B, L, F); aux: embeddings (B, L, d), positions
+        (B, L) or (3|4, B, L), attention (B, L) bool or None. A prompt given as `inputs_embeds` has no ids.
+        """
+        inputs = dict(request.inputs)
+        rows, length = request.prompt.shape
+        if length == 0:
+            length = inputs["inputs_embeds"].shape[1]
+        self._check_request(request, length)
+        if self.recorder is not None:
+            self.recorder.open()
+        lean = bool(request.each) or (self.recorder is not None and self.recorder.due(request))
+        cache = self.cache(rows, request.max_new_tokens, lean)
+        cache.slots.open(length, self.device)
+        if self.passes is not None:
+            self.passes.open(cache.slots)
+        inputs["past_key_values"] = cache
+        attention = inputs.get("attention_mask")
+        arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
+        dropped = inputs.get("position_ids") is not None and arguments.get("position_ids") is None
+        # if preparation drops the empty cache, the model would create its own
+        arguments["past_key_values"] = cache
+        arguments.update(self._outputs)
+        turning = rotary.PrefillRope(self.rotary, request.max_new_tokens)
+        with DecoderRecorder(self.decoder) as seen, turning:
+            output = self.model(**arguments, return_dict=True)
+        positions = seen.get("position_ids")
+        if dropped and (positions is None or positions.dim() == 3):  # where it goes on is unknown
+            raise ValueError(
+                f"model: {type(self.model).__name__} counts positions itself, expected one that takes position_ids"
+            )
+        cache.check_written(self.model, self.cached)
+        cache.prompt = cache.slots.nodes
+        cache.slots.commit([list(range(cache.prompt))] * rows)
+        if attention is not None and not bool(attention.all()):
+            self._note_padding(cache.slots, attention.bool())
+        if positions is None:
+            positions = torch.arange(length, device=request.prompt.device).expand(rows, length)
+        newest = _last_position(positions).expand(rows)
+        if self.rotary:
+            cache.reaches, cache.moves = [int(newest.max()) + 2 - cache.slots.length] * rows, turning.moves
+        ids = request.prompt if request.prompt.shape[1] else request.prompt.new_zeros(rows, 1)
+        state = State(request, ids[:, -1], newest, cache, list(range(rows)), TokenBuffer(request, rows))
+        aux = {"positions": positions, "attention": cache.slots.padding}
+        if self.embeddings:
+            aux["embeddings"] = seen["inputs_embeds"]
+        if request.keep_raw:
+            aux["raw"] = output.logits[:, -1:]
+        logits = process(output.logits[:, -1:], trees.empty_draft(state.pending), state)
+        return state, Scores(Categorical(logits), self._features(output, seen), aux)
+
+    def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
+        """An empty cache."""
+        return SlotLayers(rows, answer, lean, state_layers(self.model.config) if self.states else None)
+
+    def _check_request(self, request: Request, length: int) -> None:
+        """Raises ValueError for unsupported requests, before any pass."""
+        for name in CROSS_ATTENDED:
+            if request.inputs.get(name) is not None:
+                raise ValueError(
+                    f"{name}: got states that every pass attends to, expected a model that reads images in the prompt"
+                )
+        attention = request.inputs.get("attention_mask")
+        if not self.padding and attention is not None and not bool(attention.all()):
+            raise ValueError(
+                f"attention_mask: got padding, expected rows of one length for {type(self.model).__name__}"
+            )
+        if not self.restarts:
+            return
+        longest = request.prompt.shape[1] + request.max_new_tokens - 1
+        if restarts(self.model, length, min(longest, MOST_POSITIONS)):
+            raise ValueError(
+                f"max_new_tokens: got {request.max_new_tokens} behind a prompt of {length}, expected an answer that"
+                f" ends before, or a prompt beyond, where {type(self.model).__name__} computes its cache anew"
+            )
+
+    def _note_padding(self, slots: SlotCache, real_BL: Tensor) -> None:
+        if slots.length != real_BL.shape[1]:
+            raise ValueError(
+                f"attention_mask: got padding of a prompt of {real_BL.shape[1]} ids that takes {slots.length} places,"
+                " expected rows of one length"
+            )
+        slots.padding = real_BL
+
+    def verify(self, state: State, draft: Draft) -> Scores:
+        """One pass over all nodes of all rows. Scores for (B, N)."""
+        found = None
+        if self.recorder is not None:
+            given = draft.value, state.position[:, None] + draft.tree.depth
+            found = self.recorder.run(state, draft.tree, given, self._whole, lambda: self._eager(state, draft)[0])
+        logits, features = found or self._eager(state, draft)
+        aux = {"raw": logits} if state.request.keep_raw else {}
+        return Scores(Categorical(process(logits, draft, state)), features, aux)
+
+    def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None]:
+        """Logits and features (B, N) of a pass that is not recorded."""
+        model = self.model
+        if self.passes is not None:
+            model = self.passes.choice(state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
+        past = state.cache.past
+        if past is None:
+            (output, seen), own_BN = self._pass(model, state, draft), None
+        else:
+            (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft)
+        logits, features = _of(output.logits, own_BN), self._features(output, seen)
+        return logits, None if features is None else _of(features, own_BN)
+
+    def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
+        slots: SlotCache = state.cache.slots
+        kept = slots.lengths, slots.mask
+        try:
+            slots.lengths, slots.mask = [n + level for n in slots.lengths], None
+            ahead = replace(state, position=state.position + level)
+            return self._pass(self.layer_subset(skip), ahead, trees.empty_draft(value))[0].logits[:, 0]
+        finally:
+            slots.lengths, slots.mask = kept
+
+    def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        slots, places = state.cache.slots, [state.cache.written[layer] for layer in layers]
+        kept = [(slots.keys[n][:, :, : slots.length], slots.values[n][:, :, : slots.length]) for n in places]
+        if slots.uniform and slots.padding is None:
+            return kept, None
+        return kept, slots.held(self.device)
+
+    def _pass(self, model: Any, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
+        """The output of `model`, and what its decoder was seen to take and give."""
+        slots: SlotCache = state.cache.slots
+        tree = draft.tree
+        extent = slots.open(tree.size, self.device)
+        turning = self._steps(state.cache, tree) if state.cache.moves else nullcontext()
+        ids = packed(draft.value) if slots.steady else draft.value
+        with turning:
+            mask, positions = self.masks(slots, tree, extent), state.position[:, None] + tree.depth
+            return self._forward(model, state.cache, mask, ids, positions)
+
+    def _forward(
+        self, model: Any, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor
+    ) -> tuple[Any, dict[str, Any]]:
+        with DecoderRecorder(self.decoder) if self.watched else nullcontext({}) as seen:
+            output = model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **self._outputs,
+            )
+        return output, seen
+
+    def _whole(self, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, seen = self._forward(self.model, cache, mask, ids, positions)
+        return output.logits, self._features(output, seen)
+
+    def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.DraftRope:
+        """Each node's sequence length, for models whose rotary frequencies depend on it."""
+        assert cache.reach is not None
+        first = [reach + n for reach, n in zip(cache.reach, cache.slots.lengths)]
+        reach_BN = to_device(first, tree.depth.device)[:, None] + tree.depth
+        return rotary.DraftRope(self.rotary, reach_BN, min(first), max(first) + tree.levels)
+
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        if state.cache.past is not None:
+            state.cache.past.commit(outcome, draft.tree.size)
+        state.cache.slots.commit(outcome.path)
+
+    def finish(self, state: State) -> None:
+        if self.recorder is not None:
+            self.recorder.finish(state.cache.slots, state.request.keep_cache)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.cache.select(keep, stash=state.request.keep_cache)
+
+    @property
+    def pads(self) -> bool:
+        """Rotary frequencies that depend on the longest prompt change the shorter ones, and so do positions that count
+        padding.
+        """
+        if self._pads is None:
+            self._pads = self.padding and not self.rotary and (not self.probed or probe.pads(self))
+        return self._pads
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        state.cache.join(other.cache, take)
+
+    def _features(self, output, seen: dict[str, Any]) -> Tensor | None:
+        layers = self.capabilities.feature_layers
+        if not layers:
+            return None
+        if self.watched:
+            return seen["last_hidden_state"]
+        states = output.hidden_states
+        return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
+
+
+def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
+    """Entries of a pass by their index, (B, N, X); None: all of them."""
+    if at_BN is None:
+        return values_BTX
+    return gathered(values_BTX, at_BN)
+
+
+def _last_position(positions: Tensor) -> Tensor:
+    """The position of each row's last prompt token, (1|B,); generate continues from it, also with M-RoPE.
+
+    Raises ValueError when its M-RoPE rows (time, height, width) differ: the prompt ends inside an image or a video.
+    """
+    if positions.dim() == 2:
+        return positions[:, -1]
+    time, height, width = positions[-3:, :, -1]
+    if not torch.equal(time, height) or not torch.equal(time, width):
+        raise ValueError("input_ids: got a prompt that ends inside an image or a video, expected text after it")
+    return time
+
+
+def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
+    """Capabilities of a loaded model, from its configuration. Raises ValueError for unsupported models."""
+    try:
+        return _described(model, features)
+    except AttributeError as error:
+        said = str(error).replace(". ", ", ").rstrip(".")
+        kind = type(model).__name__
+        raise ValueError(f"model: got {kind}, expected a decoder of one stream of tokens ({said})") from error
+
+
+def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
+    config = model.config
+    text = config.get_text_config()
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"model: {name} is an encoder-decoder, expected a decoder that generates from its own prompt")
+    if getattr(type(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
+        raise ValueError(f"model: {name} decodes in a loop of its own, expected transformers' own")
+    kinds = set(getattr(text, "layer_types", None) or ())
+    states, strange = bool(kinds & set(STATEFUL)), bool(kinds - {*ATTENDING, *STATEFUL})
+    if strange or (states and not kinds & ATTENDING) or (getattr(model, "_is_stateful", False) and not states):
+        found = ", ".join(sorted(kinds - ATTENDING)) or "recurrent layers"
+        raise ValueError(
+            f"model: {name} has {found}, expected full or sliding attention (rejected tokens could not be undone)"
+        )
+    decoder = inspect.signature(model.get_decoder().forward).parameters
+    if "past_key_values" not in decoder:
+        raise ValueError(f"model: {name} keeps no cache of keys and values, expected one that does")
+    attention = text._attn_implementation
+    if attention not in ATTENTION_WITH_TREES:
+        raise ValueError(
+            f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' (a draft needs its own mask)"
+        )
+    if "position_ids" not in decoder or getattr(text, "alibi", False):
+        raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")
+    depth = text.num_hidden_layers
+    for index in features:
+        if not -depth - 1 <= index <= depth:
+            raise ValueError(f"features: got layer {index}, expected one of {-depth - 1}..{depth} ({name})")
+    return Capabilities(
+        vocab=vocabulary(model),
+        never_drafted=content_ids(config),
+        feature_layers=tuple(features),
+        trees=not states,
+        layers=0 if states else depth,
+    )
+
+
+def _sliding_window(text) -> int:
+    """The window in tokens if any layer slides, else 0."""
+    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    if not slides and not getattr(text, "layer_types", None):
+        slides = bool(getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None))
+    return int(text.sliding_window) if slides and text.sliding_window else 0
+
+
+def content_ids(config: PreTrainedConfig) -> frozenset[int]:
+    """Placeholder ids of image, video or audio content, from all parts of a configuration."""
+    parts = [config, config.get_text_config(), *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))]
+    named = (getattr(part, key, None) for part in parts for key in CONTENT_IDS)
+    return frozenset(i for i in named if isinstance(i, int))
+
+
+def vocabulary(model: Any) -> int:
+    """Number of logits, also for packed weights. Raises ValueError without a head."""
+    head = model.get_output_embeddings()
+    size = getattr(head, "out_features", None)
+    if size is None:
+        size = next(iter(getattr(getattr(head, "weight", None), "shape", ())), None)
+    if size is None:
+        raise ValueError(f"model: {type(model).__name__} names no output embeddings, expected a head over a vocabulary")
+    return size
+
+
+def adapted(model: Any) -> Any:
+    """The model inside a `PeftModel`, with the adapter in its layers; any other model itself.
+
+    Raises ValueError for an adapter that is not in the layers alone, such as virtual tokens before the prompt.
+    """
+    if not hasattr(model, "get_base_model") or not hasattr(model, "active_peft_config"):
+        return model
+    config = model.active_peft_config
+    if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+        kind = type(config).__name__
+        raise ValueError(f"model: got an adapter of {kind}, expected one in the layers alone, such as LoRA")
+    return model.get_base_model()
+
+
+def driven(model: nn.Module) -> nn.Module:
+    """The model that runs the decode loop: itself, that inside a `PeftModel`, or the inner model called by a custom
+    `generate`.
+
+    Raises ValueError for a `generate` that does neither.
+    """
+    model = adapted(model)
+    generate = getattr(type(model), "generate", GenerationMixin.generate)
+    names = inspect.unwrap(generate).__code__.co_names
+    if generate is GenerationMixin.generate or "super" in names:
+        return model
+    for name, child in model.named_children():
+        if name in names and isinstance(child, GenerationMixin):
+            return child
+    raise ValueError(f"model: {type(model).__name__} has a generate of its own, expected transformers' loop")
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    """Dtype of the floating-point weights; packed weights may be integers."""
+    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(floating, torch.float32)

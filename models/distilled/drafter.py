@@ -1,0 +1,203 @@
+"""Distilled decoding as a drafter: a small network that maps the noise of many places to their codes at once.
+
+Distilled Decoding (arXiv 2412.17153) trains a student that takes a whole sequence's noise to the teacher's tokens, with
+some error. Here the noise is the Gumbel numbers that belong to each place (`visspec.sampling`), of which the teacher's
+sequence is a function without any error, and the student only drafts: with the rule `exact` the output is the
+teacher's for that noise, always, and after every verification it drafts again from what is known by then. It reads
+tokens alone, so it needs nothing from the target but its embeddings.
+
+A draft is made in at most `refine` passes of the network over all its places. Before the first, places hold nothing;
+each pass gives every place a distribution given the guesses before it, and the argmax of distribution and noise is the
+next guess. On a CPU, where it can be looked at for nothing, a guess that repeats itself ends this early: further passes
+would repeat it.
+
+Rules with random numbers of their own get noise of the drafter's, and with it draws from the reported distributions: a
+place's distribution is read off guesses before it only, which do not depend on its own numbers.
+
+Shapes: B rows, P prompt, T elements, S elements of the memory, D depth, V ids, d hidden size of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.cache import to_device
+from visspec.distributions import Categorical
+from visspec.grammar import held
+from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig, DistilledHead
+from visspec.models.drafting import checkpoint
+from visspec.models.eagle.image_drafter import IMPOSSIBLE, check_grid, check_target, embedding, warn_of_guidance
+from visspec.models.families import family_of
+from visspec.models.image_codes.target import Family
+from visspec.sampling import Gumbel, derived, warp
+from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+
+
+@dataclass
+class DistilledMemory:
+    """What a request's drafts are made from."""
+
+    stored: Tensor  # (layers, 2, B, H, S, E): the memory of the prompt, then a slot for each code
+    prompt: Tensor  # (B, P) bool: which of the prompt is no padding
+    noise: Gumbel | None  # the drafter's random numbers, for rules with their own
+
+
+class DistilledDrafter(checkpoint.SavedHead, Drafter):
+    """A drafter around a `DistilledHead`, for one image model (or its `Family`).
+
+    levels: places of a draft (default: the configuration's); refine: passes of the network for one. Raises ValueError
+    for other values, or when the network was made for another target.
+    """
+
+    def __init__(
+        self, head: DistilledHead, target: nn.Module | Family, *, levels: int | None = None, refine: int = 6
+    ):  # fmt: skip
+        for name, value in (("levels", levels), ("refine", refine)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: got {value}, expected at least 1")
+        family = target if isinstance(target, Family) else family_of(target, None)
+        check_target(head.config, family)
+        self.head, self.config, self.refine, self.warned = head, head.config, refine, False
+        self.traits = DrafterTraits(levels=levels or self.config.levels, adaptive_depth=False)
+        self.attach(family)
+
+    @classmethod
+    def for_model(cls, target: nn.Module | Family, *, seed: int = 0, **options: Any) -> DistilledDrafter:
+        """A fresh, untrained drafter for a target. `options` are fields of DistilledConfig."""
+        family = target if isinstance(target, Family) else family_of(target, None)
+        torch.manual_seed(seed)
+        return cls(DistilledHead(config_for(family, **options)), family)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> DistilledDrafter:
+        """Load a checkpoint folder for its target, strictly; `options` as in the constructor."""
+        family = target if isinstance(target, Family) else family_of(target, None)
+        return cls(
+            checkpoint.read(folder, DistilledHead, lambda config: check_target(config, family)), family, **options
+        )
+
+    def attach(self, target: Family) -> None:
+        """Follow a target to its device; the network keeps its own dtype."""
+        like = next(target.decoder.parameters())
+        self.head.to(like.device)
+        self.table = embedding(target, self.config.vocab).weight.float()
+
+    def start(self, state: State, scores: Scores) -> None:
+        """Remember the prompt."""
+        check_grid(self.config, state.request)
+        if not self.warned:
+            self.warned = warn_of_guidance(self.config, state.request.sampling.guidance)
+        prompt, rows = state.request.inputs, state.rows
+        embeds, real_BP = prompt.embeds[rows].to(self.table.dtype), prompt.attention[rows]
+        _, stored = self.head(*words(embeds, real_BP, self.head))
+        noise = None
+        if state.noise is not None and state.noise.samples:
+            noise = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
+        room = (0, 0, 0, self.config.positions)
+        state.memory = DistilledMemory(F.pad(stored, room), real_BP, noise)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        depth = min(depth, state.budget - 1)
+        if depth < 1:
+            return trees.empty_draft(state.pending)
+        value_BD, distribution = self._drawn(state, depth)
+        if distribution is None:
+            return trees.chain_draft(state.pending, value_BD)
+        p_BDV = distribution.p
+        return trees.chain_draft(state.pending, value_BD, Categorical(p=torch.cat([p_BDV[:, :1], p_BDV], dim=1)))
+
+    def _drawn(self, state: State, depth: int) -> tuple[Tensor, Categorical | None]:
+        """Codes of the next places (B, D) and, for rules that judge draws, what they were drawn from."""
+        known: DistilledMemory = state.memory
+        noise, pending, vocab = known.noise or state.noise, state.pending[:, None], self.config.vocab
+        numbers_BDV = 0.0 if noise is None else noise.window(depth)[..., :vocab]
+        element_BD, memory, mask = seen(known, [len(state.tokens[row]) - 1 for row in state.rows], depth)
+        own_BD = None
+        if state.request.fixed is not None:
+            own_BD = held(state, torch.arange(1, depth + 1, device=pending.device)[None])
+        value_BD = torch.cat([pending, pending.new_zeros(len(pending), depth - 1)], dim=1)
+        kind_BD = torch.full_like(value_BD, BLANK)
+        kind_BD[:, 0] = KNOWN
+        for number in range(self.refine):
+            state.calls["draft_pass"] += 1
+            x_BDd, _ = self.head(self.table[value_BD], kind_BD, element_BD, memory, mask)
+            logits = F.pad(self.head.logits(x_BDd), (0, vocab - self.config.codes), value=IMPOSSIBLE)
+            distribution = Categorical(warp(logits, state.request.sampling))
+            drawn_BD = (distribution.logits + numbers_BDV).argmax(dim=-1)
+            if own_BD is not None:
+                drawn_BD = torch.where(own_BD == FREE, drawn_BD, own_BD)
+            before_BD = torch.cat([pending, drawn_BD[:, :-1]], dim=1)
+            if number and value_BD.device.type == "cpu" and torch.equal(before_BD, value_BD):
+                break
+            value_BD, kind_BD[:, 1:] = before_BD, GUESSED
+        return drawn_BD, None if known.noise is None else distribution
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Remember the codes that the target has read and kept; what rows have not is not seen, and overwritten."""
+        known: DistilledMemory = state.memory
+        count = max(map(len, outcome.path))
+        first = [len(state.tokens[row]) - len(committed) - 1 for row, committed in zip(state.rows, outcome.tokens)]
+        value_BN, (element_BN, memory, mask) = draft.value[:, :count], seen(known, first, count)
+        _, fresh = self.head(self.table[value_BN], torch.full_like(value_BN, KNOWN), element_BN, memory, mask)
+        slot_BN = known.prompt.shape[1] + element_BN.clamp(max=self.config.positions - 1)
+        known.stored.scatter_(4, slot_BN[None, None, :, None, :, None].expand_as(fresh), fresh)
+        if known.noise is not None:
+            known.noise.advance([len(tokens) for tokens in outcome.tokens])
+
+    def select(self, state: State, keep: list[int]) -> None:
+        known: DistilledMemory = state.memory
+        known.stored, known.prompt = known.stored[:, :, keep], known.prompt[keep]
+        if known.noise is not None:
+            known.noise.select(keep)
+
+
+def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Tensor, ...]:
+    """Arguments of the network for prompts, padded on the left: inputs (B, P, d), and which are no padding."""
+    rows, length = real_BP.shape
+    element = torch.arange(-length, 0, device=real_BP.device).expand(rows, -1)
+    own_PP = torch.eye(length, dtype=torch.bool, device=real_BP.device)  # padding sees itself
+    mask = torch.ones_like(own_PP).tril() & real_BP[:, None] | own_PP
+    return embeds_BPd, torch.full_like(element, KNOWN), element, head.empty(rows), mask
+
+
+def seen(known: DistilledMemory, newest: list[int], depth: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Elements (B, D) from each row's newest code on, the memory as far as any row has come, and what elements see
+    of it and of each other: those before, (B, D, S + D).
+    """
+    prompt, device = known.prompt.shape[1], known.prompt.device
+    newest_B1 = to_device(newest, device)[:, None]
+    reach = min(prompt + max(newest), known.stored.shape[4])  # grammar may stand behind the last row
+    memory_BS = torch.cat([known.prompt, torch.arange(reach - prompt, device=device) < newest_B1], dim=1)
+    own_DD = torch.ones(depth, depth, dtype=torch.bool, device=device).tril()
+    parts = memory_BS[:, None].expand(-1, depth, -1), own_DD.expand(len(memory_BS), -1, -1)
+    element_BD = newest_B1 + torch.arange(depth, device=device)
+    return element_BD, known.stored[..., :reach, :], torch.cat(parts, dim=2)
+
+
+def config_for(family: Family, **options: Any) -> DistilledConfig:
+    """The configuration of a drafter for a family, of its own sizes but the number of layers, for its size of image and
+    guidance scale.
+    """
+    decoder, layout = family.decoder.config, family.layout()
+    rows = layout.grid[0]
+    sizes = {
+        "family": family.name,
+        "vocab": family.codes + family.grammar,
+        "hidden": decoder.hidden_size,
+        "target_layers": decoder.num_hidden_layers,
+        "codes": family.codes,
+        "rows": rows,
+        "columns": layout.positions // rows,
+        "layers": 3,
+        "heads": decoder.num_attention_heads,
+        "intermediate": decoder.intermediate_size,
+        "guidance": family.default_guidance,
+    }
+    return DistilledConfig(**{**sizes, **options})

@@ -1,0 +1,150 @@
+"""The network of a distilled drafter: from the noise of many places to their codes.
+
+A causal decoder over prompt and codes that gives the target's distributions *after* guidance from one stream. A code
+may be a guess, or missing: the argmax of a place's distribution and its Gumbel numbers is the next guess
+(`models.drafters.distilled`).
+
+Element t of a picture holds code t and is asked for code t + 1; those of a prompt are counted back from it. What stays
+of elements that are known is their keys and values, the memory. Embeddings of codes and words are the target's.
+
+Shapes: B rows, T elements, S elements of the memory, C channels of a rotation, d hidden size, V codes, H heads, E head
+size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visspec.io.checkpoint import check_positive, check_whole, shown
+from visspec.models.eagle.feature_head import MOST_LAYERS, FeatureRMSNorm, rotate, rotations
+from visspec.types import MAX_NODES
+
+BEFORE = 64  # positions of rotations before the first code; longer prompts share the first of them
+KNOWN, GUESSED, BLANK = range(3)  # kinds of an element: a code of the target or a word, a guess, neither
+
+
+@dataclass(frozen=True)
+class DistilledConfig:
+    """Configuration of the network and of its target, whose pictures have `rows` rows of `columns` positions, row ends
+    included. `vocab` includes codes and grammar ids. guidance, temperature: of the distributions that it was taught.
+    """
+
+    family: str
+    vocab: int
+    hidden: int
+    target_layers: int
+    codes: int
+    rows: int
+    columns: int
+    layers: int
+    heads: int
+    intermediate: int
+    guidance: float = 1.0
+    temperature: float = 1.0
+    rope_theta: float = 10000.0
+    levels: int = 24
+
+    def __post_init__(self):
+        if not isinstance(self.family, str):
+            raise ValueError(f"family: got {shown(self.family)}, expected a name")
+        for name in ("vocab", "hidden", "rows", "columns", "heads", "intermediate"):
+            check_whole(name, getattr(self, name))
+        for name, high in (
+            ("codes", self.vocab), ("target_layers", MOST_LAYERS), ("layers", MOST_LAYERS), ("levels", MAX_NODES - 1)
+        ):  # fmt: skip
+            check_whole(name, getattr(self, name), 1, high)
+        for name in ("guidance", "temperature", "rope_theta"):
+            check_positive(name, getattr(self, name))
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
+
+    @property
+    def positions(self) -> int:
+        return self.rows * self.columns
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+class DistilledLayer(nn.Module):
+    """A decoder layer whose attention also sees a memory."""
+
+    def __init__(self, config: DistilledConfig):
+        super().__init__()
+        d, self.heads = config.hidden, config.heads
+        self.norm_in, self.norm_mlp = FeatureRMSNorm(d), FeatureRMSNorm(d)
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+        self.gate_up = nn.Linear(d, 2 * config.intermediate, bias=False)
+        self.down = nn.Linear(config.intermediate, d, bias=False)
+
+    def forward(self, x_BTd: Tensor, turn_BTC: Tensor, memory: Tensor, mask_BTS: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's output, and its elements' rotated keys, and values, (2, B, H, T, E), as memory holds them. mask:
+        true where an element sees one of the memory or, behind it, of its own, (B, T, S + T).
+        """
+        query, key, value = self.qkv(self.norm_in(x_BTd)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        own = torch.stack([rotate(key, turn_BTC), value]).transpose(2, 3)
+        keys, values = torch.cat([memory, own], dim=3)
+        query = rotate(query, turn_BTC).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask_BTS[:, None])
+        x_BTd = x_BTd + self.out(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm_mlp(x_BTd)).chunk(2, dim=-1)
+        return x_BTd + self.down(F.silu(gate) * up), own
+
+
+class DistilledHead(nn.Module):
+    """Trainable weights of a distilled drafter."""
+
+    kind: ClassVar[str] = "distilled_drafter"  # identifies its checkpoints
+    config_class: ClassVar[type[DistilledConfig]] = DistilledConfig
+
+    def __init__(self, config: DistilledConfig):
+        super().__init__()
+        self.config, d = config, config.hidden
+        self.kinds = nn.Parameter(torch.zeros(3, d))
+        self.row, self.column = nn.Embedding(config.rows, d), nn.Embedding(config.columns, d)
+        self.layers = nn.ModuleList(DistilledLayer(config) for _ in range(config.layers))
+        self.norm_out, self.inner, self.codes = FeatureRMSNorm(d), nn.Linear(d, d), nn.Linear(d, config.codes)
+        for table in (self.row, self.column):
+            nn.init.zeros_(table.weight)
+
+    def empty(self, rows: int) -> Tensor:
+        """The memory of nothing."""
+        config, like = self.config, self.kinds
+        return like.new_zeros(config.layers, 2, rows, config.heads, 0, config.hidden // config.heads)
+
+    def forward(
+        self, embed: Tensor, kind: Tensor, element: Tensor, memory: Tensor, mask_BTS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(states (B, T, d) for `logits`, keys and values (layers, 2, B, H, T, E) for the memory) of elements.
+
+        embed (B, T, d): of each one's code or word, any where it is BLANK; kind, element (B, T): those of a prompt are
+        below 0; memory (layers, 2, B, H, S, E); mask as in `DistilledLayer`.
+        """
+        x = embed * (kind != BLANK)[..., None] + self.kinds[kind] + self._asked(element)
+        turn, stored = self._turns(element), []
+        for layer, own in zip(self.layers, memory):
+            x, fresh = layer(x, turn, own, mask_BTS)
+            stored.append(fresh)
+        return x, torch.stack(stored)
+
+    def logits(self, x_BTd: Tensor) -> Tensor:
+        """Logits (B, T, V) of the codes that elements are asked for, at temperature 1, guidance applied."""
+        return self.codes(F.gelu(self.inner(self.norm_out(x_BTd)))) * self.config.temperature
+
+    def _turns(self, element: Tensor) -> Tensor:
+        """Rotations of elements: (B, T, C)."""
+        size = self.config.hidden // self.config.heads
+        table = rotations(BEFORE + self.config.positions, size, self.config.rope_theta, element.device)
+        return table[(element + BEFORE).clamp(0, len(table) - 1)]
+
+    def _asked(self, element: Tensor) -> Tensor:
+        """What says which place elements are asked for, nothing for those of a prompt: (B, T) -> (B, T, d)."""
+        place = (element + 1).clamp(0, self.config.positions - 1)
+        found = self.row(place // self.config.columns) + self.column(place % self.config.columns)
+        return found * (element >= 0)[..., None]

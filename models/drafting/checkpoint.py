@@ -1,0 +1,94 @@
+"""Checkpoint folders of trained drafters: config.json, model.safetensors, provenance.json. Loading is strict.
+
+Errors are ValueErrors of one sentence: the argument, the value found, the value expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from visspec.io import hub
+from visspec.io.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors, shown
+from visspec.models.eagle.feature_head import FeatureHead, HeadConfig
+
+WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
+NAMES = {
+    "hidden": "hidden size",
+    "target_hidden": "hidden size",
+    "vocab": "vocabulary",
+    "target_layers": "number of layers",
+}
+
+
+class SavedHead:
+    """A drafter whose checkpoint folder is its network, `head`."""
+
+    head: Any
+
+    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
+        write(folder, self.head, provenance, dtype)
+
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
+        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
+
+
+def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
+    """A `kind.config_class` of a network of this kind. Raises ValueError for unknown, missing and mistyped entries."""
+    data = read_json(check_folder(folder), CONFIG)
+    if data.pop("kind", None) != kind.kind:
+        raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}")
+    fields = {f.name: f for f in dataclasses.fields(kind.config_class)}
+    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    strange, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
+    if strange or missing:
+        found = f"the unknown entry {shown(strange[0])}" if strange else f"no entry {missing[0]!r}"
+        raise ValueError(
+            f"drafter: {CONFIG} of {folder} has {found}, expected the fields of {kind.config_class.__name__}"
+        )
+    try:
+        return kind.config_class(**data)
+    except ValueError as error:
+        raise ValueError(f"drafter: {CONFIG} of {folder}: {error}") from None
+
+
+def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
+    """The network of a checkpoint, of this kind, in a folder or by hub id. Weights are read only after `check`, and
+    after headers were compared with the configuration.
+    """
+    folder = hub.located(folder)
+    config = read_config(folder, kind)
+    check(config)
+    with torch.device("meta"):
+        head = kind(config)
+    check_shapes(head, read_shapes(Path(folder)), folder)
+    derived = {name for name, _ in head.named_buffers()} - set(head.state_dict())  # buffers that are not stored
+    head = kind(config) if derived else head.to_empty(device="cpu")
+    load_strictly(head, read_tensors(Path(folder)), folder)
+    return head
+
+
+def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+    """Save a network; `dtype`: of the stored weights (default: unchanged)."""
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in head.state_dict().items()}
+    save_file(tensors, root / WEIGHTS)
+    (root / CONFIG).write_text(json.dumps({"kind": head.kind, **head.config.to_dict()}, indent=2) + "\n")
+    (root / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
+
+
+def check_target(config: HeadConfig, **found: Any) -> None:
+    """Raises ValueError if the drafter was made for another target: `found` are fields of the configuration."""
+    for key, value in found.items():
+        if (wanted := getattr(config, key)) != value:
+            name = NAMES.get(key, key)
+            raise ValueError(f"drafter: made for a target of {name} {shown(wanted)}, got a model of {value!r}")

@@ -1,0 +1,347 @@
+"""Base class of feature drafters (EAGLE-type): one decoder layer that drafts level by level on the target's features.
+
+Because the network has one layer, attention and MLP are only needed for the *last* new element; for the others keys
+and values are sufficient. One pass reads the features of all tokens accepted in the last round and gives the
+distribution of the first level; each further level is one element per row.
+
+Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V vocabulary, W width of a tree.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visspec.cache import to_device
+from visspec.models.drafting import checkpoint
+from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.drafting.static_tree import MOST_CHILDREN
+from visspec.models.drafting.structure import Chain, StructuredDrafter
+from visspec.models.eagle import sequence as layouts
+from visspec.models.eagle.feature_head import FusedWeights, rotate, rotations, rotations_at, staggered, unit
+from visspec.sampling import warp
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
+
+GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
+FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
+
+
+class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
+    """A drafter with a `FeatureHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
+    of at most `nodes` nodes; `shaped` sets others.
+
+    Subclasses define `start` (with `_read_prompt`), `_lesson_layout` and `_following`, and may replace the other hooks.
+    """
+
+    head: Any  # a `FeatureHead`, or an `EagleHead`, and its configuration
+    config: Any
+    embed: nn.Embedding
+    lm_head: nn.Linear  # or what quantisation has put in its place
+    borrowed: tuple[nn.Module, ...] = ()  # modules of the target, frozen in training
+
+    def __init__(self, head: Any, embed: Any, lm_head: Any, like: Tensor, width: int, nodes: int):
+        """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
+        for name, value, most in (("width", width, MOST_CHILDREN), ("nodes", nodes, MAX_NODES - 1)):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name}: got {value}, expected a whole number from 1 to {most}")
+        config = head.config
+        self.head, self.config, self.embed, self.lm_head = head.to(like.device), config, embed, lm_head
+        self.width, self.nodes, self.dtype = width, nodes, like.dtype
+        self.traits = DrafterTraits(config.levels, config.feature_layers, trees=width > 1)
+        self._turns = self._rotations(256, like.device)
+        self.refresh()
+
+    @property
+    def trained(self) -> Tensor:
+        """A weight of the network, for device and dtype."""
+        return next(self.head.parameters())
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Fold the network's current weights for drafting; call it after they change."""
+        table, (vocab, d) = None, self.embed.weight.shape
+        if vocab * d <= FOLD_LIMIT:
+            table = self.embed(torch.arange(vocab, device=self.embed.weight.device))
+        self.fuse = FusedWeights.of(self.head, table, self.dtype)
+
+    def attach(self, target: Any) -> None:
+        """Adapt to the device and dtype of a target (a model or a family)."""
+        like = self._like(target)
+        if (like.device, like.dtype) == (self._turns.device, self.dtype):
+            return
+        self.head, self._turns, self.dtype = self.head.to(like.device), self._turns.to(like.device), like.dtype
+        self._embed_again(target)
+        self.refresh()
+
+    def _like(self, target: Any) -> Tensor:
+        """A tensor of the target's device and dtype."""
+        return torch.empty(0, dtype=target.dtype, device=target.device)
+
+    def _embed_again(self, target: Any) -> None:
+        """Rebuild the embedding of drafted ids from the target's weights, if it is not one of its modules."""
+
+    def _rotations(self, length: int, device: torch.device) -> Tensor:
+        """exp(i * angle) of the rotary channels at positions [0, length), complex64 (length, C)."""
+        return rotations(length, self.config.head_size, self.config.rope_theta, device)
+
+    def _rotations_at(self, rope_table_PC: Tensor, position: Tensor) -> Tensor:
+        """Rotations (B, T, C) of elements at positions (B, T), or (3, B, T)."""
+        return rotations_at(rope_table_PC, position, self.config.mrope_section)
+
+    def _turns_to(self, length: int) -> Tensor:
+        """Rotations of at least `length` positions. The cached table is shared by threads: use the returned one."""
+        table = self._turns
+        if table.shape[0] >= length:
+            return table
+        with torch.inference_mode(False):  # so that the table can be used in training
+            table = self._rotations(2 * length, table.device)
+        with GROWING:
+            if self._turns.shape[0] < table.shape[0]:
+                self._turns = table
+        return table
+
+    def _context(
+        self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
+        return layouts.compress(self.head, embeddings_BLd, layout)
+
+    def elements(
+        self, layout: layouts.PromptLayout, following_BLd: Tensor, features_BLF: Tensor, embeddings: Tensor,
+        positions: Tensor, known: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Layer inputs (B, T, d) and rotations (B, T, C) of a layout's elements, and their context vectors.
+
+        following: the embedding of the token after each; embeddings (B, L, d): input embeddings of the target. known:
+        the whole layout's `_context`, if this is a part.
+        """
+        head, dtype = self.head, self.trained.dtype
+        embed = self._next_embeddings(layout, following_BLd)
+        feature = head.reduced(layouts.pick(features_BLF, layout.token).to(dtype))
+        latents, context = known or self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
+        x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
+        section = self.config.mrope_section
+        position = layouts.positions_at(positions, layout, following_BLd.shape[0], section)
+        table = self._turns_to(int(position.max()) + 1 if position.numel() else 1)
+        return x_BTd, self._rotations_at(table, position), context
+
+    def _next_embeddings(self, layout: layouts.PromptLayout, following_BLd: Tensor) -> Tensor:
+        index = layout.token.clamp(max=following_BLd.shape[1] - 1)
+        return layouts.pick(following_BLd, index).to(self.trained.dtype)
+
+    def _read_prompt(
+        self,
+        state: State,
+        memory: FeatureMemory,
+        lengths: list[int],
+        parts: Iterable[tuple[Tensor, Tensor]],
+        last: Tensor,
+    ) -> None:
+        """Compute keys and values of a prompt's elements except the last, stored with its feature (B, 1, F).
+
+        parts: layer inputs and rotations of consecutive elements.
+        """
+        start = 0
+        for x_BTd, turn_BTC in parts:
+            kv = self.head.keys_values(x_BTd, turn_BTC)
+            memory.write_prompt(kv.to(self.dtype), lengths, start)
+            start += kv.shape[1]
+        memory.add(state.pending[:, None], last, [1] * len(lengths))
+        state.memory = memory
+
+    def propose(self, state: State, depth: int) -> Draft:
+        """A chain of `depth` levels, or a tree. Coupled to the positions' noise, or sampled with its distribution."""
+        memory: FeatureMemory = state.memory
+        depth = self.levels(state, depth)
+        feature_Bd = self._catch_up(memory, depth)
+        if self.width > 1:
+            return self._tree(state, memory, feature_Bd, depth)
+        chain = Chain(state, self.stop)
+        for level in range(depth):
+            token_B = chain.add(self._logits(feature_Bd))
+            if level + 1 < depth:
+                entered_B = self._entered(token_B, state, level)
+                x_Bd = self._join(entered_B[:, None], feature_Bd[:, None], memory.context_bias_at(level))
+                feature_Bd = self._level(memory, x_Bd, level)
+        return chain.finish()
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Store the target's features of the accepted nodes for the next proposal."""
+        assert scores.features is not None
+        self.learn(state, draft, outcome)
+        counts = [len(path) for path in outcome.path]
+        width = max(counts)
+        if draft.tree.chain and len(counts) == 1:
+            features = scores.features[:, :width]
+            tokens = torch.cat([draft.value[:, 1:width], verdict.next[:, None]], dim=1)
+        else:
+            path = verdict.path[:, :width].clamp(min=0)
+            features = layouts.pick(scores.features, path)
+            shifted = torch.cat([path[:, 1:], path[:, -1:]], dim=1)
+            tokens = draft.value.gather(1, shifted).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
+        state.memory.add(tokens, features, counts)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.memory.select(keep)
+
+    def _entered(self, token: Tensor, state: State, level: int) -> Tensor:
+        """Drafted ids (B,) or (B, W) of a level as input of the next level."""
+        return token
+
+    def _logits(self, feature: Tensor) -> Tensor:
+        weight = self.lm_head.weight
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():  # packed weights: use the head
+            return self.lm_head(feature.to(self.dtype))
+        return F.linear(feature.to(weight.dtype), weight, self.lm_head.bias)
+
+    def _join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
+        """Layer inputs (N, d): fc([embedding; feature]) and what the context adds. token (...), the others (..., d)."""
+        fuse = self.fuse
+        if fuse.table is not None:
+            base = fuse.table[token]
+        else:
+            embed = unit(self.embed(token.flatten()))
+            base = torch.addmm(fuse.bias, embed, fuse.embed_in).view(feature.shape)
+        if context_bias is not None:
+            base = base + context_bias
+        return torch.addmm(base.flatten(0, -2), feature.flatten(0, -2), fuse.feature_in)
+
+    def _catch_up(self, memory: FeatureMemory, depth: int) -> Tensor:
+        """Process the stored elements and predict the feature after each row's pending token, (B, d)."""
+        token_BT, feature_BTF, counts = memory.pop_pending()
+        rows, width = token_BT.shape
+        memory.reserve(memory.end + width + depth * self.width)
+        memory.table = self._turns_to(max(memory.positions) + width + depth)
+        if self.config.reduced:
+            feature_BTF = self.head.reduced(feature_BTF.to(self.trained.dtype))
+        x_Nd = self._join(token_BT, feature_BTF.to(self.dtype), memory.context_bias(width))
+        qkv = self._project(x_Nd, rows, width, memory.rope(memory.table, width))
+        heads = self.config.heads
+        memory.write(qkv[:, :, heads:])
+        memory.advance(counts)
+        if min(counts) == width:
+            x_Bd, query = x_Nd.view(rows, width, -1)[:, -1], qkv[:, -1, :heads]
+        else:
+            row, last = torch.arange(rows, device=x_Nd.device), to_device(counts, x_Nd.device) - 1
+            x_Bd, query = x_Nd.view(rows, width, -1)[row, last], qkv[row, last, :heads]
+        return self._attended(x_Bd, query, memory.attend)
+
+    def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
+        """Rotated queries, rotated keys, and values of a block of elements, (B, T, 3H, E)."""
+        heads, size = self.config.heads, self.config.head_size
+        qkv = torch.mm(_unit(x_Nd), self.fuse.qkv).view(rows, width, 3 * heads, size)
+        apply_rope = qkv[:, :, : 2 * heads]
+        if qkv.dtype == torch.float32:  # in place, which saves two calls
+            torch.view_as_complex(apply_rope.unflatten(-1, (-1, 2))).mul_(turn_BTC[:, :, None])
+        else:
+            apply_rope.copy_(rotate(apply_rope, turn_BTC))
+        return qkv
+
+    def _level(self, memory: FeatureMemory, x_Bd: Tensor, level: int) -> Tensor:
+        """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
+        qkv = self._project(x_Bd, x_Bd.shape[0], 1, memory.rope_at(memory.table, level)[:, None])
+        memory.write(qkv[:, :, self.config.heads :], level)
+        return self._attended(x_Bd, qkv[:, 0, : self.config.heads], partial(memory.attend, drafted=level + 1))
+
+    def _attended(self, x_Nd: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The layer behind its queries: the predicted feature (N, d). attend: of queries to what the memory holds."""
+        return self._finish(x_Nd, attend(query_NHE))
+
+    def _finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
+        fuse = self.fuse
+        x = torch.addmm(x_Bd, attended_Bd, fuse.out)
+        gate, up = torch.mm(_unit(x), fuse.gate_up).chunk(2, dim=-1)
+        x = torch.addmm(x, F.silu(gate).mul_(up), fuse.down)
+        return _unit(x).mul_(fuse.norm_out)
+
+    def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
+        """Grow a tree. With noise, children are ranked by their distribution *given* the noise of their position."""
+        tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
+        feature_BWd, seen = feature_Bd[:, None], None
+        for level in range(depth):
+            distribution = warp(self._logits(feature_BWd), state.request.sampling)
+            if state.noise is not None:
+                distribution = state.noise.perturbed(distribution, level)
+            token_BW, parent_BW = tree_builder.grow(distribution.log_softmax(dim=-1))
+            if level + 1 == depth:
+                break
+            width = token_BW.shape[1]
+            carried = layouts.pick(feature_BWd, parent_BW)
+            x_Nd = self._join(self._entered(token_BW, state, level), carried, memory.context_bias_at(level))
+            eye = torch.eye(width, dtype=torch.bool, device=x_Nd.device).expand(rows, width, width)
+            seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
+            qkv = self._project(x_Nd, rows, width, memory.rope_at(memory.table, level)[:, None])
+            memory.write(qkv[:, :, self.config.heads :], seen.shape[2] - width)
+            query_NHE = qkv[:, :, : self.config.heads].flatten(0, 1)
+            feature_Nd = self._attended(x_Nd, query_NHE, partial(memory.attend_tree, seen_BWM=seen))
+            feature_BWd = feature_Nd.view(rows, width, -1)
+        return tree_builder.finish(self.nodes)
+
+    def _lesson_layout(self, lesson: Any) -> layouts.PromptLayout:
+        """The elements of a lesson's prompts and answers."""
+        raise NotImplementedError
+
+    def _following(self, lesson: Any) -> Tensor:
+        """Embeddings of a lesson's tokens, the first aside, (B, L + M - 1, d)."""
+        raise NotImplementedError
+
+    def _lesson_positions(self, lesson: Any) -> Tensor:
+        """Positions of a lesson's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
+        return lesson.positions
+
+    def _spread(self, feature: Tensor) -> Tensor:
+        """Features (..., K, d) of the tokens that a pass of the trained weights predicts."""
+        return feature[..., None, :]
+
+    def _taught(self, feature: Tensor) -> Tensor:
+        """Logits of the trained weights."""
+        return self._logits(feature)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """Target ids of the trained logits, in ascending order; None: the target's vocabulary."""
+        return None
+
+    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Self-fed steps over whole answers, for training (`visspec.train.capture.TrainingBatch`).
+
+        Step k sees true features up to k tokens back, and its own predictions from there on. Per step, and per token
+        of a pass: logits (B, T, V) of the `ids`, predicted features (B, T, d), and which elements count (B, T) bool.
+        Element t of a row's answer predicts the distribution after answer token t.
+        """
+        ids, features = lesson.ids, lesson.features
+        layout, following = self._lesson_layout(lesson), self._following(lesson)
+        embeddings = lesson.embeddings if lesson.embeddings is not None else features[..., : self.config.hidden]
+        x, turn, context = self.elements(layout, following, features, embeddings, self._lesson_positions(lesson))
+        first = torch.tensor(layout.lengths, device=ids.device) - torch.tensor(lesson.lengths, device=ids.device) + 1
+        answer = first[:, None] + torch.arange(max(lesson.lengths) - 1, device=ids.device)
+        count = torch.tensor(lesson.lengths, device=ids.device)[:, None] - 1
+        answer = answer.clamp(max=x.shape[1] - 1)
+        index = torch.arange(answer.shape[1], device=ids.device)
+        embed = self._next_embeddings(layout, following)
+        image = context[layout.image.to(context.device)]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        out = []
+        for step in range(steps):
+            query, key, value = self.head.project(x, turn)
+            keys.append(key)
+            values.append(value)
+            feature = self.head.attended(x, query, partial(staggered, keys=keys, values=values))
+            for more, ahead in enumerate(self._spread(feature).unbind(-2)):
+                predicted = layouts.pick(ahead, (answer - more).clamp(min=0))
+                out.append((self._taught(predicted), predicted, (index >= step + more) & (index < count)))
+            if step + 1 < steps:
+                shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)
+                x = self.head.join(embed, shifted, image)
+        return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-6)

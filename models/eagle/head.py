@@ -1,0 +1,349 @@
+"""The published one-layer drafters as one network: EAGLE-1 and 2, EAGLE-3, DREAM, and what MSD, HiViS, ViSpec, FLASH
+and SpecVLM make of them.
+
+An element of the draft sequence has the target's features after token t and the embedding of token t + 1; one Llama
+layer predicts the feature after token t + 1. What differs is data (`EagleConfig`):
+
+* fusion "sum" (EAGLE, arXiv 2401.15077; EAGLE-2): the layer reads fc([embedding; feature]) without an input norm, its
+  output is the next feature, and the target's LM head decodes it.
+* fusion "split" (EAGLE-3, arXiv 2503.01840): fc reduces features of several layers, queries, keys and values read
+  [norm(embedding); norm(feature)], the residual is the feature alone, and a norm and a head of the network's own over
+  a part of the vocabulary decode it.
+* fusion "cross" (DREAM, arXiv 2505.19201): a layer over embeddings alone, then gated cross-attention to the target's
+  features up to token t, in whose place predicted features stand behind it, and an MLP (`FeatureCrossAttention`).
+* images: what the slots of an image are in the draft sequence, see `eagle_config.IMAGES`.
+
+Names of weights are those of the published checkpoints (`layers.0.self_attn.q_proj`, ...). Channels are rotated in
+halves, as Llama's are. Shapes: B rows, T elements, R image runs, S slots of a run, H heads, K heads of keys, E head
+size, d hidden size, F features, V vocabulary, D draft vocabulary, C rotations (E / 2, or fewer), P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.image_compression import FlashQueries, SpecVLMBranches, ViSpecAdaptor
+
+
+class EagleRMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale, computed in float32 as Llama's."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def frequencies(config: EagleConfig, device: torch.device | str) -> tuple[Tensor, float]:
+    """Angle per position of each rotary channel, float32 (C,), and the factor of what is rotated, as transformers
+    computes them for a scaling.
+    """
+    scaling, size = config.rope_scaling or {}, config.rotated
+    if scaling.get("rope_type", "default") == "default":
+        return config.rope_theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size), 1.0
+    given = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor, **scaling}
+    layer: Any = LlamaConfig(head_dim=config.head_size, rope_parameters=given)
+    return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](layer, device)
+
+
+def turns(config: EagleConfig, length: int, device: torch.device | str) -> Tensor:
+    """exp(i * position * frequency) for positions [0, length), times the scaling's factor, complex64 (P, C)."""
+    frequency_C, factor = frequencies(config, device)
+    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency_C
+    return torch.polar(torch.full_like(angle, factor), angle)
+
+
+def turns_at(rope_table_PC: Tensor, position: Tensor, section: tuple[int, ...], interleaved: bool) -> Tensor:
+    """Rotations of elements, (B, T, C): position is (B, T), or (3, B, T) with `section` channels per row, in blocks or
+    interleaved (time, height, width, time, ... as long as a row has channels left, then time; Qwen3-VL).
+    """
+    if position.dim() == 2:
+        return rope_table_PC[position]
+    if not section:
+        return rope_table_PC[position[0]]
+    row_C = torch.tensor([row for row, count in enumerate(section) for _ in range(count)], device=rope_table_PC.device)
+    if interleaved:
+        channel_C = torch.arange(len(row_C), device=rope_table_PC.device)
+        row_C = channel_C % 3
+        row_C = torch.where(channel_C < 3 * torch.tensor(section, device=rope_table_PC.device)[row_C], row_C, 0)
+    return rope_table_PC[position.permute(1, 2, 0)[..., row_C], torch.arange(len(row_C), device=rope_table_PC.device)]
+
+
+def apply_rope(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
+    """Rotate channel c with channel c + C, of the first 2 C. Out of place, differentiable, in float32."""
+    count = turn_BTC.shape[-1]
+    real, imaginary, rest = x_BTHE.float().tensor_split((count, 2 * count), dim=-1)
+    turn = turn_BTC[..., None, :]
+    cos, sin = turn.real, turn.imag
+    return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin, rest], dim=-1).to(x_BTHE.dtype)
+
+
+class EagleAttention(nn.Module):
+    """Projections of the layer; `project` and `keys_values` of the head apply them."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        d, size = config.hidden, config.head_size
+        read = 2 * d if config.fusion == "split" else d
+        self.q_proj = nn.Linear(read, config.heads * size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(read, config.kv_heads * size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(read, config.kv_heads * size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.heads * size, d, bias=False)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = EagleRMSNorm(size, config.eps), EagleRMSNorm(size, config.eps)
+
+
+class EagleMLP(nn.Module):
+    """SiLU-gated, as Llama's."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class EagleLayer(nn.Module):
+    """Weights of the decoder layer; EAGLE-1's has no input norm."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.self_attn, self.mlp = EagleAttention(config), EagleMLP(config)
+        if config.fusion == "split":
+            self.input_layernorm = EagleRMSNorm(config.hidden, config.eps)  # of the embedding
+            self.hidden_norm = EagleRMSNorm(config.hidden, config.eps)  # of the feature
+        if config.norm_input or config.fusion == "cross":
+            self.input_layernorm = EagleRMSNorm(config.hidden, config.eps)
+        self.post_attention_layernorm = EagleRMSNorm(config.hidden, config.eps)
+
+
+class FeatureCrossAttention(nn.Module):
+    """DREAM's attention of the draft stream to features: RMS-normed queries and keys without rotation, and gates that
+    are zero at first. Its last block is an MLP here, without the attention that would read the stream of all elements.
+    """
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        d, size = config.hidden, config.head_size
+        self.norm, self.mlp_norm, self.last_norm = (EagleRMSNorm(d, config.eps) for _ in range(3))
+        self.q_norm, self.k_norm = EagleRMSNorm(size, config.eps), EagleRMSNorm(size, config.eps)
+        self.q_proj = nn.Linear(d, config.heads * size, bias=False)
+        self.k_proj = nn.Linear(d, config.kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(d, config.kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(config.heads * size, d, bias=False)
+        self.mlp, self.last = EagleMLP(config), EagleMLP(config)
+        self.gate, self.mlp_gate = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """(the state after cross-attention and its MLP, that after the last one), both (..., d)."""
+        query = self.q_norm(self.q_proj(self.norm(x)).unflatten(-1, (-1, self.q_norm.weight.shape[0])))
+        x = x + torch.tanh(self.gate) * self.o_proj(attend(query))
+        middle = x + torch.tanh(self.mlp_gate) * self.mlp(self.mlp_norm(x))
+        return middle, middle + self.last(self.last_norm(middle))
+
+
+class SemiAutoregressiveHead(nn.Module):
+    """FLASH's semi-autoregressive head: a feature, and those of the tokens after it: (..., d) -> (..., K, d)."""
+
+    def __init__(self, hidden: int, block: int):
+        super().__init__()
+        self.block = block
+        self.down, self.up = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, block * hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., None, :] + self.up(F.silu(self.down(x))).unflatten(-1, (self.block, -1))
+
+
+class LowRank(nn.Module):
+    """A head over a vocabulary as the product of two matrices: (..., d) -> (..., D)."""
+
+    def __init__(self, hidden: int, rank: int, vocab: int):
+        super().__init__()
+        self.down, self.up = nn.Linear(hidden, rank, bias=False), nn.Linear(rank, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+    @torch.no_grad()
+    def approximate(self, weight_Dd: Tensor) -> None:
+        """Become the closest such head, by squares: projections on the leading eigenvectors of its Gram matrix."""
+        wide = weight_Dd.double()
+        basis_dr = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -self.down.out_features :]
+        self.down.weight.copy_(basis_dr.T)
+        self.up.weight.copy_(wide @ basis_dr)
+
+
+class EagleHead(nn.Module):
+    """Weights of a published drafter. The ids of its own head are `d2t` + their index."""
+
+    kind: ClassVar[str] = "eagle_head"  # identifies its checkpoints
+    config_class: ClassVar[type[EagleConfig]] = EagleConfig
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.config, d, wide = config, config.hidden, config.target_hidden
+        self.layers = nn.ModuleList([EagleLayer(config)])
+        if config.fusion == "split":
+            self.fc = nn.Linear(config.parts * wide, d, bias=config.fc_bias)
+            self.norm = EagleRMSNorm(d, config.eps)
+            if config.norm_before_fc:
+                self.input_norm = EagleRMSNorm(config.parts * wide, config.eps)
+            if config.fc_norm:
+                self.fc_norm = nn.ModuleList(EagleRMSNorm(wide, config.eps) for _ in config.feature_layers)
+        elif config.fusion == "cross":
+            self.cross, self.norm = FeatureCrossAttention(config), EagleRMSNorm(d, config.eps)
+        else:
+            self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
+        if config.draft_vocab:
+            count, rank = config.draft_vocab, config.head_rank
+            self.lm_head = LowRank(d, rank, count) if rank else nn.Linear(d, count, bias=False)
+            if config.draft_vocab < config.vocab:
+                self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
+                self.register_buffer("t2d", torch.arange(config.vocab) < config.draft_vocab)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab, d)
+        if config.block > 1:
+            self.ahead = SemiAutoregressiveHead(d, config.block)
+        if config.images in ("queries", "gated"):
+            self.compressor = (FlashQueries if config.images == "queries" else SpecVLMBranches)(config)
+        if config.images == "latents":
+            self.imadpt = ViSpecAdaptor(config, config.image_latents + 1)
+            self.img_fc = nn.Linear(2 * d, d, bias=config.fc_bias)
+            with torch.no_grad():  # the global vector has no part yet
+                self.img_fc.weight.copy_(torch.eye(d, 2 * d))
+                if config.fc_bias:
+                    self.img_fc.bias.zero_()
+
+    @property
+    def layer(self) -> EagleLayer:
+        return self.layers[0]  # type: ignore[return-value]
+
+    @property
+    def ids(self) -> Tensor | None:
+        """Target ids (D,) of the head's own logits; None if they are the target's vocabulary."""
+        if not 0 < self.config.draft_vocab < self.config.vocab:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @torch.no_grad()
+    def keep(self, ids: Tensor) -> None:
+        """Predict these ids (D,), in ascending order."""
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    @property
+    def adaptor(self) -> ViSpecAdaptor:
+        """The network that compresses images, as `feature_layout.compress` calls it."""
+        return self.imadpt
+
+    def reduced(self, feature: Tensor) -> Tensor:
+        """Target features (..., F) -> (..., d)."""
+        if self.config.images == "blind":
+            return feature.new_zeros(*feature.shape[:-1], self.config.hidden)
+        if self.config.fusion != "split":
+            return feature[..., -self.config.hidden :]
+        if self.config.norm_before_fc:
+            feature = self.input_norm(feature)
+        if self.config.fc_norm:
+            parts = feature.chunk(self.config.parts, dim=-1)
+            feature = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(feature)
+
+    def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
+        """Layer input: fc([embedding; img_fc([feature; global vector])]), or both side by side. All (..., d)."""
+        if self.config.fusion != "sum":
+            return torch.cat([embed, feature[..., -self.config.hidden :]], dim=-1)
+        if self.config.images == "latents":
+            assert image is not None
+            feature = self.img_fc(torch.cat([feature, image], dim=-1))
+        return self.fc(torch.cat([embed, feature], dim=-1))
+
+    def shift(self, image_Bd: Tensor) -> Tensor:
+        """What a global vector adds to a layer input that was joined without one."""
+        d = self.config.hidden
+        return image_Bd @ self.img_fc.weight[:, d:].T @ self.fc.weight[:, d:].T
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What queries, keys and values read."""
+        if self.config.fusion == "sum":
+            return self.layer.input_layernorm(x) if self.config.norm_input else x
+        embed, feature = x.chunk(2, dim=-1)
+        if self.config.fusion == "cross":
+            return self.layer.input_layernorm(embed)
+        return torch.cat([self.layer.input_layernorm(embed), self.layer.hidden_norm(feature)], dim=-1)
+
+    def parted(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (B, T, H, E), rotated keys and values (B, T, K, E); behind them those of cross-attention."""
+        attention, size, read = self.layer.self_attn, self.config.head_size, self.normed(x_BTX)
+        query, key, value = (
+            f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if self.config.qk_norm:
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        query, key = apply_rope(query, turn_BTC), apply_rope(key, turn_BTC)
+        if self.config.fusion == "cross":
+            cross, feature = self.cross, x_BTX[..., self.config.hidden :]
+            more = (f(feature).unflatten(-1, (-1, size)) for f in (cross.k_proj, cross.v_proj))
+            key, value = (torch.cat(pair, dim=2) for pair in zip((key, value), more))
+            key = torch.cat([key[:, :, : self.config.kv_heads], cross.k_norm(key[:, :, self.config.kv_heads :])], dim=2)
+        return query, key, value
+
+    def project(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with a key and a value for every head, each (B, T, H, E); for training."""
+        query, key, value = self.parted(x_BTX, turn_BTC)
+        group = self.config.heads // self.config.kv_heads
+        return query, key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
+
+    def keys_values(self, x_BTX: Tensor, turn_BTC: Tensor) -> Tensor:
+        """Rotated keys, and values, (B, T, 2K, E)."""
+        return torch.cat(self.parted(x_BTX, turn_BTC)[1:], dim=2)
+
+    def attended(self, x: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The layer behind its queries: the next feature (..., d), or those of `feature_layers` (..., F).
+
+        attend: of queries to keys and values, of which it takes the half with a number, or all.
+        """
+        if self.config.fusion != "cross":
+            return self.finish(x, attend(query))
+        x = self.finish(x, attend(query, 0))
+        middle, last = self.cross(x, lambda crossing: attend(crossing, 1))
+        return torch.cat([middle, self.norm(last)], dim=-1) if self.config.parts == 2 else self.norm(last)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer after attention: the next feature (..., d)."""
+        layer = self.layer
+        if self.config.fusion == "cross":
+            x = x[..., : self.config.hidden]
+        if self.config.fusion == "split":
+            x = x.chunk(2, dim=-1)[1]
+            x = layer.hidden_norm(x) if self.config.norm_before_residual else x
+        x = x + layer.self_attn.o_proj(attended)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x) if self.config.norm_output else x
+
+    def spread(self, feature: Tensor) -> Tensor:
+        """Features (..., K, d) of the tokens that a pass predicts, from that of the first."""
+        return feature[..., None, :] if self.config.block == 1 else self.ahead(feature)
+
+    def decodable(self, feature: Tensor) -> Tensor:
+        """A feature as LM heads read it."""
+        if self.config.fusion == "cross":
+            return feature[..., -self.config.hidden :]
+        return self.norm(feature) if self.config.fusion == "split" and not self.config.norm_output else feature

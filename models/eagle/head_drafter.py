@@ -1,0 +1,266 @@
+"""Drafters of the published one-layer forms (`eagle/head.py`): EAGLE-1, 2 and 3, MSD, HiViS, ViSpec, FLASH,
+SpecVLM, DREAM, and a control that sees nothing of the picture.
+
+Prompts are read as their own code reads them: an element belongs to an image if the token it *predicts from* is a slot,
+and has the position of the token before it, as serving engines count. Shapes as in `feature_drafting.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from visspec.models.decoder.target import content_ids, vocabulary
+from visspec.models.drafting import checkpoint
+from visspec.models.drafting import level_tree as block_tree
+from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.drafting.structure import Chain
+from visspec.models.eagle import sequence as layouts
+from visspec.models.eagle.config import COMPRESSED, EagleConfig
+from visspec.models.eagle.drafter import FeatureDrafter, scaled_section
+from visspec.models.eagle.feature_drafting import FeatureDrafting
+from visspec.models.eagle.head import EagleHead, LowRank, turns, turns_at
+from visspec.types import Draft, State
+
+SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
+
+
+class EagleDrafter(FeatureDrafter):
+    """A drafter around an `EagleHead`, for one loaded target.
+
+    width 1 drafts chains; above it, dynamic trees of at most `nodes` nodes (EAGLE-2), which end with the tokens of one
+    pass where that predicts several (FLASH). Raises ValueError if the network was made for another target.
+    """
+
+    def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
+        config = head.config
+        check_target(config, model)
+        if 0 < config.draft_vocab < width:
+            raise ValueError(
+                f"width: got {width}, expected at most the {config.draft_vocab} ids that the head predicts"
+            )
+        self.model, self.images = model, config.images == "latents"
+        embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.borrowed = (embed, lm_head)
+        FeatureDrafting.__init__(self, head, embed, lm_head, self._like(model), width, nodes)
+        levels = config.levels if width == 1 or config.block == 1 else min(config.levels, config.block)
+        self.traits = replace(self.traits, levels=levels, embeddings=config.images in SEEN, joins=True)
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> EagleDrafter:
+        """An untrained drafter for a target. `options` are fields of EagleConfig. A head of its own starts as the
+        target's rows of the first ids; `keep` of the network chooses others.
+        """
+        torch.manual_seed(seed)
+        head = EagleHead(config_for(model, **options))
+        drafter = cls(head, model)
+        if head.config.draft_vocab:
+            drafter.keep(torch.arange(head.config.draft_vocab))
+        return drafter
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> EagleDrafter:
+        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
+        return cls(checkpoint.read(folder, EagleHead, lambda config: check_target(config, model)), model, **options)
+
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines: "eagle" (EAGLE-1 and 2, MSD, ViSpec), "eagle3" (SpecForge, SGLang, vLLM)
+        or "speculators" (vLLM), for which `verifier` names the target. Raises ValueError where a form has no place for
+        what the drafter is.
+        """
+        from visspec.models.eagle import layout as eagle_layouts
+
+        eagle_layouts.check_verifier_named(self.model, form, verifier)
+        eagle_layouts.write(self, folder, form, verifier)
+
+    @torch.no_grad()
+    def keep(self, ids: Tensor) -> None:
+        """Predict these target ids (D,), in ascending order, with the target's own rows if sizes allow."""
+        ids = ids.to(self.trained.device)
+        if self.head.ids is not None:
+            self.head.keep(ids)
+        weight = self.lm_head.weight
+        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] == self.config.hidden:
+            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.trained.device)
+            own.approximate(rows_Dd) if isinstance(own, LowRank) else own.weight.copy_(rows_Dd)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the network's current weights for drafting; call it after they change."""
+        self.head.eval()
+        same = self.trained.dtype == self.dtype
+        self.run: Any = self.head if same else copy.deepcopy(self.head).to(self.dtype)
+        self._ids = self.head.ids
+
+    def compile(self) -> None:
+        """Drafts run as ever: their graphs are made for the network of `FeatureDrafter`."""
+
+    record = compile
+
+    @property
+    def ids(self) -> Tensor | None:
+        return self.head.ids
+
+    def _rotations(self, length: int, device: torch.device) -> Tensor:
+        return turns(self.config, length, device)
+
+    def _rotations_at(self, rope_table_PC: Tensor, position: Tensor) -> Tensor:
+        return turns_at(rope_table_PC, position, self.config.mrope_section, self.config.mrope_interleaved)
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
+        real = None if attention_BL is None else attention_BL.tolist()
+        image_ids, latents = frozenset(self.config.image_ids), self.config.image_latents
+        return layouts.shifted(ids_BL.tolist(), real, image_ids, self.config.images, latents)
+
+    def _context(
+        self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.images:
+            return super()._context(layout, embeddings_BLd, features_BLF)
+        if self.config.image_latents:
+            return layouts.condense(self.head, embeddings_BLd, features_BLF, layout)
+        zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
+        raw = torch.cat([zero, embeddings_BLd.flatten(0, 1)]) if self.config.images == "embeddings" else zero
+        return raw, zero
+
+    def _first(self, state: State, attention_BL: Tensor | None) -> list[int]:
+        if self.config.positions == "target":
+            return super()._first(state, attention_BL)
+        if attention_BL is None:
+            return [state.request.prompt.shape[1] - 1] * len(state.rows)
+        return (attention_BL.sum(dim=1) - 1).tolist()
+
+    def _places(self, positions: Tensor, attention_BL: Tensor | None) -> Tensor:
+        if self.config.positions == "target":
+            return positions
+        length, device = positions.shape[-1], positions.device
+        if attention_BL is None:
+            return torch.arange(length, device=device)[None]
+        padding_B1 = (~attention_BL).sum(dim=1, keepdim=True)
+        return (torch.arange(length, device=device) - padding_B1).clamp(min=0)
+
+    def _lesson_positions(self, lesson: Any) -> Tensor:
+        places = self._places(lesson.positions, lesson.attention)
+        return places if places.dim() == 3 else places.expand(len(lesson.lengths), -1)
+
+    def _followed(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
+        if self.config.images != "slots":
+            return self._embedded(ids)
+        known_BLd = embeddings_BLd[:, 1:]
+        return torch.cat([known_BLd, self._embedded(ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Rows of the table as they are stored, as the published code reads them."""
+        weight = self.run.embed_tokens.weight if self.config.own_embedding else self.embed.weight
+        return F.embedding(ids.clamp(max=weight.shape[0] - 1), weight)
+
+    # --- several tokens a pass ------------------------------------------------------------------------------------
+
+    def propose(self, state: State, depth: int) -> Draft:
+        if self.config.block == 1:
+            return super().propose(state, depth)
+        memory: FeatureMemory = state.memory
+        depth = self.levels(state, depth)
+        ahead_BKd = self.run.spread(self._catch_up(memory, depth))
+        if self.width > 1:
+            logits_BKV = self._logits(ahead_BKd[:, :depth])
+            return block_tree.over(state, logits_BKV, self.tree_builder(state, logits_BKV.shape[1]), self.nodes)
+        chain = Chain(state, self.stop)
+        while True:
+            chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
+            if len(chain.tokens) == depth:
+                return chain.finish()
+            ahead_BKd = self.run.spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
+
+    def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
+        """Read the last K of the drafted ids, stored after those before them: the predicted feature (B, d)."""
+        rows, width, heads = *feature_BKd.shape[:2], self.config.heads
+        done = token_BT.shape[1] - width
+        x_Nd = self._join(token_BT[:, done:], feature_BKd, memory.context_bias(width))
+        qkv = self._project(x_Nd, rows, width, memory.rope(memory.table[done:], width))
+        memory.write(qkv[:, :, heads:], done)
+        x_Bd = x_Nd.view(rows, width, -1)[:, -1]
+        return self._attended(x_Bd, qkv[:, -1, :heads], partial(memory.attend, drafted=done + width))
+
+    def _spread(self, feature: Tensor) -> Tensor:
+        return self.head.spread(feature)
+
+    # --- a level ------------------------------------------------------------------------------------------------------
+
+    def _shift(self, global_Bd: Tensor) -> Tensor:
+        return self.run.shift(global_Bd.to(self.dtype))
+
+    def _join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
+        embed = self._embedded(token).to(feature.dtype)
+        image = torch.zeros_like(feature) if self.images else None
+        x = self.run.join(embed, feature, image)
+        return (x if context_bias is None else x + context_bias).flatten(0, -2)
+
+    def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
+        return torch.cat(self.run.parted(x_Nd.view(rows, width, -1), turn_BTC), dim=2)
+
+    def _attended(self, x_Nd: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        return self.run.attended(x_Nd, query_NHE, attend)
+
+    def _logits(self, feature: Tensor) -> Tensor:
+        read = self.run.decodable(feature)
+        if not self.config.draft_vocab:
+            return super()._logits(read)
+        logits = self.run.lm_head(read)
+        if self._ids is None:
+            return logits
+        everything = logits.new_full((*logits.shape[:-1], self.config.vocab), float("-inf"))
+        return everything.index_copy_(-1, self._ids, logits)
+
+    def _taught(self, feature: Tensor) -> Tensor:
+        read = self.head.decodable(feature)
+        return self.head.lm_head(read) if self.config.draft_vocab else super()._logits(read)
+
+
+def check_target(config: EagleConfig, model: PreTrainedModel) -> None:
+    """Raises ValueError if the drafter was made for another model."""
+    text = model.config.get_text_config()
+    family, layers = model.config.model_type, text.num_hidden_layers
+    found = {"family": family, "vocab": vocabulary(model), "target_hidden": text.hidden_size, "target_layers": layers}
+    checkpoint.check_target(config, **found)  # type: ignore[arg-type]
+
+
+def config_for(model: PreTrainedModel, **options: Any) -> EagleConfig:
+    """The configuration of a drafter for a loaded target: sizes and rotary sections are the target's."""
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    heads = options.get("heads", text.num_attention_heads)
+    size = options.get("head_size", text.hidden_size // heads)
+    index = options.get("positions") == "index"
+    ids = content_ids(model.config)
+    given = {
+        "family": model.config.model_type,
+        "vocab": vocabulary(model),
+        "hidden": text.hidden_size,
+        "target_hidden": text.hidden_size,
+        "target_layers": text.num_hidden_layers,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_size": size,
+        "intermediate": text.intermediate_size,
+        "image_ids": tuple(sorted(ids)),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "mrope_section": () if index else scaled_section(rope, size // 2),
+        "mrope_interleaved": bool(rope.get("mrope_interleaved")) and not index,
+        **options,
+    }
+    if not ids:  # a text decoder
+        given |= {"images": "blind" if given.get("images") == "blind" else "none", "image_latents": 0}
+    return EagleConfig(**given)

@@ -1,0 +1,256 @@
+"""The feature drafter of image tokens (EAGLE-type, as in LANTERN): one stream under guidance, a separate code head.
+
+It drafts chains, dynamic trees (LANTERN) or static trees sampled without replacement (LANTERN++). For rules with their
+own random numbers, chains and static trees report the distribution of every node, and dynamic trees are point masses.
+For the rule `exact` all drafts are coupled to the target's noise.
+
+Shapes: B rows, L prompt, T positions of the image, d hidden size, F features, V ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visspec import tree as trees
+from visspec.grammar import held
+from visspec.models.drafting import checkpoint
+from visspec.models.drafting import static_tree as feature_tree
+from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.eagle import sequence as layouts
+from visspec.models.eagle.feature_drafting import FeatureDrafting
+from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
+from visspec.models.families import family_of
+from visspec.models.image_codes.target import Family, ImageAR
+from visspec.sampling import Gumbel, derived
+from visspec.types import FREE, Draft, Outcome, Request, Scores, State, Verdict
+
+TREES = ("chain", "dynamic", "static")
+OTHER_SCALE = 1.5  # warn if the guidance differs by more than this factor from training
+IMPOSSIBLE = -1e4  # logit of grammar ids, which are never drafted: probability 0 in float32
+
+
+class ImageMemory(FeatureMemory):
+    """Memory with position embeddings (P, d) and the drafter's random numbers."""
+
+    places: Tensor
+    noise: Gumbel | None = None
+
+    def context_bias(self, width: int) -> Tensor:
+        return self.rope(self.places, width)
+
+    def context_bias_at(self, level: int) -> Tensor:
+        return self.rope_at(self.places, level)[:, None]
+
+    def select(self, keep: list[int]) -> None:
+        super().select(keep)
+        if self.noise is not None:
+            self.noise.select(keep)
+
+
+class ImageFeatureDrafter(FeatureDrafting):
+    """A drafter around an `ImageHead`, for one image model (or its `Family`).
+
+    tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
+    nodes per depth. Raises ValueError for other options, or when the network was made for another target.
+    """
+
+    head: ImageHead
+    config: ImageHeadConfig
+
+    def __init__(
+        self, head: ImageHead, target: nn.Module | Family, *, tree: str = "chain", levels: int | None = None,
+        width: int = 4, nodes: int = 24, shape: str | int = "8-5-4-4-3",
+    ):  # fmt: skip
+        if tree not in TREES:
+            raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}")
+        if levels is not None and levels < 1:
+            raise ValueError(f"levels: got {levels}, expected at least 1")
+        family = target if isinstance(target, Family) else family_of(target, None)
+        check_target(head.config, family)
+        self.counts = feature_tree.parse(shape) if tree == "static" else None
+        if tree != "dynamic":
+            width = max(self.counts or [1])
+        table = embedding(family, head.config.vocab)
+        super().__init__(head, table, head.codes, self._like(family), width, nodes)
+        levels = len(self.counts) if self.counts else levels or self.traits.levels
+        self.traits = dataclasses.replace(self.traits, levels=levels, trees=tree != "chain")
+        self.warned = False
+
+    @classmethod
+    def for_model(cls, target: nn.Module | Family, *, seed: int = 0, **options: Any) -> ImageFeatureDrafter:
+        """A fresh, untrained drafter for a target. `options` are fields of ImageHeadConfig."""
+        family = target if isinstance(target, Family) else family_of(target, None)
+        torch.manual_seed(seed)
+        return cls(ImageHead(config_for(family, **options)), family)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> ImageFeatureDrafter:
+        """Load a checkpoint folder for its target, strictly; `options` as in the constructor."""
+        family = target if isinstance(target, Family) else family_of(target, None)
+        head = checkpoint.read(folder, ImageHead, lambda config: check_target(config, family))
+        return cls(head, family, **options)
+
+    def start(self, state: State, scores: Scores) -> None:
+        """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
+        check_grid(self.config, state.request)
+        if not self.warned:
+            self.warned = warn_of_guidance(self.config, state.request.sampling.guidance)
+        prompt, rows = state.request.inputs, state.rows
+        length = prompt.ids.shape[1]
+        whole = self._whole(scores).features
+        assert whole is not None
+        features, embeds = whole[rows], prompt.embeds[rows]
+        layout = self._plan(prompt.ids[rows], prompt.attention[rows])
+        positions = torch.arange(length, device=embeds.device)[None]
+        x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
+        memory = ImageMemory(self.config.heads, [p - 1 for p in state.position.tolist()])
+        before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
+        memory.places = torch.cat([before, places[1:], behind]).to(self.fuse.qkv.dtype)
+        if self.counts and state.noise is not None and state.noise.samples:
+            memory.noise = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
+        self._read_prompt(state, memory, layout.lengths, [(x, turn)], features[:, -1:])
+
+    def _like(self, target: Family) -> Tensor:
+        return next(target.decoder.parameters())
+
+    def _embed_again(self, target: Family) -> None:
+        self.embed = embedding(target, self.config.vocab)
+
+    def _whole(self, scores: Scores) -> Scores:
+        """Without guidance the unconditional state is the conditional one: u + s (c - u) = c."""
+        assert scores.features is not None
+        parts = self.config.parts * self.config.hidden // scores.features.shape[-1]
+        return scores if parts == 1 else dataclasses.replace(scores, features=scores.features.repeat(1, 1, parts))
+
+    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
+        real = None if attention_BL is None else attention_BL.tolist()
+        return layouts.plan(ids_BL.tolist(), real, frozenset(), 0)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        super().observe(state, draft, self._whole(scores), verdict, outcome)
+        if state.memory.noise is not None:
+            state.memory.noise.advance([len(tokens) for tokens in outcome.tokens])
+
+    def propose(self, state: State, depth: int) -> Draft:
+        return super().propose(state, min(depth, self.traits.levels) if self.counts else depth)
+
+    def tree_builder(self, state: State, depth: int) -> Any:
+        if self.counts is None:
+            return trees.TreeBuilder(state.pending, self.width)
+        noise = state.memory.noise
+        return feature_tree.StaticTreeBuilder(
+            state.pending, self.counts[:depth], None if noise is None else noise.window(depth)
+        )
+
+    def _entered(self, token: Tensor, state: State, level: int) -> Tensor:
+        if state.request.fixed is None:
+            return token
+        own_B1 = held(state, torch.full((1, 1), level + 1, device=token.device))
+        own = own_B1.view(-1, *[1] * (token.dim() - 1))
+        return torch.where(own == FREE, token, own)
+
+    def _logits(self, feature: Tensor) -> Tensor:
+        return F.pad(super()._logits(feature), (0, self.config.vocab - self.config.codes), value=IMPOSSIBLE)
+
+    def _context(
+        self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
+
+    def _lesson_layout(self, lesson: Any) -> layouts.PromptLayout:
+        layout = self._plan(lesson.ids[:, : lesson.prompt_length], lesson.attention)
+        layout = layouts.extend(layout, lesson.prompt_length, lesson.lengths)
+        return dataclasses.replace(layout, image=(layout.token - lesson.prompt_length + 2).clamp(min=0))
+
+    def _following(self, lesson: Any) -> Tensor:
+        answer = self.embed(lesson.ids[:, lesson.prompt_length :])
+        return torch.cat([lesson.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
+
+    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """As in the base class; positions fixed by grammar are masked."""
+        free = lesson.logits.argmax(dim=-1) < self.config.codes
+        return [(logits, feature, mask & free) for logits, feature, mask in super().rollout(lesson, steps)]
+
+
+class CaptureTarget(ImageAR):
+    """Target for `train.capture`: the scores of the prefill include positions, padding and embeddings."""
+
+    def __init__(self, family: Family):
+        super().__init__(family, features=True)
+
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        state, scores = super().prefill(request)
+        rows, length = request.inputs.ids.shape
+        aux = {
+            "positions": torch.arange(length, device=self.device)[None],
+            "attention": request.inputs.attention[:rows],
+            "embeddings": request.inputs.embeds[:rows],
+        }
+        return state, dataclasses.replace(scores, aux=aux)
+
+
+@torch.no_grad()
+def embedding(family: Family, vocab: int) -> nn.Embedding:
+    """Embedding table of a family's ids."""
+    ids = torch.arange(vocab, device=next(family.decoder.parameters()).device)
+    return nn.Embedding.from_pretrained(family.embed(ids).detach())
+
+
+def check_target(config: Any, family: Family) -> None:
+    """Raises ValueError if the drafter was made for another model."""
+    decoder, vocab = family.decoder.config, family.codes + family.grammar
+    layers = decoder.num_hidden_layers
+    checkpoint.check_target(
+        config, family=family.name, hidden=decoder.hidden_size, codes=family.codes, vocab=vocab, target_layers=layers
+    )
+
+
+def check_grid(config: Any, request: Request) -> None:
+    """Raises ValueError for images of another size than a drafter, with `rows` and `columns`, was trained on."""
+    grid = request.grid
+    stride = None if grid is None else request.max_new_tokens // grid[0]
+    if grid is None or (grid[0], stride) != (config.rows, config.columns):
+        found = None if grid is None else (grid[0], stride)
+        raise ValueError(f"grid: got {found}, expected {(config.rows, config.columns)}, which it was trained on")
+
+
+def warn_of_guidance(config: Any, scale: float) -> bool:
+    """Warn of a guidance scale far from that of a drafter's training; returns whether it did."""
+    taught = config.guidance
+    if taught / OTHER_SCALE <= scale <= taught * OTHER_SCALE:
+        return False
+    warnings.warn(
+        f"guidance: got {scale}, the drafter was trained with {taught}; fewer of its drafts will be accepted",
+        RuntimeWarning, stacklevel=3,
+    )  # fmt: skip
+    return True
+
+
+def config_for(family: Family, **options: Any) -> ImageHeadConfig:
+    """The configuration of a drafter for a family, at its own size of image and guidance scale."""
+    decoder, layout = family.decoder.config, family.layout()
+    rows = layout.grid[0]
+    return ImageHeadConfig(
+        **{
+            "family": family.name,
+            "vocab": family.codes + family.grammar,
+            "hidden": decoder.hidden_size,
+            "target_layers": decoder.num_hidden_layers,
+            "heads": decoder.num_attention_heads,
+            "intermediate": decoder.intermediate_size,
+            "codes": family.codes,
+            "rows": rows,
+            "columns": layout.positions // rows,
+            "guided": family.guided,
+            "guidance": family.default_guidance,
+            "levels": 5,
+            **options,
+        }
+    )

@@ -1,0 +1,101 @@
+"""The one-layer network of a feature drafter for image tokens: `FeatureHead` with image positions and a code head.
+
+The target's feature after a token is the conditional hidden state, with classifier-free guidance concatenated with the
+unconditional one; both are reduced to one vector. Drafting needs no unconditional pass: the network's head is trained
+on the *guided* distribution at one guidance scale, stored in the configuration. Each element also gets a learned
+embedding of the row and column of the code it predicts.
+
+Shapes: T positions of an image, d hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from visspec.io.checkpoint import check_positive, check_whole, shown
+from visspec.models.eagle.feature_head import TINY, FeatureHead, HeadConfig
+
+SPREAD = 6.0  # scales the difference of the two states to about their magnitude
+
+
+@dataclass(frozen=True)
+class ImageHeadConfig(HeadConfig):
+    """`vocab` includes codes and grammar ids. An image has `rows` rows of `columns` positions, row ends included."""
+
+    image_latents: int = 0
+    codes: int = 0
+    rows: int = 0
+    columns: int = 0
+    guided: bool = True  # features are pairs, conditional and unconditional
+    guidance: float = 1.0  # guidance scale of the training targets
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("codes", "rows", "columns"):
+            check_whole(name, getattr(self, name))
+        if self.codes > self.vocab or self.image_latents or self.feature_layers != (-1,):
+            raise ValueError(
+                f"codes, image_latents, feature_layers: got {self.codes}, {self.image_latents},"
+                f" {shown(self.feature_layers)}, expected at most {self.vocab} (vocab), 0 and the last layer alone"
+            )
+        check_positive("guidance", self.guidance)
+        if type(self.guided) is not bool:
+            raise ValueError(f"guided: got {shown(self.guided)}, expected true or false")
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.guided else 1
+
+    @property
+    def reduced(self) -> bool:
+        return self.guided
+
+    @property
+    def positions(self) -> int:
+        return self.rows * self.columns
+
+
+class ImageHead(FeatureHead):
+    """`FeatureHead` with position embeddings and a head over the codes."""
+
+    kind: ClassVar[str] = "image_drafter"
+    config_class: ClassVar[type[HeadConfig]] = ImageHeadConfig
+    config: ImageHeadConfig
+
+    def __init__(self, config: ImageHeadConfig):
+        super().__init__(config)
+        self.row = nn.Embedding(config.rows, config.hidden)
+        self.column = nn.Embedding(config.columns, config.hidden)
+        self.codes = nn.Linear(config.hidden, config.codes)
+        with torch.no_grad():
+            for table in (self.row, self.column):
+                table.weight.mul_(0.1)
+            if config.guided:  # initialised to the mixture of the two states, c + (s - 1) (c - u)
+                eye = torch.eye(config.hidden)
+                mixture = torch.cat([eye, (config.guidance - 1) / SPREAD * eye], dim=1)
+                self.reduce.weight.mul_(0.5).add_(mixture)
+
+    def reduced(self, feature: Tensor) -> Tensor:
+        """Target features (..., F) -> (..., d). The difference of the two states is small, so it is scaled up."""
+        if not self.config.guided:
+            return feature
+        conditional, unconditional = feature.chunk(2, dim=-1)
+        size = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True).clamp(min=TINY)
+        both = torch.cat([conditional, SPREAD * (conditional - unconditional)], dim=-1)
+        return self.reduce(both * (math.sqrt(self.config.hidden) / size))
+
+    def places(self) -> Tensor:
+        """Embedding of the predicted image position t, (T, d); zero at 0, which is never predicted."""
+        index = torch.arange(1, self.config.positions, device=self.row.weight.device)
+        own = self.row(index // self.config.columns) + self.column(index % self.config.columns)
+        return torch.cat([torch.zeros_like(own[:1]), own]) if len(own) else own.new_zeros(1, self.config.hidden)
+
+    def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
+        """Layer input: fc([norm(embedding); feature]) plus the position. All (..., d)."""
+        assert image is not None
+        return super().join(embed, feature, None) + image

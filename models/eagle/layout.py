@@ -1,0 +1,462 @@
+"""Published checkpoints of one-layer drafters, in and out: what their configuration says, and what their tensors are
+called.
+
+Forms: "eagle" (EAGLE-1 and 2, MSD, ViSpec: a Llama configuration, or one named after the target; `layers.0.*` without
+an input norm, which MSD of Qwen2-VL has, and `fc` over [embedding; feature]), "eagle3" (EAGLE-3 and SpecForge:
+`midlayer.*`) and "speculators" (a nested configuration, `layers.0.*`). Which states of the target are read is counted
+in two ways: speculators, vLLM and some others name hidden_states[i] itself, the input of layer i; ids that begin with 1
+(SpecForge, ModelOpt) or 0 name layers whose outputs are read, hidden_states[i + 1].
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from visspec.io.checkpoint import Value, check_shapes, check_wholes, load_strictly, read_tensors, shown, unwrapped
+from visspec.models.decoder.target import content_ids, vocabulary
+from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
+from visspec.models.eagle.config import SCALED, TUNED, EagleConfig
+from visspec.models.eagle.head import EagleHead
+from visspec.models.eagle.head_drafter import EagleDrafter, check_target
+
+logger = logging.getLogger(__name__)
+FORMS = ("eagle", "eagle3", "speculators")
+MIDLAYER, LAYER, EMBEDDING = "midlayer.", "layers.0.", "embed_tokens.weight"
+LLAVA, PADDED = "LlavaLlamaForCausalLM", 64  # LLaVA's own class, and ids that it gains at most in transformers
+OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # which speculators may have saved too
+DEPTHS = {"eagle": 5, "eagle3": 7, "speculators": 5}  # drafted by their own defaults
+VERSION = "0.9.0"  # of speculators, whose layout is written
+IDS = "eagle_aux_hidden_state_layer_ids"
+MODELOPT = {  # flags of its `eagle_config`, and their values in an EAGLE-3 head
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "parallel_draft_step": 1,
+}  # fmt: skip
+SIZES = {
+    "hidden": "hidden_size", "heads": "num_attention_heads", "intermediate": "intermediate_size", "vocab": "vocab_size",
+}  # fmt: skip
+
+
+def read(
+    folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
+    images: str | None = None, norm_output: bool | None = None, layers: Any = None, **options: Any,
+) -> EagleDrafter:  # fmt: skip
+    """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
+    its tensors. images: what it sees of a picture, where the checkpoint does not tell (`nets.eagle_config.IMAGES`).
+    Of an EAGLE-3 head, in place of what it says: norm_output, whether it reads its own normed states; layers, the
+    target's hidden states that it reads ("2-14-29").
+
+    Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
+    """
+    missing = _padding(data, model)
+    if missing:
+        data = {**data, "vocab_size": vocabulary(model)}
+        shapes = {n: (s[0] + missing, *s[1:]) if n == EMBEDDING else s for n, s in shapes.items()}
+    try:
+        data = _normed(folder, form, data, norm_output)
+        config = config_of(folder, form, data, shapes, model, images, layers)
+    except ValueError as error:
+        said = str(error)
+        raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
+    check_target(config, model)
+    names = {name: name.replace(MIDLAYER, LAYER, 1) if form == "eagle3" else name for name in shapes}
+    whole = config.draft_vocab == config.vocab  # such heads may have maps that map nothing
+    names = {a: b for a, b in names.items() if b not in OF_THE_TARGET and not (whole and b in ("d2t", "t2d"))}
+
+    def named(own: str) -> str:
+        return own.replace(LAYER, MIDLAYER, 1) if any(name.startswith(MIDLAYER) for name in shapes) else own
+
+    with torch.device("meta"):
+        head = EagleHead(config)
+    check_shapes(head, {own: tuple(shapes[name]) for name, own in names.items()}, folder, named)
+    head = head.to_empty(device="cpu").to(model.dtype)
+    tensors = unprefixed(read_tensors(folder), folder)
+    if missing and EMBEDDING in tensors:
+        rows: Any = model.get_input_embeddings().weight
+        context_bias = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
+        tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], context_bias])
+    load_strictly(head, {own: tensors[name] for name, own in names.items()}, folder, named)
+    check_ids(head, folder)
+    return EagleDrafter(head, model, **options)
+
+
+def unprefixed(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
+    """Tensors of a drafter, or their shapes, by its own names: without the prefixes of wrappers, and without `model.`.
+    Raises ValueError if two get the same name.
+    """
+    found = unwrapped(tensors, folder)
+    if "model.fc.weight" not in found:
+        return found
+    bare = {name.removeprefix("model."): value for name, value in found.items()}
+    if len(bare) < len(found):
+        raise ValueError(f"checkpoint: {folder} holds tensors with and without 'model.', expected one set of weights")
+    return bare
+
+
+def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
+    """The configuration with `norm_output` as it is asked for. SpecForge wrote true for heads that it trained on states
+    without the norm (until its pull request 879); EAGLE 3.1, and engines that serve it, mean normed ones.
+    """
+    if asked is not None:
+        if not isinstance(asked, bool) or form == "eagle":
+            raise ValueError(f"norm_output: got {shown(asked)}, expected true or false, of an EAGLE-3 head")
+        return {**data, "norm_output": asked}
+    if form == "eagle3" and data.get("norm_output"):
+        warnings.warn(
+            f"drafter: norm_output of {folder} is true, read as EAGLE 3.1 means it; for a head that SpecForge trained"
+            f" before September 2026 ask for {folder.name}:norm_output=false",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+    return data
+
+
+def _padding(data: dict, model: PreTrainedModel) -> int:
+    """Ids that transformers' conversion of a target has behind those of LLaVA's own checkpoint, as MSD counts them."""
+    count = data.get("vocab_size")
+    missing = vocabulary(model) - count if type(count) is int and LLAVA in list_of(data.get("architectures")) else 0
+    return missing if 0 < missing <= PADDED else 0
+
+
+def check_ids(head: EagleHead, folder: Path) -> None:
+    """Raises ValueError if the ids of a head of its own are not some of the target's, named the same way twice."""
+    if head.ids is None:
+        return
+    vocab, ids = head.config.vocab, head.ids
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids.diff() > 0).all()):
+        raise ValueError(f"drafter: d2t of {folder} names ids out of order or beyond {vocab}, expected ascending ones")
+    if not torch.equal(head.t2d.nonzero()[:, 0], ids):
+        raise ValueError(f"drafter: t2d of {folder} marks {int(head.t2d.sum())} ids, expected those that d2t names")
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+
+
+def config_of(
+    folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
+    images: str | None = None, layers: Any = None,
+) -> EagleConfig:  # fmt: skip
+    """Our configuration of a checkpoint. Raises ValueError for what it asks for and is not there."""
+    layer = data if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
+    _check_layer(folder, layer)
+    check_verifier(folder, data, model)
+    text: Any = model.config.get_text_config()
+    sizes = {own: entry(folder, layer, name, int) for own, name in SIZES.items()}
+    heads = sizes["heads"] or 1
+    theta, scaling, section, interleaved, partial = rope_of(folder, layer)
+    common = {
+        **sizes,
+        "family": model.config.model_type,
+        "target_layers": text.num_hidden_layers,
+        "target_hidden": data.get("target_hidden_size") or sizes["hidden"],
+        "kv_heads": layer.get("num_key_value_heads") or heads,
+        "head_size": layer.get("head_dim") or sizes["hidden"] // heads,
+        "eps": layer.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "partial_rotary_factor": partial,
+        "mrope_section": section,
+        "mrope_interleaved": interleaved,
+        "image_ids": tuple(sorted(content_ids(model.config))),
+        "own_embedding": EMBEDDING in shapes,
+        "fc_bias": "fc.bias" in shapes,
+        "qkv_bias": any(name.endswith("q_proj.bias") for name in shapes if "self_attn" in name),
+        "levels": _levels(form, data),
+    }
+    if form == "eagle":
+        if layers is not None:
+            raise ValueError(f"layers: got {shown(layers)}, expected none: the head reads the target's last state")
+        latents = shapes["imadpt.q"][0] - 1 if "imadpt.q" in shapes else 0
+        seen = _images(folder, "latents" if latents else None, images, bool(common["image_ids"]))
+        return EagleConfig(
+            **common | {"mrope_section": (), "mrope_interleaved": False},
+            fusion="sum", positions="index", images=seen, image_latents=latents,
+            norm_input=f"{LAYER}input_layernorm.weight" in shapes,
+        )  # fmt: skip
+    _check_flags(folder, object_of(data.get("eagle_config")))
+    ids = _states(folder, form, data, text.num_hidden_layers, layers)
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    common |= {name: bool(data.get(name, False)) for name in flags}
+    return EagleConfig(
+        **common,
+        fusion="split",
+        feature_layers=ids,
+        draft_vocab=data.get("draft_vocab_size") or sizes["vocab"],
+        images=(images or "placeholders") if common["image_ids"] else "none",
+        qk_norm=layer.get("model_type") == "qwen3",
+    )
+
+
+def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
+    """An entry that has to be there."""
+    if type(data.get(name)) is not kind:
+        words = {int: "a whole number", dict: "an object", list: "a list"}[kind]
+        raise ValueError(f"drafter: {name} of {folder} is {shown(data.get(name))}, expected {words}")
+    return data[name]
+
+
+def object_of(value: Any) -> dict:
+    """A JSON object, or an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def list_of(value: Any) -> list:
+    """A JSON list, or an empty one in place of anything else."""
+    return value if isinstance(value, list) else []
+
+
+def _check_layer(folder: Path, layer: dict) -> None:
+    """Raises ValueError for a decoder layer that we don't have."""
+    sliding = "sliding_attention" in list_of(layer.get("layer_types")) or layer.get("use_sliding_window")
+    for name, found, wanted in (
+        ("num_hidden_layers", layer.get("num_hidden_layers"), 1),
+        ("hidden_act", layer.get("hidden_act", "silu"), "silu"),
+        ("attention_bias", bool(layer.get("attention_bias")), False), ("mlp_bias", bool(layer.get("mlp_bias")), False),
+        ("use_sliding_window", bool(sliding), False), ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
+    ):  # fmt: skip
+        if found != wanted:
+            raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
+
+
+def _check_flags(folder: Path, flags: dict) -> None:
+    """Raises ValueError for a head of ModelOpt that is not EAGLE-3's."""
+    for name, wanted in MODELOPT.items():
+        found = flags.get(name)
+        if found is not None and found != wanted:
+            raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
+
+
+def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
+    """Raises ValueError if a checkpoint names a target of another class or with another number of layers."""
+    named = list_of(object_of(object_of(data.get("speculators_config")).get("verifier")).get("architectures"))
+    text: Any = model.config.get_text_config()
+    kind, depth = data.get("target_model_type"), data.get("num_target_layers")
+    for name, wanted, *found in (
+        ("class", named, type(model).__name__),
+        ("model_type", [kind] if kind else [], model.config.model_type, text.model_type),
+        ("number of layers", [depth] if depth else [], text.num_hidden_layers),
+    ):
+        if wanted and not any(one in wanted for one in found):
+            got = found[0]
+            raise ValueError(f"drafter: {folder} is made for a target of the {name} {shown(wanted[0])}, got {got!r}")
+
+
+def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool, float]:
+    """(theta, scaling, sections of M-RoPE, whether they are interleaved, the share of channels that are rotated), of
+    both generations of configurations.
+    """
+    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"drafter: rope_scaling of {folder} is {shown(given)}, expected an object")
+    given = {name: value for name, value in given.items() if value is not None}
+    theta = given.pop("rope_theta", layer.get("rope_theta", 10000.0))
+    old = given.pop("type", "default")
+    kind = given.pop("rope_type", old)
+    section, interleaved = given.pop("mrope_section", ()), bool(given.pop("mrope_interleaved", False))
+    kind = "default" if kind == "mrope" else kind
+    if not isinstance(kind, str) or kind not in SCALED:
+        raise ValueError(
+            f"drafter: rope_scaling of {folder} is {shown(kind)}, expected {', '.join([*SCALED, 'mrope'])}"
+        )
+    factors = [*SCALED[kind], *(name for name in TUNED.get(kind, ()) if name in given)]
+    scaling = None if kind == "default" else {"rope_type": kind, **{name: given.get(name) for name in factors}}
+    if given.get("truncate", True) is not True:
+        raise ValueError(f"drafter: truncate of {folder} is {shown(given['truncate'])}, expected true")
+    theta = float(theta) if isinstance(theta, int) else theta
+    partial = given.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
+    partial = 1.0 if partial is None else float(partial) if type(partial) is int else partial
+    return theta, scaling, check_wholes("mrope_section", section, 0, 1 << 14), interleaved, partial
+
+
+def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tuple[int, ...]:
+    """The hidden states that an EAGLE-3 head reads: those asked for; those of the ids that are stated at the top, or in
+    `dflash_config` or `eagle_config`; those before layers 2, n / 2 and n - 3 if there are none, or [] (ModelOpt).
+    """
+    parts = (data, object_of(data.get("dflash_config")), object_of(data.get("eagle_config")))
+    stated = next((part[IDS] for part in parts if part.get(IDS)), None)
+    ids = check_wholes(IDS, stated, 0, depth) if stated else (2, depth // 2, depth - 3)
+    read, outputs = "the default", bool(stated) and form == "eagle3" and ids[0] < 2  # SGLang looks at the first, too
+    if asked is not None:
+        ids, outputs, read = _asked(asked, depth), False, "as asked for"
+    elif stated:
+        read = f"{'outputs' if outputs else 'inputs'} of the layers {list(ids)} that it names"
+    given = [i + outputs for i in ids]
+    if wrong := [i for i in given if not 0 <= i < depth]:
+        found = (
+            f"no {IDS} for a target of {depth} layers" if read == "the default" else f"a state after layer {wrong[0]}"
+        )
+        raise ValueError(f"drafter: {folder} names {found}, expected states before one of its layers 0..{depth - 1}")
+    said = f"{folder.name} reads hidden states {given}: {read}"
+    logger.info("%s", said)
+    if stated and asked is None and form == "eagle3" and ids[0] != 1:
+        warnings.warn(
+            f"drafter: {said}, where others may count otherwise; {folder.name}:layers={'-'.join(map(str, given))} says"
+            " which hidden states are read",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+    return tuple(given)
+
+
+def _asked(value: Any, depth: int) -> tuple[int, ...]:
+    """Hidden states of the option `layers`: "2-14-29", one number, or a list."""
+    parts = value if isinstance(value, (list, tuple)) else str(value).split("-")
+    if not parts or not all(str(part).isdecimal() for part in parts):
+        raise ValueError(
+            f"layers: got {shown(value)}, expected numbers of hidden states such as 2-{depth // 2}-{depth - 3}"
+        )
+    return check_wholes("layers", [int(part) for part in parts], 0, depth - 1)
+
+
+def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool) -> str:
+    """What a head of the EAGLE-2 form sees: its tensors tell only of latents."""
+    if stored is not None:
+        if not pictures or asked not in (None, stored):
+            found = f"images={asked}" if pictures else "a target that sees no images"
+            raise ValueError(f"drafter: {folder} is a ViSpec head, expected one for pictures with latents, got {found}")
+        return stored
+    if not pictures:
+        return "none"
+    known = ("slots", "embeddings", "none")
+    if asked not in known:
+        raise ValueError(
+            f"drafter: {folder} does not tell what it sees of a picture, expected {folder.name}:images=slots (EAGLE),"
+            " images=embeddings (MSD) or images=none (HiViS)"
+        )
+    return asked
+
+
+def _levels(form: str, data: dict) -> int:
+    methods = list_of(object_of(data.get("speculators_config")).get("proposal_methods"))
+    count = object_of(next(iter(methods), None)).get("speculative_tokens")
+    return DEPTHS[form] if count is None else count
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | None = None) -> None:
+    """Write a drafter in a published form; M-RoPE is stated. verifier: name or path of the target, for speculators.
+
+    Raises ValueError where the form has no place for what the drafter is.
+    """
+    config = drafter.config
+    check_form(config, form)
+    data, tensors = described(config, drafter.model, form, verifier), dict(drafter.head.state_dict())
+    if form == "eagle3":
+        tensors = {name.replace(LAYER, MIDLAYER, 1): tensor for name, tensor in tensors.items()}
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, root / WEIGHTS)
+    (root / CONFIG).write_text(json.dumps(data, indent=2) + "\n")
+
+
+def check_verifier_named(model: Any, form: str, verifier: str | None) -> None:
+    """Raises ValueError where other engines could not find the target, whose embeddings and head they load by name."""
+    if form == "speculators" and not (verifier or model.config.name_or_path):
+        raise ValueError("verifier: got None, expected the name or the path of the target, which is loaded by it")
+
+
+def check_form(config: EagleConfig, form: str) -> None:
+    """Raises ValueError if a published form can't hold a configuration."""
+    if form not in FORMS:
+        raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
+    wanted = "sum" if form == "eagle" else "split"
+    seen = ("slots", "embeddings", "none", "latents") if form == "eagle" else ("slots", "placeholders", "none")
+    for name, found, known in (
+        ("fusion", config.fusion, (wanted,)), ("images", config.images, seen),
+        ("positions", config.positions, ("index" if form == "eagle" else "target",)),
+        ("fc_bias", config.fc_bias, (True, False) if form == "eagle" else (False,)),
+        ("qkv_bias", config.qkv_bias, (True, False) if form == "eagle" else (False,)),
+        ("qk_norm", config.qk_norm, (True, False) if form == "speculators" else (False,)),
+        ("norm_before_residual", config.norm_before_residual, (True, False) if form == "speculators" else (False,)),
+        ("draft_vocab", config.draft_vocab > 0, (form != "eagle",)),
+        ("head_rank", config.head_rank, (0,)),
+        ("block", config.block, (1,)),
+        ("norm_input", config.norm_input, (False,)),
+    ):  # fmt: skip
+        if found not in known:
+            expected = ", ".join(map(str, known))
+            raise ValueError(f"form: got a drafter with {name} {found} for {form!r}, expected {expected}")
+    if form == "eagle3" and any(not 0 < i < config.target_layers for i in config.feature_layers):
+        raise ValueError(
+            f"form: got feature_layers {list(config.feature_layers)}, expected outputs of layers"
+            f" 0..{config.target_layers - 2}, as 'eagle3' counts them"
+        )
+    states = config.feature_layers
+    apart = len(set(states)) == len(states)
+    if form == "speculators" and not (apart and all(0 <= i < config.target_layers for i in states)):
+        raise ValueError(
+            f"form: got feature_layers {list(states)}, expected different states before one of the layers"
+            f" 0..{config.target_layers - 1}"
+        )
+
+
+def described(config: EagleConfig, model: Any, form: str, verifier: str | None) -> dict[str, Any]:
+    """The configuration of a published form."""
+    layer: dict[str, Any] = {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **{name: getattr(config, own) for own, name in SIZES.items()},
+        "num_hidden_layers": 1,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope(config),
+        **({} if config.partial_rotary_factor == 1 else {"partial_rotary_factor": config.partial_rotary_factor}),
+        "max_position_embeddings": model.config.get_text_config().max_position_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+    if form == "eagle":
+        return {"architectures": ["LlamaForCausalLM"], **layer, "bias": config.fc_bias, "qkv_bias": config.qkv_bias}
+    own = {"draft_vocab_size": config.draft_vocab, "fc_norm": config.fc_norm, "norm_output": config.norm_output}
+    own["norm_before_fc"] = config.norm_before_fc
+    if config.target_hidden != config.hidden:
+        own["target_hidden_size"] = config.target_hidden
+    if form == "eagle3":
+        before = config.feature_layers[0] < 3  # outputs of layers, as readers take ids that begin with 0 or 1
+        states = {IDS: [i - before for i in config.feature_layers], "use_aux_hidden_state": True}
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"], **layer, **own, "target_model_type": config.family,
+            "eagle_config": states,
+        }  # fmt: skip
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        **own,
+        "norm_before_residual": config.norm_before_residual,
+        IDS: list(config.feature_layers),
+        "transformer_layer_config": layer,
+        "speculators_config": speculators_config("eagle3", config.levels, model, verifier),
+    }
+
+
+def speculators_config(algorithm: str, tokens: int, model: Any, verifier: str | None) -> dict[str, Any]:
+    """What speculators and vLLM read of an algorithm and its target."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}],
+        "verifier": {
+            "name_or_path": verifier or model.config.name_or_path or None, "architectures": [type(model).__name__],
+        },
+    }  # fmt: skip
+
+
+def _rope(config: EagleConfig) -> dict[str, Any] | None:
+    """The rotary entry: scaling, or the sections of M-RoPE, whose name is "mrope" in blocks (Qwen2.5-VL)."""
+    if not config.mrope_section:
+        return config.rope_scaling
+    kind = {"rope_type": "default"} if config.mrope_interleaved else {"type": "mrope", "rope_type": "default"}
+    more = {"mrope_interleaved": True} if config.mrope_interleaved else {}
+    return {**kind, "mrope_section": list(config.mrope_section), **more}

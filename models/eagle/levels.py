@@ -1,0 +1,320 @@
+"""Chains of a feature drafter, compiled or recorded: a block of elements and the next ids, `GROUP` in one call.
+
+A level of a small network is two dozen kernels of a few microseconds each, and as much work on the host. The calls of a
+draft differ in nothing but sizes: the first takes the elements that wait, the others the last id of the one before.
+Through `torch.compile` one graph serves blocks of one element, one longer blocks; several rows have two of their own.
+As CUDA graphs (`models.targets.buffer_pool`) blocks are padded to few lengths, and attention is to a store's slots.
+
+Shapes: B rows, T elements of a block, K = `GROUP` levels, S slots, H heads, E head size, C = E / 2 rotations, P
+positions, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from visspec.cache import packed, to_device
+from visspec.kernels.common import next_power_of_2
+from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.eagle.feature_head import TINY, FusedWeights, unit
+from visspec.models.runner.buffer_pool import GraphBufferPool, one_line
+from visspec.models.runner.compiled import CompiledFunctions, close
+from visspec.replay import REPLAYING, Recording, stream
+from visspec.types import State
+
+GROUP = 4  # levels of a call; a draft of other depths computes up to GROUP - 1 levels for nothing
+BLOCK = 5  # elements of the block that stands for all with more than one
+
+
+class DraftLevels(nn.Module):
+    """A drafter's network as a function of tensors, with the drafter's own weights."""
+
+    embed: Any
+    lm_head: Any
+    table: Tensor | None  # these are those of `FusedWeights`
+    embed_in: Tensor
+    bias: Tensor
+    feature_in: Tensor
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norm_out: Tensor
+
+    def __init__(self, heads: int, fuse: FusedWeights, embed: nn.Module, lm_head: nn.Module):
+        super().__init__()
+        self.heads, self.embed, self.lm_head = heads, embed, lm_head
+        for name, weight in vars(fuse).items():
+            self.register_buffer(name, weight, persistent=False)
+
+    def forward(
+        self, token_BT: Tensor, feature_BTd: Tensor, numbers_BKV: Tensor, told_3B: Tensor, kv_BSHE: Tensor, extent: int,
+        turns_PC2: Tensor, shift_Bd: Tensor, scale: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Read a block of elements, of which rows have the first `count`, and choose the next K ids.
+
+        told: each row's count, and slot and position of its first element. Keys and values are written to kv, of which
+        `extent` slots are read at most. An id is the argmax of logits / scale + numbers. Returns the ids (B, K), the
+        feature (B, 1, d) before the last of them, and `told` of the call that goes on there.
+        """
+        (rows, width), heads = token_BT.shape, self.heads
+        count_B, slot_B, position_B = told_3B
+        ahead_T, row_B = torch.arange(width, device=token_BT.device), torch.arange(rows, device=token_BT.device)
+        turn_BTC2 = turns_PC2[position_B[:, None] + ahead_T]
+        x_BTd = self.join(token_BT, feature_BTd, shift_Bd)
+        qkv = self.project(x_BTd, turn_BTC2)
+        kv_BSHE[row_B[:, None], slot_B[:, None] + ahead_T] = qkv[:, :, heads:]
+        last_B = count_B - 1
+        slot_B, position_B = slot_B + last_B, position_B + last_B
+        feature_Bd = self.finish(x_BTd[row_B, last_B], self.attend(qkv[row_B, last_B, :heads], kv_BSHE, slot_B, extent))
+        found = [self.choose(feature_Bd, numbers_BKV[:, 0], scale)]
+        for level in range(1, GROUP):
+            slot_B, position_B = slot_B + 1, position_B + 1
+            x_B1d = self.join(found[-1][:, None], feature_Bd[:, None], shift_Bd)
+            qkv = self.project(x_B1d, turns_PC2[position_B][:, None])
+            kv_BSHE[row_B, slot_B] = qkv[:, 0, heads:]
+            feature_Bd = self.finish(x_B1d[:, 0], self.attend(qkv[:, 0, :heads], kv_BSHE, slot_B, extent))
+            found.append(self.choose(feature_Bd, numbers_BKV[:, level], scale))
+        told_3B = torch.stack([torch.ones_like(count_B), slot_B + 1, position_B + 1])
+        return torch.stack(found, dim=1), feature_Bd[:, None], told_3B
+
+    def join(self, token_BT: Tensor, feature_BTd: Tensor, shift_Bd: Tensor) -> Tensor:
+        """Layer inputs (B, T, d)."""
+        if self.table is not None:
+            base = self.table[token_BT]
+        else:
+            base = unit(self.embed(token_BT)).to(self.embed_in.dtype) @ self.embed_in + self.bias
+        return base + shift_Bd[:, None] + feature_BTd @ self.feature_in
+
+    def project(self, x_BTd: Tensor, turn_BTC2: Tensor) -> Tensor:
+        """Rotated queries, rotated keys, and values, (B, T, 3H, E)."""
+        qkv = (normed(x_BTd) @ self.qkv).unflatten(-1, (3 * self.heads, -1))
+        pair, turn = qkv[:, :, : 2 * self.heads].float().unflatten(-1, (-1, 2)), turn_BTC2[:, :, None]
+        real = pair[..., 0] * turn[..., 0] - pair[..., 1] * turn[..., 1]
+        imaginary = pair[..., 0] * turn[..., 1] + pair[..., 1] * turn[..., 0]
+        apply_rope = torch.stack([real, imaginary], dim=-1).flatten(-2).to(qkv.dtype)
+        return torch.cat([apply_rope, qkv[:, :, 2 * self.heads :]], dim=2)
+
+    def attend(self, query_BHE: Tensor, kv_BSHE: Tensor, at_B: Tensor, extent: int) -> Tensor:
+        """Attention of a query per row to the slots up to its own, (B, d)."""
+        seen_BS = torch.arange(extent, device=at_B.device) <= at_B[:, None]
+        keys, values = (kv_BSHE[:, :extent, part].transpose(1, 2) for part in self.halves)
+        mixed = F.scaled_dot_product_attention(query_BHE[:, :, None], keys, values, attn_mask=seen_BS[:, None, None])
+        return mixed.flatten(1)
+
+    @property
+    def halves(self) -> tuple[slice, slice]:
+        return slice(self.heads), slice(self.heads, None)
+
+    def finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
+        """The layer after attention, and the norm before the LM head."""
+        x_Bd = torch.addmm(x_Bd, attended_Bd, self.out)
+        gate, up = (normed(x_Bd) @ self.gate_up).chunk(2, dim=-1)
+        return normed(torch.addmm(x_Bd, F.silu(gate) * up, self.down)) * self.norm_out
+
+    def choose(self, feature_Bd: Tensor, numbers_BV: Tensor, scale: Tensor) -> Tensor:
+        """The ids (B,) after a feature."""
+        logits_BV = self.lm_head(feature_Bd.to(self.lm_head.weight.dtype)).float()
+        return (logits_BV / scale + numbers_BV).argmax(dim=-1)
+
+
+def normed(x: Tensor) -> Tensor:
+    """x divided by its length, as folded weights expect."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=TINY)
+
+
+class DraftCalls:
+    """Drafts of a drafter's `DraftLevels`, in calls of them that subclasses make."""
+
+    call: Any
+    name: str
+
+    def __init__(self, drafter: Any):
+        super().__init__(type(drafter).__name__)  # type: ignore[call-arg]  # of the class beside this one
+        self.levels = DraftLevels(drafter.config.heads, drafter.fuse, drafter.embed, drafter.lm_head)
+        self.vocab, self.head = drafter.config.vocab, drafter.head if drafter.config.reduced else None
+
+    def draft(self, state: State, depth: int) -> Tensor:
+        """Ids (B, depth) below the pending ones; the elements that wait are read. The memory has room for them."""
+        memory: FeatureMemory = state.memory
+        token_BT, feature_BTF, counts = memory.pop_pending()
+        feature_BTd, length = self._reduced(feature_BTF), -(-depth // GROUP) * GROUP
+        token_BT, feature_BTd = self._block(token_BT, feature_BTd)
+        numbers_BTV, scale = self._numbers(state, length)
+        told_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
+        fixed = self._fixed(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
+        found = []
+        for start in range(0, length, GROUP):
+            given = map(packed, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
+            ids_BK, feature_BTd, told_3B = self._called(memory, *given, told_3B, *fixed, scale)
+            found.append(ids_BK)
+            token_BT = ids_BK[:, -1:]
+        memory.advance(counts)
+        return torch.cat(found, dim=1)[:, :depth]
+
+    def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
+        """The elements that wait, as a call takes them."""
+        return token_BT, feature_BTd
+
+    def _called(self, memory: FeatureMemory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """What `DraftLevels` gives."""
+        return self.call(*given)
+
+    def _fixed(self, memory: FeatureMemory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
+        """What is the same for all calls of a draft, which writes `more` elements: the store, its extent, rotations and
+        the context's term.
+        """
+        shift_Bd = memory.image_bias
+        if shift_Bd is None:
+            shift_Bd = like_BTd.new_zeros(like_BTd.shape[0], like_BTd.shape[2])
+        return kv_BSHE, memory.end + more, torch.view_as_real(memory.table), shift_Bd
+
+    def _reduced(self, feature_BTF: Tensor) -> Tensor:
+        if self.head is not None:
+            feature_BTF = self.head.reduced(feature_BTF.to(next(self.head.parameters()).dtype))
+        return feature_BTF.to(self.levels.qkv.dtype)
+
+    def _numbers(self, state: State, levels: int) -> tuple[Tensor, Tensor]:
+        """What is added to the logits of each level, (B, levels, V), and what they are divided by."""
+        device, temperature = state.pending.device, state.request.sampling.temperature or 1.0
+        scale = to_device([temperature], device)
+        if state.noise is None:
+            return torch.zeros(len(state.rows), levels, self.vocab, device=device), scale
+        return state.noise.window(levels)[:, :, : self.vocab], scale
+
+
+class CompiledDrafter(DraftCalls, CompiledFunctions):
+    """Drafts, compiled. A drafter that can't be compiled drafts as it does, which a warning says."""
+
+    def __init__(self, drafter: Any):
+        super().__init__(drafter)
+        self.call = self.compile(self.levels.forward)
+        if _packed(drafter):
+            self.refuse("a packed LM head")
+
+    def fits(self, state: State, more: int) -> bool:
+        """Whether the next draft of a request goes through graphs; they are made first if the request is a long one."""
+        several = len(state.rows) > 1
+        return maximal(state) and self.serve(several, state, lambda: self._warm_up(several, state))
+
+    def _warm_up(self, several: bool, state: State) -> None:
+        """Make the two graphs for this number of rows and compare what they give, on a copy of the request's memory."""
+        memory, rows = state.memory, len(state.rows)
+        feature_BTd = self._reduced(memory.pending_inputs[-1][1])[:, -1:]
+        numbers_BKV, scale = self._numbers(state, GROUP)
+        with self.warming(several, "drafts"):
+            for width in (BLOCK if rows != BLOCK else BLOCK + 1, 1):
+                block = state.pending[:, None].expand(-1, width), feature_BTd.expand(-1, width, -1), numbers_BKV
+                told_3B = to_device([[width] * rows, memory.lengths, memory.positions], numbers_BKV.device)
+                fixed = self._fixed(memory, memory.kv.clone(), width + GROUP, feature_BTd)
+                given = (*map(packed, block), told_3B, *fixed, scale)
+                want, got = (function(*given)[1].float() for function in (self.levels, self.call))
+                close(got, want, feature_BTd.dtype)
+
+
+class GraphedDrafter(DraftCalls, GraphBufferPool):
+    """Drafts, recorded. Their keys and values are lent; a drafter that can't be recorded drafts as it does."""
+
+    def __init__(self, drafter: Any):
+        super().__init__(drafter)
+        self.fixed = not _packed(drafter)
+
+    def fits(self, state: State, more: int) -> bool:
+        """Whether the next draft of a request, of `more` elements, goes through recordings."""
+        memory: FeatureMemory = state.memory
+        wanted = self.bucket(memory.end + more)
+        device = memory.kv.device
+        if self.refused or wanted is None or self.recorder(device) is None or not (self.fixed and maximal(state)):
+            return False
+        if not (self.recordings or self.due(state.request)) or torch.is_autocast_enabled(device.type):
+            return False
+        with REPLAYING:
+            try:
+                kept = memory.lease
+                memory.lease, (kv,) = self.acquire(kept, [memory.kv], 1, memory.end, wanted, stream(device))
+                if memory.lease is not kept:
+                    memory.move_storage(kv, memory.lease.stores.kind[0] - len(kv))
+            except Exception as error:
+                self._fail(error)
+        return not self.refused
+
+    def finish(self, memory: FeatureMemory) -> None:
+        """A request has ended: its store goes back."""
+        if memory.lease is not None:
+            memory.move_storage(memory.kv.new_empty(len(memory.kv), 0, *memory.kv.shape[2:]), 0)
+            memory.lease = None
+
+    def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
+        more = (
+            next_power_of_2(token_BT.shape[1]) - token_BT.shape[1]
+        )  # behind the last of a row, where levels are written
+        return F.pad(token_BT, (0, more)), F.pad(feature_BTd, (0, 0, 0, more))
+
+    def _called(self, memory: FeatureMemory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        token_BT, feature_BTd, numbers_BKV, told_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = given
+        held = [token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale]
+        weights = (turns_PC2, self.levels.embed.weight, self.levels.lm_head.weight)
+        key = (memory.lease.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in held))
+        with REPLAYING, torch.cuda.device_of(kv_BSHE):
+            if self.refused:
+                return self._plain(*given)
+            try:
+                made = self.recordings.pop(key, None)
+                if made is None:
+                    made = self._made(held, kv_BSHE, weights)
+                else:
+                    made.fill(held)
+                    made.replay()
+            except Exception as error:
+                self._fail(error)
+                return self._plain(*given)
+            self.recordings[key] = made
+            ids_BK, feature_B1d, told_3B = made.output
+            return ids_BK.clone(), feature_B1d.clone(), told_3B.clone()
+
+    def _plain(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self.levels(*given[:5], given[4].shape[1], *given[6:])
+
+    def _made(self, held: list[Tensor], kv_BSHE: Tensor, weights: tuple[Tensor, ...]) -> Recording:
+        """A recording, replayed once. Raises ValueError if it gives anything else than the function."""
+        inputs = [x.clone() for x in held]
+        token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale = inputs
+        fixed = kv_BSHE, kv_BSHE.shape[1], weights[0]
+
+        def call() -> tuple[Tensor, Tensor, Tensor]:
+            return self.levels(token_BT, feature_BTd, numbers_BKV, told_3B, *fixed, shift_Bd, scale)
+
+        want = call()[1].float()
+        self.make_room()
+        record = self.recorder(kv_BSHE.device)
+        assert record is not None
+        made = Recording([*inputs, *weights], *record(call))  # weights are held with their addresses
+        made.replay()
+        close(made.output[1].float(), want, kv_BSHE.dtype)
+        self.graphs += 1
+        return made
+
+    def _fail(self, error: Exception) -> None:
+        self.refuse(f"drafts of {self.name} are not recorded, it runs eager: {one_line(error)}")
+
+
+def _packed(drafter: Any) -> bool:
+    weight = drafter.lm_head.weight
+    return not isinstance(weight, Tensor) or not weight.is_floating_point()
+
+
+def maximal(state: State) -> bool:
+    """Whether drafted ids of a request are maxima of logits, with the position's own noise where there is some."""
+    sampling = state.request.sampling
+    if state.noise is not None and state.noise.samples:
+        return False
+    return sampling.greedy or not (sampling.top_k > 0 or sampling.top_p < 1.0)
+
+
+def ahead(memory: FeatureMemory, depth: int) -> int:
+    """Elements that a draft, or a warm-up, may write behind those that were read."""
+    return max(next_power_of_2(sum(token.shape[1] for token, _, _ in memory.pending_inputs)), BLOCK + 1) + depth + GROUP

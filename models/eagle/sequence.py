@@ -1,0 +1,201 @@
+"""The draft sequence of a prompt: its elements, their sources and their layer inputs.
+
+Text token t becomes the element (feature of t, embedding of t + 1). The slots of an image run become `image_latents`
+elements at the *original* positions of the run's last slots. Computed on the host, once per request.
+
+Shapes: B rows, L prompt, T elements (rows are packed to the left, padded on the right), R runs, S slots of a run,
+d hidden size, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.models.eagle.feature_head import FeatureHead
+
+
+@dataclass(frozen=True)
+class PromptLayout:
+    """The elements of a batch of prompts. Index tensors are (B, T); 0 at padding."""
+
+    lengths: list[int]  # elements of each row
+    token: Tensor  # index t of a text element's feature
+    slot: Tensor  # prompt index of the element's position ids
+    latent: Tensor  # 1 + index among all latents of the batch, or 0 for text
+    image: Tensor  # 1 + index of the last run before the element, or 0
+    last_image: Tensor  # (B,) the same for generated tokens
+    runs: list[tuple[int, int, int]]  # (row, start, end) of every image run
+    prompt: int = 0  # tokens of the prompts
+
+    def part(self, start: int, size: int) -> PromptLayout:
+        """Elements from `start` on, at most `size`."""
+        own = {name: getattr(self, name)[:, start : start + size] for name in ("token", "slot", "latent", "image")}
+        return replace(self, **own)
+
+
+def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], latents: int) -> PromptLayout:
+    """The elements of prompts, except the last, which needs the first generated token.
+
+    ids: prompts of equal length. real: false at padding. With latents 0 image slots have no elements.
+    """
+    runs: list[tuple[int, int, int]] = []
+    rows, newest = [], []
+    for b, row in enumerate(ids):
+        entries, start, image = [], None, 0
+        for t, token in enumerate(row):
+            if real is not None and not real[b][t]:
+                continue
+            if token in image_ids:
+                start = t if start is None else start
+                if t + 1 == len(row) or row[t + 1] not in image_ids:
+                    if latents:
+                        count = len(runs)
+                        runs.append((b, start, t + 1))
+                        image = count + 1
+                        spots = range(t + 1 - latents, t + 1)
+                        entries += [(0, max(s, start), 1 + count * latents + q, image) for q, s in enumerate(spots)]
+                    start = None
+            elif t + 1 < len(row):
+                entries.append((t, t, 0, image))
+        rows.append(entries)
+        newest.append(image)
+    return packed_rows(rows, newest, runs, len(ids[0]))
+
+
+def shifted(
+    ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], images: str, latents: int
+) -> PromptLayout:
+    """The same for published drafters, which count the element of tokens t and t + 1 to an image if t + 1 is a slot.
+
+    images: as in `nets.eagle_config.IMAGES`. "embeddings": `latent` is 1 + the index of slot t + 1 in the batch.
+    """
+    runs: list[tuple[int, int, int]] = []
+    rows, newest = [], []
+    for b, row in enumerate(ids):
+        entries, start, image = [], None, 0
+        for t, after in enumerate(row[1:], start=1):  # the element of t - 1 and t
+            if real is not None and not real[b][t - 1]:
+                continue
+            if after not in image_ids or images in ("slots", "placeholders"):
+                entries.append((t - 1, t - 1, 0, image))
+            elif images == "embeddings":
+                entries.append((t - 1, t - 1, 1 + b * len(row) + t, 0))
+            elif latents:
+                start = t if start is None else start
+                if t + 1 == len(row) or row[t + 1] not in image_ids:
+                    first, count = start - 1, len(runs)
+                    runs.append((b, start, t + 1))
+                    image, start = count + 1, None
+                    spots = range(t - latents, t)
+                    entries += [(0, max(s, first), 1 + count * latents + q, image) for q, s in enumerate(spots)]
+        rows.append(entries)
+        newest.append(image)
+    return packed_rows(rows, newest, runs, len(ids[0]))
+
+
+def packed_rows(
+    rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int = 0
+) -> PromptLayout:
+    """A layout of rows of (token, slot, latent, image)."""
+    width = max(map(len, rows), default=0)
+    padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
+    index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4)
+    token_BT, slot_BT, latent_BT, image_BT = index.unbind(-1)
+    return PromptLayout(
+        [len(r) for r in rows], token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs, prompt
+    )
+
+
+def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> PromptLayout:
+    """Extend a layout by answers of `answers[b]` tokens: text elements from the prompt's last token on.
+
+    The answer's last token has no feature and the one before it is the last that an element can start from.
+    """
+    device = layout.token.device
+    width = max(n + max(m - 1, 0) for n, m in zip(layout.lengths, answers))
+    index = torch.arange(width, device=device)
+    start, more = torch.tensor(layout.lengths, device=device), torch.tensor(answers, device=device) - 1
+    after = (index - start[:, None]).clamp(min=0)
+    new = (index >= start[:, None]) & (index < (start + more)[:, None])
+    step = torch.minimum(after, (more[:, None] - 1).clamp(min=0)) + prompt_length - 1
+
+    def grown(x: Tensor, value: Tensor | int) -> Tensor:
+        return torch.where(new, value, torch.nn.functional.pad(x, (0, width - x.shape[1])))
+
+    lengths = [n + max(m - 1, 0) for n, m in zip(layout.lengths, answers)]
+    return PromptLayout(
+        lengths,
+        grown(layout.token, step),
+        grown(layout.slot, step),
+        grown(layout.latent, 0),
+        grown(layout.image, layout.last_image[:, None]),
+        layout.last_image,
+        layout.runs,
+        layout.prompt,
+    )
+
+
+def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
+    """Latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
+    zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
+    if not layout.runs:
+        return zero, zero
+    row_R1, index_RS, real_RS = slots_of(layout, embeddings_BLd.device)
+    out = head.adaptor(embeddings_BLd[row_R1, index_RS], real_RS)
+    return torch.cat([zero.to(out.dtype), out[:, :-1].flatten(0, 1)]), torch.cat([zero.to(out.dtype), out[:, -1]])
+
+
+def condense(head: Any, embeddings_BLd: Tensor, feature_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
+    """The same of compressors that read the slots' layer inputs (FLASH, SpecVLM); there are no global vectors."""
+    zero = embeddings_BLd.new_zeros(1 + len(layout.runs), embeddings_BLd.shape[-1])
+    if not layout.runs:
+        return zero, zero
+    row_R1, index_RS, real_RS = slots_of(layout, embeddings_BLd.device)
+    feature_RSd = feature_BLd[row_R1, index_RS - 1]
+    x_RSd = head.join(embeddings_BLd[row_R1, index_RS], feature_RSd, None)
+    question_Rd = feature_BLd[row_R1[:, 0], layout.prompt - 1]
+    out = head.compressor(x_RSd, feature_RSd, real_RS, question_Rd)
+    return torch.cat([zero[:1].to(out.dtype), out.flatten(0, 1)]), zero
+
+
+def slots_of(layout: PromptLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (R, 1) and slots (R, S) of all runs, and which are there; a shorter run's last slot is repeated."""
+    longest = max(end - start for _, start, end in layout.runs)
+    row, start, end = (torch.tensor(x, device=device) for x in zip(*layout.runs))
+    index_RS = start[:, None] + torch.arange(longest, device=device)
+    return row[:, None], torch.minimum(index_RS, end[:, None] - 1), index_RS < end[:, None]
+
+
+def layer_inputs(
+    head: FeatureHead, layout: PromptLayout, embed_BTd: Tensor, feature_BTd: Tensor, latents: Tensor, globals_: Tensor
+) -> Tensor:
+    """Layer inputs (B, T, d): text elements join their (reduced) feature and embedding, latents enter as they are."""
+    device = embed_BTd.device
+    text = head.join(embed_BTd, feature_BTd, globals_[layout.image.to(device)])
+    if latents.shape[0] == 1:
+        return text
+    latent = layout.latent.to(device)
+    return torch.where((latent > 0)[..., None], latents[latent], text)
+
+
+def pick(x_BL: Tensor, index_BT: Tensor) -> Tensor:
+    """x[b, index[b, t]] for x of shape (B, L) or (B, L, ...)."""
+    index = index_BT.to(x_BL.device)
+    return x_BL[torch.arange(x_BL.shape[0], device=x_BL.device)[:, None], index]
+
+
+def positions_at(positions: Tensor, layout: PromptLayout, rows: int, section: tuple[int, ...]) -> Tensor:
+    """Position ids of the elements, (B, T), or (3, B, T) for a drafter with M-RoPE.
+
+    positions: (B, L), or (3 | 4, B, L) where row 0 of four is the plain text position; a single row is shared by all.
+    """
+    if positions.dim() == 3:
+        positions = positions[-3:] if section else positions[0]
+    positions = positions.expand(*positions.shape[:-2], rows, positions.shape[-1])
+    index = layout.slot.to(positions.device)
+    found = positions.gather(-1, index.expand(*positions.shape[:-1], index.shape[-1]))
+    return found.expand(3, *found.shape) if section and found.dim() == 2 else found

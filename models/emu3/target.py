@@ -1,0 +1,125 @@
+"""Emu3-Gen: stock `Emu3ForConditionalGeneration`. (Wang et al. 2024; transformers `emu3`.)
+
+An image is rows of codes, each closed by a row end, then the ids for end of frame, end of image and end of text, as
+the `prefix_allowed_tokens_fn` on transformers' page of this model fixes them. Its guidance mixes log-softmax values:
+the same distribution as mixed logits, as each branch's normaliser only shifts them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.models.image_codes.target import (
+    EncodedPrompt,
+    Family,
+    ImageLayout,
+    Vocabulary,
+    counted,
+    generated,
+    left_padded,
+)
+from visspec.types import Sampling
+
+NEGATIVE = (  # the authors' own, see the model's card
+    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality,"
+    " low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+)
+
+
+class Emu3(Family):
+    """Prompts name the size and end with the image wrapper token. `negative` is the text of the other branch, where a
+    call has none of its own.
+
+    `processor` is an `Emu3Processor`, or anything that takes texts as it does and whose `tokenizer` knows the ids.
+    """
+
+    side = 720  # pixels, where no size is given
+
+    def __init__(self, model: Any, processor: Any, negative: str = NEGATIVE):
+        self.model, self.processor, self.name, self.negative = model, processor, model.config.model_type, negative
+        inner, tokenizer = model.model, self.asked().tokenizer
+        self.decoder = inner.text_model
+        codes = inner.vocabulary_mapping.img2bpe_mapping_tensor.long()
+        self.codes, self.grammar = len(codes), 4
+        ends = [inner.vocabulary_mapping.eol_token_id]
+        ends += [getattr(tokenizer, f"{name}_token_id", None) for name in ("eof", "eoi", "eos")]
+        if None in ends:
+            raise ValueError(f"processor: got {ends} as ends of row, frame, image and text, expected four token ids")
+        self.vocabulary = Vocabulary(torch.cat([codes, torch.tensor(ends)]), self.codes)
+        self.pad = tokenizer.pad_token_id or 0
+        self.codebook = inner.vqmodel.quantize.embedding.weight.detach().float()
+        self.factor = inner.vqmodel.spatial_scale_factor
+        self.default_guidance = float(model.generation_config.guidance_scale or 3.0)
+
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
+        height, width = height or self.side, width or self.side
+        if min(height, width) < self.factor or height % self.factor or width % self.factor:
+            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {self.factor}")
+        row_end, *tail = range(self.codes, self.codes + self.grammar)
+        return ImageLayout.lines(height // self.factor, width // self.factor, row_end, tuple(tail))
+
+    def prompt(
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
+        layout, count = layout or self.layout(), len(texts)
+        others = [self.negative] * count if negative is None else negative
+        # the size goes into the negative prompt too, as the authors do; transformers' page leaves it out
+        batch = self._asked([*texts, *others] if guided else texts, layout)
+        ids, attention = batch["input_ids"], batch["attention_mask"].bool()
+        return self.from_ids(ids[:count], attention[:count], layout, ids[count:], attention[count:])
+
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
+        given = self._asked(texts, layout)
+        guidance: dict[str, Any] = {"guidance_scale": sampling.guidance}
+        if sampling.guidance != 1.0:
+            negative = self._asked([self.negative] * len(texts), layout)
+            guidance |= {
+                "negative_prompt_ids": negative["input_ids"],
+                "negative_prompt_attention_mask": negative["attention_mask"],
+            }
+        return generated(self.model, self.vocabulary, given, layout, sampling, **guidance, **options)
+
+    def _asked(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
+        rows, columns = layout.grid
+        batch = self.processor(
+            text=texts,
+            return_for_image_generation=True,
+            ratio=f"{columns}:{rows}",
+            image_area=rows * columns * self.processor.downsample_ratio**2,
+            padding=True,
+            return_tensors="pt",
+        )
+        return {name: batch[name].to(self.decoder.device) for name in ("input_ids", "attention_mask")}
+
+    def from_ids(
+        self,
+        ids: Tensor,
+        attention: Tensor,
+        layout: ImageLayout,
+        negative: Tensor | None = None,
+        negative_attention: Tensor | None = None,
+    ) -> EncodedPrompt:
+        """From ids (B, L) and negative ids (B, L') as stock `generate` takes them; none, or (0, L'): no guidance."""
+        rows = [row[real].tolist() for row, real in zip(ids, attention.bool())]
+        if negative is not None:
+            real = torch.ones_like(negative) if negative_attention is None else negative_attention
+            rows += [row[seen].tolist() for row, seen in zip(negative, real.bool())]
+        both, seen = left_padded(rows, self.pad, self.decoder.device)
+        embeds = self.model.get_input_embeddings()(both)
+        # `generate` counts the positions of both branches from their first word
+        return EncodedPrompt(both[: len(ids)], embeds, seen, counted(seen, layout.positions))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(self.vocabulary(tokens))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.vocabulary.logits(self.model.lm_head, hidden)
+
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
+        decoded = self.model.model.vqmodel.decode(tokens.view(-1, *layout.grid)).float()
+        options = self.processor.image_processor
+        mean, std = (decoded.new_tensor(x)[:, None, None] for x in (options.image_mean, options.image_std))
+        return (decoded * std + mean).clamp(0, 1)

@@ -1,0 +1,98 @@
+"""GLM-Image, the autoregressive stage: stock `GlmImageForConditionalGeneration`. (Z.ai 2025; transformers `glm_image`.)
+
+From texts it draws a small grid of codes, then the large one, then an end marker. Position ids are cells of those
+grids, from the model's own function. Its codes become pixels in diffusers' `GlmImagePipeline`, a diffusion model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout, Vocabulary, generated
+from visspec.types import FREE, Sampling
+
+FACTOR = 32  # pixels per code, along a side; fixed in the model's processor
+PREVIEW = 16  # codes along a side of a square preview
+
+
+class GlmImage(Family):
+    """`processor` is a `GlmImageProcessor`; its `target_h` and `target_w` are the size where none is given."""
+
+    guided = False
+    no_pixels = (
+        "the codes of GLM-Image become pixels in diffusers' GlmImagePipeline (prior_token_ids, each code doubled along"
+        " both sides)"
+    )
+
+    def __init__(self, model: Any, processor: Any):
+        config = model.config
+        self.model, self.processor, self.name = model, processor, config.model_type
+        self.decoder = model.model.language_model
+        self.codes, self.grammar = config.vq_config.num_embeddings, 1
+        # the head also knows ids that are neither codes nor the end; they are not part of an image
+        ids = torch.cat([torch.arange(self.codes), torch.tensor([config.image_end_token_id])])
+        self.vocabulary = Vocabulary(ids, self.codes)
+        self.codebook = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
+
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
+        usual: list[int] = [getattr(self.processor, name, 1024) for name in ("target_h", "target_w")]
+        height, width = height or usual[0], width or usual[1]
+        if height % FACTOR or width % FACTOR or not all(self._preview(height, width)):
+            raise ValueError(
+                f"height, width: got {height} x {width}, expected multiples of {FACTOR}, one at most"
+                f" {PREVIEW**2} times the other"
+            )
+        return self.grids((height // FACTOR, width // FACTOR), self._preview(height, width))
+
+    def grids(self, grid: tuple[int, int], preview: tuple[int, int]) -> ImageLayout:
+        """The layout of an image grid after a preview grid, both (rows, columns)."""
+        before, count = preview[0] * preview[1], grid[0] * grid[1]
+        return ImageLayout(grid, torch.tensor([FREE] * (before + count) + [self.codes]), before)
+
+    @staticmethod
+    def _preview(height: int, width: int) -> tuple[int, int]:
+        ratio = height / width if width else 0.0
+        return int(ratio**0.5 * PREVIEW), int(ratio and (1 / ratio) ** 0.5 * PREVIEW)
+
+    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
+        return self.from_inputs(self._asked(texts, layout or self.layout()))
+
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
+        return generated(self.model, self.vocabulary, self._asked(texts, layout), layout, sampling, **options)
+
+    def _asked(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
+        rows, columns = layout.grid
+        size = {"target_h": rows * FACTOR, "target_w": columns * FACTOR}
+        batch = self.asked().apply_chat_template(
+            [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in texts],
+            tokenize=True,
+            return_dict=True,
+            processor_kwargs={"padding": True, "return_tensors": "pt", **size},
+        )
+        return {name: value.to(self.decoder.device) for name, value in batch.items()}
+
+    def from_inputs(self, inputs: dict[str, Tensor]) -> EncodedPrompt:
+        """From what stock `generate` takes: input_ids, attention_mask, image_grid_thw, images_per_sample."""
+        ids, attention = inputs["input_ids"], inputs["attention_mask"]
+        model = self.model.model
+        kept = model._cached_decode_position_ids, model._prefill_len  # the function leaves its results in the model
+        seen_ABL, _ = model.get_rope_index(
+            ids,
+            image_grid_thw=inputs["image_grid_thw"],
+            images_per_sample=inputs["images_per_sample"],
+            attention_mask=attention,
+        )
+        drawn_ABT = model._cached_decode_position_ids.permute(1, 0, 2)
+        model._cached_decode_position_ids, model._prefill_len = kept
+        positions = torch.cat([seen_ABL, drawn_ABT.to(seen_ABL)], dim=-1)
+        return EncodedPrompt(ids, self.model.get_input_embeddings()(ids), attention.bool(), positions)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(self.vocabulary(tokens))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.vocabulary.logits(self.model.lm_head, hidden)

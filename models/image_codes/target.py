@@ -1,0 +1,490 @@
+"""Discrete autoregressive image models as targets, guidance included.
+
+Classifier-free guidance is implemented here: each request has two cache rows, conditional rows first, in one forward
+pass; logits are mixed and warped. A `Family` (one file each) defines the differences between models; the decoder
+itself is the stock module, called with embeddings, an additive mask, positions and our cache.
+
+Shapes: B requests, R = B or 2 B cache rows, L prompt, N nodes, V ids (codes, then grammar ids), T image positions,
+A axes of position ids, d hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from visspec import tree as trees
+from visspec.cache import SlotCache, to_device
+from visspec.distributions import Categorical
+from visspec.grammar import constrain
+from visspec.loop.output import TokenBuffer
+from visspec.models.attention import folding
+from visspec.models.attention.masks import Masks
+from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.runner.compiled import CompiledPasses, compiled
+from visspec.models.runner.graphs import GraphedForward, recorded
+from visspec.sampling import process, warp
+from visspec.types import (
+    FREE,
+    Capabilities,
+    Draft,
+    DrafterTraits,
+    Outcome,
+    Request,
+    Sampling,
+    Scores,
+    State,
+    Target,
+    Tree,
+)
+
+TAKES_MASKS = {"sdpa", "eager"}
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """The order of an image's tokens: `fixed` (T,) holds the grammar id of a position, or FREE for a code."""
+
+    grid: tuple[int, int]  # rows, columns of codes
+    fixed: Tensor
+    preview: int = 0  # number of codes before the image's: a smaller image generated first
+
+    @property
+    def positions(self) -> int:
+        return len(self.fixed)
+
+    @property
+    def free(self) -> Tensor:
+        """Positions of the image's codes, (rows * columns,) int64, in raster order."""
+        return (self.fixed == FREE).nonzero()[self.preview :, 0]
+
+    @property
+    def length(self) -> int:
+        """Values of an image, grammar included."""
+        return self.positions
+
+    def codes(self, values: Tensor) -> Tensor:
+        """(B, length, ...) values -> the image's own, in raster order."""
+        return values[:, self.free]
+
+    def latents(self, codes: Tensor) -> Tensor:
+        """The image's values (B, rows * columns, ...) as (B, rows, columns, ...)."""
+        return codes.unflatten(1, self.grid)
+
+    def placed(self, items: np.ndarray) -> np.ndarray:
+        """Something about each node (positions,), where the node is in the image: (rows, columns)."""
+        return items[self.free.numpy()].reshape(self.grid)
+
+    @classmethod
+    def plain(cls, rows: int, columns: int) -> ImageLayout:
+        return cls.lines(rows, columns, None)
+
+    @classmethod
+    def lines(cls, rows: int, columns: int, end: int | None, tail: tuple[int, ...] = ()) -> ImageLayout:
+        """Every row of codes is followed by the grammar id `end` (None: by nothing), the image by those of `tail`."""
+        row = [FREE] * columns + ([] if end is None else [end])
+        return cls((rows, columns), torch.tensor(row * rows + list(tail)))
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """Encoded prompts: ids (B, L), and the decoder's inputs for R rows, conditional rows first."""
+
+    ids: Tensor
+    embeds: Tensor  # (R, L, d)
+    attention: Tensor  # (R, L) bool, false at padding
+    positions: Tensor | None = None  # (R, L + T) or (A, R, L + T) position ids of all slots; None: the slot's number
+    tokens: Tensor | None = None  # (R, L) ids of all rows, where they were made of ids
+
+
+class Family:
+    """Base class of model families, with defaults for the common case.
+
+    Ids of the loop are codes 0..codes-1, then grammar ids, which occur only at fixed positions of a layout.
+    """
+
+    name: str
+    codes: int
+    grammar: int = 0  # number of grammar ids after the codes
+    target: type[Any]  # a `Target`, made of the family and `features`, that drives it
+    guided: bool = True  # whether the model supports an unconditional prompt
+    decoder: Any  # the stock transformer
+    processor: Any = None  # texts -> ids; None if prompts are ids
+    codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
+    default_guidance: float = 1.0
+    draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places and from a part (inpainting)
+    parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
+    labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
+    default_drafter: str = "jacobi"
+    default_rule: str = "exact"
+    default_order: str | None = None
+    recorder: GraphedForward | None = None  # of the decoder's passes, shared by its targets
+    no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
+
+    def made(self, traits: DrafterTraits, compile: bool) -> Target:
+        """Its target, for a drafter with these traits."""
+        return self.target(self, bool(traits.feature_layers), compile)
+
+    def pixel_size(self) -> tuple[int, int]:
+        """Height and width in pixels of an any-order family's images."""
+        raise NotImplementedError
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels (B, 3, height, width) float32 in [0, 1] -> codes (B, rows * columns). Raises ValueError for a family
+        that reads no pictures.
+        """
+        raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder")
+
+    @cached_property
+    def passes(self) -> CompiledPasses | None:
+        """Compiled passes of the decoder, shared by its targets, so that several drafters and rules compile once."""
+        return compiled(self.decoder, self.decoder)
+
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
+        """Layout of an image with this size in pixels. Raises ValueError for an unsupported size."""
+        raise NotImplementedError
+
+    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
+        """Ids and embeddings of the prompts, padded on the left; with guidance the unconditional rows follow.
+
+        `layout` (default: that of the default size) is used if prompts or positions depend on the size.
+        """
+        raise NotImplementedError
+
+    def asked(self) -> Any:
+        """The processor, which encodes texts. Raises ValueError if it is None."""
+        if self.processor is None:
+            raise ValueError(
+                f"processor: got None, expected that of {self.name} (transformers.AutoProcessor), or anything that"
+                " turns texts into ids as it does"
+            )
+        return self.processor
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(..., N) ids -> (..., N, d)."""
+        raise NotImplementedError
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """(..., d) -> (..., codes) logits of the codes."""
+        raise NotImplementedError
+
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
+        """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]. Raises ValueError where `no_pixels`."""
+        raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
+
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
+        """(B, T) loop ids from the model's own `generate`, with torch's global generator: the baseline of benchmarks.
+        `options` are generate's. Raises NotImplementedError if transformers' class can't generate images.
+        """
+        raise NotImplementedError(f"{self.name}: its stock class has no generate that draws images")
+
+    def check(self, prompt: EncodedPrompt, layout: ImageLayout, guidance: float) -> None:
+        """Raises ValueError for unsupported arguments, before any pass."""
+        if guidance != 1.0 and not self.guided:
+            raise ValueError(f"guidance_scale: got {guidance}, expected 1: {self.name} has no unconditional prompt")
+        room = getattr(self.decoder.config, "max_position_embeddings", None)
+        needed = prompt.ids.shape[1] + layout.positions
+        if room is not None and needed > room:
+            raise ValueError(
+                f"prompt: got {prompt.ids.shape[1]} tokens and an image of {layout.positions}, expected at most {room}"
+            )
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raises ValueError for settings that have no meaning for the model."""
+
+    def places(self, index: Tensor, state: State) -> Tensor:
+        """Position ids of the decoder for linear indices (R, N) counted from the prompt's first slot."""
+        prompt: EncodedPrompt = state.request.inputs
+        if prompt.positions is None:
+            return index
+        rows, table = len(prompt.ids), prompt.positions
+        if len(state.rows) < rows:
+            live = [half * rows + row for half in range(len(prompt.embeds) // rows) for row in state.rows]
+            table = table.index_select(-2, to_device(live, table.device))
+        index = index.clamp(max=table.shape[-1] - 1)  # a draft may extend beyond the end
+        return table.gather(-1, index.expand(*table.shape[:-1], -1))
+
+
+class Vocabulary:
+    """Codes and grammar ids in a text model's vocabulary: `ids` (V,) holds the vocabulary id of each loop id."""
+
+    def __init__(self, ids: Tensor, codes: int):
+        self.ids, self.codes, used = ids, codes, ids[:codes]
+        self.first, self.last = int(used.min()), int(used.max()) + 1
+        self.order = None if used.tolist() == list(range(self.first, self.last)) else used - self.first
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Loop ids -> vocabulary ids."""
+        self._follow(tokens.device)
+        return self.ids[tokens]
+
+    def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        """(..., d) -> (..., codes): only the head's rows between the first and the last code are multiplied."""
+        if type(head) is nn.Linear:  # looked up in every call, because weights may be moved
+            bias = None if head.bias is None else head.bias[self.first : self.last]
+            logits = F.linear(hidden, head.weight[self.first : self.last], bias)
+        else:
+            logits = head(hidden)[..., self.first : self.last]
+        self._follow(hidden.device)
+        return logits if self.order is None else logits[..., self.order]
+
+    def loop_ids(self, ids: Tensor) -> Tensor:
+        """Vocabulary ids -> loop ids; 0 for other ids."""
+        table = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long)
+        table[self.ids.cpu()] = torch.arange(len(self.ids))
+        return table[ids.cpu().clamp(max=len(table) - 1)].to(ids.device)
+
+    def _follow(self, device: torch.device) -> None:
+        if self.ids.device != device:
+            with torch.inference_mode(False):  # so that the tensors can be used in training
+                self.ids = self.ids.to(device)
+                self.order = None if self.order is None else self.order.to(device)
+
+
+def generate_options(sampling: Sampling) -> dict[str, Any]:
+    """A sampling as arguments of transformers' `generate`, guidance aside."""
+    if sampling.greedy:
+        return {"do_sample": False}
+    return {
+        "do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p
+    }  # fmt: skip
+
+
+def generated(
+    model: Any,
+    vocabulary: Vocabulary,
+    given: dict[str, Tensor],
+    layout: ImageLayout,
+    sampling: Sampling,
+    **options: Any,
+) -> Tensor:
+    """(B, T) loop ids that a text model's own `generate` draws in a layout; `given` are its inputs."""
+    length, last = given["input_ids"].shape[1], layout.positions - 1
+    codes = vocabulary.ids[: vocabulary.codes]
+    fixed = vocabulary.ids[layout.fixed.clamp(min=0)]
+
+    def allowed(row: int, ids: Tensor) -> Tensor:  # a list, as on transformers' page on Emu3, is slower
+        now = min(len(ids) - length, last)
+        return codes if layout.fixed[now] == FREE else fixed[now : now + 1]
+
+    ids = model.generate(
+        **given, max_new_tokens=layout.positions, prefix_allowed_tokens_fn=allowed, **generate_options(sampling),
+        **options,
+    )  # fmt: skip
+    return vocabulary.loop_ids(ids[:, length:])
+
+
+def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids of unequal lengths as one tensor (R, L), and the mask of real ids (R, L)."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
+    first = torch.tensor([length - len(row) for row in rows], device=device)
+    return ids, torch.arange(length, device=device) >= first[:, None]
+
+
+def counted(attention: Tensor, ahead: int) -> Tensor:
+    """Position ids that start at each row's first real slot, for the prompt and `ahead` tokens: (R, L + ahead)."""
+    ahead_RT = torch.ones(len(attention), ahead, dtype=torch.bool, device=attention.device)
+    return (torch.cat([attention, ahead_RT], dim=1).cumsum(dim=1) - 1).clamp(min=0)
+
+
+class ImageAR(Target):
+    """A `Family` as a `Target`. `features`: provide hidden states, of both guidance rows, concatenated. `compile`: see
+    `compiled`.
+    """
+
+    def __init__(self, family: Family, features: bool = False, compile: bool = False):
+        decoder = family.decoder
+        attention = getattr(decoder.config, "_attn_implementation", "sdpa")
+        if attention not in TAKES_MASKS:
+            raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager'")
+        self.family, self.features = family, features
+        shared = folding.groups(decoder, attention)
+        self.masks = Masks(next(decoder.parameters()).dtype, groups=shared)
+        self.passes = family.passes if compile else None
+        self.capabilities = Capabilities(
+            vocab=family.codes + family.grammar,
+            never_drafted=frozenset(range(family.codes, family.codes + family.grammar)),
+            feature_layers=(-1,) if features else (),
+            codebook=family.codebook,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.family.decoder.parameters()).device
+
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        """Run the prompts (`request.inputs` is a `EncodedPrompt`). Scores: logits (B, 1, V), features (B, L, F)."""
+        prompt: EncodedPrompt = request.inputs
+        rows, length = prompt.ids.shape
+        cache = SlotLayers(prompt.embeds.shape[0], request.max_new_tokens)
+        cache.slots.open(length, self.device)
+        if self.passes is not None:
+            self.passes.open(cache.slots)
+        if self.recorder is not None:
+            self.recorder.open()
+        padded = not bool(prompt.attention.all())
+        newest = torch.full((rows,), length - 1, device=self.device)
+        pending, output = self._opened(request)
+        state = State(request, pending, newest, cache, list(range(rows)), output)
+        index = torch.arange(length, device=self.device).expand(prompt.embeds.shape[0], length)
+        mask = None
+        if padded:
+            causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
+            mask = self.masks.additive(causal & prompt.attention[:, None])
+        hidden = self._run(prompt.embeds, mask, self.family.places(index, state), cache)
+        cache.slots.commit([list(range(length))] * prompt.embeds.shape[0])
+        if padded:
+            cache.slots.padding = prompt.attention
+        return state, self._scores(state, trees.empty_draft(state.pending), hidden[:, -1:], hidden)
+
+    def _opened(self, request: Request) -> tuple[Tensor, Any]:
+        """The node before the first, (B, *X), and the output buffer of a request."""
+        ids = request.inputs.ids
+        return ids[:, -1], TokenBuffer(request, len(ids))
+
+    def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
+        """Inputs (B, N, d) of the draft's nodes, whose positions are `index` (B, N)."""
+        return self.family.embed(draft.value)
+
+    def verify(self, state: State, draft: Draft) -> Scores:
+        """One pass over all nodes of all rows, both guidance rows of each. Scores for (B, N)."""
+        found = None if self.recorder is None else self._recorded(self.recorder, state, draft)
+        hidden = self._eager(state, draft) if found is None else found
+        return self._scores(state, draft, hidden, hidden)
+
+    def _eager(self, state: State, draft: Draft) -> Tensor:
+        """Hidden states (R, N, d) of a pass that is not recorded."""
+        decoder = self.family.decoder
+        if self.passes is not None:
+            decoder = self.passes.choice(state, lambda decoder, dummy: self._pass(decoder, state, dummy))
+        return self._pass(decoder, state, draft)
+
+    def _recorded(self, recorder: GraphedForward, state: State, draft: Draft) -> Tensor | None:
+        """The same of one that is, if it is."""
+        twice, index = _twice(state), state.position[:, None] + draft.tree.depth
+        tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeated(draft.tree, twice)
+        embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
+        given = embeds, self.family.places(index.repeat(twice, 1), state)
+
+        def forward(cache: SlotLayers, mask: Any, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
+            return (self._run(embeds, mask, places, cache),)
+
+        found = recorder.run(state, tree, given, forward, lambda: self._eager(state, draft))
+        return None if found is None else found[0]
+
+    def record(self, asked: bool | None) -> None:
+        decoder = self.family.decoder
+        if self.family.recorder is None:
+            self.family.recorder = recorded(asked, decoder, decoder, self.masks, decoder.config)
+        self.recorder = self.family.recorder
+
+    def finish(self, state: State) -> None:
+        if self.recorder is not None:
+            self.recorder.finish(state.cache.slots, keep=False)
+
+    def _pass(self, decoder: Any, state: State, draft: Draft) -> Tensor:
+        """Hidden states (R, N, d) of a pass over a draft."""
+        embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
+        return self._attend(state, draft.tree, embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1), decoder)
+
+    def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: Any = None) -> Tensor:
+        """Hidden states (R, N, d) of a pass over the nodes of a tree, from their inputs."""
+        slots: SlotCache = state.cache.slots
+        twice, index = _twice(state), state.position[:, None] + tree.depth
+        if tree.parent.shape[0] > 1:
+            tree = _repeated(tree, twice)
+        extent = slots.open(tree.size, self.device)
+        if twice == 2:
+            index = index.repeat(2, 1)
+        mask = self.masks(slots, tree, extent)
+        return self._run(embeds, mask, self.family.places(index, state), state.cache, decoder)
+
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        state.cache.slots.commit(outcome.path * _twice(state))
+
+    def select(self, state: State, keep: list[int]) -> None:
+        slots: SlotCache = state.cache.slots
+        twice = _twice(state)
+        rows = len(slots.lengths) // twice
+        slots.select([half * rows + k for half in range(twice) for k in keep])
+
+    def revise(self, state: State, tokens: Tensor, places: Tensor, seen: Tensor) -> Scores:
+        """Run tokens (B, N) at given positions of the image (B, N), in raster order, -1 at padding.
+
+        Keys and values at those positions are overwritten. A node attends to the prompt, itself, and earlier positions
+        allowed by `seen` (B, T). Returns scores for (B, N), the distributions of the next positions: mixed and warped,
+        without processors and grammar. The state's cache must contain only the prompt.
+        """
+        slots: SlotCache = state.cache.slots
+        twice, (rows, size), start, total = _twice(state), places.shape, slots.length, seen.shape[1]
+        at_BN = torch.where(places < 0, total, places)  # padding nodes are written to a slot after the image
+        slots.open_at((start + at_BN).repeat(twice, 1), start + total + 1)
+        place = torch.arange(total + 1, device=self.device)
+        before_BNS = (place < at_BN[..., None]) & F.pad(seen, (0, 1))[:, None]
+        image_RNS = (before_BNS | (place == at_BN[..., None])).repeat(twice, 1, 1)
+        prompt_RL = slots.padding
+        if prompt_RL is None:
+            prompt_RL = torch.ones(twice * rows, start, dtype=torch.bool, device=self.device)
+        seen_RNS = torch.cat([prompt_RL[:, None].expand(-1, size, -1), image_RNS], dim=-1)
+        mask = self.masks.additive(seen_RNS, self.masks.groups)
+        embeds = self.family.embed(tokens).repeat(twice, 1, 1)
+        index = (start + at_BN.clamp(max=total - 1)).repeat(twice, 1)
+        hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)
+        logits, uncond, features = self._parts(state, self.family.head(hidden), hidden)
+        return Scores(Categorical(warp(logits, state.request.sampling, uncond)), features)
+
+    def _run(self, embeds: Tensor, mask: Any, positions: Tensor, cache: SlotLayers, decoder: Any = None) -> Tensor:
+        output = (decoder or self.family.decoder)(
+            inputs_embeds=embeds,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        return output.last_hidden_state
+
+    def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
+        """Scores of the nodes with the hidden states `last` (R, N, d); `hidden` (R, L, d) are the pass's."""
+        logits, uncond, features = self._parts(state, self.family.head(last), hidden)
+        return Scores(Categorical(constrain(process(logits, draft, state, uncond), draft, state)), features)
+
+    def _parts(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Logits (B, N, V) of the conditional and, under guidance, the unconditional rows, and the features for the
+        drafter.
+        """
+        rows = len(state.rows)
+        if self.family.grammar:
+            logits = F.pad(logits, (0, self.family.grammar), value=float("-inf"))
+        features = self._shown(state, hidden)
+        if logits.shape[0] == rows:
+            return logits, None, features
+        return logits[:rows], logits[rows:], features
+
+    def _shown(self, state: State, hidden: Tensor) -> Tensor | None:
+        """(B, L, F) hidden states for a drafter, those of both guidance rows in one."""
+        if not self.features:
+            return None
+        rows = len(state.rows)
+        return hidden if len(hidden) == rows else torch.cat([hidden[:rows], hidden[rows:]], dim=-1)
+
+
+def _twice(state: State) -> int:
+    """Cache rows of each request."""
+    return 1 if state.request.sampling.guidance == 1.0 else 2
+
+
+def _repeated(tree: Tree, times: int) -> Tree:
+    """Repeat a tree for copies of the rows."""
+    parent, depth, ancestor = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
+    return Tree(parent, depth, ancestor, tree.levels, tree.chain)
+
+
+Family.target = ImageAR

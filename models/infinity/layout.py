@@ -1,0 +1,93 @@
+"""Infinity's transformers and autoencoders as published: safetensors, converted from `infinity_*.pth`, the shards of
+the 8B model and `infinity_vae_*.pth` (`visspec.io.convert_checkpoint`).
+
+Blocks may lie in chunks (`block_chunks.c.module.i`), as in all released models, or not (`blocks.n`). Convolutions and
+norms of the autoencoder may lie in wrappers (`conv1.conv`, `norm1.norm`) or not; the authors' own reader takes both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from visspec.models.codecs.vq_layout import stock_rules
+from visspec.models.infinity.network import Infinity, InfinityConfig, schedule
+from visspec.models.layouts import Named, count, multipliers, need, place, read_published, rename
+from visspec.models.scales.bsq import BSQVAE, BSQShape
+from visspec.models.scales.multiscale import ScaleSizes
+
+CHUNK = r"block_chunks\.(\d+)\.module\.(\d+)\."
+# follow from the scales
+NOT_WEIGHTS = r"(lvl_1L|attn_bias_for_masking|Infinity_visible_kvlen|Infinity_invisible_qlen)$"
+NOT_VAE_WEIGHTS = r"quantizer?\.lfq\.mask$"  # powers of two
+UNWRAPPED = [
+    (r"(conv_in|conv_out|conv1|conv2|nin_shortcut|sample\.conv)\.conv\.", r"\1."),
+    (r"(norm1|norm2|norm_out)\.norm\.", r"\1."),
+]
+
+
+def load_infinity(path: str | Path, scales: ScaleSizes | None = None, dtype: torch.dtype | None = None) -> Infinity:
+    """An Infinity network from a .safetensors file or a folder of them, in evaluation mode.
+
+    scales: the size and shape of its images, which weights do not tell; default `infinity.schedule()`, square images of
+    a megapixel. dtype: default, that of the file. Raises ValueError in one sentence before any weight is placed.
+    """
+    named = _flat(read_published(path), path)
+    tensors = {name: tensor for name, (_, tensor) in named.items()}
+    model = Infinity(config_of(tensors, scales or schedule(), path))
+    model = model.to(dtype or tensors["word_embed.weight"].dtype).eval()
+    place(model, named, path)
+    return model
+
+
+def _flat(tensors: Mapping[str, Tensor], where: str | Path) -> Named:
+    """With blocks by their number alone. Raises ValueError unless all chunks have as many."""
+    places = {(int(match[1]), int(match[2])) for match in map(re.compile(CHUNK).match, tensors) if match}
+    chunks, each = (max((at[i] for at in places), default=-1) + 1 for i in range(2))
+    if len(places) != chunks * each:
+        raise ValueError(f"checkpoint: {where} has {len(places)} blocks in {chunks} chunks, expected as many in each")
+    rules = [(f"^{CHUNK}", lambda match: f"blocks.{int(match[1]) * each + int(match[2])}.")]
+    return rename(tensors, rules, NOT_WEIGHTS)
+
+
+def config_of(tensors: Mapping[str, Tensor], scales: ScaleSizes, where: str | Path) -> InfinityConfig:
+    """Infer the configuration from the shapes of published weights."""
+    width, code_size = need(tensors, "word_embed.weight", 2, where).shape
+    longest, text = need(tensors, "cfg_uncond", 2, where).shape
+    return InfinityConfig(
+        width,
+        count(tensors, "blocks."),
+        heads=need(tensors, "blocks.0.sa.scale_mul_1H11", 4, where).shape[1],
+        scales=scales,
+        code_size=code_size,
+        text=text,
+        pool=need(tensors, "text_proj_for_sos.ca.mat_q", 3, where).shape[1],
+        longest=longest,
+        levels=need(tensors, "lvl_embed.weight", 2, where).shape[0],
+        hidden=need(tensors, "blocks.0.ffn.fc1.weight", 2, where).shape[0],
+    )
+
+
+def load_infinity_vae(path: str | Path, patch: int = 1, dtype: torch.dtype | None = None) -> BSQVAE:
+    """Infinity's autoencoder from safetensors, in evaluation mode.
+
+    patch: 2 for the 8B model's (`d56_f8_14_patchify`), which weights do not tell. Raises ValueError in one sentence.
+    """
+    named = rename(read_published(path), UNWRAPPED, NOT_VAE_WEIGHTS)
+    tensors = {name: tensor for name, (_, tensor) in named.items()}
+    shape = shape_of(tensors, patch, path)
+    model = BSQVAE(shape).eval().to(dtype or tensors["decoder.conv_in.weight"].dtype)
+    stock = rename(tensors, stock_rules(len(shape.multipliers)))
+    place(model, {new: (named[old][0], tensor) for new, (old, tensor) in stock.items()}, path)
+    return model
+
+
+def shape_of(tensors: Mapping[str, Tensor], patch: int, where: str | Path) -> BSQShape:
+    """Infer the shape of the autoencoder."""
+    bits = need(tensors, "decoder.conv_in.weight", 4, where).shape[1]
+    channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
+    return BSQShape(bits, channels, steps, count(tensors, "encoder.down.0.block."), patch)

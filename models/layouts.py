@@ -1,0 +1,189 @@
+"""Checkpoints in their authors' original key layouts, for our networks and for stock classes.
+
+Shared by all layouts: reading safetensors (pickles raise; `visspec.io.convert_checkpoint` converts them), renaming
+by an ordered list of rules, and strict placement, with errors that give a tensor's published name. The families are in
+`layouts_*.py`. Errors are ValueErrors of one sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from visspec.io.checkpoint import PICKLED, check_values, inside, unwrapped, weight_files
+
+Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
+Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
+LLAMA_FIELDS = (  # not implied by shapes; the names are the same in transformers
+    "num_attention_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",  # both of them, as named by transformers 5
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+GROUPS = 32  # of every group norm in these image codecs
+SHOWN = 4
+
+
+def read_published(path: str | Path) -> dict[str, Tensor]:
+    """All tensors of a .safetensors file, or of a folder of them; no file outside the folder is opened. Prefixes of
+    wrappers are removed from the names (`checkpoint.unwrapped`).
+
+    Raises ValueError for a pickle, a missing path, a file that is not safetensors, a duplicate name, or averaged
+    weights in addition to plain ones.
+    """
+    path = Path(path)
+    if path.is_dir():
+        pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
+        if pickled and not any(path.glob("*.safetensors")):
+            raise _pickled(path / pickled[0])
+        files = weight_files(path)
+    elif path.suffix in PICKLED:
+        raise _pickled(path)
+    elif path.is_file():
+        files = [inside(path.parent, path.name)]
+    else:
+        raise ValueError(f"checkpoint: {path} does not exist, expected a .safetensors file or a folder of them")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found = {name: opened.get_tensor(name) for name in opened.keys()}
+        except Exception as error:
+            raise ValueError(f"checkpoint: {file} is not a readable safetensors file ({error})") from None
+        twice = sorted(tensors.keys() & found.keys())
+        if twice:
+            raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model")
+        tensors |= found
+    return unwrapped(tensors, path)
+
+
+def _pickled(path: Path) -> ValueError:
+    return ValueError(
+        f"checkpoint: {path} holds pickled weights, expected .safetensors"
+        " (python -m visspec.io.convert_checkpoint FILE OUT writes them)"
+    )
+
+
+def renamed(name: str, rules: Rules) -> str:
+    """Apply all rules to a name, in order: pairs of a pattern and a replacement for re.sub."""
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def rename(tensors: Mapping[str, Tensor], rules: Rules, dropped: str = "(?!)") -> Named:
+    """New name -> (published name, tensor). Names whose start matches `dropped` are omitted."""
+    rules = list(rules)
+    named: Named = {}
+    for name, tensor in tensors.items():
+        if re.match(dropped, name):
+            continue
+        new = renamed(name, rules)
+        if new in named:
+            raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} are the same, expected one layout")
+        named[new] = (name, tensor)
+    return named
+
+
+def place(module: nn.Module, named: Named, where: Any) -> None:
+    """Copy renamed tensors into a module with exactly these tensors, cast to the module's dtype."""
+    wanted = module.state_dict()
+    extra, missing = sorted(named.keys() - wanted.keys()), sorted(wanted.keys() - named.keys())
+    if extra:
+        raise ValueError(f"checkpoint: {where} has the unknown tensor {named[extra[0]][0]!r}, expected another layout")
+    if missing:
+        raise ValueError(f"checkpoint: {where} lacks what becomes {missing[0]!r}, expected {len(wanted)} tensors")
+    for name, (published, tensor) in named.items():
+        if tensor.shape != wanted[name].shape:
+            found, expected = tuple(tensor.shape), tuple(wanted[name].shape)
+            raise ValueError(f"checkpoint: tensor {published!r} of {where} has shape {found}, expected {expected}")
+        check_values(published, tensor, wanted[name], where)
+    with torch.no_grad():
+        for name, (_, tensor) in named.items():
+            wanted[name].copy_(tensor)
+
+
+def need(tensors: Mapping[str, Tensor], name: str, dimensions: int, where: Any) -> Tensor:
+    """A required tensor, whose shape determines the configuration."""
+    if name not in tensors:
+        some = ", ".join(sorted(tensors)[:SHOWN])
+        raise ValueError(f"checkpoint: {where} has no tensor {name!r} (but {some}, ...), expected another layout")
+    if tensors[name].dim() != dimensions:
+        found = tuple(tensors[name].shape)
+        raise ValueError(f"checkpoint: tensor {name!r} of {where} has shape {found}, expected {dimensions} dimensions")
+    return tensors[name]
+
+
+def count(tensors: Mapping[str, Tensor], prefix: str) -> int:
+    """Number of different indices after a prefix: layers, levels or blocks."""
+    pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
+    return len({match[1] for match in map(pattern.match, tensors) if match})
+
+
+def multipliers(tensors: Mapping[str, Tensor], prefix: str, block: str, where: Any) -> tuple[int, tuple[int, ...]]:
+    """Input channels of a convolutional encoder and the multiplier of each level, from its first blocks."""
+    first = need(tensors, f"{prefix}conv_in.weight", 4, where).shape[0]
+    level = prefix + block.split("{}")[0]
+    widths = [
+        need(tensors, f"{prefix}{block.format(i)}.0.conv1.weight", 4, where).shape[0]
+        for i in range(count(tensors, level))
+    ]
+    if not widths or not all(width and first and width % first == 0 == width % GROUPS for width in (first, *widths)):
+        raise ValueError(
+            f"checkpoint: {where} has levels of {widths} channels after {first}, expected multiples of"
+            f" the first and of {GROUPS}"
+        )
+    return first, tuple(width // first for width in widths)
+
+
+def llama_fields(tensors: Mapping[str, Tensor], prefix: str, published: Mapping[str, Any], where: Any) -> dict:
+    """Arguments of a Llama-like configuration: sizes from the weights, the rest from the original config.json."""
+    vocab, hidden = need(tensors, prefix + "embed_tokens.weight", 2, where).shape
+    keys = need(tensors, prefix + "layers.0.self_attn.k_proj.weight", 2, where).shape[0]
+    fields = {name: published[name] for name in LLAMA_FIELDS if published.get(name) is not None}
+    heads = fields.setdefault("num_attention_heads", 32)
+    if not isinstance(heads, int) or heads < 1 or hidden % heads or keys % (hidden // heads):
+        raise ValueError(f"checkpoint: config.json of {where} has {heads} heads, expected a divisor of {hidden}")
+    return fields | {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": need(tensors, prefix + "layers.0.mlp.gate_proj.weight", 2, where).shape[0],
+        "num_hidden_layers": count(tensors, prefix + "layers."),
+        "num_key_value_heads": keys * heads // hidden,
+        "tie_word_embeddings": False,
+    }
+
+
+@contextmanager
+def one_sentence(where: Any) -> Iterator[None]:
+    """Context manager: errors from the original config.json become a ValueError of one sentence."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
+        what = (str(error.args[0]) if isinstance(error, KeyError) else str(error)).strip().splitlines()[0]
+        raise ValueError(f"checkpoint: config.json of {where} has a wrong entry ({what})") from None
+
+
+def stock(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> Any:
+    """A transformers model with uninitialised weights, in evaluation mode. Raises ValueError for an invalid config."""
+    try:
+        with no_init_weights():
+            return kind._from_config(config, dtype=dtype).eval()
+    except (TypeError, ValueError, KeyError, AssertionError, ZeroDivisionError) as error:
+        raise ValueError(f"config: {kind.__name__} does not take it ({str(error).splitlines()[0]})") from None

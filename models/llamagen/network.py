@@ -1,0 +1,332 @@
+"""LlamaGen's autoregressive transformer (arXiv 2406.06525), for drafting and verification with an external cache.
+
+A prefix of condition embeddings (one for a class, 120 for a caption) is followed by the codes of a square image in
+raster order. Rotary embeddings are two-dimensional: the first half of a head's channels is rotated by the row of a
+code, the second half by its column. Parameters have the names of the published checkpoints.
+
+Shapes: B rows, N new positions, S positions in the cache, P prefix, T image positions, H heads, K key-value heads,
+E head size, C = E / 2 channel pairs, d hidden size, F caption features, V codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from visspec.models.eagle.feature_head import rotate
+
+SIZES = {  # name: (layers, heads, hidden size); the first five are class-conditional in the paper
+    "B": (12, 12, 768),
+    "L": (24, 16, 1024),
+    "XL": (36, 20, 1280),
+    "XXL": (48, 24, 1536),
+    "XXXL": (48, 40, 2560),
+    "1B": (22, 32, 2048),
+    "3B": (24, 32, 3200),
+    "7B": (32, 32, 4096),
+}
+CONDITIONS = ("class", "caption")
+CAPTION_PREFIX, CAPTION_WIDTH = 120, 2048  # tokens and width of the T5-XL features the published models expect
+STEP = 256  # the width of the feed-forward layer is a multiple of this
+
+
+def feed_forward_width(hidden: int) -> int:
+    """Two thirds of four times the hidden size, rounded up to a multiple of 256."""
+    return -(-(8 * hidden // 3) // STEP) * STEP
+
+
+@dataclass(frozen=True)
+class LlamaGenConfig:
+    """Configuration of the network.
+
+    condition: 'class' (one embedding each, and one more for "no class") or 'caption' (text features through an MLP).
+    null_class: whether that extra class exists, which guidance needs; models trained without class dropout have none.
+    grid: number of rows and of columns of codes. The weights don't contain it; a wrong value gives wrong images.
+    prefix_apart: whether all positions of the prefix are attended to alike, as in the published models.
+    """
+
+    layers: int
+    heads: int
+    hidden_size: int
+    grid: int
+    condition: str = "class"
+    prefix: int = 1
+    classes: int = 1000
+    null_class: bool = True
+    caption_width: int = CAPTION_WIDTH
+    codes: int = 16384
+    kv_heads: int = 0  # 0: as many as heads
+    intermediate: int = 0  # 0: feed_forward_width
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    prefix_apart: bool = True
+    _attn_implementation: str = field(default="sdpa", init=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "intermediate", self.intermediate or feed_forward_width(self.hidden_size))
+        for name in ("layers", "heads", "kv_heads", "hidden_size", "grid", "prefix", "classes", "codes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
+        if self.hidden_size % (4 * self.heads):
+            raise ValueError(f"hidden_size: got {self.hidden_size}, expected a multiple of 4 * {self.heads} heads")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of {self.heads} heads")
+        if self.condition not in CONDITIONS:
+            raise ValueError(f"condition: got {self.condition!r}, expected 'class' or 'caption'")
+        if self.condition == "class" and self.prefix != 1:
+            raise ValueError(f"prefix: got {self.prefix}, expected 1 for a model that is conditioned on classes")
+
+    @classmethod
+    def of(cls, size: str, grid: int, **fields: Any) -> LlamaGenConfig:
+        """A published size, by its name in `SIZES`."""
+        if size not in SIZES:
+            raise ValueError(f"size: got {size!r}, expected one of {', '.join(SIZES)}")
+        layers, heads, hidden = SIZES[size]
+        if fields.get("condition") == "caption":
+            fields.setdefault("prefix", CAPTION_PREFIX)
+        return cls(layers, heads, hidden, grid, **fields)
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.heads
+
+    def get_text_config(self, decoder: bool = True) -> LlamaGenConfig:
+        """Returns itself, for compatibility with transformers' configurations."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+
+
+def turns(
+    prefix: int, grid: int, head_size: int, theta: float, device: torch.device | str = "cpu", apart: bool = True
+) -> Tensor:
+    """The rotary table, complex64 (P + 2 T, C): exp(i * row * frequency), then exp(i * column * frequency).
+
+    As in the published models, queries and keys of the prefix are multiplied by zero, not left unrotated, so a code
+    attends to all prefix positions equally; not so with `apart` false. The table is longer than the image, for drafts
+    that extend beyond its end.
+    """
+    half = head_size // 2
+    frequency = theta ** -(torch.arange(0, half, 2, device=device, dtype=torch.float32) / half)
+    place = torch.arange(2 * grid * grid, device=device)
+    row, column = place // grid, place % grid
+    angle = torch.cat([row[:, None] * frequency, column[:, None] * frequency], dim=-1)
+    apply_rope = torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([apply_rope.new_full((prefix, half), 0.0 if apart else 1.0), apply_rope])
+
+
+class LlamaGenRMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale, in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class LlamaGenAttention(nn.Module):
+    def __init__(self, config: LlamaGenConfig, layer: int):
+        super().__init__()
+        self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
+        self.wqkv = nn.Linear(config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_size, bias=False)
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BNd: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        """`mask`: (1|B, 1, N, S), additive or bool (true: attends); None: causal."""
+        split = [self.heads, self.kv_heads, self.kv_heads]
+        heads = self.wqkv(x_BNd).unflatten(-1, (sum(split), -1))
+        query, key, value = heads.split(split, dim=-2)
+        query, key, value = (x.transpose(1, 2) for x in (rotate(query, turn_BNC), rotate(key, turn_BNC), value))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        new, seen = query.shape[2], key.shape[2]
+        if mask is None and 1 < new < seen:  # SDPA would align a causal mask with the first key
+            mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
+        attended = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype),
+            is_causal=mask is None and new > 1,
+            enable_gqa=self.kv_heads != self.heads,
+        )
+        return self.wo(attended.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate, bias=False)
+        self.w2 = nn.Linear(config.intermediate, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class LlamaGenLayer(nn.Module):
+    def __init__(self, config: LlamaGenConfig, layer: int):
+        super().__init__()
+        self.attention_norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = LlamaGenAttention(config, layer)
+        self.ffn_norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turn_BNC, mask, cache)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class ClassCondition(nn.Module):
+    """Class numbers (B,) -> (B, 1, d). With a null class the last entry of the table is "no class"."""
+
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.embedding_table = nn.Embedding(config.classes + config.null_class, config.hidden_size)
+
+    def forward(self, classes_B: Tensor) -> Tensor:
+        return self.embedding_table(classes_B)[:, None]
+
+    def absent(self, classes_B: Tensor) -> Tensor:
+        return torch.full_like(classes_B, self.embedding_table.num_embeddings - 1)
+
+
+class CaptionMLP(nn.Module):
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.caption_width, config.hidden_size, bias=False)
+        self.fc2 = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class CaptionCondition(nn.Module):
+    """Text features (B, P, F) -> (B, P, d). `uncond_embedding`: learned features for "no caption"."""
+
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.cap_proj = CaptionMLP(config)
+        self.uncond_embedding = nn.Parameter(
+            torch.randn(config.prefix, config.caption_width) * config.caption_width**-0.5
+        )
+
+    def forward(self, features_BPF: Tensor) -> Tensor:
+        return self.cap_proj(features_BPF)
+
+    def absent(self, features_BPF: Tensor) -> Tensor:
+        return self.uncond_embedding.to(features_BPF.dtype).expand_as(features_BPF)
+
+
+class LlamaGen(nn.Module):
+    """The transformer. Position ids count from the first prefix position: the code of index t has position P + t.
+
+    The hidden state of the last prefix position, or of a code, predicts the next code.
+    """
+
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.config = config
+        caption = config.condition == "caption"
+        self.cls_embedding = CaptionCondition(config) if caption else ClassCondition(config)
+        self.tok_embeddings = nn.Embedding(config.codes, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaGenLayer(config, i) for i in range(config.layers))
+        self.norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
+        self.output = nn.Linear(config.hidden_size, config.codes, bias=False)
+        self._turns: Tensor | None = None  # not a buffer: a change of dtype must not round it
+
+    @property
+    def device(self) -> torch.device:
+        return self.output.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.output.weight.dtype
+
+    @property
+    def guided(self) -> bool:
+        """Whether the model has an unconditional embedding, which guidance needs."""
+        return self.config.condition != "class" or self.config.null_class
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Codes (..., N) -> (..., N, d)."""
+        return self.tok_embeddings(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states (..., d) -> logits of the next code (..., V)."""
+        return self.output(hidden)
+
+    def prefix(self, condition: Tensor, guidance: bool = False) -> Tensor:
+        """The prefix, (B, P, d); with guidance (2 B, P, d), the unconditional rows last.
+
+        condition: class numbers (B,) int64, or text features (B, P, F), padded on the left and zero there
+        (`left_padded`). Raises ValueError for another shape or a class that the model does not have.
+        """
+        config = self.config
+        if config.condition == "class":
+            if condition.dim() != 1 or condition.is_floating_point():
+                raise ValueError(f"condition: got shape {tuple(condition.shape)}, expected class numbers (B,)")
+            if not bool(((condition >= 0) & (condition < config.classes + config.null_class)).all()):
+                raise ValueError(f"condition: got {condition.tolist()}, expected classes 0..{config.classes - 1}")
+        else:
+            expected = (condition.shape[0], config.prefix, config.caption_width)
+            if tuple(condition.shape) != expected:
+                raise ValueError(f"condition: got shape {tuple(condition.shape)}, expected text features {expected}")
+            condition = condition.to(self.dtype)
+        if guidance and not self.guided:
+            raise ValueError("guidance_scale: got one that is not 1, expected 1: the model has no class for 'no class'")
+        if guidance:
+            condition = torch.cat([condition, self.cls_embedding.absent(condition)])
+        return self.cls_embedding(condition)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = True,
+        return_dict: bool = True,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states after the final norm, (B, N, d).
+
+        position_ids: (1|B, N), default 0..N - 1. attention_mask: (1|B, 1, N, S), additive or bool, None for causal.
+        past_key_values: anything with `update(key, value, layer) -> (keys, values)`, all (B, K, ., E). The last
+        two arguments are for compatibility with transformers decoders and are ignored.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
+        turn_BNC = self._table(inputs_embeds.device)[position_ids]
+        x = inputs_embeds
+        for layer in self.layers:
+            x = layer(x, turn_BNC, attention_mask, past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    def _table(self, device: torch.device) -> Tensor:
+        if self._turns is None or self._turns.device != device:
+            config = self.config
+            with torch.inference_mode(False):  # so that the cached table can be used in training
+                self._turns = turns(
+                    config.prefix, config.grid, config.head_size, config.rope_theta, device, config.prefix_apart
+                )
+        return self._turns
+
+
+def left_padded(features_BPF: Tensor, real_BP: Tensor) -> tuple[Tensor, Tensor]:
+    """Text features padded on the right -> padded on the left and zero at padding, with their mask (B, P) bool."""
+    real = real_BP.bool()
+    order = real.long().argsort(dim=-1, stable=True)  # padding first, both parts in their order
+    moved = features_BPF.gather(1, order[..., None].expand_as(features_BPF))
+    mask = real.gather(1, order)
+    return moved * mask[..., None], mask

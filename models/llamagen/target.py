@@ -1,0 +1,110 @@
+"""LlamaGen, class- and caption-conditional, on `visspec.models.llamagen.network`. (arXiv 2406.06525)
+
+Guidance sets the condition to a learned "nothing". Captions are text features: `processor` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
+from visspec.models.llamagen.network import LlamaGen, left_padded
+
+GUIDANCE = {"class": 4.0, "caption": 7.5}  # of the authors' sampling scripts
+FACTOR = 16  # pixels per code, along a side, of the published codec
+
+
+def class_numbers(texts: list[str], classes: int, name: str) -> Tensor:
+    """(B,) int64. Raises ValueError for a text that is no number of a class; `name` is the argument's."""
+    wrong = [text for text in texts if not (text.strip().isdecimal() and int(text) < classes)]
+    if wrong:
+        raise ValueError(f"{name}: got {wrong[0]!r}, expected a class number 0..{classes - 1}")
+    return torch.tensor([int(text) for text in texts])
+
+
+class LlamaGenImages(Family):
+    """Prompts of a class-conditional model are class numbers ("207"), negative ones too. An empty negative prompt is
+    the learned "nothing".
+
+    processor: for captions, texts -> features (B, P, F) and which are real (B, P), padded on the right as T5's encoder
+    gives them. codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`.
+    """
+
+    name = "llamagen"
+
+    def __init__(
+        self, model: LlamaGen, processor: Callable[[list[str]], tuple[Tensor, Tensor]] | None, codec: Any = None
+    ):
+        self.model = self.decoder = model
+        self.processor, self.codec, self.codes = processor, codec, model.config.codes
+        self.codebook = None if codec is None else codec.codebook.float()
+        self.factor = FACTOR if codec is None else codec.factor
+        self.guided = model.guided
+        self.default_guidance = GUIDANCE[model.config.condition] if model.guided else 1.0
+        if codec is None:
+            self.no_pixels = "no codec was given (visspec.models.codecs.vq_layout.load_llamagen_vq)"
+
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
+        side = self.model.config.grid * self.factor
+        if (height or side, width or side) != (side, side):
+            raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, the grid it was given")
+        return ImageLayout.plain(self.model.config.grid, self.model.config.grid)
+
+    def prompt(
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
+        condition, real = self._condition(texts, "prompt")
+        if negative is None or not guided:
+            return self.from_condition(condition, real, guided)
+        worded_B = torch.tensor([bool(text.strip()) for text in negative])
+        # what stands where there are no words is put aside below, but a prompt it must be
+        filled = [text if text.strip() else given for text, given in zip(negative, texts)]
+        return self.from_condition(condition, real, guided, *self._condition(filled, "negative_prompt"), worded_B)
+
+    def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
+        """Class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
+        if self.model.config.condition == "class":
+            return class_numbers(texts, self.model.config.classes, name), None
+        if self.processor is None:
+            raise ValueError("processor: got None, expected a function from texts to text features and their mask")
+        return left_padded(*self.processor(texts))
+
+    def from_condition(
+        self,
+        condition: Tensor,
+        attention: Tensor | None,
+        guided: bool,
+        negative: Tensor | None = None,
+        negative_attention: Tensor | None = None,
+        worded: Tensor | None = None,
+    ) -> EncodedPrompt:
+        """From class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left. Negative ones
+        count in the rows where `worded` (B,); elsewhere, or without any, guidance is away from the learned "nothing".
+        """
+        embeds = self.model.prefix(condition.to(self.model.device), guidance=guided)
+        rows, length = len(condition), embeds.shape[1]
+        ids = torch.zeros(rows, length, dtype=torch.long, device=embeds.device)  # a prefix of embeddings has none
+        seen = torch.ones_like(ids).bool() if attention is None else attention.to(embeds.device).bool()
+        # "nothing" is seen where the caption is: the published models were sampled so
+        both = seen.repeat(2, 1) if guided else seen
+        if guided and negative is not None and worded is not None:
+            own = rows + worded.nonzero()[:, 0].to(embeds.device)
+            embeds = embeds.index_copy(0, own, self.model.prefix(negative[worded].to(self.model.device)))
+            if negative_attention is not None:
+                both = both.index_copy(0, own, negative_attention[worded].to(embeds.device).bool())
+        return EncodedPrompt(ids, embeds, both)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.embed(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.model.head(hidden)
+
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
+        if self.codec is None:
+            return super().pixels(tokens, layout)
+        return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5

@@ -1,0 +1,182 @@
+"""Drafts from a low-resolution model: it generates a small image, and an up-sampler converts it to codes.
+
+The low-resolution model shares the target's codes and prompts (as in MuLo-SD, 2601.05149). It uses plain decoding with
+the request's guidance and warp, separate random numbers and without the request's processors. Up-samplers:
+
+    bicubic   the small image in pixels, enlarged, and encoded by the target's own VQ encoder
+    latent    every code repeated over the positions it covers (nearest neighbour in the codes' latent space)
+    (folder)  the most likely codes of a trained up-sampler (`models.lowres.upsampler`)
+
+In raster order the codes are point masses, proposed in chains of `window`. `visspec.loop.orders.RejectedRegions`
+takes the whole draft at once (`sketch`). B rows, T positions of the image with grammar, S codes of the small image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec import tree as trees
+from visspec.accept.exact import Exact
+from visspec.loop.decode import decode
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.models.drafting import checkpoint as feature_checkpoint
+from visspec.models.families import prompt_of
+from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR
+from visspec.models.lowres.upsampler import Upsampler
+from visspec.sampling import derived as spending
+from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State
+
+UPSAMPLERS = ("bicubic", "latent")
+
+
+@dataclass
+class LowResDraft:
+    """The draft of a request: (original rows, T) on the host."""
+
+    codes: list[list[int]]
+
+
+class LowRes(Drafter):
+    """family: the low-resolution model; target: the family it drafts for, or None until `attach`; window: codes
+    proposed at a time, in raster order.
+
+    Raises ValueError for an unknown up-sampler or one of another codebook, and for a sibling with another codebook or
+    tokenizer or a larger grid.
+    """
+
+    def __init__(self, family: Family, target: Family | None = None, window: int = 8, upsample: str | Path = "bicubic"):
+        if window < 1:
+            raise ValueError(f"window: got {window}, expected at least 1")
+        self.family, self.upsample = family, upsample
+        self.traits = DrafterTraits(levels=window, whole_images=True)
+        self.learned = None if upsample in UPSAMPLERS else learned(upsample, family)
+        self.layout = family.layout()
+        self.target: Family | None = None
+        if target is not None:
+            self.attach(target)
+
+    def attach(self, target: Family) -> None:
+        """Called when the drafter is paired with a target, and again when that has moved."""
+        if self.target is not None and self.target.decoder is not target.decoder:
+            raise ValueError("drafter: got a LowRes that drafts for another model, expected one of this model's own")
+        check_siblings(self.family, target)
+        self.target = target
+
+    def start(self, state: State, scores: Scores) -> None:
+        fixed, total = state.request.fixed, state.request.max_new_tokens
+        codes_BN = self.sketch(state)
+        drawn_BT = codes_BN.new_zeros(len(state.rows), total)  # the guard inserts grammar tokens
+        free = torch.arange(total) if fixed is None else (fixed[:total] == FREE).nonzero()[:, 0]
+        drawn_BT[:, free[-codes_BN.shape[1] :].to(drawn_BT.device)] = codes_BN  # a preview before it is not drafted
+        rows: list[list[int]] = [[] for _ in state.tokens]
+        for row, codes in zip(state.rows, drawn_BT.tolist()):
+            rows[row] = codes
+        state.memory = LowResDraft(rows)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        drawn: LowResDraft = state.memory
+        ahead = [drawn.codes[row][len(state.tokens[row]) :][:depth] for row in state.rows]
+        return trees.ragged_draft(state.pending, ahead)
+
+    def sketch(self, state: State) -> Tensor:
+        """(B, rows * columns) drafted codes of the live rows' images, in raster order."""
+        request = state.request
+        if request.grid is None:
+            raise ValueError("drafter: got output without a grid, expected an image")
+        if self.target is None:
+            raise ValueError("target: got None, expected attach(family) first")
+        return self.enlarged(self.small(state), request.grid)
+
+    @torch.inference_mode()
+    def small(self, state: State) -> Tensor:
+        """(B, S) codes of the small images by plain decoding, with generators derived from each row's."""
+        sampling = replace(state.request.sampling, processors=())
+        prompt = self._prompt(state, sampling.guidance != 1.0)
+        layout = self.layout
+        request = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid)
+        if bool((layout.fixed != FREE).any()):
+            request.fixed = layout.fixed.to(prompt.ids.device)
+        if state.noise is not None:
+            request.generators = [derived(parent) for parent in state.noise.generators]
+        drawn = decode(ImageAR(self.family), None, Exact(), request, AdaptiveLength(1, adaptive=False))
+        return torch.tensor(drawn.tokens, device=prompt.ids.device)[:, layout.free.to(prompt.ids.device)]
+
+    @torch.inference_mode()
+    def enlarged(self, small_BS: Tensor, grid: tuple[int, int]) -> Tensor:
+        """(B, rows * columns) codes of a larger grid from those of a small image."""
+        rows, columns = self.layout.grid
+        if self.learned is not None:
+            factor = self.learned.config.factor
+            if grid != (rows * factor, columns * factor):
+                raise ValueError(f"upsample: got a grid of {grid}, expected {factor} times {(rows, columns)}")
+            return self.learned(small_BS.view(-1, rows, columns)).argmax(dim=-1).flatten(1)
+        if self.upsample == "latent":
+            places = small_BS.view(-1, 1, rows, columns).float()  # ids below 2**24 are exact
+            return F.interpolate(places, size=grid, mode="nearest-exact").long().flatten(1)
+        pixels = self.family.pixels(small_BS, self.layout)
+        size = pixels.shape[2] // rows * grid[0], pixels.shape[3] // columns * grid[1]
+        assert self.target is not None
+        return self.target.encode(F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp(0, 1))
+
+    def _prompt(self, state: State, guided: bool) -> EncodedPrompt:
+        """The live rows' prompts for the low-resolution model: from the request's texts if any, else ids."""
+        texts, given = state.request.media.get("texts"), state.request.inputs
+        if texts is not None:
+            if len(texts) != len(given.ids):
+                raise ValueError(f"texts: got {len(texts)}, expected {len(given.ids)}, one a row")
+            negatives = state.request.media.get("negatives")
+            own = None if negatives is None else [negatives[row] for row in state.rows]
+            return prompt_of(self.family, [texts[row] for row in state.rows], guided, self.layout, own)
+        if not hasattr(self.family, "from_ids"):
+            raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids)")
+        return self.family.from_ids(given.ids[state.rows], given.attention[state.rows], guided)
+
+
+def derived(parent: torch.Generator) -> torch.Generator:
+    """A generator seeded by the next number of `parent`, which is not consumed: the row's noise is unchanged."""
+    return spending(parent.clone_state())
+
+
+def learned(name: str | Path, family: Family) -> Upsampler:
+    """The up-sampler of a checkpoint folder, on the family's device, for its codebook."""
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ValueError(f"upsample: got {str(name)!r}, expected one of {', '.join(UPSAMPLERS)} or a checkpoint folder")
+
+    def check(config) -> None:
+        if family.codebook is None or config.codes != len(family.codebook):
+            raise ValueError(f"upsample: got an up-sampler of {config.codes} codes, expected the family's codebook")
+
+    head = feature_checkpoint.read(folder, Upsampler, check)
+    assert family.codebook is not None
+    return head.to(family.codebook.device).eval()
+
+
+def check_siblings(family: Family, target: Family) -> None:
+    """Raises ValueError if the low-resolution model's codes or prompts differ from the target's."""
+    own, wanted = family.codebook, target.codebook
+    if own is None or wanted is None:
+        raise ValueError("family: got a model without a codebook, expected one that shares the target's")
+    if own.shape != wanted.shape or not torch.allclose(own.to(wanted.device), wanted, atol=1e-4):
+        raise ValueError(f"family: got a sibling with another codebook, expected the target's {len(wanted)} codes")
+    ours, theirs = (_vocabulary(f) for f in (family, target))
+    if ours != theirs:
+        raise ValueError("family: got a sibling with another tokenizer, expected that of the target")
+    small, large = family.layout().grid, target.layout().grid
+    if small[0] > large[0] or small[1] > large[1]:
+        raise ValueError(f"family: got a sibling with a grid of {small}, expected at most the target's {large}")
+
+
+def _vocabulary(family: Family) -> Any:
+    """Data that must be equal for compatible prompts: the tokenizer's vocabulary, or the number of ids without one."""
+    processor = getattr(family, "processor", None)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    words = tokenizer.get_vocab() if tokenizer is not None and hasattr(tokenizer, "get_vocab") else None
+    embedding = family.decoder.get_input_embeddings()
+    return words, embedding.num_embeddings, getattr(family, "keeps", None), getattr(family, "pad", None)

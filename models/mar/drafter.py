@@ -1,0 +1,78 @@
+"""A smaller MAR as drafter of a MAR: it draws chains with the noise of the target's, in the order of the row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visspec import tree as trees
+from visspec.distributions import Denoising, Trajectory
+from visspec.models.mar.images import LabelledMARImages
+from visspec.models.mar.model import load
+from visspec.models.mar.target import DrawnVectors, MARImages, MARTarget
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+
+
+class SmallMAR(Drafter):
+    """small: the drafter's network, with the steps and the scale of guidance of the target's. wait: number of tokens of
+    an image that are not drafted (token pre-filling of CSpD), when drafts are rarely accepted.
+    """
+
+    traits = DrafterTraits(levels=4, samples=True, distribution=Denoising)
+
+    def __init__(self, small: MARImages, wait: int = 0):
+        if wait < 0:
+            raise ValueError(f"wait: got {wait}, expected a number of tokens of at least 0")
+        self.small, self.wait = MARTarget(small), wait
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> SmallMAR:
+        """Load a checkpoint folder, strictly; `options` as in the constructor. target: a model, for its device."""
+        return cls(LabelledMARImages(load(folder).to(target.device)), **options)
+
+    def attach(self, target: MARImages) -> None:
+        """Raises ValueError unless the network's images have the tokens and steps of the drafter's."""
+        ours, theirs = self.small.model.config, target.model.config
+        if (ours.tokens, ours.size, ours.classes) != (theirs.tokens, theirs.size, theirs.classes):
+            found = f"{ours.tokens} tokens of {ours.size} numbers and {ours.classes} classes"
+            raise ValueError(
+                f"drafter: got {found}, expected the target's {theirs.tokens} of {theirs.size} and {theirs.classes}"
+            )
+        steps, wanted = (len(family.distributions.steps) for family in (self.small.family, target))
+        if steps != wanted:
+            raise ValueError(f"drafter: got {steps} denoising steps, expected {wanted} as the target has")
+
+    def start(self, state: State, scores: Scores) -> None:
+        state.memory = DrawnVectors.nothing(state.request.inputs, self.small.model.config.size).select(state.rows)
+
+    def propose(self, state: State, depth: int) -> Draft:
+        known: DrawnVectors = state.memory
+        counts = [len(state.tokens[row]) for row in state.rows]
+        depth = min(depth, self.small.model.config.tokens - min(counts))
+        if depth < 1 or max(counts) <= self.wait:
+            return trees.empty_draft(state.pending)
+        values, paths, tokens = [], [], self.small.model.config.tokens
+        number_B1 = state.position[:, None]
+        known.put(number_B1, state.pending[:, None])
+        for level in range(depth):
+            number_B1 = number_B1 + 1  # of the token to be drawn, and of those known before it
+            prefixes = range(min(counts) + level, min(max(counts) + level, tokens) + 1)
+            distribution = self.small.after(
+                known, number_B1, number_B1, prefixes, state.request.sampling, state.calls, "draft_head"
+            )
+            value, path = state.noise.draft(distribution, level)
+            known.put(number_B1, value[:, None])
+            values.append(value)
+            paths.append(path)
+        return trees.chain_draft(state.pending, torch.stack(values, dim=1), Trajectory.chain(paths))
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        index = torch.arange(draft.tree.size, device=state.position.device)
+        # rejected nodes are put, too; later ones replace them before they count
+        values = draft.value if verdict.values is None else verdict.values
+        state.memory.put((state.position - verdict.length)[:, None] + index, values)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.memory = state.memory.select(keep)

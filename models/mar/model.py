@@ -1,0 +1,70 @@
+"""A MAR with its autoencoder in one folder, as transformers writes folders; its classes have the names of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from transformers import PreTrainedConfig
+
+from visspec.io.checkpoint import check_whole
+from visspec.models.folders import OwnImageModel, load_own
+from visspec.models.mar.network import MAR, MARConfig
+from visspec.models.vectors.diffusion_head import Schedule, schedule
+
+
+class MARImageConfig(PreTrainedConfig):
+    """network: sizes, as in `MARConfig`. labels: the prompt of each class. predicts: what the head says, a name of
+    `PREDICTIONS` (published MAR: noise). denoising_steps: of a token. autoencoder: configuration of an `AutoencoderKL`
+    whose latents are the tokens, None for a drafter.
+    """
+
+    model_type = "mar_image"
+
+    def __init__(
+        self,
+        network: dict[str, Any] | None = None,
+        labels: list[str] | None = None,
+        predicts: str = "noise",
+        denoising_steps: int = 100,
+        autoencoder: dict[str, Any] | None = None,
+        **options: Any,
+    ):
+        sizes = MARConfig(
+            **({"width": 32, "depth": 1, "heads": 2, "head_width": 32, "head_depth": 1} | (network or {}))
+        )
+        check_whole("denoising_steps", denoising_steps, 2, 1000)
+        self.network, self.labels = asdict(sizes), [str(i) for i in range(sizes.classes)] if labels is None else labels
+        if len(set(self.labels)) != sizes.classes:
+            raise ValueError(f"labels: got {len(set(self.labels))} names, expected {sizes.classes}, one for each class")
+        self.predicts, self.denoising_steps, self.autoencoder = predicts, denoising_steps, autoencoder
+        super().__init__(**options)
+
+
+class MARImageModel(OwnImageModel):
+    """`mar`, and `autoencoder` where the configuration has one."""
+
+    config_class = MARImageConfig
+    base_model_prefix = "mar"
+    class_conditional = True
+
+    def __init__(self, config: MARImageConfig):
+        super().__init__(config)
+        self.mar = MAR(MARConfig(**config.network))
+        self.schedule()  # refuses what the head can't say
+        if config.autoencoder is not None:
+            self.autoencoder = AutoencoderKL(**config.autoencoder)
+        self.post_init()
+
+    def schedule(self, steps: int | None = None) -> Schedule:
+        """Steps of a token's chain, `denoising_steps` of them by default, with noise in the last."""
+        plan = schedule(self.config.denoising_steps if steps is None else steps, learned=True)
+        return replace(plan, predicts=self.config.predicts)
+
+
+def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> MARImageModel:
+    """The model of a folder; see `load_own`."""
+    return load_own(MARImageModel, folder, dtype)

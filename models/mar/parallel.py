@@ -1,0 +1,61 @@
+"""Published MAR as an order of generation: several tokens in a pass, all given those of earlier passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from visspec.distributions import Denoising
+from visspec.models.mar.target import MARTarget, revealed, revealing
+from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Target
+
+
+class ParallelMAR(Order):
+    """iterations: passes of an image, of which a cosine schedule tells how many tokens each draws. With as many as
+    tokens it is plain decoding, with fewer another and faster distribution: what speculation is to be compared with.
+    """
+
+    drafts = False
+    distribution = Denoising
+
+    def __init__(self, iterations: int = 16):
+        if iterations < 1:
+            raise ValueError(f"iterations: got {iterations}, expected at least 1")
+        self.iterations = iterations
+
+    def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
+        if drafter is not None:
+            raise ValueError("drafter: got one beside the order parallel, expected none: nothing is drafted in it")
+        return self
+
+    @torch.inference_mode()
+    def decode(
+        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+    ) -> State:
+        """Decode a batch. Raises ValueError, before any pass, for a target that is no MAR or too many iterations."""
+        if not isinstance(target, MARTarget):
+            raise ValueError(f"order: got parallel for a {type(target).__name__}, expected a MAR")
+        tokens = target.model.config.tokens
+        revealed(tokens, self.iterations)
+        state = target.opened(request)
+        assert request.generators is not None
+        state.noise = rule.make_noise(request.generators, 0)
+        trace, known, rows, passes = state.trace, state.cache, state.rows, []
+        steps = revealing(target, known, state.noise, self.iterations, request.sampling, trace.calls)
+        trace.origin = [[] for _ in rows]
+        for step in range(self.iterations):
+            with trace.stage("verify" if step else "prefill"):
+                numbers = next(steps)
+            for row in rows:
+                state.output.held[row].append(known.values[row, numbers.start : numbers.stop])
+                state.output.append(row, list(numbers))
+                trace.origin[row] += ["plain"] * len(numbers)
+            passes += [step] * len(numbers)
+            if step:  # the first is the prefill's, as elsewhere
+                trace.rounds.append(Round(0, [len(numbers)] * len(rows), [False] * len(rows)))
+            if numbers.stop == tokens:
+                state.memory = [state.output.reordered(row, passes) for row in rows]
+            if request.on_round is not None:
+                request.on_round(state)
+        return state

@@ -1,0 +1,346 @@
+"""MAR as a target of the loop: tokens of an image one after another in an order of the row's own, each by its chain.
+
+MAR is bidirectional: every prefix of the order is a pass of its own over all tokens. A draft's N prefixes are rows of
+one batch, padded, so a verified distribution is that of MAR with one token at a time; nothing is cached. With noise in
+the last step of chains, which the published sampler leaves out, rules for drawn vectors are exact for it.
+
+Shapes: B rows, N nodes, T tokens, K known ones of the row that has most, d size of a token, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from visspec.cache import to_device
+from visspec.distributions import Denoising
+from visspec.loop.output import VectorBuffer
+from visspec.models.continuous.target import check_vectors
+from visspec.models.image_codes.target import Family, ImageLayout
+from visspec.models.llamagen.target import class_numbers
+from visspec.models.mar.network import MAR, UNCONDITIONAL
+from visspec.models.vectors.diffusion_head import Schedule, schedule
+from visspec.models.vectors.head_distribution import HeadLaws
+from visspec.models.vectors.latents import pixels, unpatched
+from visspec.sampling import Normals
+from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
+
+PLAIN = Sampling(temperature=1.0)
+SCALES = ("linear", "constant")  # guidance of a token by its number
+STEPS = 100  # of chains, in the published commands
+GUIDANCE = {768: 2.9, 1024: 3.0, 1280: 3.2}  # by width, of the published commands
+
+
+@dataclass(frozen=True, eq=False)
+class ClassPrompt:
+    """classes (B,): numbers, or UNCONDITIONAL. order (B, T): the position of each row's first, second, ... token; None:
+    drawn by the rows' generators, before any other number.
+    """
+
+    classes: Tensor
+    order: Tensor | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        """(B, 1), of no meaning: the prompt has no tokens."""
+        return torch.zeros_like(self.classes)[:, None]
+
+    def ordered(self, tokens: int, generators: Sequence[torch.Generator] | None) -> ClassPrompt:
+        """With orders. Raises ValueError without generators for them."""
+        if self.order is not None:
+            return self
+        if generators is None:
+            raise ValueError("generators: got None, expected one of each row, or the orders of its tokens")
+        orders = [torch.randperm(tokens, generator=g, device=g.device) for g in generators]
+        return ClassPrompt(self.classes, torch.stack([order.to(self.classes.device) for order in orders]))
+
+
+class MARImages(Family):
+    """Prompts are class numbers ("207"). Tokens are vectors; `MARTarget` draws them in an order of the row's own.
+
+    plan: steps of chains; default, 100 of the published schedule, with noise in the last. scale: whether guidance grows
+    from nearly 1 by the number of known tokens ("linear", as in the published commands) or not. together: nodes of a
+    draft are verified by what was known before it, as if they were drawn in one step; not MAR with one token at a time.
+    autoencoder: `visspec.models.mar.layout.load_mar_vae`.
+    """
+
+    name = "mar"
+    codes = 0
+    draws, parallel = "vectors", True
+    default_drafter, default_rule = "none", "coupled"
+
+    def __init__(
+        self, model: MAR, processor: Any = None, autoencoder: Any = None, plan: Schedule | None = None,
+        scale: str = "linear", together: bool = False,
+    ):  # fmt: skip
+        if scale not in SCALES:
+            raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
+        self.model = self.decoder = model
+        self.processor, self.autoencoder, self.scale, self.together = processor, autoencoder, scale, together
+        self.distributions = HeadLaws(model.head, plan or schedule(STEPS, learned=model.head.learned))
+        self.default_guidance = GUIDANCE.get(model.config.width, 1.0)
+        self.side = math.isqrt(model.config.tokens)
+        if self.side**2 != model.config.tokens:
+            raise ValueError(f"tokens: got {model.config.tokens}, expected a square of rows and columns")
+        self.patch, self.factor = 1, 16
+        if autoencoder is None:
+            self.no_pixels = "no autoencoder was given (visspec.models.mar.layout.load_mar_vae)"
+            return
+        self.patch = math.isqrt(model.config.size // autoencoder.config.latent_channels)
+        if autoencoder.config.latent_channels * self.patch**2 != model.config.size:
+            found = autoencoder.config.latent_channels
+            raise ValueError(f"autoencoder: got {found} channels, expected those of tokens of {model.config.size}")
+        self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
+
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
+        side = self.side * self.factor
+        if (height or side, width or side) != (side, side):
+            raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, those of the positions")
+        return ImageLayout.plain(self.side, self.side)
+
+    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> Any:
+        classes = class_numbers(texts, self.model.config.classes, "prompt")
+        return ClassPrompt(classes.to(self.model.device))
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        check_vectors(sampling)
+
+    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
+        if self.autoencoder is None:
+            return super().pixels(tokens, layout)
+        return pixels(self.autoencoder, unpatched(tokens, layout.grid, self.patch))
+
+
+@dataclass(eq=False)
+class DrawnVectors:
+    """What the live rows of a request have drawn: `values` (B, T + 1, d) in the order of each row, the last unused."""
+
+    classes: Tensor
+    order: Tensor
+    values: Tensor
+
+    @classmethod
+    def nothing(cls, prompt: ClassPrompt, size: int) -> DrawnVectors:
+        assert prompt.order is not None
+        rows, tokens = prompt.order.shape
+        return cls(prompt.classes, prompt.order, torch.zeros(rows, tokens + 1, size, device=prompt.order.device))
+
+    def put(self, number_BN: Tensor, values_BNd: Tensor) -> None:
+        """Keep tokens by their numbers in the order; those beyond the end are dropped."""
+        at = number_BN.clamp(max=self.order.shape[1])[..., None].expand_as(values_BNd)
+        self.values = self.values.scatter(1, at, values_BNd.to(self.values.dtype))
+
+    def select(self, keep: list[int]) -> DrawnVectors:
+        """These rows."""
+        return DrawnVectors(self.classes[keep], self.order[keep], self.values[keep])
+
+
+class UnorderedBuffer(VectorBuffer):
+    """Vectors that are drawn in an order of each row; `values` are in raster order, NaN where none is drawn yet."""
+
+    def __init__(self, request: Request, order_BT: Tensor):
+        super().__init__(request, len(order_BT))
+        self.order = order_BT
+
+    def latest(self, row: int) -> Tensor:
+        """(n, d) vectors that a row gained in the latest round."""
+        return torch.cat(self.held[row][-2:])
+
+    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+        by_place = dict(zip(self.order[row].tolist(), items))
+        return [by_place[place] for place in sorted(by_place)]
+
+    def values(self, row: int) -> Tensor:
+        drawn_Nd = super().values(row)
+        raster_Td = drawn_Nd.new_full((self.order.shape[1], drawn_Nd.shape[1]), math.nan)
+        return raster_Td.index_copy(0, self.order[row, : len(drawn_Nd)], drawn_Nd)
+
+
+class MARTarget(Target):
+    """`MARImages` as a target of the loop. Drafts are chains of vectors, in the order of the row."""
+
+    def __init__(self, family: MARImages, features: bool = False, compiles: bool = False):
+        if compiles:
+            raise ValueError("compile: got True, expected False: MAR's passes are not compiled")
+        if features:
+            raise ValueError("drafter: got one that reads hidden states, expected one that reads none: MAR keeps none")
+        self.family, self.model = family, family.model
+        size = family.model.config.size
+        self.capabilities = Capabilities(
+            trees=False, distribution=Denoising, steps=family.distributions.steps, size=size
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        """`request.inputs` is a `ClassPrompt`. Scores: distributions (B, 1) of the first tokens."""
+        state = self.opened(request)
+        return state, self._scores(state, state.position[:, None], range(1))
+
+    def opened(self, request: Request) -> State:
+        """The state of a checked request before any pass."""
+        self.family.check_sampling(request.sampling)
+        prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
+        check(prompt, self.model, request)
+        known = DrawnVectors.nothing(prompt, self.model.config.size)
+        position = torch.full_like(prompt.classes, -1)  # the number of a node before the first token
+        rows = list(range(len(position)))
+        return State(request, known.values[:, 0], position, known, rows, UnorderedBuffer(request, prompt.order))
+
+    def verify(self, state: State, draft: Draft) -> Scores:
+        """One pass over every prefix of every row, with guidance over two of each."""
+        known: DrawnVectors = state.cache
+        nodes, tokens = draft.value.shape[1], self.model.config.tokens
+        rank_BN = state.position[:, None] + torch.arange(nodes, device=self.device)
+        known.put(rank_BN, draft.value)
+        known_rows = [len(state.tokens[row]) for row in state.rows]  # the pending token included
+        most = max(known_rows) if self.family.together else min(max(known_rows) + nodes - 1, tokens)
+        return self._scores(state, rank_BN, range(min(known_rows), most + 1))
+
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        """The output buffer's values: a rule may have put others in place of the drafted ones."""
+        output: UnorderedBuffer = state.output
+        kept = pad_sequence([output.latest(row) for row in state.rows], batch_first=True)
+        first_B1 = state.position[:, None] - to_device([[len(path) - 1] for path in outcome.path], self.device)
+        state.cache.put(first_B1 + torch.arange(kept.shape[1], device=self.device), kept)
+
+    def select(self, state: State, keep: list[int]) -> None:
+        state.cache = state.cache.select(keep)
+
+    def _scores(self, state: State, rank_BN: Tensor, counts: range) -> Scores:
+        """Laws after nodes with these numbers in the order. counts: from the least to the most known tokens of a
+        prefix, as the host knows them.
+        """
+        sampling, prefix_BN = state.request.sampling, rank_BN[:, :1] if self.family.together else rank_BN
+        distribution = self.after(state.cache, prefix_BN + 1, rank_BN + 1, counts, sampling, state.trace.calls)
+        return Scores(distribution)
+
+    def after(
+        self, known: DrawnVectors, prefix_BN: Tensor, number_BP: Tensor, counts: range, sampling: Sampling,
+        calls: Counter[str] | None = None, name: str = "head", step: int | None = None,
+    ) -> Denoising:  # fmt: skip
+        """Laws (B, P) of each row's tokens `number`, P / N of them given each prefix of its order.
+
+        counts: of the prefixes. step: number of tokens that are drawn together, for the scale; None is one.
+        """
+        tokens, guided = self.model.config.tokens, sampling.guidance != 1.0
+        number_BP = number_BP.clamp(max=tokens - 1)  # a draft may extend beyond the end
+        place_BP = known.order.gather(1, number_BP)
+        condition = conditions(self.model, known, prefix_BN, place_BP, counts, guided)
+        scale = None
+        if guided:
+            drawn = number_BP + 1 if step is None else prefix_BN + step
+            scale = scales(self.family.scale, sampling.guidance, drawn.expand_as(number_BP), tokens).flatten()
+        return self.family.distributions(
+            condition, (len(place_BP), place_BP.shape[1]), scale, sampling.temperature, calls, name
+        )
+
+
+def check(prompt: ClassPrompt, model: MAR, request: Request) -> None:
+    """Raises ValueError for what MAR can't draw, before any pass. Synchronises once."""
+    tokens, rows = model.config.tokens, len(request.prompt)
+    assert prompt.order is not None
+    if prompt.order.shape != (rows, tokens) or prompt.classes.shape != (rows,):
+        found = f"{tuple(prompt.classes.shape)} and {tuple(prompt.order.shape)}"
+        raise ValueError(f"classes, order: got shapes {found}, expected {(rows,)} and {(rows, tokens)}")
+    if not bool((prompt.order.sort(dim=1).values == torch.arange(tokens, device=prompt.order.device)).all()):
+        raise ValueError(f"order: got rows with a position twice, expected orders of the {tokens} tokens")
+    low, high = prompt.classes.aminmax()
+    if int(low) < UNCONDITIONAL or int(high) >= model.config.classes:
+        raise ValueError(f"classes: got {int(low)}..{int(high)}, expected numbers below {model.config.classes}")
+    if request.max_new_tokens > tokens:
+        raise ValueError(f"max_new_tokens: got {request.max_new_tokens}, expected at most the image's {tokens} tokens")
+
+
+def conditions(
+    model: MAR, known: DrawnVectors, prefix_BN: Tensor, place_BP: Tensor, counts: range, guided: bool
+) -> Tensor:
+    """Conditions (B P, D) of the head for tokens at `place`, P / N of them given the first `prefix` tokens of each row;
+    with guidance the unconditional ones follow.
+    """
+    nodes, most = prefix_BN.shape[1], counts[-1]
+    order = known.order[:, :most].repeat_interleave(nodes, dim=0)
+    values = known.values[:, :most].repeat_interleave(nodes, dim=0).to(model.dtype)
+    classes, place = known.classes.repeat_interleave(nodes), place_BP.reshape(prefix_BN.numel(), -1)
+    seen = None
+    if len(counts) > 1:
+        seen = torch.arange(most, device=order.device) < prefix_BN.reshape(-1, 1)
+    if guided:
+        classes = torch.cat([classes, torch.full_like(classes, UNCONDITIONAL)])
+        order, values, place = (torch.cat([part, part]) for part in (order, values, place))
+        seen = None if seen is None else torch.cat([seen, seen])
+    given_MTD = model.conditions(values, order, seen, classes)
+    return given_MTD.gather(1, place[..., None].expand(-1, -1, given_MTD.shape[-1])).flatten(0, 1)
+
+
+def scales(kind: str, guidance: float, number: Tensor, tokens: int) -> Tensor:
+    """Guidance scales where `number` tokens of an image are known after the step, float32.
+
+    In the published sampler at least one token stays unknown until the end, so the last two scales are equal.
+    """
+    if kind == "constant":
+        return torch.full(number.shape, guidance, device=number.device)
+    return 1 + (guidance - 1) * number.clamp(max=tokens - 1) / tokens
+
+
+def revealed(tokens: int, iterations: int) -> list[int]:
+    """How many tokens are known after each step of published MAR, a cosine schedule with at least one token a step.
+
+    Raises ValueError for more steps than tokens.
+    """
+    if not 1 <= iterations <= tokens:
+        raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, one token a step at least")
+    known: list[int] = [0]
+    for step in range(1, iterations):
+        hidden = math.floor(tokens * math.cos(math.pi / 2 * step / iterations))
+        known.append(tokens - max(1, min(tokens - known[-1] - 1, hidden)))
+    return [*known[1:], tokens]
+
+
+@torch.inference_mode()
+def parallel(
+    target: MARTarget, prompt: ClassPrompt, noise: Normals, iterations: int = 64,
+    sampling: Sampling = PLAIN, calls: Counter[str] | None = None,
+) -> Tensor:  # fmt: skip
+    """Tokens (B, T, d) in raster order as published MAR draws them: those of a step together, given earlier steps.
+
+    The baseline beside speculation: fewer steps of an image here, fewer of a chain by the target's schedule. With as
+    many iterations as tokens it is the target's plain decoding. noise: of the rows, after their orders. calls: counts
+    passes under "trunk" and "head".
+    """
+    known = DrawnVectors.nothing(prompt, target.capabilities.size)
+    calls = Counter() if calls is None else calls
+    for _ in revealing(target, known, noise, iterations, sampling, calls):
+        calls["trunk"] += 1
+    drawn_BTd = known.values[:, : target.model.config.tokens]
+    return torch.zeros_like(drawn_BTd).scatter(1, known.order[..., None].expand_as(drawn_BTd), drawn_BTd)
+
+
+def revealing(
+    target: MARTarget, known: DrawnVectors, noise: Normals, iterations: int, sampling: Sampling, calls: Counter[str]
+) -> Iterator[range]:
+    """The steps of `parallel`, which put tokens into `known`: after each of them the numbers of its tokens."""
+    rows, count = len(known.classes), 0
+    for after in revealed(target.model.config.tokens, iterations):
+        number_BP = torch.arange(count, after, device=target.device).expand(rows, -1)
+        distribution = target.after(
+            known, number_BP[:, :1], number_BP, range(count, count + 1), sampling, calls, step=after - count
+        )
+        numbers = noise.numbers(after - count)
+        drawn = distribution.value(numbers.start, numbers.steps)
+        known.put(number_BP, drawn.view(rows, after - count, -1))
+        noise.advance([after - count] * rows)
+        yield range(count, after)
+        count = after
+
+
+MARImages.target = MARTarget

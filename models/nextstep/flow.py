@@ -1,0 +1,68 @@
+"""Schedules of flow-matching heads: x_t = t value + (1 - t) noise, from t = 0; the head predicts value - noise.
+
+Both samplers that were published for NextStep-1 are chains of Gaussian steps. With v the head's velocity at t_i,
+o = x + (1 - t_i) v its estimate of the value, and n = x - t_i v that of the noise:
+
+* of the first release: x' = x + dt ((1 + t) v - x) + sqrt(2 (1 - t) dt) z on a grid that ends at 1 - `last`, then
+  x' = x + last v without noise. Rewritten with o, the steps have the form of `distributions.Steps`.
+* of version 1.1: x' = (1 - t') n + t' o - s^2 dt / (2 (1 - t)) n + s sqrt(dt) z, with s = level sqrt((1 - t) / t) where
+  t > 0 (at t = 0, level / sqrt(1 - t of the last step)), in the last step as well.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from visspec.distributions import DenoisingSteps
+from visspec.models.vectors.diffusion_head import Schedule
+
+QUIET = 0.00625  # deviation of the last step, where the published one has none: that of MAR's heads
+
+
+def shifted(times: Tensor, shift: float) -> Tensor:
+    """A grid of times with more of its points near 0 (shift > 1) or near 1."""
+    return times / (shift - (shift - 1) * times)
+
+
+def flow_schedule(count: int, shift: float = 1.0, last: float = 0.04, noisy: bool = True) -> Schedule:
+    """Steps of the first release's sampler. noisy: the last step adds noise of deviation QUIET, a declared difference.
+
+    Raises ValueError if the settings give no chain.
+    """
+    _check(count, shift)
+    if not 0 < last < 1:
+        raise ValueError(f"last: got {last}, expected the size of the last step, between 0 and 1")
+    t = shifted(torch.linspace(0, 1 - last, count, dtype=torch.float64), shift)
+    before, dt = t[:-1], t.diff()
+    keep = torch.cat([1 - 2 * dt / (1 - before), 1 - last / (1 - t[-1:])])
+    move = torch.cat([(1 + before) * dt / (1 - before), last / (1 - t[-1:])])
+    log_sigma = torch.cat([(2 * (1 - before) * dt).log() / 2, t.new_tensor([math.log(QUIET)])])
+    return _schedule(t, keep, move, log_sigma, noisy)
+
+
+def flow_schedule_v11(count: int, shift: float = 1.0, level: float = 0.8) -> Schedule:
+    """Steps of version 1.1's sampler, which adds noise in every step. Raises ValueError as above."""
+    _check(count, shift)
+    if not 0 < level < math.inf:
+        raise ValueError(f"level: got {level}, expected a finite number above 0")
+    t = shifted(torch.arange(count, dtype=torch.float64) / count, shift)
+    after = torch.cat([t[1:], t.new_ones(1)])
+    dt, rest = after - t, 1 - t
+    deviation = level * (rest / torch.where(t == 0, 1 - t[-1], t)).sqrt()
+    noise = 1 - after - deviation**2 * dt / (2 * rest)  # coefficient of the estimated noise, (x - t o) / (1 - t)
+    return _schedule(t, noise / rest, after - t * noise / rest, (deviation * dt.sqrt()).log(), True)
+
+
+def _check(count: int, shift: float) -> None:
+    if count < 2:
+        raise ValueError(f"steps: got {count}, expected at least 2")
+    if not 0 < shift < math.inf:
+        raise ValueError(f"shift: got {shift}, expected a finite number above 0")
+
+
+def _schedule(t: Tensor, keep: Tensor, move: Tensor, log_sigma: Tensor, noisy: bool) -> Schedule:
+    keep, move, low = (part.float() for part in (keep, move, log_sigma))
+    return Schedule(DenoisingSteps(keep, move, low, low, noisy), t, t, 1 - t, "flow")

@@ -1,0 +1,82 @@
+"""Load NextStep-1 (and 1.1) as published, on transformers' stock Qwen2 decoder, and its image tokenizer.
+
+The decoder's weights are a Llama's with biases of queries, keys and values alone, which is Qwen2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+from transformers import Qwen2Config
+
+from visspec.io.checkpoint import check_positive, read_json
+from visspec.models.codecs.kl_layout import load_kl
+from visspec.models.layouts import Rules, count, llama_fields, need, one_sentence, place, read_published, rename
+from visspec.models.nextstep.network import NextStep, NextStepConfig
+
+RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
+HEAD, TABLE = "image_head.net.", "gen_pos_embed"
+# of the text head, which draws no images, and tables that are computed
+NOT_WEIGHTS = r"lm_head\.|.*rotary_emb\."
+PATCH = ("latent_patch_size", "patch_size")  # names in configurations of the first release and of 1.1
+
+
+def load_nextstep(folder: str | Path, normalised: bool, dtype: torch.dtype | None = None) -> NextStep:
+    """A NextStep-1 network from the authors' folder, in evaluation mode.
+
+    normalised: see `NextStep`; the folder does not tell. dtype: default, that of the file. Raises ValueError in one
+    sentence before any weight is placed.
+    """
+    tensors = read_published(folder)
+    published = read_json(Path(folder), "config.json")
+    config, decoder = config_of(tensors, published, folder)
+    dtype = dtype or need(tensors, "embed_tokens.weight", 2, folder).dtype
+    model = NextStep(config, decoder, normalised, dtype).eval()
+    unused = NOT_WEIGHTS if config.positions else rf"{NOT_WEIGHTS}|{TABLE}$"
+    place(model, rename(tensors, RULES, unused), folder)
+    return model
+
+
+def config_of(
+    tensors: Mapping[str, Tensor], published: Mapping[str, Any], where: Any
+) -> tuple[NextStepConfig, Qwen2Config]:
+    """The configurations for the authors' config.json and the shapes of the weights; shapes take precedence."""
+    fields = llama_fields(tensors, "", published, where)
+    with one_sentence(where):
+        decoder = Qwen2Config(**fields, use_sliding_window=False)
+    patch = next((published[name] for name in PATCH if published.get(name) is not None), None)
+    if patch is None or published.get("boi") is None:
+        missing = "boi" if patch is not None else PATCH[0]
+        raise ValueError(f"checkpoint: config.json of {where} has no {missing!r}, expected that of NextStep-1")
+    table = published.get("use_gen_pos_embed", False)
+    return NextStepConfig(
+        size=need(tensors, "image_in_projector.weight", 2, where).shape[1],
+        patch=patch,
+        head_width=need(tensors, HEAD + "input_proj.weight", 2, where).shape[0],
+        head_depth=count(tensors, HEAD + "res_blocks."),
+        image_start=published["boi"],
+        positions=need(tensors, TABLE, 3, where).shape[1] if table else 0,
+    ), decoder
+
+
+def load_nextstep_vae(
+    folder: str | Path, scaling: float | None = None, shift: float | None = None, dtype: torch.dtype | None = None
+) -> AutoencoderKL:
+    """NextStep-1's image tokenizer, from safetensors (converted `checkpoint.pt`) beside its config.json.
+
+    scaling, shift: default, those of config.json. It decodes as the authors'; their encoder normalises latents, which
+    this class does not.
+    """
+    published = read_json(Path(folder), "config.json")
+    factor: Any = published.get("scaling_factor") if scaling is None else scaling
+    centre: Any = published.get("shift_factor") if shift is None else shift
+    check_positive("scaling_factor", factor)
+    if type(centre) not in (int, float) or not math.isfinite(centre):
+        raise ValueError(f"shift_factor: got {centre!r}, expected a finite number, here or in config.json of {folder}")
+    return load_kl(folder, factor, centre, dtype)

@@ -1,0 +1,96 @@
+"""NextStep-1: a stock Qwen2 decoder, projections of continuous tokens, and a flow-matching head. (arXiv 2508.10711)
+
+The decoder's text head is not used for images. Shapes: B rows, N tokens, d size of a token, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Qwen2Config, Qwen2Model
+
+from visspec.io.checkpoint import check_whole
+from visspec.models.layouts import stock
+from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
+
+
+@dataclass(frozen=True)
+class NextStepConfig:
+    """Sizes beside the decoder's.
+
+    patch: latents along a side of a token. image_start: id before an image's tokens. positions: rows of the table that
+    is added to hidden states of an image's tokens; 0 without one.
+    """
+
+    size: int
+    patch: int
+    head_width: int
+    head_depth: int
+    image_start: int
+    positions: int = 0
+
+    def __post_init__(self):
+        for name in ("size", "patch", "head_width", "head_depth"):
+            check_whole(name, getattr(self, name))
+        for name in ("image_start", "positions"):
+            check_whole(name, getattr(self, name), low=0)
+        if self.size % self.patch**2:
+            raise ValueError(f"size: got {self.size}, expected a multiple of {self.patch} x {self.patch} latents")
+
+    @property
+    def channels(self) -> int:
+        """Of the latents."""
+        return self.size // self.patch**2
+
+
+class NextStep(nn.Module):
+    """normalised: whether drawn tokens are normalised to mean 0 and variance 1, as in the authors' examples for the
+    first release (`use_norm`); those for version 1.1 do not.
+    """
+
+    gen_pos_embed: Tensor
+
+    def __init__(
+        self, config: NextStepConfig, decoder: Qwen2Config, normalised: bool, dtype: torch.dtype = torch.float32
+    ):
+        super().__init__()
+        self.config, self.normalised = config, normalised
+        self.model: Qwen2Model = stock(Qwen2Model, decoder, dtype)
+        hidden = decoder.hidden_size
+        self.image_in_projector = nn.Linear(config.size, hidden, dtype=dtype)
+        self.image_out_projector = nn.Linear(hidden, hidden, dtype=dtype)
+        head = DiffusionHead(config.size, hidden, config.head_width, config.head_depth).to(dtype)
+        self.image_head = nn.ModuleDict({"net": head})
+        if config.positions:
+            self.register_buffer("gen_pos_embed", torch.zeros(1, config.positions, hidden, dtype=dtype))
+
+    @property
+    def device(self) -> torch.device:
+        return self.image_in_projector.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.image_in_projector.weight.dtype
+
+    @property
+    def head(self) -> DiffusionHead:
+        head = self.image_head["net"]
+        assert isinstance(head, DiffusionHead)
+        return head
+
+    def drawn(self, values: Tensor) -> Tensor:
+        """What stands in the image for values (..., d) of the head's chains."""
+        return F.layer_norm(values, values.shape[-1:], eps=EPSILON) if self.normalised else values
+
+    def embed(self, values: Tensor) -> Tensor:
+        """Inputs of the decoder (..., D) for values (..., d) of the head's chains."""
+        return self.image_in_projector(self.drawn(values).to(self.dtype))
+
+    def conditions(self, hidden_BND: Tensor, index_BN: Tensor) -> Tensor:
+        """Conditions of the head (B, N, D) for an image's tokens `index`, from hidden states of those before them."""
+        if self.config.positions:
+            hidden_BND = hidden_BND + self.gen_pos_embed[0, index_BN.clamp(max=self.config.positions - 1)]
+        return self.image_out_projector(hidden_BND)

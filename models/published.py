@@ -1,0 +1,85 @@
+"""Drafters of checkpoints that others made: which form a folder has is read off its configuration and the names of its
+tensors, never off code in it. What is not known is refused by name, so that no head runs as another algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from visspec.io.checkpoint import check_folder, read_json, read_shapes, shown
+from visspec.models import assistants
+from visspec.models.block import layout as dflash_layouts
+from visspec.models.drafting.checkpoint import CONFIG
+from visspec.models.eagle import layout as eagle_layouts
+from visspec.models.eagle.layout import list_of, object_of, unprefixed
+from visspec.types import Drafter
+
+SPECULATORS = {"eagle3": "eagle", "dflash": "dflash"}  # `speculators_model_type`: the reader of its layout
+EAGLE3 = (
+    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
+)  # fmt: skip
+BLOCKS = "DFlashDraftModel"
+PLAIN = ("LlamaForCausalLM", "LlamaModel")  # what EAGLE-1, 2 and 3 call themselves, if they do
+HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, which are called as their target is
+ASSISTANTS = ("muse_glimmer_assistant", "gemma4_assistant", "gemma4_unified_assistant")
+WORDS = ("eagle", "dflash", "speculator", "medusa", "spark", "mtp", "hydra", "draft")  # of drafters that we don't have
+
+
+def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
+    """(reader, form) of a folder: ("eagle", "eagle" | "eagle3" | "speculators"), ("dflash", "dflash" | "speculators")
+    or ("transformers", ""). Raises ValueError for anything else, or where configuration and tensors disagree.
+    """
+    names, named = set(names), list_of(data.get("architectures"))
+    first = next(iter(named), "") if all(isinstance(name, str) for name in named) else ""
+    if "speculators_model_type" in data:
+        return SPECULATORS[_speculators(folder, data)], "speculators"
+    if first == BLOCKS:
+        return "dflash", "dflash"
+    if data.get("model_type") in ASSISTANTS:
+        return "transformers", ""
+    if first in EAGLE3 or (first in ("", *PLAIN) and any(name.startswith("midlayer.") for name in names)):
+        return "eagle", "eagle3"
+    bare = any(name.startswith(("fc.", "layers.")) for name in names)  # models of transformers have them in `model.`
+    strange = "dflash_config" in data or any(word in first.lower() for word in WORDS)
+    if not strange and (bare if first in ("", *PLAIN) else HEAD <= names):
+        return "eagle", "eagle"
+    if first and not strange and not {"fc.weight", "midlayer.hidden_norm.weight"} & names:
+        return "transformers", ""
+    known = ", ".join([*EAGLE3[:1], BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
+    raise ValueError(
+        f"drafter: {folder} is a checkpoint of {shown(first or None)}, expected EAGLE-1, 2 or 3, MSD, ViSpec or DFlash"
+        f" ({known}), a model of transformers, or one of ours"
+    )
+
+
+def _speculators(folder: Path, data: dict) -> str:
+    """The type of a checkpoint of speculators, which it names twice."""
+    kind = data["speculators_model_type"]
+    algorithm = object_of(data.get("speculators_config")).get("algorithm", kind)
+    if not isinstance(kind, str) or kind not in SPECULATORS:
+        raise ValueError(
+            f"drafter: speculators_model_type of {folder} is {shown(kind)}, expected one of {', '.join(SPECULATORS)}"
+        )
+    if algorithm != kind:
+        raise ValueError(f"drafter: algorithm of {folder} is {shown(algorithm)}, expected {kind!r} as its type says")
+    return kind
+
+
+def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:
+    """The drafter of a folder that someone else made, for its target. options: `width` and `nodes` of its trees, and of
+    one-layer drafters `images`, what they see of a picture.
+
+    Raises ValueError, before weights are read, for another algorithm, another target or other tensors.
+    """
+    root = check_folder(folder)
+    data, shapes = read_json(root, CONFIG), unprefixed(read_shapes(root), root)
+    reader, form = form_of(root, data, shapes)
+    if reader == "eagle":
+        return eagle_layouts.read(root, form, data, shapes, model, **options)
+    if reader == "dflash":
+        return dflash_layouts.read(root, form, data, shapes, model, **options)
+    return assistants.loaded(root, data, model, **options)

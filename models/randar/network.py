@@ -1,0 +1,65 @@
+"""RandAR (Pang et al., arXiv 2412.01827): LlamaGen's transformer over codes in any order, each asked for by its place.
+
+Behind the condition stand pairs of a query and a code: the query of a place is one learned vector, rotated as a key at
+that place is, and the distribution of the code at the place is read off the query. Everything attends to what stands
+before it, so one causal pass over all pairs gives the distribution of every code given those before it in the order
+(`forward`), and a query that is added behind any prefix gives the distribution of its place given that prefix.
+Parameters have the names of the published checkpoints: LlamaGen's, and `pos_instruct_embeddings`.
+
+Shapes: B rows, N new positions, P prefix, T places, H heads, E head size, d hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from visspec.models.eagle.feature_head import rotate
+from visspec.models.llamagen.network import LlamaGen, LlamaGenConfig
+
+DEVIATION = 0.02  # of initial weights
+
+
+class RandAR(LlamaGen):
+    """LlamaGen with queries. Position ids of a code and of its query are the same, P + place."""
+
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__(config)
+        self.pos_instruct_embeddings = nn.Parameter(torch.randn(1, config.hidden_size) * DEVIATION)
+
+    def query(self, places: Tensor) -> Tensor:
+        """Places (B, N), each below twice their number -> inputs that ask for their codes, (B, N, d)."""
+        turn_BNC = self._table(places.device)[self.config.prefix + places]
+        query_HE = self.pos_instruct_embeddings.view(self.config.heads, -1)
+        return rotate(query_HE.expand(*places.shape, -1, -1), turn_BNC).flatten(2)
+
+    def paired(self, codes: Tensor, places: Tensor) -> Tensor:
+        """Codes and their places (B, N) as inputs (B, 2 N, d): a query, its code, the next query, ..."""
+        return torch.stack([self.query(places), self.embed(codes)], dim=2).flatten(1, 2)
+
+    def distributions(
+        self, prefix_BPd: Tensor, codes_BT: Tensor, order_BT: Tensor, attention_BP: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, T, V) of codes in an order of each row, given those before them: what training and likelihoods
+        need, in one pass. codes: in the order; attention: which positions of the prefix are real, all by default.
+        """
+        prefix, inputs = prefix_BPd.shape[1], self.paired(codes_BT, order_BT)[:, :-1]
+        at_BS = self.config.prefix + order_BT.repeat_interleave(2, dim=1)[:, :-1]
+        first_BP = torch.arange(prefix, device=at_BS.device).expand(len(at_BS), -1)
+        mask = None
+        if attention_BP is not None:
+            size = prefix + inputs.shape[1]
+            mask = torch.ones(size, size, dtype=torch.bool, device=at_BS.device).tril().repeat(len(at_BS), 1, 1)
+            mask[:, :, :prefix] &= attention_BP[:, None]
+            mask |= torch.eye(size, dtype=torch.bool, device=at_BS.device)  # padding attends to itself
+            mask = mask[:, None]
+        hidden = self(torch.cat([prefix_BPd, inputs], dim=1), torch.cat([first_BP, at_BS], dim=1), mask)
+        return self.head(hidden.last_hidden_state[:, prefix::2])
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Initial weights for training: normal numbers of deviation 0.02, the output zero."""
+        for part in self.modules():
+            if isinstance(part, nn.Linear | nn.Embedding):
+                part.weight.normal_(std=DEVIATION)
+        self.output.weight.zero_()

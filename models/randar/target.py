@@ -1,0 +1,261 @@
+"""Any-order image models in RandAR's form as targets of the loop: a node is a rank of the order of the row.
+
+A pass has a pair of inputs for each node of a draft, its code and the query of the place that comes after it, on which
+the distribution after the node is read; both stay in the cache, for later codes attend to both. The order belongs to
+the request (`Request.order`), and codes that are given (`Request.known`) come first in it, with the prompt.
+
+With `ahead` A, every node has A queries more, of the places after the next one. They see what their node sees, not each
+other, and nothing attends to them: distributions of later codes without those in between, from which a drafter draws
+the next draft (`drafters.ahead`) at no further pass. Draft and verification come from one network (any-subset
+speculative decoding, Guo and Ermon), in one pass where the published form takes two.
+
+Shapes: B requests, R = B or 2 B cache rows, P prefix, K codes of the row that was given most, N nodes, A later places,
+Q = 1 + A queries of a node, S = 2 N + N A inputs of a pass, T places, V codes, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.cache import SlotCache, to_device
+from visspec.loop.output import TokenBuffer
+from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeated, _twice
+from visspec.models.llamagen.target import LlamaGenImages
+from visspec.models.randar.network import RandAR
+from visspec.sampling import warp
+from visspec.types import FREE, Draft, DrafterTraits, Outcome, Request, Scores, State, Target, Tree
+
+
+class RandARImages(LlamaGenImages):
+    """Prompts as LlamaGen has them. Images come in any order of their places, and from a part of their codes."""
+
+    name = "randar"
+    draws = "any order"
+    default_drafter, default_order = "ahead", "halton"
+    model: RandAR
+
+    def made(self, traits: DrafterTraits, compile: bool) -> Target:
+        return RandARTarget(self, bool(traits.feature_layers), compile, traits.ahead)
+
+    @property
+    def prefix(self) -> int:
+        """Position ids before those of places."""
+        return self.model.config.prefix
+
+    def pixel_size(self) -> tuple[int, int]:
+        side = self.model.config.grid * self.factor
+        return side, side
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        if self.codec is None:
+            raise ValueError(f"image: got pixels, expected codes: {self.no_pixels}")
+        return self.codec.encode(pixels.permute(0, 2, 3, 1) * 2 - 1)
+
+
+class RankBuffer(TokenBuffer):
+    """Ids in the order in which they are drawn; `values` are in raster order, FREE where none is drawn yet."""
+
+    def __init__(self, request: Request, rows: int):
+        super().__init__(request, rows)
+        self.orders = [request.visits(row) for row in range(rows)]
+        self.given = [0] * rows if request.known is None else (request.known != FREE).sum(dim=1).tolist()
+
+    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+        order, drawn = self.orders[row], items[: len(self.orders[row]) - self.given[row]]
+        found = [given] * len(order)
+        for place, item in zip(order[self.given[row] :], drawn):
+            found[place] = item
+        return found
+
+    def values(self, row: int) -> Tensor:
+        drawn_T = torch.tensor(self.reordered(row, self.tokens[row], FREE), dtype=torch.long)
+        known = self.request.known
+        return drawn_T if known is None else torch.where(known[row] == FREE, drawn_T, known[row])
+
+
+class RankLayers(SlotLayers):
+    """The cache of a request, and its live rows' orders (B, T)."""
+
+    order: Tensor
+
+
+class RandARTarget(ImageAR):
+    """`RandARImages` as a target. Drafts may be trees. ahead: queries of later places for every node."""
+
+    family: RandARImages
+
+    def __init__(self, family: RandARImages, features: bool = False, compile: bool = False, ahead: int = 0):
+        if compile:
+            raise ValueError("compile: got True, expected False: any-order passes are not compiled")
+        if features:
+            raise ValueError("drafter: got one that reads hidden states, expected one that reads none of any order")
+        super().__init__(family)
+        self.ahead = ahead
+        self.capabilities = replace(self.capabilities, any_order=True)
+
+    def record(self, asked: bool | None) -> None:
+        Target.record(self, asked)
+
+    def revise(self, state: State, tokens: Tensor, places: Tensor, seen: Tensor) -> Scores:
+        return Target.revise(self, state, tokens, places, seen)
+
+    def prefill(self, request: Request) -> tuple[State, Scores]:
+        """Run the prompts (`request.inputs` is a `Prompt`) and the given codes. Scores: distributions (B, 1) of the
+        first codes that are drawn. Raises ValueError, before any pass, for an order or given codes that are not the
+        image's.
+        """
+        check(request, self.family)
+        prompt: EncodedPrompt = request.inputs
+        rows, copies = len(prompt.ids), len(prompt.embeds) // len(prompt.ids)
+        output = RankBuffer(request, rows)
+        cache = RankLayers(len(prompt.embeds), 2 * request.max_new_tokens)
+        cache.order = torch.tensor(output.orders, device=self.device)
+        given_B = torch.tensor(output.given, device=self.device)
+        state = State(request, torch.zeros_like(given_B), given_B - 1, cache, list(range(rows)), output)
+
+        codes_BK, places_BK, real_BK = self._given(request, output, cache.order)
+        queries_BQ = self._places(cache.order, state.position[:, None], 1)[:, 0]
+        image = torch.cat([self.family.model.paired(codes_BK, places_BK), self.family.model.query(queries_BQ)], dim=1)
+        at_BS = self.family.prefix + torch.cat([places_BK.repeat_interleave(2, dim=1), queries_BQ], dim=1)
+        embeds = torch.cat([prompt.embeds, image.repeat(copies, 1, 1)], dim=1)
+        first_RP = torch.arange(prompt.ids.shape[1], device=self.device).expand(len(embeds), -1)
+        index = torch.cat([first_RP, at_BS.repeat(copies, 1)], dim=1)
+        real = [prompt.attention, real_BK.repeat_interleave(2, dim=1).repeat(copies, 1)]
+        real_RS = torch.cat([*real, prompt.attention.new_ones(len(embeds), 1)], dim=1)
+
+        length, padded = real_RS.shape[1], not bool(real_RS.all())
+        cache.slots.open(embeds.shape[1], self.device)
+        mask = self.masks.additive(started(real_RS, self.ahead)) if padded or self.ahead else None
+        hidden = self._run(embeds, mask, index, cache)
+        cache.slots.commit([list(range(length))] * len(embeds))
+        if padded:
+            cache.slots.padding = real_RS
+        return state, self._read(state, trees.empty_draft(state.pending), hidden[:, length - 1 :], 1)
+
+    def _given(self, request: Request, output: RankBuffer, order_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Given codes (B, K) in the order, their places, and which are real: rows with fewer are padded on the left."""
+        most = max(output.given)
+        real_BK = to_device([[False] * (most - n) + [True] * n for n in output.given], self.device).bool()
+        if request.known is None or most == 0:
+            none_B0 = order_BT[:, :0]
+            return none_B0, none_B0, real_BK
+        places = [[0] * (most - n) + order[:n] for n, order in zip(output.given, output.orders)]
+        places_BK = torch.tensor(places)
+        codes_BK = request.known.gather(1, places_BK).clamp(min=0)
+        return codes_BK.to(self.device), places_BK.to(self.device), real_BK
+
+    def verify(self, state: State, draft: Draft) -> Scores:
+        """One pass over all nodes and their queries, both guidance rows of each. Scores for (B, N)."""
+        cache: RankLayers = state.cache
+        slots: SlotCache = cache.slots
+        model, copies = self.family.model, _twice(state)
+        rank_BN = state.position[:, None] + draft.tree.depth
+        own_BN1, queries_BNQ = self._places(cache.order, rank_BN, 0)[..., :1], self._places(cache.order, rank_BN, 1)
+        next_BN1, later_BA = queries_BNQ[..., :1], queries_BNQ[..., 1:].flatten(1)
+        pairs = torch.stack([model.embed(draft.value), model.query(next_BN1[..., 0])], dim=2).flatten(1, 2)
+        embeds = torch.cat([pairs, model.query(later_BA)], dim=1).repeat(copies, 1, 1)
+        at_BS = torch.cat([torch.cat([own_BN1, next_BN1], dim=2).flatten(1), later_BA], dim=1)
+        tree: Tree = trees.cached(draft.tree, asking(self.ahead))
+        if tree.parent.shape[0] > 1:
+            tree = _repeated(tree, copies)
+        extent = slots.open(tree.size, self.device)
+        mask = self.masks(slots, tree, extent)
+        hidden = self._run(embeds, mask, (self.family.prefix + at_BS).repeat(copies, 1), cache)
+        return self._read(state, draft, hidden[:, 1:], draft.tree.size)
+
+    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
+        paths = [[slot for node in path for slot in (2 * node, 2 * node + 1)] for path in outcome.path]
+        state.cache.slots.commit(paths * _twice(state))
+
+    def select(self, state: State, keep: list[int]) -> None:
+        super().select(state, keep)
+        state.cache.order = state.cache.order[to_device(keep, self.device)]
+
+    def _places(self, order_BT: Tensor, rank_BN: Tensor, first: int) -> Tensor:
+        """(B, N, Q): places of the Q ranks that are `first` and more after these; beyond the end, the last of all."""
+        rank_BNQ = rank_BN[..., None] + torch.arange(first, first + 1 + self.ahead, device=rank_BN.device)
+        rank_BNQ = rank_BNQ.clamp(0, order_BT.shape[1] - 1).expand(len(order_BT), -1, -1)
+        return order_BT.gather(1, rank_BNQ.flatten(1)).view(rank_BNQ.shape)
+
+    def _read(self, state: State, draft: Draft, hidden: Tensor, nodes: int) -> Scores:
+        """Scores of nodes from hidden states (R, 2 N - 1 + N A, d): those of the queries, with codes in between, and
+        the later ones.
+        """
+        scores = self._scores(state, draft, hidden[:, : 2 * nodes : 2][:, :nodes], hidden)
+        if not self.ahead:
+            return scores
+        logits = self.family.head(hidden[:, 2 * nodes - 1 :]).unflatten(1, (nodes, self.ahead))
+        rows = len(state.rows)
+        uncond = logits[rows:] if len(logits) > rows else None
+        return replace(scores, aux={"ahead": warp(logits[:rows].contiguous(), state.request.sampling, uncond)})
+
+
+def started(real_RS: Tensor, ahead: int) -> Tensor:
+    """What a prefill's inputs see, (R, S + A, S + A) bool: inputs S, the last of them a query, and A queries more."""
+    rows, length = real_RS.shape
+    seen = torch.zeros(rows, length + ahead, length + ahead, dtype=torch.bool, device=real_RS.device)
+    seen[:, :length, :length] = torch.ones(length, length, dtype=torch.bool, device=real_RS.device).tril()
+    seen[:, :length, :length] &= real_RS[:, None]
+    seen[:, length:, : length - 1] = real_RS[:, None, :-1]
+    seen[:, length:, length:] = torch.eye(ahead, dtype=torch.bool, device=real_RS.device)
+    return seen
+
+
+@lru_cache(maxsize=64)
+def asking(ahead: int) -> Callable[[Tree], Tree]:
+    """The tree of a pass from that of its draft: code and query of each node, then the later queries of each."""
+
+    def derive(tree: Tree) -> Tree:
+        nodes, device = tree.size, tree.parent.device
+        seen = tree.ancestor.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+        own = torch.arange(nodes, device=device)
+        seen[:, 2 * own, 2 * own + 1] = False  # a code does not see the query behind it
+        later = seen[:, ::2].repeat_interleave(ahead, dim=1)
+        alone = torch.eye(nodes * ahead, dtype=torch.bool, device=device).expand(len(seen), -1, -1)
+        before = torch.cat([seen, seen.new_zeros(len(seen), 2 * nodes, nodes * ahead)], dim=2)
+        seen = torch.cat([before, torch.cat([later, alone], dim=2)], dim=1)
+        above = torch.where(tree.parent < 0, -1, 2 * tree.parent + 1)
+        code = (2 * own).expand_as(above)
+        parent = torch.stack([above, code], dim=2).flatten(1)
+        parent = torch.cat([parent, code.repeat_interleave(ahead, dim=1)], dim=1)
+        depth = seen.sum(dim=-1) - 1
+        return Tree(parent, depth, seen, 2 * tree.levels + 1, chain=False)
+
+    return derive
+
+
+def check(request: Request, family: RandARImages) -> None:
+    """Raises ValueError for what can't be drawn, before any pass."""
+    rows, columns = family.model.config.grid, family.model.config.grid
+    places, prompt = rows * columns, request.inputs
+    if request.grid != (rows, columns):
+        raise ValueError(f"grid: got {request.grid}, expected {(rows, columns)}, the model's")
+    if request.order is not None and sorted(request.order) != list(range(places)):
+        raise ValueError(f"order: got {len(request.order)} places, expected each of 0..{places - 1} once")
+    found, wanted = len(prompt.embeds), len(prompt.ids) * (1 if request.sampling.guidance == 1.0 else 2)
+    if found != wanted:
+        raise ValueError(f"guidance: got {request.sampling.guidance} and {found} rows of inputs, expected {wanted}")
+    if request.known is None:
+        free = [places]
+    else:
+        if request.known.shape != (len(prompt.ids), places):
+            raise ValueError(f"known: got shape {tuple(request.known.shape)}, expected {(len(prompt.ids), places)}")
+        low, high = (int(end) for end in request.known.aminmax())
+        if low < FREE or high >= family.codes:
+            raise ValueError(f"known: got {low}..{high}, expected codes 0..{family.codes - 1}, or {FREE} for none")
+        free = (request.known == FREE).sum(dim=1).tolist()
+    for row, count in enumerate(free):
+        most = request.of(row)[0].max_new_tokens if request.known is not None else request.max_new_tokens
+        if not 0 < most <= count:
+            raise ValueError(f"max_new_tokens: got {most}, expected 1..{count}, the places without a code")
+
+
+RandARImages.target = RandARTarget

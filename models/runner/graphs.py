@@ -1,0 +1,204 @@
+"""Draft passes recorded as CUDA graphs: a whole pass of the stock model, head included, is one launch.
+
+A recording is made for so many cache rows, nodes and slots. All else is in tensors that it reads from buffers: ids,
+positions, the rows' lengths, the tree and the padding, of which it makes the slots to write and the mask over all slots
+of the stores, which are lent (`lending`): before its first pass a request's keys and values move into some. Beyond the
+largest bucket passes run eager.
+
+Not yet run on a GPU: tested with a stand-in that replays the operators of a call. What can't be recorded runs eager,
+which a warning says once. Shapes: R cache rows, N nodes, S slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from visspec import replay
+from visspec.cache import SlotCache, to_device
+from visspec.models.attention import rotary
+from visspec.models.attention.masks import Masks
+from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, one_line
+from visspec.models.runner.compiled import close, foreign, form
+from visspec.replay import REPLAYING, Call, Recording, stream
+from visspec.types import State, Tree
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# a pass over buffers: forward(cache, mask, *given) -> logits or hidden states, and what else is needed of it
+Forward = Callable[..., Sequence[Tensor | None]]
+
+
+class GraphedForward(GraphBufferPool):
+    """Passes of a model, or of the decoder of an image model, in recordings."""
+
+    def __init__(self, model: nn.Module, decoder: nn.Module, masks: Masks, positions: int | None):
+        super().__init__(type(model).__name__, positions)
+        self.model, self.decoder, self.masks = model, decoder, masks
+        self.form: tuple = ()
+
+    def open(self) -> None:
+        """Before a request's prefill: start anew where the model is not the one that was recorded."""
+        if self.refused:
+            return
+        if hooked := self._hooked():
+            with REPLAYING:
+                self.refuse(f"got {self.name} with hooks on {hooked}, expected one without: they would not be called")
+            return
+        parts = [self.decoder, *filter(None, [self._head()])]
+        weights = (w.data_ptr() for part in parts for w in itertools.chain(part.parameters(), part.buffers()))
+        now = (*map(form, parts), *weights)
+        if now != self.form:
+            with REPLAYING:
+                self.form = now
+                self.forget()
+
+    def run(
+        self, state: State, tree: Tree, given: Sequence[Tensor], forward: Forward, eager: Callable[[], Tensor]
+    ) -> list[Tensor | None] | None:
+        """What `forward` gives for `given`, (R, N, ...) each, behind the request's slots. None: the pass is to run
+        eager, as `eager` does, which a new recording is compared with.
+        """
+        slots: SlotCache = state.cache.slots
+        wanted = self.bucket(slots.length + tree.size)
+        record = self.recorder(given[0].device)
+        if self.refused or record is None or wanted is None or not (self.recordings or self.due(state.request)):
+            return None
+        if self.decoder.training or torch.is_autocast_enabled(given[0].device.type):
+            return None
+        with REPLAYING, torch.cuda.device_of(given[0]):
+            try:
+                stores = self._stores(slots, wanted, stream(given[0].device))
+                attn_metadata = self._attn_metadata(slots, stores, tree, given)
+                key = (stores.number, tree.size, *((tuple(x.shape), x.dtype) for x in attn_metadata))
+                held = self.recordings.pop(key, None)
+                if held is not None:
+                    held.fill(attn_metadata)
+                    held.replay()
+                elif self.due(state.request):
+                    held = self._made(record, state.cache, stores, tree.size, attn_metadata, len(given), forward, eager)
+                else:
+                    return None
+            except Exception as error:
+                self.refuse(f"passes of {self.name} are not recorded, it runs eager: {one_line(error)}")
+                return None
+            self.recordings[key] = held  # the newest are the last
+            return [None if x is None else x.clone() for x in held.output]
+
+    def finish(self, slots: SlotCache, keep: bool) -> None:
+        """A request has ended: its stores go back. keep: what it holds is copied, because it is used further."""
+        if slots.lease is not None:
+            end = slots.length
+            slots.keys, slots.values = (
+                [store[:, :, :end].clone() for store in stores] if keep else [] for stores in (slots.keys, slots.values)
+            )
+            slots.lease = None
+
+    def _stores(self, slots: SlotCache, wanted: int, queue: int) -> KVBuffers:
+        """The stores that a request is in, with room for `wanted` slots. It moves if it is in none."""
+        kept, half, rows = slots.lease, len(slots.keys), len(slots.lengths)
+        slots.lease, views = self.acquire(kept, [*slots.keys, *slots.values], 2, slots.length, wanted, queue)
+        if slots.lease is not kept:
+            slots.keys, slots.values = views[:half], views[half:]
+            slots.spare, slots.lean = slots.lease.stores.kind[0] - rows, False
+        return slots.lease.stores
+
+    def _attn_metadata(self, slots: SlotCache, stores: KVBuffers, tree: Tree, given: Sequence[Tensor]) -> list[Tensor]:
+        """All that a recording reads: what is given, lengths (R,), depths (R, N), ancestors (R, N, N), and where there
+        is padding, which slots are none (R, S).
+        """
+        rows, device = len(slots.lengths), given[0].device
+        depth, ancestor = tree.depth.expand(rows, -1), tree.ancestor.expand(rows, -1, -1)
+        attn_metadata = [*given, to_device(slots.lengths, device), depth, ancestor]
+        if slots.padding is not None:
+            attn_metadata.append(F.pad(slots.padding, (0, stores.slots - slots.padding.shape[1]), value=True))
+        return attn_metadata
+
+    def _made(
+        self,
+        record: Callable[[Call], tuple],
+        cache: SlotLayers,
+        stores: KVBuffers,
+        nodes: int,
+        attn_metadata: list[Tensor],
+        count: int,
+        forward: Forward,
+        eager: Callable[[], Tensor],
+    ) -> Recording:
+        """A recording, replayed once. Raises ValueError if it gives anything else than an eager pass."""
+        want = eager().float()
+        self.make_room()
+        inputs = [x.clone(memory_format=torch.contiguous_format) for x in attn_metadata]
+        rows = len(cache.slots.lengths)
+        # a cache of its own, whose length on the host is not the request's: what depends on that differs below
+        scratch = cache.over(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
+
+        def call() -> Sequence[Tensor | None]:
+            given, (length, depth, ancestor, *padding) = inputs[:count], inputs[count:]
+            # what is made outside of the call, other than inputs and stores, would be freed behind the recording
+            scratch.slots.open_at(length[:, None] + torch.arange(nodes, device=length.device), stores.slots)
+            real = padding[0] if padding else None
+            return forward(scratch, self.masks.whole(ancestor, depth, length, real, stores.slots), *given)
+
+        held = Recording(inputs, *record(call))
+        held.replay()
+        close(held.output[0].float(), want, scratch.slots.keys[0].dtype)
+        self.graphs += 1
+        return held
+
+    def _head(self) -> Any:
+        return getattr(self.model, "get_output_embeddings", lambda: None)()
+
+    def _hooked(self) -> str:
+        """The first module that a pass goes through with a hook that is not ours; empty if there is none."""
+        named = dict(self.model.named_modules())
+        names = {id(module): name for name, module in named.items()}
+        inner, head = names.get(id(self.decoder), ""), names.get(id(self._head()))
+        for name, module in named.items():
+            within = not (name and inner) or f"{name}.".startswith(f"{inner}.") or f"{inner}.".startswith(f"{name}.")
+            if (within or name == head) and any(not _ours(hook) for hook in foreign(module)):
+                return name or self.name
+        return ""
+
+
+def _ours(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("visspec.")
+
+
+def unfit(model: Any, decoder: nn.Module, attention: str, states: bool = False) -> tuple[str, str] | None:
+    """Why passes of a model can't be recorded: what it is, and what is expected. None: they can."""
+    name, weights = type(model).__name__, [*model.parameters()]
+    devices = {weight.device for weight in weights}
+    if len(devices) != 1 or any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return f"{name} with weights that are moved or on several devices", "all of them on one"
+    if (device := devices.pop()).type not in replay.DEVICES:
+        return f"a model on {device.type}", "one on a CUDA device"
+    if attention != "sdpa":
+        return f"{name} with attention of {attention!r}", "'sdpa'"
+    if (dtype := next((w.dtype for w in weights if w.is_floating_point()), torch.float32)) not in DTYPES:
+        return f"{name} of {dtype}", f"one of {', '.join(map(str, DTYPES))}"
+    if states:
+        return f"{name} with layers that keep a state", "one without"
+    if rotary.modules(decoder):
+        return f"{name} with rotary frequencies that depend on the length", "one without"
+    return None
+
+
+def recorded(
+    asked: bool | None, model: Any, decoder: nn.Module, masks: Masks, text: Any, states: bool = False
+) -> GraphedForward | None:
+    """`GraphedForward` passes of a model whose configuration of text is `text`; None where they can't be, which a
+    warning says if it was asked for.
+    """
+    why = unfit(model, decoder, getattr(text, "_attn_implementation", None) or "sdpa", states)
+    if why is None:
+        return GraphedForward(model, decoder, masks, getattr(text, "max_position_embeddings", None))
+    if asked:
+        warnings.warn(f"graphs: got {why[0]}, expected {why[1]}; it runs eager", RuntimeWarning, stacklevel=4)
+    return None

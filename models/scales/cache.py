@@ -1,0 +1,87 @@
+"""Keys and values of a next-scale model, at the positions of its scales: what is behind a row's latest scale is free.
+
+A position's scale says who sees it, so rejected scales need no clearing: the next pass writes over them.
+Shapes: R rows, L positions, Q positions of a pass, H heads, E head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec.cache import to_device
+from visspec.models.scales.multiscale import ScaleSizes
+
+
+class ScaleCache:
+    """upto: number of scales that there is room for; default all."""
+
+    def __init__(self, scales: ScaleSizes, layers: int, upto: int | None = None):
+        self.scales, self.room = scales, scales.begins[len(scales) if upto is None else upto]
+        self.stores: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self.slots: Tensor | None = None  # (R, Q) positions of the pass, if rows differ
+        self.span, self.several = (0, 0), False  # of the pass: positions, and whether it is of several scales
+        self.level: Tensor | None = None  # (L,) scale of each position
+        self.mask: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.nbytes for store in self.stores if store is not None for part in store)
+
+    @property
+    def peak(self) -> int:
+        """Bytes in a pass."""
+        return self.bytes
+
+    def open(self, first: int, count: int) -> None:
+        """The next pass is over the scales first .. first + count - 1 of all rows."""
+        begins = self.scales.begins
+        self.slots, self.span, self.mask = None, (begins[first], begins[first + count]), None
+        self.several = count > 1
+
+    def open_at(self, slots_RQ: Tensor, end: int) -> None:
+        """The next pass is over these positions, of which none is from `end` on but padding (`room`)."""
+        self.slots, self.span, self.mask, self.several = slots_RQ, (0, end), None, True
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write keys and values of the pass; each position sees its scale and those before."""
+        keys, values = self._store(layer, k)
+        begin, end = self.span
+        if self.slots is None:
+            keys[:, :, begin:end], values[:, :, begin:end] = k, v
+        else:
+            at = self.slots[:, None, :, None].expand_as(k)
+            keys.scatter_(2, at, k)
+            values.scatter_(2, at, v)
+        if self.several and self.mask is None:
+            self.mask = self._seen(q.device)
+        return F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], attn_mask=self.mask, scale=1.0)
+
+    def _store(self, layer: int, k: Tensor) -> tuple[Tensor, Tensor]:
+        store = self.stores[layer]
+        if store is None:
+            rows, heads, _, size = k.shape
+            made = [k.new_zeros(rows, heads, self.room + 1, size) for _ in range(2)]  # padding is written last
+            store = self.stores[layer] = (made[0], made[1])
+        return store
+
+    def _seen(self, device: torch.device) -> Tensor:
+        """(1|R, 1, Q, end) bool."""
+        if self.level is None:
+            self.level = to_device(list(self.scales.levels), device)
+        level_L, (begin, end) = self.level, self.span
+        if self.slots is None:
+            return (level_L[:end] <= level_L[begin:end, None])[None, None]
+        own_RQ = F.pad(level_L[: self.room], (0, 1))[self.slots]  # padding sees the first scale, to see anything
+        return (level_L[:end] <= own_RQ[..., None])[:, None]
+
+    def select(self, rows: list[int]) -> None:
+        self.stores = [None if store is None else kept(store, rows) for store in self.stores]
+        self.mask = self.slots = None
+
+
+def kept(store: tuple[Tensor, Tensor], rows: list[int]) -> tuple[Tensor, Tensor]:
+    """Keys and values of these rows."""
+    index = to_device(rows, store[0].device)
+    return store[0][index], store[1][index]

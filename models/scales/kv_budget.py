@@ -1,0 +1,266 @@
+"""ScaleKV: a next-scale model's cache cut to a budget by layer and scale (Li et al., arXiv 2505.19602). Approximate.
+
+A layer that looks at its own scale, or at few tokens of earlier ones (a *refiner*), needs less of the cache than one
+that looks around (a *drafter*). `selectivity` measures it, which the published code leaves out, and `CacheBudget.allot`
+shares the tokens out. After each scale a layer keeps a window of the scale's tokens, centres of patches, and those
+tokens that the window looks at most, by the softmax of the layer's own queries and keys, averaged over neighbours of
+the same scale.
+
+Shapes: R rows, H heads, Q positions of a pass, M tokens in a layer's cache, E head size, D layers, K scales, W window.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec.cache import to_device
+from visspec.io.checkpoint import check_whole
+from visspec.models.scales.bsq import BitQuantizer
+from visspec.models.scales.cache import ScaleCache, kept
+from visspec.models.scales.multiscale import Quantizer, ScaleSizes
+from visspec.models.scales.reading import ConditionState, NextScale
+
+WINDOW = 16  # as published
+POOL = 3  # side of the neighbourhood that attention is averaged over
+
+
+@dataclass(frozen=True)
+class CacheBudget:
+    """tokens[layer][k]: number of tokens that a layer keeps after scale k; after the last scale nothing is kept."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    window: int = WINDOW
+
+    def check(self, scales: ScaleSizes, depth: int) -> None:
+        """Raises ValueError unless the budget fits a model: from the window to the whole cache at every place."""
+        check_whole("window", self.window)
+        shape = len(self.tokens), {len(row) for row in self.tokens}
+        if shape != (depth, {len(scales) - 1}):
+            found = f"{shape[0]} layers of {sorted(shape[1])} scales"
+            raise ValueError(f"budget: got {found}, expected {depth} layers of {len(scales) - 1}, all but the last")
+        for layer, row in enumerate(self.tokens):
+            for k, count in enumerate(row):
+                least, most = min(self.window, scales.sizes[k]), scales.begins[k + 1]
+                if type(count) is not int or not least <= count <= most:
+                    raise ValueError(
+                        f"budget: got {count!r} tokens in layer {layer} after scale {k}, expected {least} (its window)"
+                        f" to {most} (the whole cache)"
+                    )
+
+    def whole(self, scales: ScaleSizes) -> bool:
+        """Whether nothing is ever dropped."""
+        return all(row == scales.begins[1:-1] for row in self.tokens)
+
+    @classmethod
+    def full(cls, scales: ScaleSizes, depth: int, window: int = WINDOW) -> CacheBudget:
+        return cls((scales.begins[1:-1],) * depth, window)
+
+    @classmethod
+    def allot(
+        cls,
+        selectivity_DK: Tensor,
+        scales: ScaleSizes,
+        share: float = 0.1,
+        window: int = WINDOW,
+        drafters: float = 0.1,
+        decay: float = 0.5,
+    ) -> CacheBudget:
+        """A `share` of the largest cache for each layer on average, at every scale that does not fit as it is.
+
+        drafters: share of the (layer, scale) pairs, those of the lowest selectivity among the layers of their scale.
+        Refiners have that average less up to `decay` of it, the more the later the scale, and drafters what is saved.
+        """
+        for name, value in (("share", share), ("drafters", drafters), ("decay", decay)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}: got {value}, expected a share in [0, 1]")
+        depth, average = len(selectivity_DK), round(share * scales.begins[-2])
+        if average < window:
+            raise ValueError(f"share: got {share}, {average} tokens, expected at least the window of {window}")
+        if selectivity_DK.shape != (depth, len(scales)):
+            found = tuple(selectivity_DK.shape)
+            raise ValueError(f"selectivity: got shape {found}, expected one row of {len(scales)} scales for each layer")
+        short = [k for k in range(len(scales) - 1) if scales.begins[k + 1] > average]
+        rows = [list(scales.begins[1:-1]) for _ in range(depth)]
+        lowest = _lowest(selectivity_DK[:, short], max(1, round(drafters * depth * len(short)))) if short else []
+        for i, k in enumerate(short):
+            loose = [layer for layer, j in lowest if j == i]
+            tight = depth - len(loose)
+            least = min(window, scales.sizes[k])
+            refined = average if not loose else max(least, round(average * (1 - decay * (i + 1) / len(short))))
+            given = (average * depth - refined * tight) // len(loose) if loose else 0
+            for layer in range(depth):
+                rows[layer][k] = min(scales.begins[k + 1], given) if layer in loose else refined
+        return cls(tuple(map(tuple, rows)), window)
+
+    def bytes(self, model: NextScale, rows: int) -> list[int]:
+        """Keys and values after each scale, of all layers and rows."""
+        each = 2 * model.config.width * rows * model.pos_start.element_size()
+        return [each * sum(row[k] for row in self.tokens) for k in range(len(self.tokens[0]))]
+
+
+def _lowest(selectivity_DJ: Tensor, count: int) -> list[tuple[int, int]]:
+    """(layer, column) of the lowest values, each column standardised."""
+    z = selectivity_DJ.double()
+    z = (z - z.mean(dim=0)) / z.std(dim=0, correction=0).clamp(min=torch.finfo(z.dtype).tiny)
+    order = z.flatten().sort(stable=True).indices[:count].tolist()
+    return [divmod(place, z.shape[1]) for place in order]
+
+
+class BudgetedCache:
+    """The cache under a budget. Passes are over one scale of all rows."""
+
+    def __init__(self, scales: ScaleSizes, budget: CacheBudget):
+        self.scales, self.budget, self.scale = scales, budget, 0
+        self.stores: list[tuple[Tensor, Tensor] | None] = [None] * len(budget.tokens)
+        self.places: list[Tensor | None] = [None] * len(budget.tokens)  # (R, H, M) positions, None: from 0 on
+        self.peak = 0  # most bytes in a pass
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values; the places of what is kept come beside them."""
+        return sum(part.nbytes for store in self.stores if store is not None for part in store)
+
+    def open(self, first: int, count: int) -> None:
+        if count != 1:
+            raise ValueError(f"scales: got {count} in a pass, expected one: what is dropped depends on each")
+        self.scale = first
+
+    def open_at(self, slots_RQ: Tensor, end: int) -> None:
+        raise ValueError("scales: got rows at different ones, expected all at the same")
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        store, before = self.stores[layer], self.bytes
+        keys, values = k.contiguous(), v.contiguous()  # not views of what the layer made beside them
+        if store is not None:
+            keys, values = torch.cat([store[0], k], dim=2), torch.cat([store[1], v], dim=2)
+        self.peak = max(self.peak, before + k.nbytes + v.nbytes)
+        out = F.scaled_dot_product_attention(q, keys, values, scale=1.0)
+        if self.scale == len(self.scales) - 1:
+            self.stores[layer] = self.places[layer] = None  # nothing follows
+            return out
+        self.stores[layer] = keys, values
+        budget = self.budget.tokens[layer][self.scale]
+        if keys.shape[2] > budget:
+            self._drop(layer, budget, q)
+        elif self.places[layer] is not None:
+            self.places[layer] = self._places(layer, q)
+        return out
+
+    def _places(self, layer: int, q: Tensor) -> Tensor:
+        """(R, H, M) positions of the cache, the latest scale's at the end."""
+        begin, end = self.scales.begins[self.scale], self.scales.begins[self.scale + 1]
+        fresh = torch.arange(begin, end, device=q.device).expand(*q.shape[:2], -1)
+        known = self.places[layer]
+        if known is None:
+            return torch.arange(end, device=q.device).expand(*q.shape[:2], -1)
+        return torch.cat([known, fresh], dim=2)
+
+    def _drop(self, layer: int, budget: int, q: Tensor) -> None:
+        store = self.stores[layer]
+        assert store is not None
+        places = self._places(layer, q)
+        window = to_device(centres(self.scales.grids[self.scale], self.budget.window), q.device)
+        score = attention(q[:, :, window], store[0]).mean(dim=2)
+        score = pooled(score, places, self.scales, self.scale)
+        score[:, :, window - q.shape[2]] = math.inf
+        index = score.topk(budget, dim=2).indices.sort(dim=2).values
+        at = index[..., None].expand(-1, -1, -1, q.shape[-1])
+        self.stores[layer] = store[0].gather(2, at), store[1].gather(2, at)
+        self.places[layer] = places.gather(2, index)
+
+    def select(self, rows: list[int]) -> None:
+        self.stores = [None if store is None else kept(store, rows) for store in self.stores]
+        self.places = [None if places is None else places[to_device(rows, places.device)] for places in self.places]
+
+
+def attention(q: Tensor, k: Tensor) -> Tensor:
+    """(R, H, Q, M) weights of queries that are scaled as the layer's."""
+    return (q.float() @ k.float().transpose(2, 3)).softmax(dim=-1)
+
+
+@lru_cache(maxsize=256)
+def centres(grid: tuple[int, int], window: int) -> tuple[int, ...]:
+    """Tokens in the middle of patches of a map, `window` at most, or all of a small one."""
+    rows, columns = grid
+    if rows * columns <= window:
+        return tuple(range(rows * columns))
+    high = min(rows, math.isqrt(window))
+    wide = min(columns, window // high)
+    sides = (rows, high), (columns, wide)
+    down, across = ([int((i + 0.5) * side / parts) for i in range(parts)] for side, parts in sides)
+    return tuple(i * columns + j for i in down for j in across)
+
+
+def pooled(score_RHM: Tensor, places_RHM: Tensor, scales: ScaleSizes, scale: int) -> Tensor:
+    """Scores averaged over the kept neighbours on the grid of their own scale."""
+    size = (*score_RHM.shape[:2], scales.begins[scale + 1])
+    dense = score_RHM.new_zeros(size).scatter(2, places_RHM, score_RHM)
+    there = score_RHM.new_zeros(size).scatter(2, places_RHM, 1.0)
+    parts = []
+    sizes = scales.sizes[: scale + 1]
+    for grid, values, known in zip(scales.grids, dense.split(sizes, dim=2), there.split(sizes, dim=2)):
+        total, count = (F.avg_pool2d(x.unflatten(2, grid), POOL, 1, POOL // 2) for x in (values, known))
+        parts.append((total / count.clamp(min=torch.finfo(count.dtype).tiny)).flatten(2))
+    return torch.cat(parts, dim=2).gather(2, places_RHM)
+
+
+class AttentionMeter(ScaleCache):
+    """A whole cache whose attention is measured: at each layer and scale, the weight of the scale's own tokens, and
+    that of the `share` of earlier tokens that a query looks at most.
+    """
+
+    def __init__(self, scales: ScaleSizes, layers: int, share: float):
+        super().__init__(scales, layers)
+        self.share, self.scale = share, 0
+        self.own, self.picked = torch.zeros(layers, len(scales)), torch.zeros(layers, len(scales))
+
+    def open(self, first: int, count: int) -> None:
+        super().open(first, count)
+        self.scale = first
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().attend(layer, q, k, v)
+        store, (begin, end) = self.stores[layer], self.span
+        assert store is not None
+        weight = attention(q, store[0][:, :, :end])
+        self.own[layer, self.scale] = weight[..., begin:].sum(dim=-1).mean()
+        if begin:
+            top = weight[..., :begin].topk(math.ceil(self.share * begin), dim=-1).values
+            self.picked[layer, self.scale] = top.sum(dim=-1).mean()
+        return out
+
+
+@torch.inference_mode()
+def selectivity(
+    model: NextScale,
+    quantizer: Quantizer | BitQuantizer,
+    condition: Any,
+    generator: torch.Generator,
+    share: float = 0.1,
+) -> Tensor:
+    """Attention selectivity (D, K) from images of a handful of classes (numbers (R,)) or texts (`Texts`), drawn without
+    guidance: the mean weight of a scale's own tokens times that of the `share` of earlier tokens that each query looks
+    at most. 0 at the first scale.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share: got {share}, expected a share in (0, 1]")
+    if isinstance(condition, Tensor) and (condition.dim() != 1 or not len(condition)):
+        raise ValueError(f"classes: got shape {tuple(condition.shape)}, expected at least one number")
+    scales, rows = model.config.scales, len(condition)
+    watched = AttentionMeter(scales, model.config.depth, share)
+    reading = ConditionState(model, quantizer, condition, rows, watched)
+    codes = None
+    for _ in scales.sizes:
+        (group,) = reading.read(codes)
+        if codes is not None:
+            reading.keep([1] * rows)
+        p_MV = group.logits[0].float().softmax(dim=-1).flatten(0, 1)
+        codes = torch.multinomial(p_MV, 1, generator=generator).view(rows, 1, -1)
+    return watched.own * watched.picked

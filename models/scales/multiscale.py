@@ -1,0 +1,195 @@
+"""VAR's multi-scale VQ autoencoder: features of an image as a sum of maps of codes, coarse to fine. (arXiv 2404.02905)
+
+Each map is looked up, enlarged to the finest grid (bicubic) and smoothed by a convolution of its own; the next map's
+input is the sum so far, reduced to that map's grid by averaging ("area"). Parameters have their published names, the
+encoder and the decoder those of diffusers' stock classes.
+
+Shapes: B images, T codes of all maps, S codes of a map, c channels of codes, (H, W) the finest grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.models.autoencoders.vae import Decoder, Encoder
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from visspec.io.checkpoint import check_whole
+
+GROUPS = 32  # of every group norm
+MIX = 0.5  # share of the convolution in what a map adds
+
+
+@dataclass(frozen=True)
+class ScaleSizes:
+    """The maps of an image: (rows, columns) of each, coarse to fine."""
+
+    grids: tuple[tuple[int, int], ...]
+
+    def __post_init__(self):
+        if not self.grids:
+            raise ValueError("scales: got none, expected at least one map")
+        for grid in self.grids:
+            if not isinstance(grid, tuple) or len(grid) != 2:
+                raise ValueError(f"scales: got {grid!r}, expected rows and columns of each map")
+            for side in grid:
+                check_whole("scales", side)
+
+    @classmethod
+    def square(cls, *sides: int) -> ScaleSizes:
+        return cls(tuple((side, side) for side in sides))
+
+    def __len__(self) -> int:
+        return len(self.grids)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Codes of each map."""
+        return tuple(rows * columns for rows, columns in self.grids)
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """The number of the map that each code belongs to."""
+        return tuple(k for k, size in enumerate(self.sizes) for _ in range(size))
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Codes before each map, and all of them last."""
+        return tuple(accumulate(self.sizes, initial=0))
+
+    @property
+    def total(self) -> int:
+        return self.begins[-1]
+
+
+SCALES = {
+    256: ScaleSizes.square(1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
+    512: ScaleSizes.square(1, 2, 3, 4, 6, 9, 13, 18, 24, 32),
+}
+
+
+def nearest(count: int, scale: int, scales: int) -> int:
+    """Which of the convolutions a scale takes. In numpy as published: of ten scales two lie halfway between ticks,
+    where rounding decides.
+    """
+    edge = 1 / (3 if count == 4 else 2) / count
+    return int(np.argmin(np.abs(np.linspace(edge, 1 - edge, count) - scale / max(scales - 1, 1))))
+
+
+class Quantizer(nn.Module):
+    """Codes of `size` channels and the convolutions after enlarging, each of them shared by neighbouring scales."""
+
+    def __init__(self, codes: int, size: int, shared: int = 4):
+        super().__init__()
+        self.embedding = nn.Embedding(codes, size)
+        smooth = [nn.Conv2d(size, size, 3, padding=1) for _ in range(shared)]
+        self.quant_resi = nn.ModuleDict({"qresi_ls": nn.ModuleList(smooth)})
+
+    @property
+    def size(self) -> int:
+        return self.embedding.weight.shape[1]
+
+    def blank(self, images: int, scales: ScaleSizes, device: torch.device) -> Tensor:
+        """Features (B, c, H, W) of no maps."""
+        return self.embedding.weight.new_zeros(images, self.size, *scales.grids[-1], device=device)
+
+    def smooth(self, scale: int, scales: ScaleSizes, x: Tensor) -> Tensor:
+        """The convolution whose tick is nearest to the scale's place between the first (0) and the last (1)."""
+        layers: nn.ModuleList = self.quant_resi["qresi_ls"]  # type: ignore[assignment]
+        layer = layers[nearest(len(layers), scale, len(scales))]
+        return x * (1 - MIX) + layer(x) * MIX
+
+    def part(self, scale: int, scales: ScaleSizes, codes_BS: Tensor) -> Tensor:
+        """What a map adds to the features, (B, c, H, W)."""
+        looked = self.embedding(codes_BS).transpose(1, 2).unflatten(2, scales.grids[scale])
+        if scale < len(scales) - 1:
+            looked = F.interpolate(looked, size=scales.grids[-1], mode="bicubic")
+        return self.smooth(scale, scales, looked)
+
+    def shrink(self, features: Tensor, scale: int, scales: ScaleSizes) -> Tensor:
+        """Features (B, c, H, W) on the grid of a scale, (B, S, c)."""
+        return F.interpolate(features, size=scales.grids[scale], mode="area").flatten(2).transpose(1, 2)
+
+    def features(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
+        """(B, c, H, W) of whole images."""
+        maps = enumerate(codes_BT.split(scales.sizes, dim=1))
+        return torch.stack([self.part(k, scales, codes) for k, codes in maps]).sum(dim=0)
+
+    def maps(self, features: Tensor, scales: ScaleSizes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of each map: what the maps before have left, on its grid (B, S, c); the nearest codes (B, S); what they add,
+        (B, c, H, W).
+        """
+        left = features
+        for k in range(len(scales)):
+            at_BSc = self.shrink(left, k, scales) if k < len(scales) - 1 else left.flatten(2).transpose(1, 2)
+            codes_BS = torch.cdist(at_BSc.float(), self.embedding.weight.float()[None]).argmin(-1)
+            part = self.part(k, scales, codes_BS)
+            left = left - part.detach()
+            yield at_BSc, codes_BS, part
+
+    def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
+        """Codes (B, T): of each map the nearest to what the maps before have left."""
+        return torch.cat([codes for _, codes, _ in self.maps(features, scales)], dim=1)
+
+
+@dataclass(frozen=True)
+class MultiScaleShape:
+    """multipliers: of `channels`, from the finest level to the coarsest, each of half the size. shared: convolutions of
+    the quantiser. kernel: of the convolutions around it.
+    """
+
+    codes: int = 4096
+    size: int = 32
+    channels: int = 160
+    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
+    blocks: int = 2
+    shared: int = 4
+    kernel: int = 3
+
+
+class MultiScaleVAE(nn.Module):
+    """Pixels (B, 3, height, width) in [-1, 1] to codes of any scales, and back."""
+
+    def __init__(self, shape: MultiScaleShape):
+        super().__init__()
+        self.shape = shape
+        widths, plain = tuple(shape.channels * m for m in shape.multipliers), len(shape.multipliers) - 1
+        self.encoder = Encoder(
+            3, shape.size, ("DownEncoderBlock2D",) * plain + ("AttnDownEncoderBlock2D",), widths, shape.blocks,
+            norm_num_groups=GROUPS, double_z=False,
+        )  # fmt: skip
+        self.decoder = Decoder(
+            shape.size, 3, ("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * plain, widths, shape.blocks,
+            norm_num_groups=GROUPS,
+        )  # fmt: skip
+        self.quantize = Quantizer(shape.codes, shape.size, shape.shared)
+        around: Any = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
+        self.quant_conv = nn.Conv2d(shape.size, shape.size, **around)
+        self.post_quant_conv = nn.Conv2d(shape.size, shape.size, **around)
+
+    @property
+    def factor(self) -> int:
+        """Pixels per code of the finest map, along a side."""
+        return 2 ** (len(self.shape.multipliers) - 1)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, scales: ScaleSizes) -> Tensor:
+        """Codes (B, T). Raises ValueError unless the pixels are `factor` times the finest grid."""
+        wanted = tuple(side * self.factor for side in scales.grids[-1])
+        if pixels.dim() != 4 or tuple(pixels.shape[2:]) != wanted:
+            raise ValueError(f"pixels: got shape {tuple(pixels.shape)}, expected (B, 3, {wanted[0]}, {wanted[1]})")
+        return self.quantize.encode(self.quant_conv(self.encoder(pixels)), scales)
+
+    @torch.no_grad()
+    def decode(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
+        """Pixels. Raises ValueError unless there are as many codes as the scales have."""
+        if codes_BT.dim() != 2 or codes_BT.shape[1] != scales.total:
+            raise ValueError(f"codes: got shape {tuple(codes_BT.shape)}, expected (B, {scales.total})")
+        return self.decoder(self.post_quant_conv(self.quantize.features(codes_BT, scales))).clamp(-1, 1)

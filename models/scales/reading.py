@@ -1,0 +1,200 @@
+"""What a next-scale model has read of some images: keys and values, and the features of the maps so far.
+
+Shapes: B images, R = B or 2 B rows (conditional ones first), N nodes, S codes of the largest map, Q positions of a
+pass, C width, c channels of codes, V codes, (H, W) the finest grid.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec.cache import to_device
+from visspec.models.infinity.network import Infinity
+from visspec.models.scales.bsq import BitQuantizer
+from visspec.models.scales.cache import ScaleCache
+from visspec.models.scales.multiscale import Quantizer
+from visspec.models.var.network import VAR
+
+NextScale = VAR | Infinity
+
+
+class DistanceGroup(NamedTuple):
+    """Images that are equally far, and what was said of their next scales."""
+
+    images: list[int] | None  # None: all
+    first: int  # the scale of the first logits
+    logits: list[Tensor]  # of each scale (R of these images, codes, V)
+
+
+class ReadingPosition(NamedTuple):
+    """Where a reading was."""
+
+    counts: list[int]
+    features: Tensor
+
+
+class ConditionState:
+    """condition: of R rows, as the network takes it (`given`): VAR numbers of classes, Infinity texts. cache: empty;
+    default for all scales.
+    """
+
+    def __init__(
+        self, net: NextScale, quantizer: Quantizer | BitQuantizer, condition: Any, images: int, cache: Any = None
+    ):
+        self.net: Any = net
+        self.quantizer, self.scales = quantizer, net.config.scales
+        self.given: Any = self.net.given(condition)
+        self.cache = ScaleCache(self.scales, net.config.depth) if cache is None else cache
+        self.count = [0] * images  # maps that were read
+        self.features = quantizer.blank(images, self.scales, net.device)
+        self.begun = False
+        self.after: list[Tensor] = []  # features after each node of the latest pass
+
+    @property
+    def copies(self) -> int:
+        """Rows of an image."""
+        return len(self.given) // len(self.count)
+
+    def read(self, value_BNS: Tensor | None = None, last: bool = False) -> list[DistanceGroup]:
+        """One pass over the next N maps of each image, after the class if it is the first. What was said of the scale
+        after each; of the first scale too in the first pass. last: of the last only.
+
+        Maps behind an image's last are not read. Nothing is final until `keep`.
+        """
+        nodes = 0 if value_BNS is None else value_BNS.shape[1]
+        groups = self._groups()
+        after = [torch.empty_like(self.features) for _ in range(nodes)]
+        inputs: list[tuple[int, list[int] | None, Tensor, int]] = []  # first scale, images, (R, Q, C), scales
+        for count, images in groups:
+            x_RQC, number = self._inputs(count, images, value_BNS, after)
+            inputs.append((count + 1 if self.begun else 0, images, x_RQC, number))
+        self.after = after
+        x_RQC, places = self._open(inputs)
+        hidden = self.net(x_RQC, self.given, self.cache.attend, places)
+        found = []
+        for first, images, x, number in inputs:
+            own, given = hidden, self.given
+            if images is not None:
+                rows = to_device(self._rows(images), hidden.device)
+                own, given = hidden[rows, : x.shape[1]], given[rows]
+            kept = self.scales.sizes[first : first + number]
+            if last and number:
+                first, kept, own = first + number - 1, kept[-1:], own[:, -kept[-1] :]
+            said = self.net.logits(own, given).split(kept, dim=1) if number else ()
+            codes = self.net.config.codes  # a position's codes one after another
+            found.append(DistanceGroup(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in said]))
+        self.begun = True
+        return found
+
+    def keep(self, counts: list[int]) -> None:
+        """The first counts[b] maps of the latest pass are final."""
+        if len(set(counts)) == 1:
+            self.features = self.after[counts[0] - 1] if counts[0] else self.features
+        else:
+            every = torch.stack([self.features, *self.after], dim=1)
+            self.features = every[torch.arange(len(counts), device=every.device), to_device(counts, every.device)]
+        self.count = [had + more for had, more in zip(self.count, counts)]
+
+    def pass_over(self, nodes: int) -> None:
+        """The first maps of the latest pass are final, the others are as if they had been read by themselves."""
+        self.count, self.after = [had + nodes for had in self.count], self.after[nodes:]
+
+    def mark(self) -> ReadingPosition:
+        return ReadingPosition(list(self.count), self.features)
+
+    def back(self, marks: list[ReadingPosition]) -> None:
+        """To the mark of each image; what was read since is free."""
+        self.count = [mark.counts[b] for b, mark in enumerate(marks)]
+        self.features = torch.stack([mark.features[b] for b, mark in enumerate(marks)])
+
+    def select(self, images: list[int]) -> None:
+        rows, device = self._rows(images), self.features.device
+        self.given, self.features = self.given[to_device(rows, device)], self.features[to_device(images, device)]
+        self.count = [self.count[b] for b in images]
+        self.cache.select(rows)
+        self.after = []
+
+    def _groups(self) -> list[tuple[int, list[int] | None]]:
+        """Images by how many maps were read; None: all of them."""
+        if len(set(self.count)) == 1:
+            return [(self.count[0], None)]
+        return [(n, [b for b, count in enumerate(self.count) if count == n]) for n in sorted(set(self.count))]
+
+    def _rows(self, images: list[int]) -> list[int]:
+        return [copy * len(self.count) + b for copy in range(self.copies) for b in images]
+
+    def _inputs(
+        self, count: int, images: list[int] | None, value_BNS: Tensor | None, after: list[Tensor]
+    ) -> tuple[Tensor, int]:
+        """(inputs (R, Q, C) of a group's next scales, how many scales they are); fills its rows of `after`."""
+        features, value, at = self.features, value_BNS, None
+        if images is not None:
+            at = to_device(images, features.device)
+            features, value = features[at], None if value_BNS is None else value_BNS[at]
+        parts: list[Tensor] = []
+        for n, full in enumerate(after):
+            assert value is not None
+            scale = count + n
+            if scale < len(self.scales):
+                codes = value[:, n, : self.scales.sizes[scale] * self.net.config.each]
+                features = features + self.quantizer.part(scale, self.scales, codes)
+            full[slice(None) if at is None else at] = features
+            if scale + 1 < len(self.scales):
+                parts.append(self.quantizer.shrink(features, scale + 1, self.scales))
+        begin, copies = self.scales.begins[min(count + 1, len(self.scales))], self.copies
+        made = [] if self.begun else [self.net.first(self.given)]
+        if parts:
+            made.append(self.net.embed(torch.cat(parts, dim=1), begin).repeat(copies, 1, 1))
+        if not made and images is None:
+            raise ValueError(f"value: got maps behind the last of {len(self.scales)} scales, expected one before")
+        if not made:
+            made = [self.net.pos_start.new_zeros(copies * len(features), 0, self.net.config.width)]
+        return torch.cat(made, dim=1), len(parts) + (not self.begun)
+
+    def _open(self, inputs: list[tuple[int, list[int] | None, Tensor, int]]) -> tuple[Tensor, Tensor]:
+        """Inputs (R, Q, C) of all images, and their places (R|1, Q); tells the cache, too."""
+        if len(inputs) == 1:
+            first, _, x_RQC, number = inputs[0]
+            self.cache.open(first, number)
+            begin = self.scales.begins[first]
+            return x_RQC, torch.arange(begin, begin + x_RQC.shape[1], device=x_RQC.device)[None]
+        begins, most = self.scales.begins, max(x.shape[1] for _, _, x, _ in inputs)
+        x_RQC = inputs[0][2].new_zeros(len(self.given), most, self.net.config.width)
+        slots = [[self.cache.room] * most for _ in range(len(self.given))]
+        for first, images, x, number in inputs:
+            assert images is not None
+            rows, length = self._rows(images), x.shape[1]
+            x_RQC[to_device(rows, x.device), :length] = x
+            for row in rows:
+                slots[row][:length] = range(begins[first], begins[first] + length) if number else ()
+        end = max(begins[first + number] for first, _, _, number in inputs if number)
+        places = to_device(slots, x_RQC.device)
+        self.cache.open_at(places, end)
+        return x_RQC, places
+
+
+def stacked(groups: list[DistanceGroup], images: int, nodes: int, warped: Any) -> tuple[Tensor, Tensor]:
+    """Logits (B, N, S, V) of all images, and how many codes each node has (B, N).
+
+    warped: (logits (R, codes, V) of some images, scale) -> (images, codes, V). Nodes behind the last scale have none.
+    """
+    made = [[warped(logits, group.first + n) for n, logits in enumerate(group.logits)] for group in groups]
+    counts = [[part.shape[1] for part in parts] for parts in made]
+    most = max(size for sizes in counts for size in sizes)
+    some = next(part for parts in made for part in parts)
+    if len(groups) == 1 and nodes == 1:
+        return some[:, None], torch.full((images, 1), most, device=some.device)
+    logits = some.new_zeros(images, nodes, most, some.shape[-1])
+    sizes_BN = [[0] * nodes for _ in range(images)]
+    for group, parts in zip(groups, made):
+        own = list(range(images)) if group.images is None else group.images
+        at = to_device(own, some.device)
+        for n, part in enumerate(parts):
+            logits[at, n] = F.pad(part, (0, 0, 0, most - part.shape[1]))
+            for b in own:
+                sizes_BN[b][n] = part.shape[1]
+    return logits, to_device(sizes_BN, some.device)

@@ -1,0 +1,144 @@
+"""A smaller next-scale model as drafter of a larger one: it draws several scales ahead, one after another.
+
+What it has read of accepted scales stays in its cache. Shapes: B images, N nodes, S codes of the largest scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec import tree as trees
+from visspec.cache import to_device
+from visspec.distributions import Maps
+from visspec.models.scales.reading import ConditionState, DistanceGroup, NextScale, ReadingPosition, stacked
+from visspec.models.var.model import VARImageModel, check_codebook, load
+from visspec.models.var.target import VARImages, check_alike
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+
+
+class SmallVAR(Drafter):
+    """small: a network of the target's kind, for its codes, scales and prompts. It is guided, tempered and cut as the
+    target is.
+    """
+
+    traits = DrafterTraits(levels=2, distribution=Maps)
+
+    def __init__(self, small: NextScale):
+        self.small = small
+        self.family: VARImages | None = None
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: Any) -> SmallVAR:
+        """Load a model's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
+        both are models of other codes.
+        """
+        found: Any = load(folder, target.dtype)
+        found = found.to(target.device)
+        if isinstance(target, VARImageModel):
+            check_codebook("drafter", found, target)
+        return cls(found.var)
+
+    def attach(self, target: VARImages) -> None:
+        """Raises ValueError unless both draw the same maps, and the target is a model by itself."""
+        check_alike("drafter", self.small, target.model)
+        if not target.plain:
+            raise ValueError(
+                "drafter: got one beside a refiner or a budget, expected none: one scale is drawn at a time"
+            )
+        self.family = target
+
+    def start(self, state: State, scores: Scores) -> None:
+        assert self.family is not None
+        prompt, live = state.request.inputs, state.rows
+        condition = prompt.rows(state.request.sampling.guidance != 1.0)
+        reading = ConditionState(self.small, self.family.codec.quantize, condition, len(prompt))
+        reading.read()
+        reading.select(live)
+        state.calls["draft"] += 1
+        state.memory = SmallVARState(reading, [[own] for own in state.pending])
+
+    def propose(self, state: State, depth: int) -> Draft:
+        memory: SmallVARState = state.memory
+        depth = min(depth, state.budget - 1)
+        if depth < 1:
+            return trees.empty_draft(state.pending)
+        value, distributions = self._catch_up(state, memory)
+        images, size = len(state.rows), state.pending.shape[1]
+        values: list[Tensor] = []
+        given: list[Maps] = []
+        for level in range(depth):
+            if level:
+                groups = memory.reading.read(values[-1][:, None])
+                memory.reading.keep([1] * images)
+                memory.marks.append(memory.reading.mark())
+                distributions = self._law(state, groups, 1)
+                state.calls["draft"] += 1
+            distribution = (
+                Maps(*_latest(distributions, [0] * images)) if level else Maps(*_latest(distributions, value))
+            )
+            codes_BS = distribution.logits[:, 0].argmax(-1) if state.noise is None else None
+            q = None
+            if state.noise is not None:
+                codes_BS, q = state.noise.draft(distribution, level)
+            assert codes_BS is not None
+            codes_BS = codes_BS.masked_fill(~distribution.real[:, 0, : codes_BS.shape[1]], 0)
+            values.append(F.pad(codes_BS, (0, size - codes_BS.shape[1])))
+            given += [] if q is None else [q]
+        return trees.chain_draft(state.pending, torch.stack(values, 1), Maps.chain(given, size) if given else None)
+
+    def _catch_up(self, state: State, memory: SmallVARState) -> tuple[list[int], Maps]:
+        """Reads what was committed since the last draft: (the node of each image that was read last, distributions)."""
+        unread, size = memory.unread, state.pending.shape[1]
+        most = max(map(len, unread))
+        none = state.pending.new_zeros(size)
+        value_BNS = torch.stack([torch.stack([*maps, *[none] * (most - len(maps))]) for maps in unread])
+        groups = memory.reading.read(value_BNS)
+        counts = [len(maps) for maps in unread]
+        memory.reading.keep(counts)
+        memory.marks, memory.unread = [memory.reading.mark()], [[] for _ in unread]
+        state.calls["draft"] += 1
+        return [count - 1 for count in counts], self._law(state, groups, most)
+
+    def _law(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
+        family, sampling = self.family, state.request.sampling
+        assert family is not None
+        return Maps(*stacked(groups, len(state.rows), nodes, lambda x, k: family.warped(sampling, x, k)))
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        """Keep what was read of accepted scales; the others, and the next, are to be read."""
+        memory: SmallVARState = state.memory
+        lengths, read = [len(path) for path in outcome.path], len(memory.marks)
+        if read:
+            memory.reading.back([memory.marks[min(n, read) - 1] for n in lengths])
+        memory.unread = [
+            [*unread, *draft.value[b, max(1, read) : n], verdict.next[b]]
+            for b, (unread, n) in enumerate(zip(memory.unread, lengths))
+        ]
+        memory.marks = []
+
+    def select(self, state: State, keep: list[int]) -> None:
+        memory: SmallVARState = state.memory
+        memory.reading.select(keep)
+        memory.unread = [memory.unread[b] for b in keep]
+
+
+@dataclass
+class SmallVARState:
+    """The small model's reading, and the maps (S,) of each image that it has not read, the pending one last."""
+
+    reading: ConditionState
+    unread: list[list[Tensor]]
+    marks: list[ReadingPosition] = field(default_factory=list)  # after each pass of the latest draft
+
+
+def _latest(distribution: Maps, node: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits (B, 1, S, V) and counts (B, 1) of one node of each image."""
+    index = torch.arange(len(node), device=distribution.count.device)
+    at = to_device(node, distribution.count.device)
+    return distribution.logits[index, at][:, None], distribution.count[index, at][:, None]

@@ -1,0 +1,98 @@
+"""`VARImageModel`, a folder with a VAR, as a family of images: prompts are the names of its classes, or their numbers.
+
+A smaller model of the same maps is its refiner (CoDe) or its drafter; a number for a budget is a share of the cache
+(ScaleKV), which the layers get by their measured selectivity.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visspec.models.image_codes.target import ImageLayout
+from visspec.models.scales.kv_budget import CacheBudget, selectivity
+from visspec.models.var.model import VARImageModel, check_codebook, load
+from visspec.models.var.network import VAR
+from visspec.models.var.target import ScaleSettings, VARImages
+
+CALIBRATED = 8  # images that selectivity is measured on
+INCLUDED = Path(__file__).parents[1] / "zoo"
+
+
+class LabelledVARImages(VARImages):
+    """settings: a generation_config in place of the model's. refiner: a model, or the name of an included one.
+    budget: as of `VARImages`, or the share of the cache that is kept on average, a number in (0, 1].
+    """
+
+    def __init__(
+        self,
+        model: VARImageModel,
+        processor: Any = None,
+        *,
+        settings: Any = None,
+        per_scale: ScaleSettings | None = None,
+        ramp: str = "linear",
+        refiner: Any = None,
+        handover: int | None = None,
+        budget: Any = None,
+    ):
+        if isinstance(budget, (bool, str)):
+            raise ValueError(f"budget: got {budget!r}, expected a `Budget` or the share of the cache, a number")
+        if isinstance(budget, (int, float)):
+            budget = calibrated(model, float(budget))
+        super().__init__(
+            model.var, processor, model.autoencoder, per_scale, ramp, small(refiner, model), handover, budget
+        )
+        found = getattr(settings or model.generation_config, "guidance_scale", None)
+        self.default_guidance = 1.0 if found is None else float(found)
+        self.labels = tuple(model.config.labels)
+        self.numbers = {label: str(number) for number, label in enumerate(self.labels)}
+
+    def prompt(
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> Any:
+        """Raises ValueError for a text that is no name and no number of a class."""
+        own = None if negative is None else self._numbered(negative, "negative_prompt")
+        return super().prompt(self._numbered(texts, "prompt"), guided, layout, own)
+
+    def _numbered(self, texts: list[str], name: str) -> list[str]:
+        nothing = name == "negative_prompt"
+        for text in texts:
+            if text not in self.numbers and not text.strip().isdecimal() and not (nothing and not text.strip()):
+                some = ", ".join(map(repr, list(self.numbers)[:2]))
+                raise ValueError(f"{name}: got {text!r}, expected one of the {len(self.numbers)} classes ({some}, ...)")
+        return [self.numbers.get(text, text) for text in texts]
+
+
+def small(other: Any, model: VARImageModel) -> Any:
+    """The network of a smaller model; of an included one by its name, on the model's device and in its dtype.
+
+    No other folder is opened: a saved pipeline names its parts, and may come from anyone.
+    """
+    if isinstance(other, str):
+        folder = INCLUDED / other
+        if not re.fullmatch(r"[\w-]+", other) or not (folder / "config.json").is_file():
+            raise ValueError(f"refiner: got {other!r}, expected a model or the name of an included one")
+        small: Any = load(folder, model.dtype)
+        other = small.to(model.device)
+    if not isinstance(other, VARImageModel):
+        return other
+    check_codebook("refiner", other, model)
+    return other.var
+
+
+def calibrated(model: VARImageModel, share: float) -> CacheBudget:
+    """A budget by selectivity, measured on a few images of classes from all over. Raises ValueError as `allot`, before
+    any is drawn for a share that is none.
+    """
+    net: VAR = model.var
+    if not 0 < share <= 1:
+        raise ValueError(f"budget: got {share}, expected a share in (0, 1]")
+    count = min(CALIBRATED, net.config.classes)
+    classes = torch.arange(count, device=net.device) * net.config.classes // count
+    found = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))
+    window = next((side**2 for side in (4, 3, 2) if side**2 <= round(share * net.config.scales.begins[-2])), 1)
+    return CacheBudget.allot(found, net.config.scales, share, window)

@@ -1,0 +1,156 @@
+"""VAR's transformers (d16 to d36; 512 pixels with shared modulation) and its multi-scale VQ autoencoder as published:
+safetensors, converted from `var_d*.pth` and `vae_ch160v4096z32.pth` (`visspec.io.convert_checkpoint`). And our own
+folders of autoencoders, with config.json (`visspec train vq`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from visspec.io.checkpoint import check_folder, check_whole, check_wholes, load_strictly, read_json, read_tensors
+from visspec.io.files import write_json
+from visspec.models.codecs.vq_layout import CODEBOOK, fitted, stock_rules
+from visspec.models.layouts import count, multipliers, need, place, read_published, rename
+from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
+from visspec.models.var.network import VAR, VARConfig
+
+CONFIG, WEIGHTS, KIND = "config.json", "model.safetensors", "multiscale_vae"
+NOT_WEIGHTS = r"lvl_1L$|attn_bias_for_masking$"  # follow from the scales
+NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
+SMOOTH = "quantize.quant_resi.qresi_ls."
+
+
+def load_var(path: str | Path, scales: ScaleSizes | None = None, dtype: torch.dtype | None = None) -> VAR:
+    """A VAR network from a .safetensors file or folder, in evaluation mode.
+
+    scales: only for maps that are not square. dtype: default, that of the file. Raises ValueError in one sentence
+    before any weight is placed.
+    """
+    tensors = read_published(path)
+    config = config_of(tensors, scales, path)
+    model = VAR(config).to(dtype or tensors["word_embed.weight"].dtype).eval()
+    place(model, rename(tensors, (), NOT_WEIGHTS), path)
+    return model
+
+
+def config_of(tensors: Mapping[str, Tensor], scales: ScaleSizes | None, where: str | Path) -> VARConfig:
+    """Infer the configuration from the shapes of published weights, the scales from the level of each position."""
+    width, code_size = need(tensors, "word_embed.weight", 2, where).shape
+    return VARConfig(
+        width,
+        count(tensors, "blocks."),
+        heads=need(tensors, "blocks.0.attn.scale_mul_1H11", 4, where).shape[1],
+        scales=_scales(need(tensors, "lvl_1L", 2, where)[0], scales, where),
+        codes=need(tensors, "head.weight", 2, where).shape[0],
+        code_size=code_size,
+        classes=need(tensors, "class_emb.weight", 2, where).shape[0] - 1,
+        hidden=need(tensors, "blocks.0.ffn.fc1.weight", 2, where).shape[0],
+        shared="shared_ada_lin.1.weight" in tensors,
+    )
+
+
+def _scales(level_L: Tensor, given: ScaleSizes | None, where: str | Path) -> ScaleSizes:
+    levels = level_L.long().tolist()
+    sizes = tuple(levels.count(k) for k in range(max(levels, default=-1) + 1))
+    if not sizes or levels != [k for k, size in enumerate(sizes) for _ in range(size)]:
+        raise ValueError(f"checkpoint: lvl_1L of {where} is {levels[:8]}..., expected the level of each position")
+    if given is not None:
+        if given.sizes != sizes:
+            raise ValueError(f"scales: got maps of {given.sizes} codes, expected {sizes} as {where} has")
+        return given
+    sides = [math.isqrt(size) for size in sizes]
+    if any(side**2 != size for side, size in zip(sides, sizes)):
+        raise ValueError(f"scales: got None, expected rows and columns of the maps of {sizes} codes in {where}")
+    return ScaleSizes.square(*sides)
+
+
+def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiScaleVAE:
+    """VAR's autoencoder, another of its layout, or a folder of `save_vae`, in evaluation mode."""
+    if (shape := saved_shape(path)) is not None:
+        tensors = read_tensors(check_folder(path))
+        model = MultiScaleVAE(shape).eval().to(dtype or need(tensors, CODEBOOK, 2, path).dtype)
+        load_strictly(model, tensors, Path(path))
+        return model
+    named = rename(_split(read_published(path), path), (), NOT_VQ_WEIGHTS)
+    tensors = {name: tensor for name, (_, tensor) in named.items()}
+    shape = shape_of(tensors, path)
+    model = MultiScaleVAE(shape).eval().to(dtype or tensors[CODEBOOK].dtype)
+    rules = stock_rules(len(shape.multipliers))
+    place(model, {name: (old, fitted(name, tensor)) for name, (old, tensor) in rename(tensors, rules).items()}, path)
+    return model
+
+
+def save_vae(folder: str | Path, model: MultiScaleVAE, scales: ScaleSizes) -> None:
+    """Write config.json and model.safetensors, with the scales that it was trained for."""
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}, root / WEIGHTS)
+    entries = {"kind": KIND, "shape": asdict(model.shape), "scales": [list(grid) for grid in scales.grids]}
+    write_json(root / CONFIG, entries)
+
+
+def saved_shape(path: str | Path) -> MultiScaleShape | None:
+    """The shape of an autoencoder of ours, None for anything else."""
+    entries = _entries(path)
+    if entries is None:
+        return None
+    shape = dict(entries.get("shape") or {})
+    try:
+        found = MultiScaleShape(**shape | {"multipliers": tuple(shape.get("multipliers", ()))})
+    except TypeError as error:
+        raise ValueError(f"checkpoint: {CONFIG} of {path} has a wrong entry ({error})") from None
+    for name, value in asdict(found).items():
+        least = 0 if name == "blocks" else 1
+        check_wholes(name, value, 1, 1 << 16) if name == "multipliers" else check_whole(name, value, least, 1 << 16)
+    return found
+
+
+def saved_scales(path: str | Path) -> ScaleSizes:
+    """The scales that an autoencoder of ours was trained for. Raises ValueError for another folder."""
+    entries = _entries(path)
+    if entries is None:
+        raise ValueError(f"checkpoint: {path} says no scales, expected a folder that `visspec train vq` wrote")
+    return ScaleSizes(tuple(tuple(grid) for grid in entries.get("scales") or ()))
+
+
+def _entries(path: str | Path) -> dict | None:
+    root = Path(path)
+    if not (root / CONFIG).is_file():
+        return None
+    entries = read_json(root, CONFIG)
+    return entries if entries.get("kind") == KIND else None
+
+
+def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShape:
+    """Infer the shape of the autoencoder."""
+    codes, size = need(tensors, CODEBOOK, 2, where).shape
+    channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
+    shared = count(tensors, SMOOTH)
+    if not shared:
+        raise ValueError(f"checkpoint: {where} has no tensor {SMOOTH + '0.weight'!r}, expected VAR's quantiser")
+    return MultiScaleShape(
+        codes, size, channels, steps, count(tensors, "encoder.down.0.block."), shared,
+        kernel=need(tensors, "quant_conv.weight", 4, where).shape[2],
+    )  # fmt: skip
+
+
+def _split(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
+    """With queries, keys and values of attention apart, as taming's layout has them."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.attn[^.]*(?:\.\d+)?)\.qkv\.(weight|bias)", name)
+        if match is None:
+            found[name] = tensor
+            continue
+        if not tensor.dim() or len(tensor) % 3:
+            raise ValueError(f"checkpoint: tensor {name!r} of {where} has shape {tuple(tensor.shape)}, expected thirds")
+        found |= {f"{match[1]}.{part}.{match[2]}": third for part, third in zip("qkv", tensor.chunk(3))}
+    return found

@@ -1,0 +1,88 @@
+"""A VAR with its autoencoder in one folder, as transformers writes folders; its classes have the names of prompts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from visspec.io.checkpoint import check_whole
+from visspec.models.folders import OwnImageModel, load_own
+from visspec.models.scales.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, ScaleSizes
+from visspec.models.var.network import VAR, VARConfig
+
+
+class VARImageConfig(PreTrainedConfig):
+    """network: sizes, as in `VARConfig` but for codes, which are the autoencoder's, and scales. grids: rows and columns
+    of each map. labels: the prompt of each class. autoencoder: as in `MultiScaleShape`.
+    """
+
+    model_type = "var_image"
+
+    def __init__(
+        self,
+        network: dict[str, Any] | None = None,
+        grids: list[list[int]] | None = None,
+        labels: list[str] | None = None,
+        autoencoder: dict[str, Any] | None = None,
+        **options: Any,
+    ):
+        self.network = {"width": 32, "depth": 1, "heads": 2} | (network or {})
+        self.grids = [[1, 1], [2, 2]] if grids is None else [list(grid) for grid in grids]
+        self.labels = ["a picture"] if labels is None else labels
+        small: dict[str, Any] = {"codes": 64, "size": 16, "channels": GROUPS, "multipliers": (1, 1), "blocks": 1}
+        self.autoencoder = asdict(MultiScaleShape(**small | (autoencoder or {})))
+        if len(set(self.labels)) != len(self.labels):
+            raise ValueError(f"labels: got {len(set(self.labels))} names of {len(self.labels)}, expected each once")
+        self.shape, self.sizes  # noqa: B018, refuses what is no autoencoder and no network
+        super().__init__(**options)
+
+    @property
+    def shape(self) -> MultiScaleShape:
+        """The autoencoder's."""
+        numbers = {name: value for name, value in self.autoencoder.items() if name != "multipliers"}
+        for name, value in numbers.items():
+            check_whole(name, value, 0 if name == "blocks" else 1, 1 << 16)
+        if numbers["channels"] % GROUPS:
+            raise ValueError(f"channels: got {numbers['channels']}, expected a multiple of {GROUPS}")
+        return MultiScaleShape(**numbers, multipliers=tuple(self.autoencoder["multipliers"]))
+
+    @property
+    def sizes(self) -> VARConfig:
+        """The network's."""
+        return VARConfig(
+            **self.network,
+            scales=ScaleSizes(tuple((rows, columns) for rows, columns in self.grids)),
+            codes=self.shape.codes,
+            code_size=self.shape.size,
+            classes=len(self.labels),
+        )
+
+
+class VARImageModel(OwnImageModel):
+    """`var` draws maps of codes, `autoencoder` turns them into pictures and back."""
+
+    config_class = VARImageConfig
+    base_model_prefix = "var"
+    class_conditional = True
+
+    def __init__(self, config: VARImageConfig):
+        super().__init__(config)
+        self.var = VAR(config.sizes)
+        self.autoencoder = MultiScaleVAE(config.shape)
+        self.post_init()
+
+
+def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> None:
+    """Raises ValueError unless both models' codes mean the same."""
+    own, wanted = (one.autoencoder.quantize.embedding.weight for one in (other, model))
+    if own.shape != wanted.shape or not torch.allclose(own.to(wanted), wanted, atol=1e-3):
+        raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(wanted)} codes")
+
+
+def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> VARImageModel:
+    """The model of a folder; see `load_own`."""
+    return load_own(VARImageModel, folder, dtype)

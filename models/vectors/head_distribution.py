@@ -1,0 +1,140 @@
+"""Laws of vectors that a diffusion head defines: its chains, with guidance and temperature.
+
+Shapes: B rows, N nodes, M = B N chains, W points of each, S steps, d size of a vector, C width of the condition; 2 M
+conditions under guidance, the unconditional ones last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.distributions import Denoising, DenoisingSteps, asked
+from visspec.models.vectors.diffusion_head import DiffusionHead, Schedule
+
+MOST_ROWS = 1 << 14  # steps of chains whose modulations are computed together, which is faster than one by one
+
+
+class HeadLaws:
+    """Laws of a head's chains on a schedule. `steps` are those at temperature 1.
+
+    What does not depend on a chain is computed once for a device: times, coefficients, steps by temperature.
+    """
+
+    def __init__(self, head: DiffusionHead, schedule: Schedule):
+        if head.learned != (not schedule.steps.fixed):
+            what = "learned" if head.learned else "fixed"
+            raise ValueError(f"schedule: got other deviations than the head's, expected {what} ones")
+        self.head, self.schedule, self.steps = head, schedule, schedule.steps
+        self._prepared: tuple[torch.device, Tensor, Tensor, Tensor] | None = None
+        self._warm: dict[tuple[float, torch.device], DenoisingSteps] = {}
+        parts = schedule.steps.keep, schedule.steps.move, *schedule.estimate()
+        keep_S, move_S, point_S, output_S = (part.double().cpu() for part in parts)
+        # of a point and of the head's output in the mean of the next point
+        self.moves = list(zip((keep_S + move_S * point_S).tolist(), (move_S * output_S).tolist()))
+
+    def __call__(
+        self, condition: Tensor, shape: tuple[int, int], guidance: Tensor | float | None = None,
+        temperature: float = 1.0, calls: Counter[str] | None = None, name: str = "head", skip: float = 0.0,
+    ) -> Denoising:  # fmt: skip
+        """Laws (B, N) with conditions (M, C), or with guidance, a scale or those of the chains (M,), (2 M, C).
+
+        skip: see `Denoising`; such distributions can only be sampled.
+        """
+        chains = _Chains(self, condition, shape[0] * shape[1], guidance, skip)
+        steps = self._steps(temperature, condition.device)
+        whole = chains.ahead_GMSV is not None and not skip
+        ends = chains.ends if whole and steps.fixed and steps.noisy else None
+        return Denoising(chains, steps, shape, self.head.size, calls, name, skip, ends)
+
+    def prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Embedded times (S, width), and coefficients (S, 1) of a point and of the head's output in its estimate."""
+        if self._prepared is None or self._prepared[0] != device:
+            of_point, of_output = (part.float().to(device)[:, None] for part in self.schedule.estimate())
+            with torch.inference_mode(False), torch.no_grad():
+                time_SC = self.head.time_embed(self.schedule.times.to(device))
+            self._prepared = device, time_SC, of_point, of_output
+        return self._prepared[1:]
+
+    def _steps(self, temperature: float, device: torch.device) -> DenoisingSteps:
+        key = temperature, device
+        if key not in self._warm:
+            with torch.inference_mode(False):
+                self._warm[key] = self.steps.warmer(temperature).to(device)
+        return self._warm[key]
+
+
+class _Chains:
+    """`distributions.Predict` of M chains. G = 1, or 2 with guidance, the unconditional ones last; U = M W points; V
+    numbers of modulations.
+    """
+
+    def __init__(
+        self, distributions: HeadLaws, condition: Tensor, count: int, guidance: Tensor | float | None, skip: float
+    ):
+        self.distributions, self.guidance = distributions, guidance
+        self.halves = 1 if guidance is None else 2
+        if len(condition) != self.halves * count:
+            raise ValueError(f"condition: got {len(condition)} rows, expected {self.halves} x {count}")
+        head = distributions.head
+        own = head.cond_embed(condition.to(head.cond_embed.weight.dtype))
+        self.condition_GM1C = own.view(self.halves, count, 1, -1)
+        self.time_SC, self.of_point, self.of_output = distributions.prepared(condition.device)
+        self.ahead_GMSV: Tensor | None = None
+        here = asked(len(self.time_SC), skip)
+        self.place = {step: place for place, step in enumerate(here)}  # of a step among those that are made ahead
+        if len(condition) * len(here) <= MOST_ROWS:
+            times_SC = self.time_SC if len(here) == len(self.time_SC) else self.time_SC[here]
+            self.ahead_GMSV = head.modulations(times_SC + self.condition_GM1C)
+
+    def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        head, x_Ud = self.distributions.head, x_MWd.flatten(0, 1)  # matrices are the fastest
+        own, *other = self._said(x_Ud, self._modulations(step, chains_M))
+        share = None
+        if head.learned:  # log sigma lies between the bounds at a share of (1 + what is said) / 2
+            own, said = own.split(head.size, dim=-1)
+            share = ((said + 1) / 2).view_as(x_MWd)
+            other = [part[..., : head.size] for part in other]
+        mixed = torch.lerp(other[0], own, self._scale(chains_M, x_MWd.shape[1])) if other else own
+        at = step if isinstance(step, int) else step.flatten()
+        return (self.of_point[at] * x_Ud + self.of_output[at] * mixed).view_as(x_MWd), share
+
+    def ends(self, x_Md: Tensor, normal_MSd: Tensor, steps: DenoisingSteps) -> Tensor:
+        """Where chains with fixed deviations end: `Denoising.value` in fewer operations, for these are on small tensors
+        and many.
+        """
+        assert self.ahead_GMSV is not None
+        scale, modulations = self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
+        noise_MSd = normal_MSd * steps.low.exp()[:, None]
+        for noise_Md, own, (of_point, of_output) in zip(noise_MSd.unbind(1), modulations, self.distributions.moves):
+            said, *other = self._said(x_Md, own)
+            mixed = torch.lerp(other[0], said, scale) if other else said
+            x_Md = torch.add(noise_Md, x_Md, alpha=of_point).add_(mixed, alpha=of_output)
+        return x_Md
+
+    def _said(self, x_Ud: Tensor, modulations: Tensor) -> Sequence[Tensor]:
+        """What the head says at points, and under guidance without their prompts: (U, d or 2 d) each."""
+        inputs = x_Ud.to(modulations.dtype)
+        if self.halves == 1:
+            return (self.distributions.head.modulated(inputs, modulations).float(),)
+        return self.distributions.head.modulated(torch.cat((inputs, inputs)), modulations).float().chunk(2)
+
+    def _scale(self, chains_M: Tensor | None, points: int) -> Any:
+        if not isinstance(self.guidance, Tensor):
+            return self.guidance
+        guidance_M = self.guidance if chains_M is None else self.guidance[chains_M]
+        return guidance_M.repeat_interleave(points)[:, None]
+
+    def _modulations(self, step: Tensor | int, chains_M: Tensor | None) -> Tensor:
+        """(G U, ...) of the head at the U = M W points, which are at these steps."""
+        if self.ahead_GMSV is None:
+            own = self.condition_GM1C if chains_M is None else self.condition_GM1C[:, chains_M]
+            return self.distributions.head.modulations(self.time_SC[step] + own).flatten(0, 2)
+        if isinstance(step, int):
+            return self.ahead_GMSV[:, :, self.place[step]].flatten(0, 1)
+        rows = torch.arange(len(step), device=step.device) if chains_M is None else chains_M
+        return self.ahead_GMSV[:, rows[:, None], step].flatten(0, 2)

@@ -1,0 +1,84 @@
+"""What a preset of `visspec train drafter` becomes for a target: sizes, and values that are measured on its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.accept.exact import Exact
+from visspec.api import zoo
+from visspec.api.zoo import TrainedPreset
+from visspec.models.decoder.target import vocabulary
+from visspec.train.capture import capture
+from visspec.types import Request
+
+
+def frequent(target, prompts: Callable[[int], Request], count: int, batches: int) -> Tensor:
+    """The `count` ids that the target's answers to the first batches have most often, ascending; ties by id (FR-Spec,
+    VocabTrim).
+    """
+    counts = torch.zeros(target.capabilities.vocab, dtype=torch.long)
+    for number in range(batches):
+        lesson = capture(target, Exact(), prompts(number))
+        for ids, length in zip(lesson.ids[:, lesson.prompt_length :], lesson.lengths):
+            counts += torch.bincount(ids[:length].cpu(), minlength=len(counts))
+    return counts.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+@torch.no_grad()
+def focused(model: Any, inputs: dict[str, Any]) -> int:
+    """The hidden state behind the layer whose attention over these prompts has the smallest entropy, the mean of heads
+    and tokens; the last layer aside (DREAM). Needs a pass that returns its attention weights; of a model that returns
+    none it is the middle one.
+    """
+    text = model.config.get_text_config()
+    before, middle = text._attn_implementation, max(text.num_hidden_layers // 2, 1)
+    real_BL = (
+        inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones_like(inputs["input_ids"]) > 0
+    )
+    try:
+        text._attn_implementation = "eager"
+        weights = model(**inputs, output_attentions=True, use_cache=False).attentions
+    finally:
+        text._attn_implementation = before
+    entropies = [
+        torch.special.entr(weight_BHLL.float()).sum(dim=-1).mean(dim=1)[real_BL].mean() for weight_BHLL in weights or ()
+    ]
+    if len(entropies) != text.num_hidden_layers or len(entropies) < 2:
+        return middle
+    return 1 + int(torch.stack(entropies[:-1]).argmin())
+
+
+def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any], TrainedPreset]:
+    """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
+    found = zoo.trained(name)
+    text = model.config.get_text_config()
+    network, depth = {**found.network, **options}, text.num_hidden_layers
+    if "layers" in network and "layers" not in options:
+        network["layers"] = min(network["layers"], max(depth // 4, 1))
+    if network.get("markov"):
+        network["markov"] = min(network["markov"], text.hidden_size)
+    if network.get("draft_vocab"):
+        network["draft_vocab"] = min(network["draft_vocab"], vocabulary(model))
+    if network.get("fusion") == "cross":
+        network["feature_layers"] = (max(depth // 2, 1), -1)
+    if network.get("fusion") == "split":
+        low = min(2, depth - 1)
+        network["feature_layers"] = tuple(sorted({low, max(depth // 2, low), max(depth - 3, low)}))
+        network["kv_heads"] = text.num_key_value_heads
+        network["head_size"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return network, found
+
+
+def check_preset(preset: str | None, asked: dict[str, Any]) -> None:
+    """Raises ValueError for an unknown preset, or for values that it has no place for."""
+    found = None if preset is None else zoo.trained(preset)
+    known = {"image_latents"} if found is None else {"image_latents", "draft_vocab", "head_rank", "block", "layers"} & {
+        *found.network, *({"head_rank"} if "draft_vocab" in found.network else ())
+    }  # fmt: skip
+    if strange := sorted(set(asked) - known):
+        where = "without a preset" if found is None else f"with the preset {preset!r}"
+        raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")

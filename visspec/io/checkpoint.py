@@ -1,0 +1,250 @@
+"""Checks of checkpoint folders: safetensors only, no files outside the folder, strict names and shapes.
+
+Used by all loaders. Errors are ValueErrors of one sentence, raised before any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+MAX_JSON_BYTES = 16 << 20
+LITEMA = "model_ema."  # prefix of names without dots
+AVERAGED = ("ema.", "ema_model.", LITEMA)  # prefixes of averaged weights in training checkpoints
+COUNTERS = ("decay", "num_updates")  # stored by LitEma with its weights
+LARGEST = 1 << 24  # upper limit of sizes in a configuration; products of two don't overflow
+Value = TypeVar("Value")  # a tensor, or its shape
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: on one line, truncated if long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_whole(name: str, value: Any, low: int = 1, high: int = LARGEST) -> None:
+    """Raises ValueError if an entry of a configuration is not an integer from low to high."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name}: got {shown(value)}, expected a whole number from {low} to {high}")
+
+
+def check_wholes(name: str, values: Any, low: int, high: int, most: int = 1024) -> tuple[int, ...]:
+    """A list of at most `most` integers, as a tuple. Raises ValueError as `check_whole` does."""
+    if not isinstance(values, (list, tuple)) or len(values) > most:
+        raise ValueError(f"{name}: got {shown(values)}, expected a list of at most {most} whole numbers")
+    for value in values:
+        check_whole(name, value, low, high)
+    return tuple(values)
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises ValueError if an entry of a configuration is not a finite number above 0."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}: got {shown(value)}, expected a finite number above 0")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of file `name` in a folder. Raises ValueError if it is outside the folder or links outside; a snapshot
+    in the hub's cache links to its repository's own `blobs`.
+    """
+    root = Path(os.path.realpath(folder))  # unlike `resolve` of Python 3.11 it raises nothing for a loop of links
+    path, cached = Path(os.path.realpath(root / name)), root.parent.parent
+    snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
+    if not path.is_relative_to(root) and not (snapshot and path.parent == cached / "blobs"):
+        raise ValueError(f"checkpoint: {folder} names the file {name!r}, expected a file inside the folder")
+    return path
+
+
+def read_json(folder: Path, name: str) -> dict:
+    """Read a JSON object from a checkpoint folder."""
+    path = inside(folder, name)
+    if not path.is_file():
+        raise ValueError(f"checkpoint: {folder} has no {name}, expected a folder written by save_pretrained")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"checkpoint: {name} has {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"checkpoint: {path} is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"checkpoint: {path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, or those of its index. Raises ValueError if it has only pickled weights."""
+    index = sorted(p.name for p in folder.glob("*.safetensors.index.json"))
+    if index:
+        named = read_json(folder, index[0]).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise ValueError(
+                f"checkpoint: weight_map of {folder / index[0]} is {shown(named)}, expected an object of file names"
+            )
+        return [inside(folder, name) for name in sorted(set(named.values()))]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
+        what = f"pickled weights ({pickled[0]})" if pickled else "no weights"
+        raise ValueError(f"checkpoint: {folder} has {what}, expected .safetensors")
+    return [inside(folder, path.name) for path in found]
+
+
+def check_folder(folder: str | Path) -> Path:
+    """Check a model folder before transformers opens it: it exists, and its weights are safetensors inside it."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"checkpoint: {path} is not a folder, expected one with config.json and .safetensors")
+    for entry in path.iterdir():
+        inside(path, entry.name)
+    read_json(path, "config.json")
+    for weights in weight_files(path):
+        if not weights.is_file():
+            raise ValueError(f"checkpoint: {path} names the weights {weights.name}, expected them in the folder")
+    return path
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files."""
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}
+        except Exception as error:
+            raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
+    return tensors
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a folder, read from the file headers only."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        except Exception as error:
+            raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
+    return shapes
+
+
+def unwrapped(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
+    """Tensors by the model's own names, without the prefixes added by torch.compile (`_orig_mod.`), data parallelism
+    (`module.`) and weight averaging (`ema.`).
+
+    Raises ValueError if there are two sets of weights, or names without dots as written by LitEma.
+    """
+    plain, averaged = weight_sets(tensors, where)
+    if plain and averaged:
+        raise ValueError(
+            f"checkpoint: {where} holds averaged weights ({next(iter(averaged))!r}) beside others, expected one set"
+            " (python -m visspec.io.convert_checkpoint FILE OUT writes one, with --ema the averaged)"
+        )
+    return plain or with_dots(averaged, {}, where)
+
+
+def weight_sets(tensors: Mapping[str, Value], where: str | Path) -> tuple[dict[str, Value], dict[str, Value]]:
+    """(weights, averaged weights) of a state dict, without the prefixes of wrappers; either may be empty.
+
+    Averaged weights have one of the prefixes AVERAGED; LITEMA is kept, for `with_dots`. Raises ValueError if two
+    tensors get the same name.
+    """
+    named = _stripped(tensors, where)
+    prefix = next((p for p in AVERAGED if any(name.startswith(p) for name in named)), None)
+    if prefix is None:
+        return named, {}
+    plain = {name: tensor for name, tensor in named.items() if not name.startswith(prefix)}
+    kept = prefix if prefix == LITEMA else ""
+    averaged = {kept + name.removeprefix(prefix): t for name, t in named.items() if name.startswith(prefix)}
+    return plain, _stripped(averaged, where)
+
+
+def with_dots(averaged: Mapping[str, Value], plain: Iterable[str], where: str | Path) -> dict[str, Value]:
+    """Averaged weights with the names of the plain ones: LitEma removes the dots and the model's prefix (`model.`).
+    Raises ValueError if the names can't be inferred from the plain weights.
+    """
+    if not all(name.startswith(LITEMA) for name in averaged):
+        return dict(averaged)
+    short = {name.removeprefix(LITEMA): tensor for name, tensor in averaged.items()}
+    short = {name: tensor for name, tensor in short.items() if name not in COUNTERS}
+    if any("." in name for name in short):
+        return short
+    for start in ("", "model."):
+        full = {name.removeprefix(start).replace(".", ""): name for name in plain if name.startswith(start)}
+        if short.keys() <= full.keys():
+            return {full[name]: tensor for name, tensor in short.items()}
+    raise ValueError(
+        f"checkpoint: {where} holds averaged weights by names without dots ({next(iter(short))!r}), expected a"
+        " file with the others too, which tell the names (python -m visspec.io.convert_checkpoint FILE OUT --ema)"
+    )
+
+
+def _stripped(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
+    """Remove `_orig_mod.` everywhere, and `module.` if all names begin with it."""
+    found: dict[str, Value] = {}
+    for name, tensor in tensors.items():
+        short = re.sub(r"(^|\.)_orig_mod\.", r"\1", name)
+        if short in found:
+            raise ValueError(f"checkpoint: {where} holds tensor {short!r} twice, expected the weights of one model")
+        found[short] = tensor
+    while found and all(name.startswith("module.") for name in found):
+        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
+    return found
+
+
+def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) -> None:
+    """Raises ValueError if values don't fit a tensor of the module: integers for floats or the reverse, NaN, infinity,
+    or values out of the range of its dtype.
+    """
+    if value.is_floating_point() != wanted.is_floating_point():
+        found, expected = (str(t.dtype).removeprefix("torch.") for t in (value, wanted))
+        raise ValueError(f"checkpoint: tensor {name!r} of {where} has the dtype {found}, expected {expected}")
+    if not value.is_floating_point() or not value.numel():
+        return
+    wide = value if value.element_size() > 1 else value.float()  # float8 does not support aminmax
+    low, high = wide.aminmax()
+    if not bool((low.isfinite() & high.isfinite()).all()):
+        raise ValueError(f"checkpoint: tensor {name!r} of {where} has values that are not finite, expected numbers")
+    if max(-float(low), float(high)) > torch.finfo(wanted.dtype).max:
+        dtype = str(wanted.dtype).removeprefix("torch.")
+        raise ValueError(f"checkpoint: tensor {name!r} of {where} has values beyond {dtype}, expected a wider dtype")
+
+
+def check_shapes(
+    module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str | Path, named: Callable[[str], str] = str
+) -> None:
+    """Raises ValueError unless names and shapes equal those of the module, which may be on `meta`. named: what the file
+    calls a tensor of the module, for the error message.
+    """
+    wanted = module.state_dict()
+    missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    if missing or extra:
+        name, what = (missing[0], "lacks") if missing else (extra[0], "has the unknown")
+        raise ValueError(
+            f"checkpoint: {where} {what} tensor {named(name)!r}, expected exactly the module's {len(wanted)}"
+        )
+    for name, found in shapes.items():
+        if found != (expected := tuple(wanted[name].shape)):
+            raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {found}, expected {expected}")
+
+
+def load_strictly(
+    module: nn.Module, tensors: Mapping[str, Tensor], where: str | Path, named: Callable[[str], str] = str
+) -> None:
+    """Copy tensors into a module with exactly these names and shapes, cast to the module's dtype. named: as above."""
+    check_shapes(module, {name: tuple(value.shape) for name, value in tensors.items()}, where, named)
+    wanted = module.state_dict()
+    for name, value in tensors.items():
+        check_values(named(name), value, wanted[name], where)
+    with torch.no_grad():
+        for name, value in tensors.items():
+            wanted[name].copy_(value)

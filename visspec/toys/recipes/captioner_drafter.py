@@ -1,0 +1,122 @@
+"""Train the drafter that ships for the embedded captioner, on rendered scenes that the captioner was not shown.
+
+python -m visspec.toys.recipes.captioner_drafter --out runs/captioner-vispec [--world emoji] [--resume] [--export
+FOLDER]
+
+With --latents 0 it drafts without the image: the control of what sight is worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from visspec.api import loading as targets
+from visspec.api import zoo
+from visspec.api.captions import prepare
+from visspec.api.train_drafter import TextValidation, fresh_or_resumed, parser_of, plan_of, request_of, train
+from visspec.io.provenance import provenance
+from visspec.models.drafting.checkpoint import PROVENANCE
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.toys.recipes.captioner_card import NAMES
+from visspec.toys.world.scene import HELD_OUT_SEED
+from visspec.toys.world.worlds import WORLDS, World, world
+from visspec.train.stages import keep_memory
+from visspec.types import Request
+
+FIRST_SEED = 3 << 28  # scenes of neither stage of the captioner's own training, still below the held-out ones
+MAX_NEW_TOKENS = 160
+QUESTION_SHARE = 16  # one batch of so many asks questions, which have short answers
+
+
+class Scenes:
+    """Batches of requests about rendered scenes: a pure function of their number. One of `greedy` is answered greedily,
+    the others at temperature 1.
+    """
+
+    def __init__(self, model, processor, world: World, rows: int, first: int = FIRST_SEED, greedy: int = 8):
+        self.model, self.processor, self.rows, self.first = model, processor, rows, first
+        self.world, self.greedy = world, greedy
+
+    def __call__(self, number: int) -> Request:
+        rng = np.random.default_rng(self.first + number)
+        asking = number % QUESTION_SHARE == QUESTION_SHARE - 1
+        return self.request(number, 0.0 if number % self.greedy == self.greedy - 2 else 1.0, rng, asking)
+
+    def request(self, number: int, temperature: float, rng: np.random.Generator, asking: bool = False) -> Request:
+        """One batch. All rows share a prompt length where they can: unpadded batches decode faster."""
+        seed = self.first + number * self.rows
+        scenes = [self.world.captioned(seed + i) for i in range(self.rows)]
+        if asking:
+            asked = [self.world.captions.questions(s) for s in scenes]
+            texts = [turns[int(rng.integers(len(turns)))][0] for turns in asked]
+        else:
+            requests = self.world.captions.REQUESTS
+            texts = [requests[int(rng.integers(len(requests)))]] * self.rows
+        inputs = prepare(self.processor, [self.world.to_image(s) for s in scenes], texts, self.model)
+        return request_of(self.model, inputs, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=seed)
+
+
+def held_out(model, processor, world: World, rows: int, batches: int):
+    """Requests about held-out scenes, for validation: temperature -> list."""
+    scenes = Scenes(model, processor, world, rows, HELD_OUT_SEED)
+
+    def requests(temperature: float) -> list[Request]:
+        return [scenes.request(i, temperature, np.random.default_rng(i)) for i in range(batches)]
+
+    return requests
+
+
+def export(run: Path, folder: Path, model, levels: int) -> None:
+    """Write a finished run's weights in half precision, with its provenance and the depth to ask for."""
+    drafter = FeatureDrafter.from_pretrained(run, model)
+    drafter.head.config = dataclasses.replace(drafter.config, levels=levels)
+    record = json.loads((run / PROVENANCE).read_text()) | {"stored_as": "float16"}
+    drafter.save_pretrained(folder, record, torch.float16)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command line."""
+    parser = parser_of(
+        "Train the embedded captioner's drafter on two CPU cores.",
+        target=None, steps=3000, batch=48, group=8, opening=0.6, rate=2e-3, levels=16,
+        middle=512, save_every=200,
+    )  # fmt: skip
+    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose scenes the captioner describes")
+    parser.add_argument("--latents", type=int, default=8, help="elements that an image run is compressed to")
+    parser.add_argument("--greedy", type=int, default=8, help="one batch of so many is answered greedily")
+    parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="hidden states of the target to draft on")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the recipe."""
+    options = parser().parse_args(arguments)
+    keep_memory()
+    torch.set_num_threads(options.threads)
+    seen, target = world(options.world), options.target or zoo.CHECKPOINTS / NAMES[options.world][False]
+    model, processor = targets.load(str(target))
+    drafter = fresh_or_resumed(
+        model, options.out, options.resume, options.seed,
+        image_latents=options.latents, feature_layers=tuple(options.layers), levels=options.levels,
+        intermediate=options.middle,
+    )  # fmt: skip
+    if options.greedy < 2:
+        raise ValueError(f"--greedy: got {options.greedy}, expected at least 2")
+    record = provenance(
+        model, seed=options.seed, recipe="captioner_drafter", batch=options.batch, greedy=options.greedy
+    )
+    validate = TextValidation(model, drafter, held_out(model, processor, seen, 8, 1))
+    scenes = Scenes(model, processor, seen, options.batch, greedy=options.greedy)
+    train(validate.target, drafter, scenes, plan_of(options), options.out, record, validate, options.resume)
+    if options.export:
+        export(options.out, options.export, model, options.levels)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Pairs of a prompt and a picture for the painter: GenEval sentences of the shape world and free-tier scenes."""
+
+import numpy as np
+import torch
+
+from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS
+from visspec.toys.world.render import render
+from visspec.toys.world.scene import HELD_OUT_SEED, Shape, ShapeScene
+from visspec.toys.world.suite import FREE_MARGIN, FREE_RADIUS, Metadata, free_scene, sample_prompt
+
+SIDE = {False: 96, True: 48}  # pixels of the full and of the low-resolution painter
+# Half of the pictures are plain. The speckles of the fourth ground are smaller than a patch: no code can hold them.
+GROUNDS_DRAWN = ("plain", "plain", "striped", "cloudy")
+TEXTURES = 4  # of each kind: what is new in every picture is the scene
+# Shapes stand on a grid of half patches and have one of three radii. With continuous places nearly all the information
+# in a picture's codes is where edges cut through patches, which no prompt says.
+STEP = 4 / 96
+RADII = (11 / 96, 13 / 96, 15 / 96)
+GAP = 2 / 96  # what settled shapes keep between their boxes
+# all below HELD_OUT_SEED
+FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29, "bound": 3 << 28}
+
+
+def settled(scene: ShapeScene, step: float = STEP, radii: tuple[float, ...] = RADII) -> ShapeScene | None:
+    """The scene with shapes on the nearest places of a grid and one of TEXTURES; None where two come too close."""
+    shapes: list[Shape] = []
+    for shape in scene.shapes:
+        radius = min(radii, key=lambda r: abs(r - shape.radius))
+        x, y = (round(at / step) * step for at in (shape.x, shape.y))
+        inside = radius <= min(x, y) and max(x, y) <= 1 - radius
+        if not inside or any(max(abs(x - s.x), abs(y - s.y)) < radius + s.radius + GAP for s in shapes):
+            return None
+        shapes.append(Shape(shape.kind, shape.colour, x, y, radius))
+    return ShapeScene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed % TEXTURES)
+
+
+def painted(metadata: Metadata, rng: np.random.Generator) -> ShapeScene:
+    """A settled scene that shows what a prompt asks for."""
+    while True:
+        if (scene := settled(free_scene(metadata, rng, GROUNDS_DRAWN))) is not None:
+            return scene
+
+
+def pair(seed: int, tag: str | None = None) -> tuple[Metadata, ShapeScene]:
+    """Prompt and scene number `seed`: task uniform unless given, then prompt uniform in the task; every prompt may be
+    drawn.
+    """
+    rng = np.random.default_rng(seed)
+    metadata = sample_prompt(rng, tag=tag)
+    return metadata, painted(metadata, rng)
+
+
+def bound_pair(seed: int) -> tuple[Metadata, ShapeScene]:
+    """Prompt and scene number `seed` of the task that binds two colours to two classes."""
+    return pair(seed, "color_attr")
+
+
+def crowded(seed: int, tries: int = 24) -> ShapeScene:
+    """A scene of up to about ten shapes that do not touch: what the VQ model has to learn, with little ground."""
+    rng = np.random.default_rng(seed)
+    shapes: list[Shape] = []
+    for _ in range(tries):
+        radius = float(rng.uniform(*FREE_RADIUS))
+        x, y = (float(v) for v in rng.uniform(radius + FREE_MARGIN, 1 - radius - FREE_MARGIN, size=2))
+        kind, colour = CLASSES[int(rng.integers(len(CLASSES)))], list(COLOURS)[int(rng.integers(len(COLOURS)))]
+        if all(max(abs(x - s.x), abs(y - s.y)) > radius + s.radius for s in shapes):
+            shapes.append(Shape(kind, colour, x, y, radius))
+    return ShapeScene(tuple(shapes), GROUNDS[int(rng.integers(len(GROUNDS)))], int(rng.integers(1 << 31)))
+
+
+def pixels(scenes: list[ShapeScene], side: int) -> torch.Tensor:
+    """Rendered pictures in -1..1, float32 (B, 3, side, side), as the VQ model reads and writes them."""
+    batch = torch.from_numpy(np.stack([render(scene, side) for scene in scenes]))
+    return batch.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def held_out_scenes(rows: list[Metadata], seed: int = HELD_OUT_SEED) -> list[ShapeScene]:
+    """One scene a prompt, drawn with seeds no training pair has."""
+    return [painted(row, np.random.default_rng(seed + i)) for i, row in enumerate(rows)]

@@ -1,0 +1,297 @@
+"""Train the drafter that ships for the embedded painter on pictures that the painter draws itself, and measure it.
+
+python -m visspec.toys.recipes.painter_drafter --out runs/painter-eagle [--resume] [--export FOLDER]
+
+Online distillation (`visspec.train.loop`): the painter draws batches of pictures at its own guidance and temperature
+in one thread, while the drafter learns the distributions of those before in another. Two CPU cores, no accelerator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from visspec.accept.exact import Exact
+from visspec.accept.rejection import Rejection
+from visspec.api import loading as targets
+from visspec.api.train_drafter import fresh_or_resumed, parser_of, plan_of, train
+from visspec.io.provenance import provenance
+from visspec.loop.decode import decode
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
+from visspec.models.drafting.checkpoint import PROVENANCE
+from visspec.models.eagle.image_drafter import CaptureTarget, ImageFeatureDrafter
+from visspec.models.eagle.image_head import ImageHeadConfig
+from visspec.models.families import family_of
+from visspec.models.image_codes.target import ImageAR
+from visspec.models.janus.target import Janus
+from visspec.toys.recipes import cards
+from visspec.toys.world.scene import HELD_OUT_SEED
+from visspec.toys.world.worlds import WORLDS, World, world
+from visspec.train.stages import keep_memory
+from visspec.train.validation import measure
+from visspec.types import Request, Sampling
+
+FIRST_SEED = 3 << 28  # noise and prompts of no other recipe, below the held-out ones
+POOL = 8  # batches of prompts drawn together and sorted by length: most batches are not padded
+VALIDATED = 8  # prompts watched during training
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain of 4": {"levels": 4},
+    "chain of 5": {"levels": 5},
+    "chain of 6": {"levels": 6},
+    "grown tree of 24 nodes, 4 wide, depth 5": {"tree": "dynamic", "levels": 5},
+    "static tree 4-6-6-4-2": {"tree": "static", "shape": "4-6-6-4-2"},
+}
+TIMED = "chain of 5"
+NAMES = {
+    "shapes": {"painter": "painter", "name": "painter-eagle", "prompt": "a photo of a red circle", "flag": ""},
+    "emoji": {
+        "painter": "painter-emoji",
+        "name": "painter-emoji-eagle",
+        "prompt": "a photo of a penguin",
+        "flag": " --world emoji",
+    },
+}
+
+
+def temperature_of(family: Janus) -> float:
+    """The painter's own temperature."""
+    return float(getattr(family.model.generation_config, "temperature", None) or 1.0)
+
+
+def request_of(family: Janus, texts: list[str], seed: int, guidance: float) -> Request:
+    """A picture of each text, at the painter's own temperature; row b draws from the seed `seed + b`."""
+    with torch.no_grad():
+        prompt = family.prompt(texts, guidance != 1.0)
+    layout = family.layout()
+    sampling = Sampling(temperature=temperature_of(family), guidance=guidance)
+    request = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid)
+    request.generators = [torch.Generator(prompt.ids.device).manual_seed(seed + b) for b in range(len(texts))]
+    return request
+
+
+class Pictures:
+    """Batches of requests for pictures of the grammar's prompts: a pure function of their number."""
+
+    def __init__(self, family: Janus, world: World, rows: int, guidance: float, first: int = FIRST_SEED):
+        self.world, self.family, self.rows, self.guidance, self.first = world, family, rows, guidance, first
+
+    def __call__(self, number: int) -> Request:
+        pool, place = divmod(number, POOL)
+        rng = np.random.default_rng((self.first, pool))
+        texts = sorted(
+            (self.world.prompt(rng)["prompt"] for _ in range(POOL * self.rows)), key=lambda t: len(t.split())
+        )
+        chosen = texts[place * self.rows :][: self.rows]
+        return request_of(self.family, chosen, self.first + number * self.rows, self.guidance)
+
+
+def held_out(world: World, count: int) -> list[str]:
+    """Prompts of the suite, evenly spread over the painter's tasks."""
+    rows = world.prompts()
+    return [rows[i * len(rows) // count]["prompt"] for i in range(count)]
+
+
+class ImageValidation:
+    """tau of chains under `rejection`, on held-out noise."""
+
+    def __init__(self, family: Janus, world: World, drafter: ImageFeatureDrafter, guidance: float):
+        self.world, self.target, self.drafter, self.family, self.guidance = (
+            world,
+            CaptureTarget(family),
+            drafter,
+            family,
+            guidance,
+        )
+
+    def __call__(self) -> dict[str, Any]:
+        request = request_of(self.family, held_out(self.world, VALIDATED), HELD_OUT_SEED, self.guidance)
+        found = measure(self.target, self.drafter, Rejection(), [request], self.drafter.traits.levels)
+        return {"tau_sampled": round(found.tau, 3), "by_depth": found.by_depth}
+
+
+def figures(family: Janus, world: World, head, count: int, guidance: float) -> dict[str, Any]:
+    """tau of every shape under `rejection`, of a chain under `exact`, and the clock of one picture at a time."""
+    texts, positions = held_out(world, count), family.layout().positions
+    target = ImageAR(family, features=True)
+    table: dict[str, dict[str, Any]] = {}
+    for name, options in SHAPES.items():
+        drafter = ImageFeatureDrafter(head, family, **options)
+        for rule in (Rejection(), Exact()) if name == TIMED else (Rejection(),):
+            request = request_of(family, texts, HELD_OUT_SEED + 1000, guidance)
+            found = measure(target, SafeDrafter(drafter, target.capabilities), rule, [request], drafter.traits.levels)
+            label = name if isinstance(rule, Rejection) else f"{name}, rule exact"
+            passes = 1 + (positions - 1) / found.tau  # of a picture, the prompt's included
+            entry = {"tau": found.tau, "passes": passes, "fewer": positions / passes}
+            table[label] = {k: round(v, 2) for k, v in entry.items()} | {"by_depth": found.by_depth}
+    return {
+        "prompts": count,
+        "guidance": guidance,
+        "temperature": temperature_of(family),
+        "positions": positions,
+        "table": table,
+    } | (clocked(family, ImageFeatureDrafter(head, family, **SHAPES[TIMED]), texts, guidance))
+
+
+def clocked(family: Janus, drafter, texts: list[str], guidance: float) -> dict[str, Any]:
+    """Plain decoding against drafted, one picture at a time, in alternation; geometric mean of the ratios."""
+    plain, fed = ImageAR(family), ImageAR(family, features=True)
+    guarded, seconds = SafeDrafter(drafter, fed.capabilities), []
+    for i, text in enumerate([texts[0], *texts]):  # the first pair warms up
+        pair = []
+        for target, used in ((plain, None), (fed, guarded)):
+            request = request_of(family, [text], HELD_OUT_SEED + 2000 + i, guidance)
+            begun = time.perf_counter()
+            decode(target, used, Rejection(), request, AdaptiveLength(drafter.traits.levels, adaptive=False))
+            pair.append(time.perf_counter() - begun)
+        seconds.append(pair)
+    ratios = [math.log(a / b) for a, b in seconds[1:]]
+    plainly, fast = (sorted(column)[len(column) // 2] for column in zip(*seconds[1:]))
+    return {
+        "ratio": round(math.exp(sum(ratios) / len(ratios)), 2),
+        "plain_seconds": round(plainly, 2),
+        "drafted_seconds": round(fast, 2),
+    }
+
+
+CARD = """---
+license: apache-2.0
+library_name: visspec
+---
+
+# The painter's drafter
+
+A feature drafter of image tokens (EAGLE-type, as LANTERN uses) for `models/zoo/{painter}`: one decoder layer of width
+{hidden} that drafts on the painter's last hidden states, conditional and unconditional reduced to one stream, with the
+painter's code embeddings (not stored here), learned rows and columns, and a head of its own over the {codes} codes that
+was taught the law *after* guidance {taught}. {parameters:.2f} million parameters, {megabytes:.1f} MB in half precision.
+
+```python
+import visspec
+pipe = visspec.ImagePipeline.from_pretrained("{painter}", drafter="{name}", acceptance="rejection")
+pipe("{prompt}", seed=0).images[0]   # drafter="{name}:tree=static,shape=4-6-6-4-2" for a tree
+```
+
+Any other model is refused by its configuration; another guidance scale is drafted for, less well, and warned of.
+
+## Measured
+
+tau = tokens per pass of the painter, bonus token included, without the token of the prefill; passes = passes for a
+picture of {positions} tokens, the prompt's included (plain decoding: {positions}). {prompts} prompts spread over the
+suite, noise never trained on, guidance {guidance}, temperature {temperature}, fixed draft depth, `rejection` unless
+said otherwise (both rules are exact), weights as stored here.
+
+| draft | tau | passes | fewer passes |
+|---|---|---|---|
+{lines}
+
+Accepted / reached by depth, {timed}: {depths}.
+
+One picture at a time, {timed}, `rejection`, against plain decoding in the same loop, {prompts} pictures in alternation:
+**{ratio} x** as fast by the clock (geometric mean; medians {plain_seconds} s and {drafted_seconds} s; float32,
+{threads} thread(s), on a machine with other work).
+
+## Training
+
+`python -m visspec.toys.recipes.painter_drafter --out RUN --export models/zoo/{name}{flag}`: online distillation in
+{steps}
+steps of {rows} pictures, {unroll} self-fed steps each (weights 0.8^i), soft cross-entropy for the first {opening:.0%}
+and total variation after it. The painter draws the pictures itself (temperature {temperature}, guidance {taught}):
+{pictures} pictures of prompts of its grammar, each used {reuse} times. {minutes:.0f} minutes on two cores shared with
+other work; `provenance.json` has the plan and the validations during training.
+{note}
+
+Limits: it knows this painter at this size, at its own guidance and temperature and without cuts best.
+"""
+
+
+def card(head, found: dict[str, Any], record: dict[str, Any], megabytes: float, of: str = "shapes") -> str:
+    """The README of a checkpoint from its measured figures and its provenance."""
+    config, training = head.config, record["training"]
+    plan = training["plan"]
+    lines = [f"| {name} | {e['tau']} | {e['passes']} | {e['fewer']} x |" for name, e in found["table"].items()]
+    groups = math.ceil(training["step"] / (plan["group"] * math.ceil(plan["batch"] / plan["rows"]) * plan["reuse"]))
+    return CARD.format(
+        **{k: found[k] for k in ("prompts", "guidance", "temperature", "positions", "ratio")},
+        **{k: found[k] for k in ("plain_seconds", "drafted_seconds")},
+        **{k: plan[k] for k in ("rows", "unroll", "opening", "reuse", "steps")},
+        **NAMES[of],
+        hidden=config.hidden,
+        codes=config.codes,
+        taught=config.guidance,
+        parameters=sum(p.numel() for p in head.parameters()) / 1e6,
+        megabytes=megabytes,
+        lines="\n".join(lines),
+        timed=TIMED,
+        depths=" ".join(f"{x:.2f}" for x in found["table"][TIMED]["by_depth"]),
+        threads=torch.get_num_threads(),
+        pictures=groups * plan["group"] * plan["batch"],
+        minutes=training["seconds"] / 60,
+        note=record.get("note", ""),
+    )
+
+
+def export(run: Path, folder: Path, family: Janus, world: World, count: int) -> dict[str, Any]:
+    """Write a finished run's weights in half precision, read them back, measure them, and write the card."""
+    drafter = ImageFeatureDrafter.from_pretrained(run, family)
+    record = json.loads((run / PROVENANCE).read_text()) | {"stored_as": "float16"}
+    drafter.save_pretrained(folder, record, torch.float16)
+    stored = ImageFeatureDrafter.from_pretrained(folder, family)
+    assert isinstance(stored.config, ImageHeadConfig)
+    found = figures(family, world, stored.head, count, stored.config.guidance)
+    (folder / PROVENANCE).write_text(json.dumps(record | {"measured": found}, indent=2, default=str) + "\n")
+    megabytes = (folder / "model.safetensors").stat().st_size / 1e6
+    cards.publish(folder, card(stored.head, found, record, megabytes, world.name))
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command line."""
+    parser = parser_of(
+        "Train the embedded painter's drafter on two CPU cores.",
+        target="painter", steps=2000, batch=64, group=4, opening=0.5, rate=1.5e-3, levels=5, middle=None,
+    )  # fmt: skip
+    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose prompts the painter draws")
+    parser.add_argument("--start", type=Path, help="drafter folder whose weights the run starts from")
+    parser.add_argument("--note", help="sentence for the card, say on what --start was trained")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts that finished weights are measured on")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the recipe."""
+    options = parser().parse_args(arguments)
+    keep_memory()
+    torch.set_num_threads(options.threads)
+    model, processor = targets.load_image_model(str(options.target))
+    family = family_of(model, processor)
+    if not isinstance(family, Janus):
+        raise ValueError(f"target: got a model of the type {family.name!r}, expected a painter, which is a Janus")
+    sizes: dict[str, Any] = {"levels": options.levels}
+    if options.middle:
+        sizes["intermediate"] = options.middle
+    drafter = fresh_or_resumed(family, options.out, options.resume, options.seed, ImageFeatureDrafter, **sizes)
+    if options.start and not options.resume:
+        drafter.head.load_state_dict(ImageFeatureDrafter.from_pretrained(options.start, family).head.state_dict())
+        drafter.refresh()
+    guidance, seen = drafter.config.guidance, world(options.world)
+    record = provenance(model, seed=options.seed, recipe="painter_drafter", target=Path(options.target).name)
+    record |= {"note": options.note} if options.note else {}
+    validate = ImageValidation(family, seen, drafter, guidance)
+    pictures = Pictures(family, seen, options.batch, guidance, FIRST_SEED + (options.seed << 20))
+    train(
+        validate.target, drafter, pictures, plan_of(options), options.out, record, validate, options.resume, Rejection()
+    )
+    if options.export:
+        print(json.dumps(export(options.out, options.export, family, seen, options.prompts)))
+
+
+if __name__ == "__main__":
+    main()

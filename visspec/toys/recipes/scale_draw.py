@@ -1,0 +1,259 @@
+"""Stages of the next-scale painters' recipe: both learn codes of classes, then the small one the large one's
+distributions.
+
+Half of the large model's batches have its first maps alone: these say what is drawn and where, a pass over them costs a
+third, and in CoDe they are all that it draws. The small model's second stage is CoDe's distillation, of all maps, the
+last ones weighted by `LATE`, because the same weights draft whole pictures for exact speculation.
+"""
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationConfig
+
+from visspec.api.images import ImageOutput, ImagePipeline
+from visspec.models.scales.multiscale import MultiScaleVAE, Quantizer, ScaleSizes
+from visspec.models.var.model import VARImageConfig, VARImageModel
+from visspec.models.var.network import VAR
+from visspec.toys.recipes.painter_score import summary, to_uint8, verdicts
+from visspec.toys.recipes.scale_data import LABELS, ROWS, SCALES, read_codes, rows_of_labels
+from visspec.toys.recipes.scale_vq import load_vq
+from visspec.toys.world.palette import CLASSES, COLOURS
+from visspec.toys.world.suite import Metadata
+from visspec.train.stages import Stage
+
+SIZES: dict[str, dict[str, Any]] = {
+    "painter": {"width": 160, "depth": 6, "heads": 5, "shared": True},
+    "small": {"width": 96, "depth": 2, "heads": 3, "shared": True},
+}
+DROPPED = 0.1  # share of the rows without their class
+FIRST, FIRST_SHARE = 6, 0.5  # maps of a short batch, and the share of the large model's batches that are short
+LATE = 3.0  # weight of the maps behind FIRST in the distillation
+DEVIATION = 0.02  # of initial weights
+
+
+def build(name: str, codec: MultiScaleVAE, sizes: dict | None = None) -> VARImageModel:
+    """A fresh painter around a taught autoencoder; `sizes` override those of SIZES (for tests)."""
+    grids = [list(grid) for grid in SCALES.grids]
+    config = VARImageConfig(SIZES[name] | (sizes or {}), grids, LABELS, dataclasses.asdict(codec.shape))
+    model = VARImageModel(config)
+    begin(model.var)
+    model.autoencoder.load_state_dict(codec.state_dict())
+    model.autoencoder.requires_grad_(False).eval()
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, guidance_scale=2.0)
+    return model
+
+
+def begin(net: VAR) -> None:
+    """Initial weights: small, those into the residual smaller with the depth; modulation is the identity."""
+    for name, weight in net.named_parameters():
+        if weight.dim() < 2 or name.endswith("scale_mul_1H11"):
+            continue
+        deeper = name.endswith(("attn.proj.weight", "fc2.weight"))
+        nn.init.trunc_normal_(weight, std=DEVIATION / (2 * net.config.depth) ** 0.5 if deeper else DEVIATION)
+        if name.endswith("ada_gss"):
+            with torch.no_grad():
+                weight[:, :, :2] = 1.0  # gates
+                weight[:, :, 2:] = 0.0
+
+
+def facts() -> Tensor:
+    """(classes + 1, facts) float: what a class is made of, a kind and a colour or none; the last is no class."""
+    names = [*CLASSES, *COLOURS]
+    table = torch.zeros(len(ROWS) + 1, len(names) + 1)
+    for number, row in enumerate(ROWS):
+        (item,) = row["include"]
+        table[number, names.index(item["class"])] = 1.0
+        if "color" in item:
+            table[number, names.index(item["color"])] = 1.0
+    table[-1, -1] = 1.0
+    return table
+
+
+def inputs(quantizer: Quantizer, codes_BT: Tensor, scales: ScaleSizes = SCALES) -> Tensor:
+    """What a VAR reads of whole pictures, (B, T - first, c): after each map but the last the sum, on the next grid."""
+    total, parts = quantizer.blank(len(codes_BT), scales, codes_BT.device), []
+    for k, codes in enumerate(codes_BT.split(scales.sizes, dim=1)[:-1]):
+        total = total + quantizer.part(k, scales, codes)
+        parts.append(quantizer.shrink(total, k + 1, scales))
+    return torch.cat(parts, dim=1)
+
+
+class SharedClassEmbedding:
+    """A network with embeddings of classes that are sums of those of their facts, so that a short training shares them;
+    `settled` writes them into the published table.
+    """
+
+    def __init__(self, model: VARImageModel):
+        self.model, self.net = model, model.var
+        self.facts, self.parts = facts(), nn.Embedding(facts().shape[1], self.net.config.width)
+        nn.init.normal_(self.parts.weight, std=0.5)
+        levels = torch.tensor(SCALES.levels)
+        self.seen = (levels[None] <= levels[:, None])[None, None]
+        self.net.class_emb.requires_grad_(False)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [*(p for p in self.net.parameters() if p.requires_grad), *self.parts.parameters()]
+
+    def logits(self, classes_B: Tensor, read_BTc: Tensor, maps: int) -> Tensor:
+        """(B, codes of the first maps, V), each given the maps before."""
+        length = SCALES.begins[maps]
+        given = self.facts[classes_B] @ self.parts.weight
+        x = torch.cat([self.net.first(given), self.net.embed(read_BTc[:, : length - 1], 1)], dim=1)
+        mask = self.seen[..., :length, :length]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask, scale=1.0)
+
+        hidden = self.net(x, given, attend, torch.arange(length))
+        return self.net.logits(hidden, given).float()
+
+    @torch.no_grad()
+    def settled(self) -> VARImageModel:
+        """The model, with its table of classes."""
+        self.net.class_emb.weight.copy_(self.facts @ self.parts.weight)
+        return self.model
+
+
+def weights(maps: int, late: float = 1.0) -> Tensor:
+    """(T,) of the codes of the first maps, sum 1: a map counts by its side, those behind FIRST `late` times."""
+    sides = torch.tensor([size**0.5 * (late if k >= FIRST else 1.0) for k, size in enumerate(SCALES.sizes[:maps])])
+    sizes = torch.tensor(SCALES.sizes[:maps])
+    return torch.repeat_interleave(sides / sides.sum() / sizes, sizes)
+
+
+class CodesStage(Stage):
+    """What the stages share: codes of classes in batches."""
+
+    def __init__(self, options: argparse.Namespace, rank: int, name: str, file: str, steps: int, seed: int):
+        torch.manual_seed(seed)
+        self.seed, self.data = seed, read_codes(options.out)
+        self.taught = SharedClassEmbedding(build(name, load_vq(options.out)))
+        self.model = self.taught.model.train()
+        super().__init__(
+            options, rank, file, steps, options.rate, self.taught.trained, 0.02,
+            {"model": self.model, "classes": self.taught.parts},
+        )  # fmt: skip
+
+    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """This worker's classes (B,), codes (B, T) and what is read of them, a pure function of seed, step and rank."""
+        per_step, known = self.options.rows * self.workers, len(self.data["classes"])
+        epoch, step = divmod(self.step, max(1, known // per_step))
+        order = np.random.default_rng((self.seed, epoch)).permutation(known)
+        chosen = torch.from_numpy(order[step * per_step :][:per_step][self.rank :: self.workers])
+        rng = np.random.default_rng((self.seed, self.step, self.rank))
+        classes, codes = self.data["classes"][chosen].long(), self.data["codes"][chosen].long()
+        classes = classes.masked_fill(torch.from_numpy(rng.random(len(chosen)) < DROPPED), len(LABELS))
+        with torch.no_grad():
+            return classes, codes, inputs(self.model.autoencoder.quantize, codes)
+
+    def noted(self, losses_BT: Tensor) -> None:
+        """Nats of a code, of the first and of the last maps."""
+        for name, k in (("first", 0), ("sixth", FIRST - 1), ("last", len(SCALES) - 1)):
+            part = losses_BT[:, SCALES.begins[k] : SCALES.begins[k + 1]]
+            if part.shape[1]:
+                self.notes[name] = round(part.mean().item(), 3)
+
+    def entropy(self, share: float) -> Tensor:
+        """Cross-entropy of the next batch; `share` of the batches have the first maps alone."""
+        classes, codes, read = self.batch()
+        short = np.random.default_rng((self.seed, self.step)).random() < share
+        maps = FIRST if short else len(SCALES)
+        codes = codes[:, : SCALES.begins[maps]]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.taught.logits(classes, read, maps)
+        losses = F.cross_entropy(logits.transpose(1, 2), codes, reduction="none")
+        self.noted(losses.detach())
+        return (losses @ weights(maps)).mean()
+
+    def report(self) -> dict:
+        """GenEval on a fourth of the prompts, on the first worker only."""
+        if self.rank:
+            return {}
+        found = score(self.taught.settled().eval(), rows_of_labels(4 * self.options.every_prompt), 2.0)
+        self.model.train()
+        return found
+
+
+class ScaleStage(CodesStage):
+    """Training of the painter."""
+
+    def __init__(self, options: argparse.Namespace, rank: int):
+        super().__init__(options, rank, "painter", "painter.pt", options.steps, 8)
+
+    def loss(self) -> Tensor:
+        return self.entropy(FIRST_SHARE)
+
+
+class SmallStage(CodesStage):
+    """Training of the small painter."""
+
+    def __init__(self, options: argparse.Namespace, rank: int):
+        super().__init__(options, rank, "small", "small.pt", options.small_steps, 9)
+
+    def loss(self) -> Tensor:
+        return self.entropy(0.0)
+
+
+class RefineStage(CodesStage):
+    """The small painter's distributions are to be the large one's, given the same maps: KL(large, small), no codes of
+    data are targets.
+    """
+
+    def __init__(self, options: argparse.Namespace, rank: int):
+        super().__init__(options, rank, "small", "refined.pt", options.refine_steps, 10)
+        taken(self.taught, options.out / "small.pt")
+        self.large = SharedClassEmbedding(build("painter", load_vq(options.out)))
+        taken(self.large, options.out / "painter.pt")
+        self.peak = options.rate / 2
+
+    def loss(self) -> Tensor:
+        classes, _, read = self.batch()
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                wanted = self.large.logits(classes, read, len(SCALES)).log_softmax(-1)
+            said = self.taught.logits(classes, read, len(SCALES)).log_softmax(-1)
+        losses = (wanted.exp() * (wanted - said)).sum(-1)
+        self.noted(losses.detach())
+        return (losses @ weights(len(SCALES), LATE)).mean()
+
+
+def taken(taught: SharedClassEmbedding, file: Path) -> dict:
+    """Load a stage's model from its checkpoint, which is returned."""
+    saved = torch.load(file, weights_only=True)
+    taught.model.load_state_dict(saved["model"])
+    taught.parts.load_state_dict(saved["classes"])
+    return saved
+
+
+def pipeline(model: VARImageModel, levels: int | None = None, **parts: Any) -> ImagePipeline:
+    """A silent one."""
+    pipe = ImagePipeline(model, None, levels=levels, parts=parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(
+    pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: int, batch: int = 44, **options: Any
+) -> ImageOutput:  # fmt: skip
+    """Pictures of prompts as the pipeline draws them, floats (B, 3, S, S); `options` are its own."""
+    seeds = [seed * 10_000 + i for i in range(len(prompts))]
+    return pipe(prompts, guidance_scale=guidance, seed=seeds, batch_size=batch, output_type="pt", **options)
+
+
+def score(
+    model: VARImageModel, rows: list[Metadata], guidance: float | None, seed: int = 0, **parts: Any
+) -> dict[str, Any]:
+    """GenEval of one picture a prompt, and the seconds it took."""
+    begun = time.time()
+    out = draw(pipeline(model, **parts), [row["prompt"] for row in rows], guidance, seed)
+    figures = summary(verdicts(to_uint8(torch.stack(list(out.images)) * 2 - 1), rows), rows)
+    return {"guidance": guidance, **figures, "seconds": round(time.time() - begun, 1)}

@@ -1,0 +1,65 @@
+"""The pictures of the emoji world: tiles of one image file and their names, checked against their digest when read.
+
+The pictures are Google's Noto Color Emoji, under the SIL Open Font License 1.1 (OFL.txt beside this file);
+`visspec.toys.recipes.emoji_atlas` makes the files from the font.
+"""
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+FOLDER = Path(__file__).parent
+IMAGE, NAMES = "atlas.webp", "atlas.json"
+TILE = 64  # pixels a side; the longer side of a picture fills its tile but for a pixel on each side
+COLUMNS = 32
+DIGEST = "bf72b705405db9fb82736d0fd1428dd26f0c49d635d0c8c1c9a2d51c52b2ee31"  # of the files that belong to this version
+
+
+def digest(image: Path, names: list[str]) -> str:
+    """Digest of an atlas: of the image file's bytes and the names in their order."""
+    return hashlib.sha256(image.read_bytes() + "\n".join(names).encode()).hexdigest()
+
+
+def read(folder: Path = FOLDER) -> dict[str, Image.Image]:
+    """Tiles (RGBA, TILE pixels a side) by name; ValueError where a file is missing or is not this version's."""
+    for file in (folder / IMAGE, folder / NAMES):
+        if not file.is_file():
+            raise ValueError(f"atlas: got no file {file}, expected the one that comes with the package")
+    names = json.loads((folder / NAMES).read_text(encoding="utf-8"))["names"]
+    found = digest(folder / IMAGE, names)
+    if found != DIGEST:
+        raise ValueError(f"atlas: got files with the digest {found[:16]} in {folder}, expected {DIGEST[:16]}")
+    with Image.open(folder / IMAGE, formats=["WEBP"]) as stored:
+        page = stored.convert("RGBA")
+    corners = [(i % COLUMNS * TILE, i // COLUMNS * TILE) for i in range(len(names))]
+    return {name: page.crop((x, y, x + TILE, y + TILE)) for name, (x, y) in zip(names, corners)}
+
+
+@cache
+def tiles() -> dict[str, Image.Image]:
+    """The package's own tiles, read once."""
+    return read()
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Every name, in the order of the code points."""
+    return tuple(tiles())
+
+
+@cache
+def numbers() -> dict[str, int]:
+    """The place of every name among `names()`."""
+    return {name: i for i, name in enumerate(names())}
+
+
+@cache
+def premultiplied() -> np.ndarray:
+    """All tiles, float32 (pictures, TILE, TILE, 4): colours 0..255 times coverage, and coverage 0..1."""
+    every = np.stack([np.asarray(tile, np.float32) for tile in tiles().values()])
+    alpha = every[..., 3:] / 255
+    return np.concatenate([every[..., :3] * alpha, alpha], -1)

@@ -1,0 +1,331 @@
+"""Detector of the emoji world: matched filters of every picture of the atlas, then analysis by synthesis.
+
+1. The image is scaled so that pictures of each side of LADDER become GLIMPSE pixels wide. At every place, every picture
+   at two turns is compared with the pixels under it, over a ground of whatever colour fits best (closed form).
+2. Where that explains most, the best RIVALS pictures are fitted over place, side and turn at a finer resolution, over a
+   ground with a slope. The one with the smallest residual is what is there; its score is the share of the pixels'
+   variance that it explains, noise taken off.
+3. A picture that fits half well is fitted softer, too: images that were compressed or halved have lost detail.
+4. The place is done with, and the next best one follows, until nothing is left to explain.
+
+Shapes below: P places, T templates, K rivals, R = FINE pixels a side.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from visspec.eval.metrics.detection import Detection, DetectionResult, digest
+from visspec.toys.world.emoji.atlas import DIGEST, names, premultiplied
+from visspec.toys.world.emoji.render import stamp
+
+GLIMPSE, WINDOW = 10, 12  # pixels a side of a tile, and of what is compared, in the first step
+TURNS = (-7.5, 7.5)
+LADDER = tuple(0.185 * 1.2**i for i in range(8))  # sides of tiles as fractions of the image's
+KEPT = 96  # principal directions of windows that the first step compares, of colours; a third of them of coverage
+GREY = 128.0
+FAINT = 40.0  # variance, of three channels' sum in grey levels squared, below which a window is taken for ground
+RIVALS = 48
+FINE, AROUND = 28, 1.24  # pixels a side, and tile sides, of what the second step compares
+STEPS = 9
+SOFT, SHARP = (1, 3), 0.92  # pictures with a lower score are fitted with softer tiles, too
+LEAST_SOFT = 0.78  # score of those
+EDGE = 4  # transparent pixels around the tiles of the second step
+MOST = 8  # pictures in an image
+TRIES = 16
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Templates of the first step: their windows' colours and coverage projected on a few directions.
+
+    colour (kept, T) with basis (3 W W, kept); cover (kept, T) with basis (W W, kept) of 1 - coverage; energy (T) of the
+    colours; ground (3, T), their product with 1 - coverage; room (T), the energy of 1 - coverage; name (T).
+    """
+
+    colour_basis: torch.Tensor
+    colour: torch.Tensor
+    cover_basis: torch.Tensor
+    cover: torch.Tensor
+    energy: torch.Tensor
+    ground: torch.Tensor
+    room: torch.Tensor
+    name: torch.Tensor
+
+
+def _windows() -> np.ndarray:
+    """Every picture at both turns in the middle of a window, premultiplied, float32 (T, WINDOW, WINDOW, 4)."""
+    out = np.zeros((len(names()) * len(TURNS), WINDOW, WINDOW, 4), np.float32)
+    for i, name in enumerate(names()):
+        for j, turn in enumerate(TURNS):
+            pixels, left, top = stamp(name, WINDOW / 2, WINDOW / 2, GLIMPSE, turn)
+            n = len(pixels)
+            rows, columns = (slice(max(0, at), min(WINDOW, at + n)) for at in (top, left))
+            part = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
+            out[i * len(TURNS) + j, rows, columns] = part
+    return out
+
+
+def _basis(vectors: torch.Tensor, kept: int) -> torch.Tensor:
+    """Principal directions (d, kept) of vectors (n, d), not centred."""
+    return torch.linalg.eigh(vectors.T @ vectors)[1][:, -kept:].contiguous()
+
+
+@cache
+def bank() -> Bank:
+    """The package's own templates, made once."""
+    windows = torch.from_numpy(_windows())
+    cover = 1 - windows[..., 3].flatten(1)
+    colour = (windows[..., :3] - GREY * windows[..., 3:]).permute(0, 3, 1, 2).flatten(2)  # (T, 3, W W)
+    flat = colour.flatten(1)
+    of_colour, of_cover = _basis(flat, KEPT), _basis(cover, KEPT // 3)
+    return Bank(
+        of_colour, (flat @ of_colour).T.contiguous(), of_cover, (cover @ of_cover).T.contiguous(),
+        flat.square().sum(1), (colour * cover[:, None]).sum(-1).T.contiguous(), cover.square().sum(1),
+        torch.arange(len(names())).repeat_interleave(len(TURNS)),
+    )  # fmt: skip
+
+
+@cache
+def fine_tiles(soft: int = 0) -> torch.Tensor:
+    """All tiles at half size, premultiplied, less GREY, float32 (pictures, 4, side, side); `soft` times smoothed by a
+    binomial of five pixels, with room around them for their edges.
+    """
+    small = F.pad(F.avg_pool2d(torch.from_numpy(premultiplied()).permute(0, 3, 1, 2), 2), (EDGE,) * 4)
+    small = torch.cat([small[:, :3] - GREY * small[:, 3:], small[:, 3:]], 1)
+    line = torch.tensor([1.0, 4.0, 6.0, 4.0, 1.0]) / 16
+    for _ in range(soft):
+        for kernel in (line.view(1, 1, 1, 5), line.view(1, 1, 5, 1)):
+            small = F.conv2d(small.flatten(0, 1)[:, None], kernel, padding="same")[:, 0].view(small.shape)
+    return small
+
+
+@dataclass(frozen=True)
+class DetectedEmoji:
+    """One picture found: its name, score up to 1, centre, tile side in pixels, and turn in degrees."""
+
+    name: str
+    score: float
+    x: float
+    y: float
+    side: float
+    turn: float
+
+    @property
+    def box(self) -> tuple[float, float, float, float]:
+        """(x0, y0, x1, y1) of the tile, not turned."""
+        half = self.side / 2
+        return self.x - half, self.y - half, self.x + half, self.y + half
+
+
+PLACE = ("x", "y", "side", "whole", "gain")
+
+
+@dataclass
+class Places:
+    """Results of the first step at P places of all scales: centre and side in pixels, and what pictures explain."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    side: torch.Tensor
+    whole: torch.Tensor  # energy there is, in the image's own pixels
+    gain: torch.Tensor  # (P, pictures), energy explained
+
+
+def noise_of(pixels: torch.Tensor) -> float:
+    """Standard deviation of independent noise of an image (3, height, width), from diagonal differences."""
+    high = pixels[:, :-1, :-1] - pixels[:, :-1, 1:] - pixels[:, 1:, :-1] + pixels[:, 1:, 1:]
+    return float(high.abs().median()) / 0.6745 / 2
+
+
+def _glimpse(pixels: torch.Tensor, side: float) -> Places | None:
+    """The first step at one scale; pixels (3, height, width) less GREY, side in pixels."""
+    b, scale = bank(), GLIMPSE / side
+    height, width = (round(n * scale) for n in pixels.shape[1:])
+    small = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True, align_corners=False)
+    edge = WINDOW // 2 - GLIMPSE // 2
+    small = F.pad(small, (edge,) * 4, mode="replicate")
+    if min(small.shape[2:]) < WINDOW:
+        return None
+    patches = F.unfold(small, WINDOW)[0].T.unflatten(1, (3, -1))  # (P, 3, W W)
+    area = WINDOW * WINDOW
+    mean = patches.sum(-1)
+    alone = patches.square().sum((1, 2)) - mean.square().sum(1) / area
+    at = (alone > FAINT * area).nonzero()[:, 0]
+    if not len(at):
+        return None
+    patches, columns = patches[at], small.shape[3] - WINDOW + 1
+    over = (patches @ b.cover_basis).flatten(0, 1) @ b.cover  # (3 P, T): product with 1 - coverage
+    ground = (over.view(len(at), 3, -1) - b.ground).square_().sum(1).div_(b.room)
+    gain = (patches.flatten(1) @ b.colour_basis) @ b.colour
+    gain.mul_(2).sub_(b.energy).add_(ground)  # less the patch's energy, this is minus the residual
+    gain.sub_((mean[at].square().sum(1) / area)[:, None])
+    best = gain.unflatten(1, (-1, len(TURNS))).amax(-1) / scale**2
+    x, y = ((n.float() + GLIMPSE / 2) / scale for n in (at % columns, at // columns))
+    return Places(x, y, torch.full_like(x, side), alone[at] / scale**2, best)
+
+
+def _around(places: Places, at: int) -> torch.Tensor:
+    """Which places (P) are close to one of them, also in their side."""
+    reach = 0.3 * places.side[at]
+    near = ((places.x - places.x[at]).abs() < reach) & ((places.y - places.y[at]).abs() < reach)
+    return near & ((places.side / places.side[at]).log().abs() < 0.5)
+
+
+def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
+    """The first step at all scales."""
+    parts = [part for side in sides if (part := _glimpse(pixels, side)) is not None]
+    if not parts:
+        return None
+    return Places(*(torch.cat([getattr(part, name) for part in parts]) for name in PLACE))
+
+
+class _PoseFit:
+    """The second step: pictures fitted to one place of an image; poses (K, 4) are x, y and log side, and turn.
+
+    x and y are offsets from the place in units of its side, the side is relative to it, turns are radians.
+    """
+
+    def __init__(self, pixels: torch.Tensor, x: float, y: float, side: float):
+        height, width = pixels.shape[1:]
+        axis = (torch.arange(FINE) + 0.5) / FINE * AROUND - AROUND / 2
+        self.v, self.u = torch.meshgrid(axis, axis, indexing="ij")
+        grid = torch.stack([(x + self.u * side) * 2 / width - 1, (y + self.v * side) * 2 / height - 1], -1)
+        scale = FINE / AROUND / side
+        if scale < 1:  # more pixels than are compared
+            pixels = F.interpolate(pixels[None], scale_factor=scale, mode="bilinear", antialias=True)[0]
+        self.window = F.grid_sample(pixels[None], grid[None], padding_mode="border", align_corners=False)[0]
+        inside = ((grid.abs() <= 1).all(-1)).float()
+        self.inside = inside
+        self.slope = torch.stack([torch.ones_like(self.u), self.u, self.v]) * inside  # (3, R, R)
+        self.window = self.window * inside
+        self.alone = self._left(self.window[None], self.slope[None])[0]
+        self.soft = 0
+
+    @staticmethod
+    def _left(pixels: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+        """Energy (K) of pixels (K, 3, R, R) that no mixture of the basis (K, n, R, R) explains."""
+        flat, spans = pixels.flatten(2), basis.flatten(2)
+        gram = spans @ spans.mT + 1e-3 * torch.eye(spans.shape[1])
+        product = spans @ flat.mT
+        return flat.square().sum((1, 2)) - (product * torch.linalg.solve(gram, product)).sum((1, 2))
+
+    def left(self, picture: torch.Tensor, pose: torch.Tensor) -> torch.Tensor:
+        """Energy (K) that pictures (K) in their poses (K, 4) leave, over a ground with a slope."""
+        tiles = fine_tiles(self.soft)
+        scale = torch.exp(-pose[:, 2])[:, None, None] * 2 * (1 - 2 * EDGE / tiles.shape[-1])
+        c, s = (f(pose[:, 3])[:, None, None] for f in (torch.cos, torch.sin))
+        du, dv = self.u - pose[:, 0, None, None], self.v - pose[:, 1, None, None]
+        grid = torch.stack([(c * du + s * dv) * scale, (c * dv - s * du) * scale], -1)
+        drawn = F.grid_sample(tiles[picture], grid, align_corners=False) * self.inside
+        return self._left(self.window - drawn[:, :3], self.slope * (1 - drawn[:, 3:]))
+
+    def best(self, picture: torch.Tensor, pose: torch.Tensor) -> tuple[int, torch.Tensor, float]:
+        """(picture, pose, energy left) of the best of K rivals, each fitted by steps that are halved if none helps."""
+        moves = torch.cat([torch.zeros(1, 4), torch.eye(4), -torch.eye(4)])
+        width = torch.tensor([0.06, 0.06, 0.1, 0.13]).expand(len(picture), 4)
+        left = self.left(picture, pose)
+        for step in range(STEPS):
+            tried = pose[:, None] + moves * width[:, None]
+            each = self.left(picture.repeat_interleave(len(moves)), tried.flatten(0, 1)).view(len(picture), -1)
+            left, choice = each.min(1)
+            pose = tried[torch.arange(len(picture)), choice]
+            width = torch.where(choice[:, None] == 0, width / 2, width)
+            if step in (2, 4):
+                kept = left.topk(min(len(left), 10 if step == 2 else 4), largest=False).indices
+                picture, pose, width, left = picture[kept], pose[kept], width[kept], left[kept]
+        first = int(left.argmin())
+        return int(picture[first]), pose[first], float(left[first])
+
+
+class EmojiDetector:
+    """Finds pictures of the atlas, with GenEval's interface. `score` is the least share of variance explained.
+
+    `sides` are the least and the largest tile side, fractions of the image's shorter side.
+    """
+
+    name = "emoji"
+    closed_set = True
+    original = False
+    max_overlap = 1.0
+
+    def __init__(self, score: float = 0.6, sides: tuple[float, float] = (LADDER[0], LADDER[-1])):
+        if not 0 < sides[0] <= sides[1] <= 1:
+            raise ValueError(f"sides: got {sides}, expected 0 < least <= largest <= 1")
+        self.score, self.sides = score, sides
+        self.fingerprint = digest("emoji-1", DIGEST, score, sides)
+
+    def threshold(self, tag: str) -> float:
+        """The same for all tasks; `score` has already been applied."""
+        return 0.0
+
+    @torch.inference_mode()
+    def analyse(self, image: np.ndarray | Image.Image) -> tuple[DetectedEmoji, ...]:
+        """Pictures of an RGB image (PIL, or uint8 or float 0..255 (height, width, 3)), by falling score."""
+        rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
+        if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
+            raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32")
+        pixels = torch.from_numpy(np.ascontiguousarray(rgb.transpose(2, 0, 1))) - GREY
+        side, least, most = min(rgb.shape[:2]), *self.sides
+        places = _first(pixels, [part * side for part in LADDER if least / 1.1 <= part <= most * 1.1])
+        out: list[DetectedEmoji] = []
+        noise = noise_of(pixels)
+        for _ in range(TRIES):
+            if places is None or not len(places.x) or len(out) == MOST:
+                break
+            at = int(places.gain.amax(1).argmax())
+            found = self._fitted(pixels, places, at, noise)
+            if found.score >= self.score:
+                out.append(found)
+                reach = 0.36 * (places.side + found.side)
+                far = ((places.x - found.x).abs() > reach) | ((places.y - found.y).abs() > reach)
+            else:
+                far = ~_around(places, at)
+            places = Places(*(getattr(places, name)[far] for name in PLACE))
+        return tuple(sorted(out, key=lambda seen: -seen.score))
+
+    def _fitted(self, pixels: torch.Tensor, places: Places, at: int, noise: float) -> DetectedEmoji:
+        """The picture that explains a place best, fitted from the RIVALS that do so around it in the first step."""
+        x, y, side = (float(v[at]) for v in (places.x, places.y, places.side))
+        index = _around(places, at).nonzero()[:, 0]
+        found, places_of = [], []
+        for worth in (
+            places.gain[index],
+            places.gain[index] / places.whole[index, None],
+        ):  # a small one's share is high
+            most, where = worth.max(0)
+            found.append(most.topk(RIVALS // 2).indices)
+            places_of.append(index[where[found[-1]]])
+        picture, start = torch.cat(found), torch.cat(places_of)
+        pose = torch.stack(
+            [(places.x[start] - x) / side, (places.y[start] - y) / side, (places.side[start] / side).log(),
+             torch.zeros(len(start))], 1,
+        )  # fmt: skip
+        fit = _PoseFit(pixels, x, y, side)
+        room = float(fit.inside.sum())
+        floor = 3 * noise**2 * room * min(1.0, FINE / AROUND / side) ** 2
+        there = max(float(fit.alone) - floor, floor / 2, FAINT * room)
+        chosen, best, left = fit.best(picture, pose)
+        if 1 - SHARP < (float(fit.alone) - left) / there < SHARP:
+            for fit.soft in SOFT:
+                other = fit.best(picture, pose)
+                # smooth tiles fit the ground between pictures half well
+                if other[2] < left and float(fit.alone) - other[2] > LEAST_SOFT * there:
+                    chosen, best, left = other
+        pose, score = best, (float(fit.alone) - left) / there
+        scale = float(pose[2].exp())
+        turn = float(torch.rad2deg(pose[3]))
+        return DetectedEmoji(
+            names()[chosen], score, x + float(pose[0]) * side, y + float(pose[1]) * side, side * scale, turn
+        )
+
+    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
+        """All pictures of the image; none is ever refused."""
+        return DetectionResult(
+            tuple(Detection(seen.name, seen.score, seen.box, None, None) for seen in self.analyse(image))
+        )

@@ -1,0 +1,78 @@
+"""Renders scenes of the emoji world: grounds like those of photographs, pictures turned, scaled and laid over them."""
+
+from functools import cache
+from math import ceil, floor
+
+import numpy as np
+from PIL import Image
+
+from visspec.toys.world.emoji.atlas import TILE, tiles
+from visspec.toys.world.emoji.scene import GROUNDS, TINTS, EmojiScene, check
+
+SLOPE = 26.0  # grey levels from the canvas's middle to the end of its gradient
+CLOUDS = 13.0  # standard deviations in grey levels
+GRAIN = 7.0
+REDUCED = (11, 16, 23, 32, 45, TILE)  # sides to which tiles are reduced before they are turned and placed
+
+
+def ground(kind: str, tint: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Ground, float32 (size, size, 3) in 0..255: tint and gradient, soft clouds (`cloudy`, `rough`), grain (`grainy`,
+    `rough`); clouds and gradient scale with the canvas, grain is per pixel.
+    """
+    if kind not in GROUNDS or tint not in TINTS:
+        raise ValueError(f"ground: got {kind!r} in {tint!r}, expected one of {GROUNDS} in one of {tuple(TINTS)}")
+    axis = (np.arange(size, dtype=np.float32) + 0.5) * 2 / size - 1
+    angle, slope = rng.uniform(0, 2 * np.pi), SLOPE * rng.uniform(0.3, 1)
+    image = np.asarray(TINTS[tint], np.float32) + 8 * rng.standard_normal(3).astype(np.float32)
+    image = image + (slope * (np.cos(angle) * axis + np.sin(angle) * axis[:, None]))[..., None]
+    if kind in ("cloudy", "rough"):
+        coarse = Image.fromarray(rng.standard_normal((6, 6)).astype(np.float32))
+        cloud = np.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC))
+        image = image + CLOUDS * cloud[..., None] * np.asarray([1, 0.9, 0.75], np.float32)
+    if kind in ("grainy", "rough"):
+        image = image + GRAIN * rng.standard_normal((size, size, 1), dtype=np.float32)
+    return image.astype(np.float32)
+
+
+@cache
+def _reduced(name: str, side: int) -> Image.Image:
+    """A tile at `side` pixels, premultiplied, in the middle of a canvas with a transparent edge."""
+    page = Image.new("RGBa", (side + 2, side + 2), (0, 0, 0, 0))
+    page.paste(tiles()[name].convert("RGBa").resize((side, side), Image.Resampling.BOX), (1, 1))
+    return page
+
+
+def stamp(name: str, x: float, y: float, side: float, turn: float) -> tuple[np.ndarray, int, int]:
+    """Premultiplied pixels float32 (n, n, 4), colours 0..255 and coverage 0..1, and the column and row of their first
+    on the canvas. x, y and side in pixels, the centre anywhere.
+    """
+    source = next((s for s in REDUCED if s >= side), TILE)
+    reach = side * 0.66 + 1  # of a tile turned by up to 15 degrees, and a little more
+    left, top = floor(x - reach), floor(y - reach)
+    n = ceil(2 * reach) + 1
+    scale, angle = source / side, np.deg2rad(turn)
+    c, s = float(np.cos(angle)) * scale, float(np.sin(angle)) * scale
+    dx, dy, middle = left - x, top - y, source / 2 + 1
+    matrix = (c, s, middle + c * dx + s * dy, -s, c, middle - s * dx + c * dy)
+    cut = _reduced(name, source).transform((n, n), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
+    pixels = np.asarray(cut, np.float32).copy()
+    pixels[..., 3] /= 255
+    return pixels, left, top
+
+
+def render(scene: EmojiScene, size: int = 120) -> np.ndarray:
+    """Pixels of a scene, uint8 (size, size, 3), sRGB; later pictures lie over earlier ones."""
+    check(scene)
+    image = ground(scene.ground, scene.tint, size, np.random.default_rng(scene.texture_seed))
+    for picture in scene.pictures:
+        pixels, left, top = stamp(picture.name, picture.x * size, picture.y * size, picture.side * size, picture.turn)
+        n = len(pixels)
+        rows, columns = (slice(max(0, at), min(size, at + n)) for at in (top, left))
+        part = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
+        image[rows, columns] = image[rows, columns] * (1 - part[..., 3:]) + part[..., :3]
+    return np.clip(np.rint(image), 0, 255).astype(np.uint8)
+
+
+def to_image(scene: EmojiScene, size: int = 120) -> Image.Image:
+    """The same pixels as a PIL image."""
+    return Image.fromarray(render(scene, size))

@@ -1,0 +1,134 @@
+"""Scenes of the emoji world: one to five pictures on a ground with texture and tint, and how they are sampled.
+
+Lengths are fractions of the canvas side, the origin is the top left corner, y points down; turns are clockwise degrees.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from visspec.toys.world.emoji.atlas import names, numbers
+from visspec.toys.world.scene import GRID, HELD_OUT_SEED, cell_of
+
+SIZES = {"small": 0.2, "large": 0.28}
+SIZE_JITTER = 0.01
+CENTRE_JITTER = 0.02
+MOST_TURN = 15.0
+COUNTS = (1, 2, 3, 4, 5)
+GROUNDS = ("smooth", "grainy", "cloudy", "rough")
+TINTS = {
+    "grey": (132, 132, 134),
+    "blue": (96, 124, 166),
+    "green": (104, 140, 96),
+    "brown": (142, 110, 84),
+    "pink": (188, 132, 146),
+    "violet": (124, 100, 154),
+}
+SPLITS = ("any", "train", "combinations", "pictures")
+# Every 16th picture, and the large ones of every 8th, may be kept out of training.
+HELD_OUT_PICTURES, HELD_OUT_COMBINATIONS = (16, 7), (8, 3)
+
+
+@dataclass(frozen=True)
+class PlacedEmoji:
+    """One picture: its name in the atlas, centre, side of its tile, turn."""
+
+    name: str
+    x: float
+    y: float
+    side: float
+    turn: float = 0.0
+
+    @property
+    def size(self) -> str:
+        """`small` or `large`, whichever nominal side is nearer."""
+        return "small" if self.side < sum(SIZES.values()) / 2 else "large"
+
+    @property
+    def cell(self) -> int:
+        """Index 0..8 of the layout cell that holds the centre, in raster order."""
+        return cell_of(self.x, self.y)
+
+
+@dataclass(frozen=True)
+class EmojiScene:
+    """Pictures in raster order on one ground; `texture_seed` fixes the ground's pixels."""
+
+    pictures: tuple[PlacedEmoji, ...]
+    ground: str = "smooth"
+    tint: str = "grey"
+    texture_seed: int = 0
+
+    def at(self, cell: int) -> PlacedEmoji | None:
+        """The picture in a layout cell, or None."""
+        return next((picture for picture in self.pictures if picture.cell == cell), None)
+
+
+def check(scene: EmojiScene) -> EmojiScene:
+    """The scene itself; ValueError where a name, the ground or the tint is unknown or a picture leaves the canvas."""
+    for picture in scene.pictures:
+        if picture.name not in numbers():
+            raise ValueError(f"name: got {picture.name!r}, expected one of the {len(names())} names of the atlas")
+        least, most = (f(picture.x, picture.y) for f in (min, max))
+        if not 0 < picture.side / 2 <= min(least, 1 - most) + 1e-6:
+            raise ValueError(
+                f"scene: got a {picture.name!r} of side {picture.side:.2f} at ({picture.x:.2f}, {picture.y:.2f}), "
+                "expected a picture inside the canvas, from 0 to 1"
+            )
+    if scene.ground not in GROUNDS:
+        raise ValueError(f"ground: got {scene.ground!r}, expected one of {GROUNDS}")
+    if scene.tint not in TINTS:
+        raise ValueError(f"tint: got {scene.tint!r}, expected one of {tuple(TINTS)}")
+    return scene
+
+
+def allowed(split: str = "any") -> list[tuple[str, str]]:
+    """(size, name) of a split: `any`, `train`, `combinations` (known pictures at an unknown size) or `pictures`."""
+    if split not in SPLITS:
+        raise ValueError(f"split: got {split!r}, expected one of {SPLITS}")
+    kept: dict[str, list[tuple[str, str]]] = {each: [] for each in SPLITS}
+    for i, name in enumerate(names()):
+        for size in SIZES:
+            unseen = i % HELD_OUT_PICTURES[0] == HELD_OUT_PICTURES[1]
+            unusual = size == "large" and i % HELD_OUT_COMBINATIONS[0] == HELD_OUT_COMBINATIONS[1]
+            kept["pictures" if unseen else "combinations" if unusual else "train"].append((size, name))
+            kept["any"].append((size, name))
+    return kept[split]
+
+
+def sample_ground(rng: np.random.Generator) -> tuple[str, str, int]:
+    """Ground, tint and texture seed, each uniform."""
+    return GROUNDS[int(rng.integers(len(GROUNDS)))], [*TINTS][int(rng.integers(len(TINTS)))], int(rng.integers(1 << 31))
+
+
+def sample_scene(rng: np.random.Generator, split: str = "any", counts: tuple[int, ...] = COUNTS) -> EmojiScene:
+    """Sample a scene: count, cells, ground and every attribute uniform; no picture comes twice."""
+    choices = allowed(split)
+    n = int(rng.choice(counts))
+    cells = np.sort(rng.choice(GRID * GRID, size=n, replace=False))
+    jitter = rng.uniform(-1, 1, size=(n, 4))
+    pictures: list[PlacedEmoji] = []
+    for cell, (dx, dy, bigger, turn) in zip(cells, jitter):
+        size, name = choices[int(rng.integers(len(choices)))]
+        while any(name == picture.name for picture in pictures):
+            size, name = choices[int(rng.integers(len(choices)))]
+        x = (cell % GRID + 0.5) / GRID + CENTRE_JITTER * dx
+        y = (cell // GRID + 0.5) / GRID + CENTRE_JITTER * dy
+        side = SIZES[size] + SIZE_JITTER * bigger
+        pictures.append(PlacedEmoji(name, float(x), float(y), float(side), float(MOST_TURN * turn)))
+    return EmojiScene(tuple(pictures), *sample_ground(rng))
+
+
+def crowded(seed: int) -> EmojiScene:
+    """A scene to learn to see by: half of them have six to nine pictures."""
+    return sample_scene(np.random.default_rng(seed), counts=(*COUNTS, 6, 7, 8, 9))
+
+
+def scene_from_seed(seed: int, split: str = "any") -> EmojiScene:
+    """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
+    return sample_scene(np.random.default_rng(seed), split)
+
+
+def held_out_scenes(count: int, first: int = 0) -> list[EmojiScene]:
+    """Held-out scenes number first..first+count, on which nothing is trained."""
+    return [scene_from_seed(HELD_OUT_SEED + first + i) for i in range(count)]

@@ -1,0 +1,108 @@
+"""Scenes of the free tier: a few coloured shapes in distinct cells of a 3x3 layout, and how they are sampled.
+
+Lengths are fractions of the canvas side, the origin is the top left corner, y points down.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS
+
+GRID = 3
+RADIUS = {"small": 0.075, "large": 0.13}
+RADIUS_JITTER = 0.005  # small is below 0.08, large above 0.125: they don't overlap
+CENTRE_JITTER = 0.025
+COUNTS = (3, 4, 5, 6)
+
+HELD_OUT_SEED = 1 << 30  # seeds below it are for training, seeds from it on for held-out scenes
+# One colour per class that may be excluded from training, to test unseen combinations.
+HELD_OUT_PAIRS = frozenset(
+    {
+        ("red", "star"),
+        ("orange", "diamond"),
+        ("yellow", "bar"),
+        ("green", "circle"),
+        ("blue", "triangle"),
+        ("pink", "cross"),
+        ("black", "ring"),
+        ("white", "square"),
+    }
+)
+
+
+def cell_of(x: float, y: float) -> int:
+    """Index 0..8 of the layout cell that holds a point, in raster order; of the nearest cell if none does."""
+    column, row = (min(GRID - 1, max(0, int(v * GRID))) for v in (x, y))
+    return row * GRID + column
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One shape: class name, colour name, centre and radius (fractions of the canvas side)."""
+
+    kind: str
+    colour: str
+    x: float
+    y: float
+    radius: float
+
+    @property
+    def size(self) -> str:
+        """`small` or `large`, whichever nominal radius is nearer."""
+        return "small" if self.radius < sum(RADIUS.values()) / 2 else "large"
+
+    @property
+    def cell(self) -> int:
+        """Index 0..8 of the layout cell that holds the centre, in raster order."""
+        return cell_of(self.x, self.y)
+
+
+@dataclass(frozen=True)
+class ShapeScene:
+    """Shapes in raster order on one ground; `texture_seed` fixes the ground's pixels."""
+
+    shapes: tuple[Shape, ...]
+    ground: str = "plain"
+    texture_seed: int = 0
+
+    def at(self, cell: int) -> Shape | None:
+        """The shape in a layout cell, or None."""
+        return next((shape for shape in self.shapes if shape.cell == cell), None)
+
+
+def allowed_pairs(pairs: str = "any") -> list[tuple[str, str]]:
+    """(colour, class) pairs of a split: `any` (80), `train` (without HELD_OUT_PAIRS) or `held_out` (only those)."""
+    if pairs not in ("any", "train", "held_out"):
+        raise ValueError(f"pairs must be 'any', 'train' or 'held_out', not {pairs!r}")
+    every = [(colour, kind) for kind in CLASSES for colour in COLOURS]
+    return every if pairs == "any" else [p for p in every if (p in HELD_OUT_PAIRS) == (pairs == "held_out")]
+
+
+def sample_scene(rng: np.random.Generator, pairs: str = "any", counts: tuple[int, ...] = COUNTS) -> ShapeScene:
+    """Sample a scene: count, cells, background and every attribute uniform; shapes are in raster order."""
+    choices = allowed_pairs(pairs)
+    n = int(rng.choice(counts))
+    cells = np.sort(rng.choice(GRID * GRID, size=n, replace=False))
+    pair = rng.integers(len(choices), size=n)
+    large = rng.integers(2, size=n)
+    jitter = rng.uniform(-1, 1, size=(n, 3))
+    shapes = []
+    for i, cell in enumerate(cells):
+        colour, kind = choices[pair[i]]
+        radius = RADIUS["large" if large[i] else "small"] + RADIUS_JITTER * jitter[i, 2]
+        x = (cell % GRID + 0.5) / GRID + CENTRE_JITTER * jitter[i, 0]
+        y = (cell // GRID + 0.5) / GRID + CENTRE_JITTER * jitter[i, 1]
+        shapes.append(Shape(kind, colour, float(x), float(y), float(radius)))
+    ground = GROUNDS[int(rng.integers(len(GROUNDS)))]
+    return ShapeScene(tuple(shapes), ground, int(rng.integers(1 << 31)))
+
+
+def scene_from_seed(seed: int, pairs: str = "any") -> ShapeScene:
+    """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
+    return sample_scene(np.random.default_rng(seed), pairs)
+
+
+def held_out_scenes(count: int, first: int = 0) -> list[ShapeScene]:
+    """Held-out scenes number first..first+count, on which nothing is trained."""
+    return [scene_from_seed(HELD_OUT_SEED + first + i) for i in range(count)]
