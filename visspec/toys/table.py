@@ -1,0 +1,39 @@
+"""The included models and what belongs to them, in one table (`io.included`). Imports nothing heavy."""
+
+from visspec.io.included import Included, IncludedModel
+
+MODELS = {
+    "captioner": IncludedModel("captions rendered scenes of coloured shapes"),
+    "captioner-small": IncludedModel("a smaller one of the same words", "assistant", "captioner"),
+    "captioner-emoji": IncludedModel("captions scenes of emoji"),
+    "painter": IncludedModel("draws coloured shapes, code by code"),
+    "painter-lowres": IncludedModel("its sibling of a quarter of the codes", "lowres", "painter"),
+    "painter-upsampler": IncludedModel("enlarges the sibling's codes", "upsampler", "painter"),
+    "painter-emoji": IncludedModel("draws an emoji, code by code"),
+    "painter-any-order": IncludedModel("draws shapes, codes in any order"),
+    "painter-continuous": IncludedModel("draws shapes, vector by vector"),
+    "painter-mar": IncludedModel("draws shapes, vectors in any order"),
+    "painter-var": IncludedModel("draws shapes, scale by scale"),
+}
+DRAFTERS = {
+    "vispec": IncludedModel("the embedded captioner's", "eagle", "captioner", "captioner-vispec"),
+    "vispec-emoji": IncludedModel(
+        "that of the emoji's captioner", "eagle", "captioner-emoji", "captioner-emoji-vispec"
+    ),
+    "painter-eagle": IncludedModel("the embedded painter's", "image-eagle", "painter"),
+    "painter-emoji-eagle": IncludedModel("that of the emoji's painter", "image-eagle", "painter-emoji"),
+    "painter-distilled": IncludedModel("the embedded painter's", "distilled", "painter"),
+    "painter-continuous-drafter": IncludedModel(
+        "the embedded continuous painter's", "continuous", "painter-continuous"
+    ),
+    "painter-mar-drafter": IncludedModel("the embedded MAR's", "mar", "painter-mar"),
+    "painter-var-small": IncludedModel("the embedded VAR's, a painter by itself", "var", "painter-var"),
+}
+INCLUDED = Included(
+    models=MODELS | DRAFTERS,
+    drafters=frozenset(DRAFTERS),
+    text_model="captioner",
+    image_model="painter",
+    worlds=("shapes", "emoji"),
+    scenes="visspec.toys.scenes:scenes_of",
+)
