@@ -8,7 +8,7 @@ import transformers as tf
 from transformers.modeling_layers import MtpModel
 
 import visspec
-from tests.doubles import new_tokens
+from tests.doubles import check_exact, new_tokens
 from tests.tiny import PAD, TEXT, TEXT_IDS, built, enliven, llama
 from visspec.models.assistants import assistant
 from visspec.models.block.drafter import BlockModel, bare
@@ -133,9 +133,7 @@ def test_the_same_tokens_as_transformers_own_mode(name):
     inputs = prompt((19,))
     expected = new_tokens(target.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
     assert new_tokens(of_transformers(name, target, drafter, inputs), inputs) == expected
-    fast = visspec.accelerate(target, made(name, target, drafter), adaptive=False)
-    assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
-    assert fast.last_stats.faults == 0
+    check_exact(target, made(name, target, drafter), inputs, NEW)
     if name != "mtp":
         assert visspec.accelerate(target, drafter).name == type(drafter).__name__
 
@@ -146,15 +144,7 @@ def test_ragged_batches_greedy_and_seeded(name, width):
     if name == "mtp" and width > 1:
         pytest.skip("one pass a level, each behind the one token before it")
     target, drafter = pair_of(name)
-    inputs = prompt(LENGTHS)
-    fast = visspec.accelerate(target, made(name, target, drafter, width), adaptive=False)
-    plain = visspec.accelerate(target, None)
-    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "top_k": 30, "seed": [1, 2, 3]}):
-        expected = new_tokens(plain.generate(**inputs, **options, max_new_tokens=NEW), inputs)
-        result = fast.run(**inputs, **options, max_new_tokens=NEW)
-        assert new_tokens(result.output, inputs) == expected and result.stats.faults == 0
-    stock = new_tokens(target.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
-    assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == stock
+    check_exact(target, made(name, target, drafter, width), prompt(LENGTHS), NEW)
 
 
 def made(name, target, drafter, width=1):
@@ -235,12 +225,8 @@ def test_rows_enter_a_running_batch(name):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_heads_of_any_number(layers):
     model = glm4_moe(layers)
-    inputs = prompt(LENGTHS)
-    fast = visspec.accelerate(model, MultiToken(heads_of(model)), adaptive=False)
-    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-    result = fast.run(**inputs, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(result.output, expected) and result.stats.faults == 0
-    assert max(round.levels for round in result.state.trace.rounds) == layers
+    quick = check_exact(model, MultiToken(heads_of(model)), prompt(LENGTHS), NEW)
+    assert max(round.levels for round in quick.last_state.trace.rounds) == layers
 
 
 def test_heads_are_read_from_the_checkpoint(tmp_path):

@@ -10,7 +10,7 @@ import transformers as tf
 
 import visspec
 from tests.distributions import context_law, plain_law, total_variation
-from tests.doubles import NEW, new_tokens, stock
+from tests.doubles import NEW, check_exact
 from tests.published import begun
 from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import unwarped  # noqa: F401
@@ -18,7 +18,6 @@ from tests.tiny import VOCAB, model_of, prompt, shapes
 from visspec.api import zoo
 from visspec.api.train_drafter import request_of
 from visspec.distributions.categorical import residual
-from visspec.loop.decode import open_request
 from visspec.models.assistants import assistant
 from visspec.models.block.diffusion import DiffusionModel, _Prompts
 from visspec.models.block.diffusion_trained import DiffusionDrafter
@@ -133,34 +132,10 @@ def test_a_long_text_is_read_at_its_ends():
 
 # --- the output -------------------------------------------------------------------------------------------------------
 
-WAYS = {
-    "one pass": {}, "three passes": {"steps": 3}, "every token": {"steps": 6}, "tree": {"width": 3, "nodes": 9},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", ["llama", "llava"])
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_plain_decoding(family, way):
-    """Greedy as transformers', sampled as plain decoding of the same seeds, in a ragged batch and alone."""
-    model = model_of(family)
-    drafter = DiffusionModel(modern_bert(), model, mask=MASK, block=6, **WAYS[way])
-    fast, plain = (visspec.accelerate(model, d, adaptive=False) for d in (drafter, None))
-    for shape in ("one", "ragged"):
-        inputs = prompt(family, shapes(family)[shape])
-        greedy = fast.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-        assert new_tokens(greedy, inputs) == stock(family, shape)
-        sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "seed": [3, 4, 5][: len(greedy)]}
-        assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
-        assert fast.last_stats.faults == 0 and max(r.levels for r in fast.last_state.trace.rounds) > 1
-
 
 @pytest.mark.parametrize("value", [{"entropy": 0.8}, {"confidence": 0.5}, {"tree": "3-2"}], ids=str)
 def test_shapes_of_blocks_change_no_token(value):
-    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
-    fast = visspec.accelerate(model, trained().shaped(**value), adaptive=False)
-    greedy = {"max_new_tokens": NEW, "do_sample": False}
-    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
-    assert fast.last_stats.faults == 0
+    fast = check_exact(model_of("llava"), trained().shaped(**value), prompt("llava", shapes("llava")["ragged"]))
     levels = [r.levels for r in fast.last_state.trace.rounds]
     assert max(levels) == (2 if "tree" in value else 6)
 
@@ -342,18 +317,3 @@ def test_a_checkpoint_of_another_model_or_form(tmp_path, changes, sentence):
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=sentence):
         zoo.drafter(tmp_path, model_of("llava"))
-
-
-def test_rows_join_a_running_batch():
-    drafter, model = trained(), model_of("llava")
-    states: list = []
-    for rows in (["4 i 5", "6 i 3"], ["9", "12", "5 i 2"]):
-        request = request_of(model, prompt("llava", rows), temperature=0.0, max_new_tokens=4, seed=0)
-        state, scores = open_request(HFDecoder(model, (-1,), embeddings=True), visspec.Exact(), request)
-        drafter.start(state, scores)
-        states.append(state)
-    mine, new = states
-    before, theirs = list(mine.memory.prompts), new.memory.prompts
-    mine.rows, new.rows = [1, 2, 3], [0, 2]
-    drafter.join(mine, new, [1, 0])
-    assert mine.memory.prompts == [*before, theirs[2], theirs[0]]

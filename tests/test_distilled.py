@@ -148,31 +148,6 @@ def test_rejection_keeps_any_target_law_enumerated(refine):
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:guidance")
-@pytest.mark.parametrize("guidance", [3.0, 1.0])
-@pytest.mark.parametrize("refine", [1, 6])
-def test_output_is_that_of_plain_decoding_for_a_ragged_batch(refine, guidance):
-    ids, attention = prompts(3)
-    for temperature in (0.0, 1.0):
-        plain, _ = run(request(ids, attention, guidance, temperature), None)
-        fast, state = run(request(ids, attention, guidance, temperature), drafter(refine=refine))
-        assert torch.equal(plain, fast) and state.trace.faults == 0
-
-
-@pytest.mark.parametrize("rule", [Exact, Rejection])
-def test_a_row_does_not_depend_on_its_batch(rule):
-    """Rows end in different rounds, so the memory is cut, and are those of a batch of one."""
-    ids, attention = prompts(3)
-    used, own = drafter(), []
-    together, state = run(request(ids, attention, seed=4), used, rule())
-    assert state.trace.faults == 0
-    for b in range(3):
-        alone, other = run(request(ids[b : b + 1], attention[b : b + 1], seed=4 + b), used, rule())
-        own.append(len(other.trace.rounds))
-        assert torch.equal(together[b], alone[0])
-    assert len(state.trace.rounds) == max(own) and (rule is Rejection or len(set(own)) > 1)
-
-
 class Table:
     """In place of a network: a code follows from the one before and its place, and nothing from a blank place."""
 

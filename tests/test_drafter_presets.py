@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 import visspec
+from tests.doubles import check_exact
 from tests.published import begun
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import presets, train_drafter, zoo
@@ -68,13 +69,8 @@ def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     still = {"img_fc.bias"} if name == "blind" else set()
     assert set(dict(drafter.head.named_parameters())) - set(moved) <= still
     assert json.loads((tmp_path / "out" / "provenance.json").read_text())["preset"] == name
-    inputs = prompt("llava", shapes("llava")["ragged"])
-    fast, plain = visspec.accelerate(model, drafter, adaptive=False), visspec.accelerate(model, None)
-    greedy = {"max_new_tokens": NEW, "do_sample": False}
-    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
-    sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "seed": [1, 2, 3]}
-    assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
-    assert fast.last_stats.faults == 0 and max(r.levels for r in fast.last_state.trace.rounds) > 1
+    fast = check_exact(model, drafter, prompt("llava", shapes("llava")["ragged"]))
+    assert max(r.levels for r in fast.last_state.trace.rounds) > 1
 
 
 def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):

@@ -97,23 +97,6 @@ def whole_prefix(drafter, model, inputs, state):
     return fresh.memory, drafter._catch_up(fresh.memory, 1)
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize(("name", "shape", "latents"), CASES)
-def test_output_is_that_of_stock_generate_and_sampling_that_of_the_plain_loop(name, shape, latents, width):
-    model, inputs = model_of(name), prompt(name, shapes(name)[shape])
-    drafter = make(name, latents)
-    drafter.width, drafter.nodes = width, 9
-    fast = visspec.accelerate(model, drafter, adaptive=False, levels=4)
-    plain = visspec.accelerate(model, None)
-    greedy = {"max_new_tokens": NEW, "do_sample": False}
-    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
-    assert fast.last_stats.faults == 0
-    for options in ({}, {"temperature": 0.6, "top_p": 0.9}):
-        sampled = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "seed": 5, **options}
-        assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
-        assert fast.last_stats.faults == 0
-
-
 def test_other_noise_and_depths_give_the_same_tokens():
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["several"])
     outs = [

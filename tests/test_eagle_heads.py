@@ -59,31 +59,6 @@ def make(name, form, seed=1, width=1, **more):
     return drafter
 
 
-EXACT = [("llava", form) for form in FORMS] + [("qwen2_5_vl", "eagle3"), ("qwen2_5_vl", "vispec"), ("llama", "eagle")]
-EXACT += [("qwen2_5_vl", "flash"), ("qwen2_5_vl", "specvlm"), ("llama", "flash"), ("llama", "dream")]
-
-
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize(("name", "form"), EXACT)
-def test_ragged_batches_greedy_and_seeded(name, form, width):
-    model, inputs = model_of(name), prompt(name, shapes(name)["ragged"])
-    fast = visspec.accelerate(model, make(name, form, width=width), adaptive=False, levels=4)
-    plain = visspec.accelerate(model, None)
-    greedy = {"max_new_tokens": NEW, "do_sample": False}
-    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
-    assert fast.last_stats.faults == 0
-    sampled = {
-        "max_new_tokens": NEW,
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 0,
-        "seed": [3, 4, 5],
-    }
-    assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
-    assert fast.last_stats.faults == 0
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("name", "form"),

@@ -185,35 +185,6 @@ def test_sampled_pairs_follow_the_model(kind):
     assert chi_square(counts, joint / joint.sum()) > 1e-3 > chi_square(counts, flatter)
 
 
-@pytest.mark.filterwarnings("ignore:guidance")
-@pytest.mark.parametrize("guidance", [3.0, 1.0])
-@pytest.mark.parametrize("kind", SHAPES)
-def test_output_is_that_of_plain_decoding_for_a_ragged_batch(kind, guidance):
-    ids, attention = prompts(3)
-    used = drafter(SHAPES[kind])
-    for temperature in (0.0, 1.0):
-        plain, _ = run(request(ids, attention, guidance, temperature), None)
-        fast, state = run(request(ids, attention, guidance, temperature), used)
-        assert torch.equal(plain, fast) and state.trace.faults == 0
-        assert len(state.trace.rounds) < plain.shape[1]
-    if guidance != 1:
-        stock = janus().generate(
-            input_ids=ids, attention_mask=attention.long(), generation_mode="image", do_sample=False
-        )
-        assert torch.equal(run(request(ids, attention, guidance, 0.0), used)[0], stock)
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_a_row_does_not_depend_on_its_batch(kind):
-    ids, attention = prompts(3)
-    used = drafter(SHAPES[kind])
-    together, state = run(request(ids, attention, seed=4), used, Rejection())
-    assert state.trace.faults == 0
-    for b in range(3):
-        alone, _ = run(request(ids[b : b + 1], attention[b : b + 1], seed=4 + b), used, Rejection())
-        assert torch.equal(together[b], alone[0])
-
-
 def test_a_rollout_is_what_drafting_says():
     """Step k of the rollout at image token t is level k + 1 of a chain that starts at token t - k."""
     ids, attention = prompts(3)

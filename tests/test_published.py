@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import visspec
+from tests.doubles import check_exact
 from tests.published import Watched, begun, dflash_hidden, eagle_logits, known
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
@@ -249,14 +250,7 @@ def test_it_is_exact_in_ragged_batches_and_comes_back_from_its_own_form(tmp_path
     kind = config.family
     model, inputs = model_of(kind), prompt(kind, shapes(kind)["ragged"])
     spec = named(saved(tmp_path / "head", data, tensors), options)
-    fast = visspec.accelerate(model, spec, adaptive=False)
-    assert fast.drafter.traits.levels == config.levels
-    greedy = {"max_new_tokens": NEW, "do_sample": False}
-    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
-    sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": [1, 2, 3], "temperature": 0.8}
-    plain = visspec.accelerate(model, None)
-    assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
-    assert fast.last_stats.faults == 0
+    assert check_exact(model, spec, inputs, NEW).drafter.traits.levels == config.levels
     drafter, _ = zoo.drafter(spec, model)
     if form is None:
         with pytest.raises(ValueError, match="got a drafter with norm_input True"):
@@ -724,12 +718,7 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
     data, tensors = layout()
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
     spec = f"{saved(tmp_path / 'head', data, tensors)}:width={width}"
-    fast, plain = visspec.accelerate(model, spec, adaptive=False), visspec.accelerate(model, None)
-    greedy = {"max_new_tokens": NEW, "do_sample": False}
-    assert torch.equal(fast.generate(**inputs, **greedy), model.generate(**inputs, **greedy))
-    sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": [1, 2, 3]}
-    assert torch.equal(fast.generate(**inputs, **sampled), plain.generate(**inputs, **sampled))
-    assert fast.last_stats.faults == 0
+    check_exact(model, spec, inputs, NEW)
     if width == 1:
         drafter, _ = zoo.drafter(spec, model)
         drafter.export(tmp_path / "again", form, "somewhere/target")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import visspec
-from tests.doubles import NEW, fast, new_tokens, opened, stock
+from tests.doubles import NEW, fast, opened
 from tests.test_image_targets import made
 from tests.test_zoo import janus_pair
 from tests.tiny import llama, model_of, prompt, shapes
@@ -19,28 +19,6 @@ from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.lookup.recycling import _shape, _Table
 from visspec.models.lookup.suffix import SuffixAutomaton
-
-NAMES = [f"{name}{shared}" for name in ("suffix", "recycling") for shared in ("", ":shared=true")]
-NAMES += ["layers", "layers:every=2", "layers:exit=1", "recycling:width=1,nodes=3"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3"])
-def test_tokens_of_a_seed_depend_on_no_draft(name, family):
-    """Greedy and sampled, in a ragged batch, also with what earlier requests have left."""
-    if "every" in name and family != "qwen3_vl":
-        pytest.skip("two layers have none between them")
-    inputs = prompt(family, shapes(family)["ragged"])
-    quick, plain = fast(family, name), fast(family, None)
-    sampling = {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": [3, 4, 5]}
-    expected = new_tokens(plain.generate(**inputs, **sampling, max_new_tokens=NEW), inputs)
-    for _ in range(2):
-        assert new_tokens(quick.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == stock(
-            family, "ragged"
-        )
-        assert quick.last_stats.faults == 0
-        assert new_tokens(quick.generate(**inputs, **sampling, max_new_tokens=NEW), inputs) == expected
-        assert quick.last_stats.faults == 0
 
 
 @pytest.mark.parametrize("name", ["suffix", "recycling"])

@@ -1,0 +1,332 @@
+"""The contract of drafters, over all kinds and forms: tokens of plain decoding, and rows that know no batch."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import visspec
+from tests import (
+    test_any_order,
+    test_assistants,
+    test_block_heads,
+    test_continuous_painting,
+    test_diffusion,
+    test_eagle,
+    test_eagle_heads,
+    test_mar_target,
+    test_scales,
+)
+from tests.doubles import check_exact
+from tests.test_image_targets import made
+from tests.test_zoo import DRAFTERS, ELSEWHERE, ROWS, TEXT, TEXT_ALONE, drawn, janus_pair, tiny_drafter
+from tests.tiny import model_of, prompt, shapes, single_row
+from visspec.accept.coupled import Coupled
+from visspec.accept.exact import deepest
+from visspec.accept.rejection import Rejection
+from visspec.api import zoo
+from visspec.api.queueing import RequestBuilder
+from visspec.distributions import Categorical, categorical
+from visspec.loop.decode import advance, retire, select, start
+from visspec.loop.setup import build_setup
+from visspec.loop.stream import join
+from visspec.models.block.diffusion import DiffusionModel
+from visspec.models.block.trained import BlockDrafter
+from visspec.models.decoder.small_model import SmallModel
+from visspec.models.mar.drafter import SmallMAR
+from visspec.models.mar.target import MARImages, MARTarget
+from visspec.models.var.drafter import SmallVAR
+from visspec.models.var.target import VARImages, VARTarget
+from visspec.tree import roots
+from visspec.types import Request, RuleTraits, Sampling, Verdict
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def diffusion(family, **options):
+    return DiffusionModel(test_diffusion.modern_bert(), model_of(family), mask=test_diffusion.MASK, block=6, **options)
+
+
+def sharp(drafter):
+    """With laws sharp enough to differ, if it is trained."""
+    if (head := getattr(drafter, "head", None)) is not None:
+        with torch.no_grad():
+            head.codes.weight.mul_(20.0)
+    return drafter
+
+
+def wide(drafter):
+    drafter.width, drafter.nodes = 3, 9
+    return drafter
+
+
+BLOCK_SHAPES = [{"tree": "opt"}, {"tree": "3-4-2"}, {"tree": "eagle"}, {"entropy": 1.0}, {"confidence": 0.2}]
+FILLED = {"one pass": {}, "three passes": {"steps": 3}, "every token": {"steps": 6}, "tree": {"width": 3, "nodes": 9}}
+UNTRAINED = [f"{name}{shared}" for name in ("suffix", "recycling") for shared in ("", ":shared=true")]
+UNTRAINED += ["layers", "layers:exit=1", "recycling:width=1,nodes=3"]
+OF_FAMILIES = [("qwen2_5_vl", form) for form in ("eagle3", "vispec", "flash", "specvlm")]
+OF_FAMILIES += [("llama", form) for form in ("eagle", "flash", "dream")]
+FORMS = {  # of drafters of text: (family, prompts, drafter)
+    **{f"{name}, {rows}": ("llava", rows, partial(tiny_drafter, name)) for name in TEXT for rows in ("one", "ragged")},
+    **{f"{name} of {family}": (family, "ragged", partial(str, name))
+       for family in ("llama", "qwen3_vl", "gemma3") for name in UNTRAINED},
+    "layers:every=2": ("qwen3_vl", "ragged", partial(str, "layers:every=2")),
+    **{f"features of {family}": (family, rows, partial(test_eagle.make, family, latents))
+       for family, rows, latents in test_eagle.CASES},
+    **{f"trees of features of {family}": (family, rows, lambda f=family, n=n: wide(test_eagle.make(f, n)))
+       for family, rows, n in test_eagle.CASES},
+    **{f"{form} head of {family}": (family, "ragged", partial(test_eagle_heads.make, family, form))
+       for family, form in [*(("llava", form) for form in test_eagle_heads.FORMS), *OF_FAMILIES]},
+    **{f"trees of {form} of {family}": (family, "ragged", partial(test_eagle_heads.make, family, form, width=3))
+       for family, form in [*(("llava", form) for form in ("eagle", "msd", "dream", "eagle3-normed")), *OF_FAMILIES]},
+    **{f"{kind} with {shape}": ("llava", "ragged", lambda k=kind, s=shape: test_block_heads.blocks(k).shaped(**s))
+       for kind in ("flash", "dflash") for shape in BLOCK_SHAPES},
+    "a head of confidence": ("llava", "ragged", lambda: test_block_heads.dspark().shaped(confidence=0.3)),
+    **{f"diffusion in {way} of {family}": (family, "ragged", partial(diffusion, family, **options))
+       for family in ("llama", "llava") for way, options in FILLED.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_drafter_leaves_the_text_as_it_is(name):
+    """Greedy and seeded, also with what earlier requests have left."""
+    family, rows, make = FORMS[name]
+    quick = check_exact(model_of(family), make(), prompt(family, shapes(family)[rows]), levels=4)
+    if "shared" in name:
+        check_exact(model_of(family), quick.drafter.inner, prompt(family, shapes(family)[rows]), levels=4)
+
+
+IMAGE_FORMS = [*sorted(set(zoo.DRAFTERS) - TEXT_ALONE - ELSEWHERE), "distilled:refine=1"]
+IMAGE_FORMS += ["image-eagle:tree=dynamic,width=3,nodes=9", "image-eagle:tree=static,shape=3-4-2"]
+
+
+@pytest.mark.filterwarnings("ignore:guidance")
+@pytest.mark.parametrize("name", IMAGE_FORMS)
+@pytest.mark.parametrize("temperature, guidance", [(0.0, 3.0), (1.0, 3.0), (1.0, 1.0)])
+def test_a_drafter_leaves_the_image_as_it_is(name, temperature, guidance):
+    """Greedy and drawn, with guidance and without, in a batch and alone."""
+    expected, _ = drawn(janus_pair(None, zoo.acceptance("exact")), ROWS, 0, temperature, guidance)
+    setup = janus_pair(sharp(tiny_drafter(name)), zoo.acceptance("exact"))
+    found, state = drawn(setup, ROWS, 0, temperature, guidance)
+    assert found == expected and ("=" not in name or max(r.levels for r in state.trace.rounds) > 1)
+    assert drawn(setup, [1], 0, temperature, guidance)[0] == expected[1:2]
+
+
+@pytest.mark.parametrize("name", ["distilled", "image-eagle", "image-eagle:tree=static,shape=3-4-2"])
+def test_a_drawn_draft_of_a_row_does_not_depend_on_its_batch(name):
+    setup = janus_pair(sharp(tiny_drafter(name)), zoo.acceptance("rejection"))
+    together, _ = drawn(setup, ROWS, seed=4)
+    assert [drawn(setup, [row], seed=4)[0][0] for row in ROWS] == together
+
+
+# --- rows of a batch --------------------------------------------------------------------------------------------------
+
+GROUPS = ([0, 1, 2], [3, 4], [5])  # rows of text that are prefilled together; the last one has no picture
+PARTS = ["3 i 4 i 9", "6 i 5", "12 i 2", "5 i 2 i 3", "2 i 6", "15"]
+WORDS = ["square", "ring and a bar", "star"]
+
+
+class Some(Rejection):
+    """Keeps as many levels as the pending code says, whatever is drafted, and goes on with one of few codes."""
+
+    traits = RuleTraits(judges_draws=True)
+
+    def __call__(self, draft, scores, noise):
+        parent, real = draft.tree.parent, torch.ones_like(draft.value, dtype=bool) if draft.real is None else draft.real
+        later = ((parent[..., None] == parent[:, None]) & real[:, None]).tril(-1).any(dim=-1)
+        kept = real & ~later & (draft.tree.depth <= draft.value[:, :1] % 3)
+        return deepest(
+            draft.tree, kept | roots(draft.tree), 5 + categorical(scores.distribution).logits[..., 5:11].argmax(-1)
+        )
+
+
+class SomeVectors(Coupled):
+    def __call__(self, draft, scores, noise):
+        if draft.tree.size == 1:
+            return super().__call__(draft, scores, noise)
+        last_B1 = (draft.value[:, 0, :1] > 0).long()
+        index = torch.arange(draft.tree.size)
+        return Verdict(
+            torch.where(index <= last_B1, index, -1),
+            last_B1[:, 0] + 1,
+            draft.value[range(len(last_B1)), last_B1[:, 0] + 1],
+        )
+
+
+def stirred(drafter):
+    """With weights that are zero in a fresh network moved, so that all it reads counts."""
+    if (head := getattr(drafter, "head", None)) is not None:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for weight in head.parameters():
+                weight.add_(0.2 * torch.randn_like(weight))
+        if hasattr(drafter, "refresh"):
+            drafter.refresh()
+    return drafter
+
+
+def texts(model, drafter, name="llava", parts=PARTS):
+    """A setup of a text drafter, and the request of a group of rows."""
+    fast = visspec.accelerate(model, stirred(drafter), acceptance=Some(), adaptive=False, levels=3)
+    builder = RequestBuilder(model, fast.setup, {"do_sample": True, "top_k": 0, "max_new_tokens": 60})
+    inputs = prompt(name, parts)
+    few = (inputs["input_ids"] >= 5) & (inputs["input_ids"] < 88)
+    inputs["input_ids"] = torch.where(few, 5 + inputs["input_ids"] % 6, inputs["input_ids"])
+
+    def asked(rows):
+        each = [builder.request(row, single_row(name, parts, inputs, row) | {"seed": row}) for row in rows]
+        request = builder.together(each)
+        request.each, request.sampling = each, each[0].sampling
+        request.generators = [one.generators[0].clone_state() for one in each]
+        return request
+
+    return fast.setup, asked
+
+
+def pictures(drafter, asked, family=None, rule=None, target=None, levels=3):
+    """A setup of an image drafter, and the request of some rows."""
+    make = (lambda _: target) if target else lambda traits: family.made(traits, False)
+    rule = rule or Some()
+    return build_setup(
+        drafter, "", rule, family or target.family, make, levels=levels, adaptive=False, order=zoo.order("raster")
+    ), asked
+
+
+def of_codes(drafter):
+    case, family = made("janus"), made("janus").family
+
+    def asked(rows):
+        found, sampling = case.prompt(rows), Sampling(1.0, guidance=case.guidance)
+        generators = [torch.Generator().manual_seed(row) for row in rows]
+        places = case.layout.positions
+        return Request(found, found.ids, places, sampling, grid=case.layout.grid, generators=generators)
+
+    return pictures(stirred(drafter), asked, family)
+
+
+def of_any_order(drafter, order=None):
+    return pictures(
+        drafter, lambda rows: test_any_order.asked("caption", rows, Sampling(1.0, guidance=3.0), order),
+        test_any_order.family("caption"),
+    )  # fmt: skip
+
+
+def of_vectors():
+    model = test_continuous_painting.fresh("painter", test_continuous_painting.SMALL)
+    pipe = visspec.ImagePipeline(model, test_continuous_painting.continuous_card.build_processor())
+
+    def asked(rows):
+        found = pipe.family.prompt([WORDS[row] for row in rows], True)
+        generators = [torch.Generator().manual_seed(row) for row in rows]
+        return Request(found, found.ids, 64, Sampling(1.0, guidance=2.0), generators=generators)
+
+    drafter = test_continuous_painting.drafter(test_continuous_painting.fresh("drafter", feature=16), pipe)
+    return pictures(drafter, asked, pipe.family, SomeVectors())
+
+
+def of_mar():
+    images, near = (MARImages(test_mar_target.network(0, n), plan=test_mar_target.PLAN) for n in (0.08, 0.079))
+    single = {row: test_mar_target.generators(3)[row] for row in range(3)}
+
+    def asked(rows):
+        found = test_mar_target.request([(1, 4, 0)[row] for row in rows], Sampling(1.0, guidance=2.0))
+        found.generators = [single[row].clone_state() for row in rows]
+        return found
+
+    return pictures(SmallMAR(near), asked, rule=SomeVectors(), target=MARTarget(images), levels=2)
+
+
+def of_scales():
+    model = test_scales.network(0)
+    target = VARTarget(VARImages(model, codec=test_scales.vae()))
+
+    def asked(rows):
+        return test_scales.request([(1, 4, 0)[row] for row in rows], Sampling(0.0, guidance=2.0))
+
+    return pictures(
+        SmallVAR(test_scales.moved(model, 0.01)), asked, rule=zoo.acceptance("scales"), target=target, levels=2
+    )
+
+
+def of_pair(name):
+    target, drafter = test_assistants.pair_of(name)
+    return texts(target, test_assistants.made(name, target, drafter), "llama", ["13", "8", "15", "12", "9", "6"])
+
+
+BATCHES = {
+    **{name: lambda name=name: of_codes(tiny_drafter(name)) for name in DRAFTERS.keys() - TEXT - {"none"}},
+    **{name: lambda name=name: texts(model_of("llava"), tiny_drafter(name)) for name in TEXT - {"none", "jacobi"}},
+    "layers": lambda: texts(model_of("llava"), tiny_drafter("layers:exit=1")),
+    "block-head": lambda: texts(
+        model_of("qwen2_5_vl"), BlockDrafter.for_model(model_of("qwen2_5_vl"), layers=1, block=4, markov=3),
+        "qwen2_5_vl",
+    ),
+    "image-eagle:tree=static": lambda: of_codes(tiny_drafter("image-eagle:tree=static,shape=3-3-3")),
+    "jacobi": lambda: of_codes(tiny_drafter("jacobi:redraw=maximal,branch=2")),
+    "jacobi:redraw=gumbel": lambda: of_codes(tiny_drafter("jacobi:redraw=gumbel")),
+    "ahead": lambda: of_any_order(test_any_order.Ahead(3), test_any_order.ORDERS["halton"]),
+    "neighbours": lambda: of_any_order(test_any_order.Neighbours(3)),
+    "continuous": of_vectors, "mar": of_mar, "var": of_scales, "mtp": lambda: of_pair("mtp"),
+    "a block model": lambda: of_pair("dflash"), "a shared cache": lambda: of_pair("gemma4"),
+    "a small model": lambda: texts(model_of("llava"), SmallModel(model_of("qwen2"), model_of("llava"))),
+}  # fmt: skip
+
+
+def opened(setup, asked, rows, seen):
+    """The state of some rows after their prefill; what is drafted for a row goes to its list in `seen`."""
+    state, drafter = start(setup.target, setup.drafter, setup.rule, asked(rows)), setup.drafter
+    who = dict(enumerate(rows))
+
+    def watched(now, depth):
+        draft = type(drafter).propose(drafter, now, depth)
+        if now is state:
+            shape = len(now.rows), draft.tree.size
+            real = torch.ones(shape, dtype=bool) if draft.real is None else draft.real
+            q = draft.q.p if isinstance(draft.q, Categorical) else torch.zeros(shape)
+            for row, there, *drafted in zip(now.rows, real, draft.value, draft.tree.parent.expand(shape), q):
+                seen.setdefault(who[row], []).append([part[there] for part in drafted])
+        return draft
+
+    drafter.propose = watched
+    return state, who
+
+
+def test_every_drafter_is_run():
+    assert set(zoo.DRAFTERS) - {"none"} <= set(BATCHES)
+
+
+@pytest.mark.parametrize("name", sorted(BATCHES))
+@torch.inference_mode()
+def test_what_is_drafted_for_a_row_in_a_batch_is_what_is_drafted_for_it_alone(name):
+    """Behind rows that have left and been joined, exact rules hide other rows' keys and laws: only drafts show them."""
+    setup, asked = BATCHES[name]()
+    decoded = setup.target, setup.drafter, setup.rule, setup.length_policy
+    together: dict[int, list] = {}
+    others = [start(*decoded[:3], asked(rows)) for rows in GROUPS[1:]] if setup.drafter.traits.joins else []
+    state, who = opened(setup, asked, GROUPS[0], together)
+
+    def rounds(count):
+        for _ in range(count):
+            advance(state, *decoded)
+
+    rounds(0 if name == "var" else 2)  # images of few scales are done after that
+    select(state, *decoded[:2], [2, 1])
+    rounds(1)
+    for other, take, place in zip([*others[:1], *others], [1, 0, 0], [0, 3, 4]):
+        join(state, *decoded[:2], other, [take], [place])
+        who[place] = {0: 4, 3: 3, 4: 5}[place]
+        rounds(1)
+    if others:
+        rounds(1)
+        select(state, *decoded[:2], [4, 1, 2])
+        rounds(2)
+    assert state.trace.faults == 0 and len({n for r in state.trace.rounds for n in r.committed}) > 1
+    assert any(len(value) > 1 for drafts in together.values() for value, *_ in drafts)
+    for row, drafts in together.items():
+        alone: dict[int, list] = {}
+        single, _ = opened(setup, asked, [row], alone)
+        for _ in drafts:
+            advance(single, *decoded)
+            retire(single, *decoded[:2])
+        for found, wanted in zip(drafts, alone[row], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
