@@ -7,7 +7,7 @@ WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint types bench models mutants notebooks docs
+.PHONY: demo test test-all lint types bench models mutants notebooks docs
 
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,8 +18,14 @@ $(VENV)/.ready: pyproject.toml setup.py
 demo: $(VENV)/.ready
 	$(BIN)/visspec demo
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m "not nightly"
+
+# those marked nightly too: every family compiled, thousands of records, all notebooks, large samples
+test-all: $(VENV)/.ready
+	$(PYTEST)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -12,6 +12,13 @@ settings.register_profile("visspec", derandomize=True, deadline=None, max_exampl
 settings.load_profile("visspec")
 
 
+def pytest_collection_modifyitems(items):
+    """What is nightly is slow: `-m "not slow"` leaves out both."""
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     """Every test starts from the same global random state."""

@@ -346,7 +346,7 @@ def test_passes_a_code_on_the_toy():
     assert process(Toy(potts(2, 2, 4, 0.0), spread(2, 2)), 3)[1] / 4 == pytest.approx(0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_spread_orders_need_fewer_passes():
     """Nine codes of two colours, drafts of three: 0.396 of a pass a code in raster order and 0.371 spread; the
     published form 0.701 and 0.674.

@@ -608,7 +608,7 @@ def three_thousand(tmp_path_factory):
     return home, *every_kind(home), {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name, kills", [("o.jsonl", 520), ("o.parquet", 520), ("shards", 18)])
 def test_three_thousand_records_of_every_kind_and_five_kills(name, kills, three_thousand, little):
@@ -637,12 +637,12 @@ def test_three_thousand_records_of_every_kind_and_five_kills(name, kills, three_
     print(f"{name}: {len(rows)} records, {len(failed)} failed")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_kills_lose_no_record_and_repeat_none(tmp_path):
     check_kills(tmp_path, 2000, 100, [300, 900, 1500])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_ten_thousand_images_three_kills_and_memory_is_flat(tmp_path, little):
     """Memory of the run behind the third kill, a thousand records after its start and in its last thousand."""

@@ -73,8 +73,12 @@ def test_one_row_then_several_in_two_graphs_each_and_the_model_is_left_as_it_was
     assert gone() is None and dressed(model) == before
 
 
+PROMPTLY = ("gemma3", "llava", "qwen2_5_vl")  # and `llama` above: windows, pictures, M-RoPE
+OTHERS = sorted(set(FAMILIES) - {"llama", *PROMPTLY})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"llama"}))
+@pytest.mark.parametrize("name", [*PROMPTLY, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_every_family_in_every_shape_without_a_late_graph(name):
     quick = fast(name, Hostile(), compile=True)
     for rows in shapes(name):
@@ -85,7 +89,7 @@ def test_every_family_in_every_shape_without_a_late_graph(name):
     assert passes.graphs == 2 * len(passes.ready)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_hundred_requests_of_different_length_compile_nothing_late(monkeypatch):
     """With generated code, because that has guards of its own."""
     monkeypatch.setattr(compiled, "BACKEND", "inductor")

@@ -383,7 +383,7 @@ def reference(whitened, count=2000):
     return found, torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [1, 2, 16])
 @pytest.mark.parametrize("window", [1, 8])
 def test_joint_law_of_many(size, window):
@@ -394,7 +394,7 @@ def test_joint_law_of_many(size, window):
     assert energy(*reference(whitened)) > 0.001
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CONTROLS)
 def test_published_shortcuts_fail_by_energy(name):
     rule, options = CONTROLS[name]

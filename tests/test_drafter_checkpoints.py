@@ -163,7 +163,7 @@ def test_any_configuration_loads_or_is_refused_in_a_sentence(saved, data, kind):
     load_changed(saved, data, kind)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=600, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), kind=st.sampled_from(list(HUGE)))
 def test_six_hundred_configurations(saved, data, kind):

@@ -394,7 +394,7 @@ def test_hostile_drafters(plain):
     assert run_hostile(30, plain) == ([], [])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_five_hundred_hostile_requests(plain):
     assert run_hostile(500, plain) == ([], [])
 

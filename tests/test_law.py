@@ -188,7 +188,6 @@ class Window:
         return self.numbers[:, :positions]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chain", "tree", "twins"])
 def test_gumbel_choices_follow_the_law(kind):
     """The rule itself, noise and all, 40000 rows in one call: first tokens, and second tokens given the first."""
@@ -208,7 +207,6 @@ def test_gumbel_choices_follow_the_law(kind):
         assert chi_square(second[token], p((token,))) > 1e-4 > chi_square(second[token], p((token,)).roll(1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_sampled_pairs_follow_the_model(drafter):
     """End to end: 2048 samples of two tokens against the model's own laws, top-k and temperature applied."""

@@ -30,6 +30,8 @@ NEED_WEIGHTS = {
     "02_caption_with_a_vlm", "04_speed_and_quality_of_your_own_model", "05_generate_an_image",
     "06_acceptance_between_densities", "07_caption_a_folder",
 }  # fmt: skip
+SHORT = ("01_the_loop_on_a_toy_law", "03_write_a_drafter_in_forty_lines", "05_generate_an_image")
+LONG = sorted(set(PROMISES) - set(SHORT))
 
 
 def printed(notebook) -> str:
@@ -77,7 +79,7 @@ def test_kept_with_outputs_and_short(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("name", PROMISES)
+@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.nightly) for name in LONG)])
 def test_runs(name):
     if name in NEED_WEIGHTS and not CAPTIONER:
         pytest.skip("the embedded captioner's weights are not in this checkout")
@@ -90,7 +92,7 @@ def test_runs(name):
     assert set(FOLDER.iterdir()) == before, "a notebook must not write beside itself"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(NEED_WEIGHTS))
 def test_stops_with_a_sentence_where_the_weights_are_missing(name, tmp_path):
     notebook = read(name)

@@ -301,7 +301,7 @@ def test_captions_of_two_processes_are_those_of_one(cluster, tmp_path, capsys):
     assert "records made with" in refused(capsys, *argv, "--prompt", "other")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_images_of_two_processes_are_those_of_one(cluster, pipe, folder, tmp_path):
     from visspec.cli.generate_ray import RecordImages
 

@@ -619,7 +619,7 @@ def test_a_few_clients_at_once(captioner, scenes):
         crowd(running, scenes[:2], clients=6, requests=12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sixteen_clients_two_hundred_requests_one_cut_off(captioner, scenes):
     with Running(captioner, slots=8, places=64, drafter="vispec") as running:
         crowd(running, scenes, clients=16, requests=200)

@@ -101,7 +101,7 @@ def methods() -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.nightly)])
 def test_eight_threads_on_one_pipeline(times, hurried):
     alone, shared = pipeline(), pipeline()
     options = [
@@ -132,7 +132,7 @@ def test_eight_threads_on_one_pipeline(times, hurried):
     together([job(o, want) for o, want in zip(options, expected)] * times)
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", ["ngram", "features", "tree", "small"])
 def test_eight_threads_on_one_accelerated_model(kind, times, hurried):
     model = llava()

@@ -97,7 +97,7 @@ def test_a_finished_training_is_left_as_it_is_and_goes_on_when_asked(folder, tmp
     assert lines[-1]["images"] == 12 and any("psnr" in line for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_makes_pictures_better(folder, tmp_path):
     assert main(command(folder, tmp_path, "--steps", "20")) == 0
     early = measured(tmp_path)["measured"]["psnr"]
@@ -106,7 +106,7 @@ def test_training_makes_pictures_better(folder, tmp_path):
     assert late["psnr"] > early + 2 and late["codes_used"] > 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_train_one_autoencoder(folder, tmp_path):
     out = tmp_path / "vq"
     assert main(command(folder, out, "--steps", "2", "--workers", "2")) == 0

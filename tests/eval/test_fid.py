@@ -363,7 +363,7 @@ def test_random_conv_distance_grows_with_damage(tmp_path: Path):
     assert values == sorted(values) and values[-1] > 2 * values[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_distance_costs_little_beside_its_extractor():
     """Statistics and distance of 2,000 images at most a tenth of the extractor's processor time."""
     extractor, stats = RandomConv(), GaussianStats(256)

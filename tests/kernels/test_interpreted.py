@@ -12,7 +12,7 @@ TESTS = Path(__file__).with_name("test_triton.py")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_triton.py runs compiled")
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)])
 def test_triton_interpreted(which):
     pytest.importorskip("triton")
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--import-mode=importlib", "-m", which, str(TESTS)]

@@ -62,7 +62,10 @@ def test_accept_tree(case):
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 40), marks=pytest.mark.slow)], ids=["few", "many"])
+MANY = pytest.param(range(6, 40), marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("seeds", [range(6), MANY], ids=["few", "many"])
 def test_accept_tree_random_cases(seeds):
     """As many as fit: rules, shapes and dtypes in turn."""
     for seed in seeds:
