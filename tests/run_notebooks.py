@@ -15,7 +15,7 @@ import nbformat
 from nbclient import NotebookClient
 from PIL import Image
 
-FOLDER = Path(__file__).resolve().parent.parent.parent / "notebooks"
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 SECONDS = 600  # of each cell
 SHADES = 256  # colours of a stored picture
 

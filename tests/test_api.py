@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 import visspec
 from tests.doubles import NEW, Oracle, TreeOracle, fast, forced, new_tokens, stock
 from tests.tiny import PAD, VOCAB, llava, model_of, prompt, shapes
+from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
 
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 
@@ -269,24 +270,24 @@ def test_raw_logits(name, shape, sampled):
     ("llama", "one"), ("llama", "ragged"), ("mistral", "ragged"), ("gemma2", "one"), ("llava", "ragged"),
 ])  # fmt: skip
 def test_the_cache_goes_on(name, shape):
-    """`past_key_values` is what transformers would hand out: it goes on from there, and a training pass may too."""
+    """The cache is what transformers would hand out: it goes on from there, and a training pass may too."""
     inputs, model = prompt(name, shapes(name)[shape]), model_of(name)
     options = {"do_sample": False, "return_dict_in_generate": True}
     whole, part = (model.generate(**inputs, **options, max_new_tokens=n) for n in (NEW, 9))
     for drafter in (None, Oracle(stock(name, shape)), TreeOracle(stock(name, shape), 0.4, per_row=True)):
-        cache = fast(name, drafter).generate(**inputs, **options, max_new_tokens=9).past_key_values
-        assert type(cache) is DynamicCache and cache.get_seq_length() == part.past_key_values.get_seq_length()
+        cache = fast(name, drafter).generate(**inputs, **options, max_new_tokens=9)[CACHE]
+        assert type(cache) is DynamicCache and cache.get_seq_length() == part[CACHE].get_seq_length()
         more = {k: v for k, v in inputs.items() if k not in ("pixel_values", "input_ids", "attention_mask")}
         ids, behind = part.sequences, torch.ones(len(part.sequences), 9, dtype=torch.long)
         mask = torch.cat([inputs["attention_mask"], behind], dim=1)
         with torch.enable_grad():
-            loss = model(input_ids=ids[:, -1:], attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits.sum()
+            loss = model(input_ids=ids[:, -1:], attention_mask=mask, **{CACHE: copy.deepcopy(cache)}).logits.sum()
             torch.autograd.grad(loss, model.get_output_embeddings().weight)
-        again = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options, **more,
+        again = model.generate(input_ids=ids, attention_mask=mask, **{CACHE: cache}, **options, **more,
                                max_new_tokens=NEW - 9)  # fmt: skip
         assert torch.equal(again.sequences, whole.sequences)
     without = fast(name, "ngram").generate(**inputs, **options, max_new_tokens=3, use_cache=False)
-    assert without.past_key_values is None
+    assert getattr(without, CACHE) is None
 
 
 @pytest.mark.parametrize("at", [(2, 11), (4, 7), (3, 3)])
@@ -300,7 +301,7 @@ def test_the_cache_of_rows_that_end_apart(ragged, at):
         output = fast("llava", drafter).generate(**ragged, **options)
         assert torch.equal(output.sequences, expected.sequences)
         start = ragged["input_ids"].shape[1]
-        for ours, theirs in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        for ours, theirs in zip(output[CACHE].layers, expected[CACHE].layers, strict=True):
             for b, row in enumerate(answers):
                 stop = next((i for i, t in enumerate(row) if t in ends), NEW - 1)
                 real = [*ragged["attention_mask"][b].nonzero()[:, 0].tolist(), *range(start, start + stop)]
@@ -451,11 +452,16 @@ def test_assistants_and_filled_caches_are_refused(one):
     with pytest.raises(ValueError, match="assistant_model: got LlamaForCausalLM"):
         fast("llava", "ngram").generate(**one, assistant_model=model_of("llama"))
     inputs, cache = prompt("llama", ["9"]), DynamicCache()
-    model_of("llama")(**{k: v[:, :4] for k, v in inputs.items()}, past_key_values=cache)
-    with pytest.raises(ValueError, match="past_key_values: got 4 cached tokens, expected an empty cache"):
-        fast("llama", "ngram").generate(**inputs, past_key_values=cache, max_new_tokens=3)
-    empty = fast("llama", "ngram").generate(**inputs, past_key_values=DynamicCache(), **GREEDY)
-    assert torch.equal(empty, model_of("llama").generate(**inputs, **GREEDY))
+    model_of("llama")(**{k: v[:, :4] for k, v in inputs.items()}, **{CACHE: cache})
+    plain = model_of("llama").generate(**inputs, **GREEDY)
+    for name in CACHE_NAMES:  # both, whatever transformers is installed
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(ValueError, match=f"{CACHE}: got 4 cached tokens, expected an empty cache"):
+                fast("llama", "ngram").generate(**inputs, **{name: cache}, max_new_tokens=3)
+            empty = fast("llama", "ngram").generate(**inputs, **{name: DynamicCache()}, **GREEDY)
+            streamed = next(fast("llama", "ngram").stream([inputs | {name: DynamicCache()}], **GREEDY))
+        assert torch.equal(empty, plain) and streamed.tokens == plain[0, -NEW:].tolist()
 
 
 @pytest.mark.parametrize("arguments,sentence", [

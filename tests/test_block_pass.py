@@ -9,7 +9,7 @@ from tests.doubles import NEW
 from tests.test_assistants import block_assistant, muse_glimmer, pair_of
 from tests.test_assistants import prompt as of_lengths
 from tests.tiny import model_of, prompt, shapes
-from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.attention.slot_layers import CACHE, SlotLayers
 from visspec.models.block import fused_pass as block_pass
 from visspec.models.block.drafter import BlockModel
 from visspec.models.block.fused_pass import BlockPass, foldable
@@ -46,7 +46,7 @@ def passes(run, network, counts, masked):
             "context_hidden_states": torch.randn(2, count, 64, generator=generator).to(like),
             "attention_mask": {"full_attention": None if not masked else mask, "sliding_attention": near},
             "position_ids": torch.stack([torch.arange(count + K) + 3, torch.arange(count + K) * 2]),
-            "past_key_values": cache,
+            "cache" if isinstance(run, BlockPass) else CACHE: cache,
         }
         out = run(**given)
         found.append(getattr(out, "last_hidden_state", out))

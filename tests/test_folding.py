@@ -144,11 +144,11 @@ def test_more_than_a_softmax_goes_to_stock():
 class Particular(modeling_llama.LlamaAttention):
     """Asks the registry, as all do, but wants a mask of its own size."""
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         if attention_mask is not None and attention_mask.shape[2] != hidden_states.shape[1]:
             raise RuntimeError("mask")
         assert modeling_llama.ALL_ATTENTION_FUNCTIONS
-        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
 
 
 class Own(modeling_llama.LlamaAttention):

@@ -25,6 +25,7 @@ from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.api.images import ImagePipeline
+from visspec.models.attention.slot_layers import CACHE
 from visspec.models.eagle import feature_drafting
 from visspec.models.eagle.drafter import FeatureDrafter, config_for
 from visspec.models.eagle.feature_head import FeatureHead
@@ -137,7 +138,7 @@ def test_logits_features_and_what_is_kept(standin):
     torch.testing.assert_close(torch.stack(first.output.logits), torch.stack(plain.output.logits), rtol=1e-5, atol=1e-5)
     assert first.state.trace.rounds == plain.state.trace.rounds
     for other in (first, *others):
-        for mine, theirs in zip(other.output.past_key_values.layers, plain.output.past_key_values.layers):
+        for mine, theirs in zip(other.output[CACHE].layers, plain.output[CACHE].layers):
             torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(mine.values, theirs.values, rtol=1e-5, atol=1e-5)
     assert quick.target.recorder.graphs > 0 and quick.last_stats.faults == 0
@@ -280,7 +281,7 @@ def test_what_another_request_left_is_not_seen(standin):
 def test_a_cache_that_is_returned_is_a_copy(standin):
     quick = visspec.accelerate(llama(seed=9), None)
     asked = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    layer = quick.generate(input_ids=torch.tensor([[5, 6, 7]]), **asked).past_key_values.layers[0]
+    layer = quick.generate(input_ids=torch.tensor([[5, 6, 7]]), **asked)[CACHE].layers[0]
     want = layer.keys.clone(), layer.values.clone()
     quick.generate(input_ids=torch.tensor([[8, 9, 10]]), **asked)
     assert torch.equal(layer.keys, want[0]) and torch.equal(layer.values, want[1])
@@ -559,7 +560,7 @@ def test_a_model_that_counts_on_the_host_is_noticed(standin):
     class Noting(type(model.model)):
         @functools.wraps(plainly)
         def forward(self, *args, **kwargs):
-            cache[:] = [kwargs["past_key_values"]]
+            cache[:] = [kwargs[CACHE]]
             return plainly(self, *args, **kwargs)
 
     model.model.__class__ = Noting

@@ -298,12 +298,12 @@ class Own(tf.models.llama.modeling_llama.LlamaAttention):
 class Particular(tf.models.llama.modeling_llama.LlamaAttention):
     """Asks the registry, but makes numbers of the mask on the way."""
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         assert tf.models.llama.modeling_llama.ALL_ATTENTION_FUNCTIONS
         mask = attention_mask
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(hidden_states.dtype)
-        return super().forward(hidden_states, position_embeddings, mask, past_key_values, **kwargs)
+        return super().forward(hidden_states, position_embeddings, mask, **kwargs)
 
 
 @pytest.mark.parametrize("kind", [Own, Particular])

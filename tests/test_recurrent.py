@@ -11,6 +11,7 @@ from tests.doubles import Double, Oracle, new_tokens, opened_model
 from tests.tiny import IMAGE, PAD, TEXT, VISION_IDS, built, packed_pixels
 from visspec import tree as trees
 from visspec.models.attention import recurrent
+from visspec.models.attention.slot_layers import CACHE
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.decoder.target import HFDecoder
 
@@ -195,7 +196,7 @@ def test_states_are_those_of_the_accepted_tokens():
     for b, count in enumerate((3, 5)):
         ids = torch.cat([inputs["input_ids"][b][inputs["attention_mask"][b].bool()], torch.tensor(expected[b][:count])])
         with torch.no_grad():
-            cache = model_of(name)(input_ids=ids[None], use_cache=True).past_key_values
+            cache = model_of(name)(input_ids=ids[None], use_cache=True)[CACHE]
         for i, layer in state.cache.past.layers.items():
             torch.testing.assert_close(layer.recurrent_states[0][b], cache.layers[i].recurrent_states[0][0])
             torch.testing.assert_close(layer.conv_states[0][b], cache.layers[i].conv_states[0][0])
@@ -215,7 +216,7 @@ def test_what_recurrent_targets_do_not_do_is_refused():
     inputs = prompt("qwen3_5", (9,))
     fast = visspec.accelerate(model, Double())
     output = fast.generate(**inputs, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
-    assert output.past_key_values is None
+    assert getattr(output, CACHE) is None
 
 
 def test_a_state_that_is_not_in_the_cache_is_refused():

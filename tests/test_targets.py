@@ -1,5 +1,7 @@
 """Which models are refused, in one sentence, and what is known of those that are taken."""
 
+import warnings
+
 import pytest
 import torch
 import transformers as tf
@@ -23,6 +25,7 @@ from tests.tiny import (
     qwen2_5_vl,
 )
 from visspec.models.attention.masks import aligned, nearby
+from visspec.models.attention.slot_layers import CACHE
 from visspec.models.decoder.target import HFDecoder, describe
 from visspec.tree import static
 
@@ -153,6 +156,48 @@ def test_features_are_the_hidden_states():
         expected = model(**inputs, output_hidden_states=True).hidden_states
     torch.testing.assert_close(kept[0].features, torch.cat([expected[i] for i in (0, 1, -1)], -1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept[0].aux["embeddings"], expected[0], atol=1e-5, rtol=1e-5)
+
+
+class Before(tf.LlamaForCausalLM):
+    """Written for a transformers that calls a cache `past_key_values`."""
+
+    def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+        return super().forward(input_ids, attention_mask, **{CACHE: past_key_values}, **kwargs)
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, **{CACHE: past_key_values}, **kwargs)
+        return {"past_key_values": inputs.pop(CACHE, None), **inputs}
+
+
+class After(tf.LlamaForCausalLM):
+    """Written for one that calls it `cache`."""
+
+    def forward(self, input_ids=None, attention_mask=None, cache=None, **kwargs):
+        return super().forward(input_ids, attention_mask, **{CACHE: cache}, **kwargs)
+
+    def prepare_inputs_for_generation(self, input_ids, cache=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, **{CACHE: cache}, **kwargs)
+        return {"cache": inputs.pop(CACHE, None), **inputs}
+
+
+class Between(Before):
+    """Takes a cache by a name that is not the one that it prepares inputs with."""
+
+    def prepare_inputs_for_generation(self, input_ids, cache=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, cache, **kwargs)
+        return {"cache": inputs.pop("past_key_values"), **inputs}
+
+
+@pytest.mark.parametrize("kind", [Before, After, Between])
+def test_a_cache_by_another_versions_name(kind):
+    """Models from elsewhere keep the name of the transformers for which they were written."""
+    model, stock = (built(k, tf.LlamaConfig(**TEXT)) for k in (kind, tf.LlamaForCausalLM))
+    inputs = prompt("llama", ["19", "12"])
+    expected = new_tokens(stock.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = visspec.accelerate(model, TreeOracle(expected, 0.3))
+        assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

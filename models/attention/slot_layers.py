@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from visspec.cache import SlotCache
 from visspec.models.attention.recurrent import RecurrentStateCheckpoints
+
+CACHE_NAMES = "cache", "past_key_values"  # of arguments and outputs: from transformers 5.24 on, and before
+CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(GenerateDecoderOnlyOutput)})
+
+
+def cache_argument(function: Callable) -> str | None:
+    """The argument of a model's function that takes a cache, by this transformers' name or by another version's, for
+    which a model from elsewhere may be written. None: it has none, or a dictionary of its own (XLM).
+    """
+    arguments = inspect.signature(function).parameters
+    for name in (CACHE, *CACHE_NAMES):
+        if name in arguments and "dict" not in str(arguments[name].annotation):
+            return name
+    return None
 
 
 class SlotLayer(CacheLayerMixin):
@@ -38,7 +55,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotLayers(Cache):
-    """What a model is given as `past_key_values`; `slots` is what the loop works with.
+    """What a model is given as its cache; `slots` is what the loop works with.
 
     `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
     own. `prompt` is the number of slots that the prompt took; `reaches` and `moves` belong to `rotary`, `past` to
@@ -176,8 +193,9 @@ def restarts(model: Any, cached: int, length: int) -> bool:
     cache = SlotLayers(1)
     cache.slots.lengths = [cached]
     ids = torch.zeros(1, 1, dtype=torch.long).expand(1, length)
+    name = cache_argument(model.prepare_inputs_for_generation) or CACHE
     try:
-        arguments = model.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1)
+        arguments = model.prepare_inputs_for_generation(ids, **{name: cache}, next_sequence_length=1)
     except Exception:  # it needs arguments of a generate call
         return False
-    return arguments.get("past_key_values") is not cache
+    return all(arguments.get(name) is not cache for name in CACHE_NAMES)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from visspec.cache import additive, to_device
 from visspec.io import hub
-from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.block.fused_pass import BlockPass, foldable, stamp
 from visspec.models.decoder.target import describe
 from visspec.models.drafting import level_tree as block_tree
@@ -81,6 +81,7 @@ class BlockModel(StructuredDrafter):
             raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
         self.model, self.form = model, form or DFlashVariant()
+        self.cache_name = cache_argument(assistant.forward) or CACHE
         self._fold: tuple[tuple, BlockPass | None] = ((), None)
         self._check_width()
         self.block, self.mask = config.block_size, config.mask_token_id
@@ -203,10 +204,11 @@ class BlockModel(StructuredDrafter):
             "context_hidden_states": context_BCF.to(like),
             "attention_mask": self._masks(slots.lengths, counts, width, extent, like) if block else UNMASKED,
             "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
-            "past_key_values": memory.cache,
         }
-        folded = self._folded()
-        hidden_BKd = self.assistant(**given).last_hidden_state if folded is None else folded(**given)
+        if (folded := self._folded()) is not None:
+            hidden_BKd = folded(**given, cache=memory.cache)
+        else:
+            hidden_BKd = self.assistant(**given, **{self.cache_name: memory.cache}).last_hidden_state
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
         return hidden_BKd
 

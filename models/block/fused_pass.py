@@ -90,7 +90,7 @@ class BlockPass:
 
     def __call__(
         self, noise_embeds: Tensor, context_hidden_states: Tensor, attention_mask: dict, position_ids: Tensor,
-        past_key_values: Any,
+        cache: Any,
     ) -> Tensor:  # fmt: skip
         """Hidden states (B, K, d). noise_embeds (B, K, d), context (B, C, F), positions (B, C + K) of both; masks by
         kind of layer, or None where nothing is hidden. K may be 0: the context is read for later passes.
@@ -113,7 +113,7 @@ class BlockPass:
             if known:
                 key = torch.cat([keys_BCLGE[:, :, index], key], dim=1)
                 value = torch.cat([both[:, :, index, 1], value], dim=1)
-            key, value = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), index)
+            key, value = cache.update(key.transpose(1, 2), value.transpose(1, 2), index)
             if not x_BKd.shape[1]:
                 continue
             mixed = F.scaled_dot_product_attention(

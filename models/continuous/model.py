@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedConfig
 
 from visspec.io.checkpoint import check_whole
+from visspec.models.attention.slot_layers import CACHE
 from visspec.models.folders import OwnImageModel, load_own
 from visspec.models.vectors.diffusion_head import DiffusionHead, Schedule, schedule
 
@@ -205,7 +206,7 @@ class Sampler:
         values = []
         for t in range(model.tokens):
             hidden = model.decoder(
-                inputs_embeds=inputs, attention_mask=mask, past_key_values=cache, use_cache=True
+                inputs_embeds=inputs, attention_mask=mask, use_cache=True, **{CACHE: cache}
             ).last_hidden_state[:, -1]
             normal = torch.randn(len(self.parts) + 1, rows, size, generator=generator, device=device)
             values.append(self.chain(hidden, normal.to(hidden.dtype)))

@@ -334,9 +334,9 @@ def _continued(
             input_ids=ids_RP[:, first : first + step],
             attention_mask=None if real_RS is None else real_RS[:, : before + first + step],
             position_ids=position_RP[:, first : first + step],
-            past_key_values=cache,
             use_cache=True,
             return_dict=True,
+            **{target.cache_name: cache},
         )
         slots.lengths = [n + step for n in slots.lengths]
         logits.append(output.logits.float())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical, categorical
+from visspec.models.attention.slot_layers import CACHE
 from visspec.models.decoder.target import HFDecoder, describe
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.runner.compiled import compiled
@@ -70,7 +71,7 @@ class SmallModel(StructuredDrafter):
         kept: dict[str, Any] = {}
 
         def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-            model_kwargs.pop("past_key_values", None)
+            model_kwargs.pop(CACHE, None)
             # greedy: distributions come unwarped
             own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=request.max_new_tokens)
             kept["state"] = self.target.prefill(own)[0]

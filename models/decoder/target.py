@@ -27,7 +27,7 @@ from visspec.models.attention import folding, ragged, rotary
 from visspec.models.attention.hooks import DecoderRecorder
 from visspec.models.attention.masks import STATEFUL, Masks
 from visspec.models.attention.recurrent import state_layers
-from visspec.models.attention.slot_layers import SlotLayers, cached_layers, restarts
+from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
 from visspec.models.decoder import probe
 from visspec.models.decoder.layer_subset import LayerSubset
 from visspec.models.runner.compiled import compiled
@@ -64,6 +64,8 @@ class HFDecoder(Target):
         text = model.config.get_text_config()
         mixed = bool(getattr(text, "layer_types", None))  # such models need a mask per layer type
         self.decoder = model.get_decoder()
+        self.cache_name: str = cache_argument(model.forward) or cache_argument(self.decoder.forward) or CACHE
+        self._prepared_cache = cache_argument(model.prepare_inputs_for_generation) or CACHE
         shared = folding.groups(self.decoder, text._attn_implementation)
         dtype, wanted = _dtype(self.decoder), attention or (None if check else ragged.MASK)
         backend = ragged.choose(self.decoder, text, dtype, self.device, wanted)
@@ -116,12 +118,13 @@ class HFDecoder(Target):
         cache.slots.open(length, self.device)
         if self.passes is not None:
             self.passes.open(cache.slots)
-        inputs["past_key_values"] = cache
+        inputs[self._prepared_cache] = cache
         attention = inputs.get("attention_mask")
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
         dropped = inputs.get("position_ids") is not None and arguments.get("position_ids") is None
-        # if preparation drops the empty cache, the model would create its own
-        arguments["past_key_values"] = cache
+        # preparation may give it another name, or drop it while it is empty: the model would create its own
+        arguments = {name: value for name, value in arguments.items() if value is not cache}
+        arguments[self.cache_name] = cache
         arguments.update(self._outputs)
         turning = rotary.PrefillRope(self.rotary, request.max_new_tokens)
         with DecoderRecorder(self.decoder) as seen, turning:
@@ -243,9 +246,9 @@ class HFDecoder(Target):
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                **{self.cache_name: cache},
                 **self._outputs,
             )
         return output, seen
@@ -340,15 +343,15 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
         raise ValueError(
             f"model: {name} has {found}, expected full or sliding attention (rejected tokens could not be undone)"
         )
-    decoder = inspect.signature(model.get_decoder().forward).parameters
-    if "past_key_values" not in decoder:
+    decoder = model.get_decoder()
+    if cache_argument(decoder.forward) is None:
         raise ValueError(f"model: {name} keeps no cache of keys and values, expected one that does")
     attention = text._attn_implementation
     if attention not in ATTENTION_WITH_TREES:
         raise ValueError(
             f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' (a draft needs its own mask)"
         )
-    if "position_ids" not in decoder or getattr(text, "alibi", False):
+    if "position_ids" not in inspect.signature(decoder.forward).parameters or getattr(text, "alibi", False):
         raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")
     depth = text.num_hidden_layers
     for index in features:

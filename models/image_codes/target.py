@@ -26,7 +26,7 @@ from visspec.grammar import constrain
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention import folding
 from visspec.models.attention.masks import Masks
-from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.runner.compiled import CompiledPasses, compiled
 from visspec.models.runner.graphs import GraphedForward, recorded
 from visspec.sampling import process, warp
@@ -301,6 +301,7 @@ class ImageAR(Target):
 
     def __init__(self, family: Family, features: bool = False, compile: bool = False):
         decoder = family.decoder
+        self.cache_name = cache_argument(decoder.forward) or CACHE
         attention = getattr(decoder.config, "_attn_implementation", "sdpa")
         if attention not in TAKES_MASKS:
             raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager'")
@@ -445,9 +446,9 @@ class ImageAR(Target):
             inputs_embeds=embeds,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             return_dict=True,
+            **{self.cache_name: cache},
         )
         return output.last_hidden_state
 

@@ -295,23 +295,25 @@ class LlamaGen(nn.Module):
         inputs_embeds: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool = True,
         return_dict: bool = True,
+        past_key_values: Any = None,
     ) -> BaseModelOutputWithPast:
         """Hidden states after the final norm, (B, N, d).
 
         position_ids: (1|B, N), default 0..N - 1. attention_mask: (1|B, 1, N, S), additive or bool, None for causal.
-        past_key_values: anything with `update(key, value, layer) -> (keys, values)`, all (B, K, ., E). The last
-        two arguments are for compatibility with transformers decoders and are ignored.
+        cache, or past_key_values: anything with `update(key, value, layer) -> (keys, values)`, all (B, K, ., E).
+        use_cache and return_dict are for compatibility with transformers decoders and are ignored.
         """
+        cache = past_key_values if cache is None else cache
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
         turn_BNC = self._table(inputs_embeds.device)[position_ids]
         x = inputs_embeds
         for layer in self.layers:
-            x = layer(x, turn_BNC, attention_mask, past_key_values)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+            x = layer(x, turn_BNC, attention_mask, cache)
+        return BaseModelOutputWithPast(self.norm(x), cache)
 
     def _table(self, device: torch.device) -> Tensor:
         if self._turns is None or self._turns.device != device:

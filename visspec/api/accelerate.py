@@ -242,6 +242,7 @@ class Accelerated(Rebuildable):
         kwargs.pop("custom_generate", None)
         requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(kwargs)
+        requests.adopt_cache(kwargs)
         media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
         call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media)
         output = self.model.generate(**kwargs, custom_generate=call)

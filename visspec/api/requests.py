@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
+from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
 from visspec.types import Request, Sampling, State
 
 PROMPT = ("input_ids", "inputs", "inputs_embeds")  # tensor arguments of generate that are not media
@@ -56,7 +57,9 @@ def of_generate(model, inputs: dict[str, Any], **options: Any) -> Request:
         caught.append(build(input_ids, logits_processor, stopping_criteria, generation_config, kwargs))
         return input_ids
 
-    model.generate(**inputs, **options, custom_generate=catch)
+    arguments = dict(**inputs, **options)
+    adopt_cache(arguments)
+    model.generate(**arguments, custom_generate=catch)
     return caught[0]
 
 
@@ -90,6 +93,13 @@ def check(options: dict[str, Any]) -> None:
         raise ValueError("temperature: got 0 with do_sample=True, expected do_sample=False for greedy decoding")
 
 
+def adopt_cache(options: dict[str, Any]) -> None:
+    """Give a cache the name that this transformers has for it."""
+    for name in CACHE_NAMES:
+        if name in options and CACHE not in options:
+            options[CACHE] = options.pop(name)
+
+
 def adopt_stop_strings(options: dict[str, Any]) -> None:
     """Create the criterion for `stop_strings` here, because generate drops `tokenizer` for custom decoding."""
     config: Any = options.get("generation_config")
@@ -109,9 +119,9 @@ def adopt_stop_strings(options: dict[str, Any]) -> None:
 def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any]) -> Request:
     """From the arguments of a custom decoding function. Raises ValueError as `check` does."""
     check({"generation_config": config})
-    past = model_kwargs.pop("past_key_values", None)
+    past = model_kwargs.pop(CACHE, None)
     if past is not None and past.get_seq_length() > 0:
-        raise ValueError(f"past_key_values: got {past.get_seq_length()} cached tokens, expected an empty cache")
+        raise ValueError(f"{CACHE}: got {past.get_seq_length()} cached tokens, expected an empty cache")
     model_kwargs.pop("logits_to_keep", None)
     limit = min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=1 << 30)
     eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}
@@ -248,7 +258,7 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
         "sequences": sequences,
         "scores": _steps(state.output.distributions, longest) if state.request.keep_logits else None,
         "logits": _steps(state.output.raw, longest) if state.request.keep_raw else None,
-        "past_key_values": _cache(state) if state.request.keep_cache else None,
+        CACHE: _cache(state) if state.request.keep_cache else None,
     }
     return GenerateDecoderOnlyOutput(**parts)
 

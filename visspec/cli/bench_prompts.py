@@ -31,7 +31,7 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.output import TokenBuffer
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.attention.slot_layers import CACHE, SlotLayers
 from visspec.models.decoder.target import HFDecoder
 from visspec.types import Draft, Drafter, DrafterTraits, Request, Scores, State
 
@@ -229,9 +229,9 @@ class PromptRun:
         return self.case.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
-            past_key_values=cache,
             do_sample=False,
             max_new_tokens=self.new,
+            **{CACHE: cache},
         )
 
     def rows(self, nodes: Sequence[int], tau: int, repeats: int) -> list[dict[str, Any]]:
@@ -261,7 +261,7 @@ class PromptRun:
         cache, token = self.stock_cache(), self.ids[:, -1:]
 
         def call() -> None:
-            self.case.model(token, past_key_values=cache, use_cache=True)
+            self.case.model(token, use_cache=True, **{CACHE: cache})
             cache.crop(-1)
 
         return call

@@ -38,6 +38,7 @@ from visspec.io.files import write_json
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
 from visspec.models.attention import folding, ragged
+from visspec.models.attention.slot_layers import CACHE
 from visspec.types import Draft, Drafter, DrafterTraits, Request, State
 
 STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"
@@ -243,7 +244,7 @@ class SizeCase:
         if self.static is None:
             self.static = StaticCache(config=self.model.config, max_cache_len=self.length + self.new)
         self.static.reset()
-        return self.generate(ids, new, past_key_values=self.static), None
+        return self.generate(ids, new, **{CACHE: self.static}), None
 
     def ours(self, ids: Tensor, new: int) -> tuple[Tensor, Any]:
         found = self.plain.run(**self.options(ids, new))

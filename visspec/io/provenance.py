@@ -67,7 +67,7 @@ def triton_version() -> str | None:
 
 def git_revision() -> str:
     """The commit of the source checkout, with "+" if it has changes; "" for an installed wheel."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
     try:
