@@ -23,7 +23,7 @@ from visspec.models.vectors.diffusion_head import schedule
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Drafter, DrafterTraits, Request, Sampling, Scores, State, Target
 
-KS_LIMIT = 1.95  # times 1/sqrt(N): a level of 0.001
+KS_LIMIT = 1.95  # times 1/sqrt(N): a level of 0.001; distances of 0.011 are seen in 30,000 numbers, 0.014 in 20,000
 
 
 class Gaussian:
@@ -133,7 +133,7 @@ WRONG = (2.0, 0.0)  # forecasts that fail for a head of deviation 0.5, so that p
 @pytest.mark.parametrize("drafts", ["none", "near", "far"])
 def test_law_of_coupled_chains(size, window, spreads, drafts, monkeypatch):
     monkeypatch.setattr(denoise, "SPREADS", spreads)
-    count, steps = 100_000 if size < 16 else 30_000, 20
+    count, steps = 30_000, 20
     sch = schedule(steps)
     head, shift = Gaussian(sch, size), {"none": 0.0, "near": 0.05, "far": 0.6}[drafts]
     shift, centre = shift / size**0.5, torch.full((count, 1, size), 0.7)
@@ -294,7 +294,7 @@ def failing(whitened):
 @pytest.mark.parametrize("size", [1, 2, 16])
 @pytest.mark.parametrize("window", [1, 4])
 def test_joint_law_through_the_loop(size, window):
-    whitened, state = joint(Coupled, rows=40_000 // size, size=size, window=window, merge=10)
+    whitened, state = joint(Coupled, rows=20_000 // size, size=size, window=window, merge=10)
     assert not failing(whitened)
     assert state.trace.rounds[0].levels == 2 and 0.2 < np.mean(state.trace.rounds[0].committed) / 3 < 1
 
@@ -359,7 +359,7 @@ def test_what_stands_below_a_replaced_vector_is_not_metered():
 @pytest.mark.parametrize("name", CONTROLS)
 def test_published_shortcuts_fail(name):
     rule, options = CONTROLS[name]
-    assert failing(joint(rule, **options)[0])
+    assert failing(joint(rule, rows=10_000, **options)[0])
 
 
 def energy(x, y, permutations=200):
@@ -408,7 +408,7 @@ def test_acceptance_is_near_the_bound():
     """16 dimensions, 100 steps, drafts 0.026 deviations away in each: against 1 - TV, and against coupling the last
     step alone behind shared noise.
     """
-    count, size, steps, away = 3000, 16, 100, 0.026
+    count, size, steps, away = 2000, 16, 100, 0.026
     head = Gaussian(schedule(steps), size)
     factor, deviation = head.exact()
     centre = torch.zeros(count, 1, size)
@@ -468,7 +468,7 @@ def test_law_of_a_mixture_where_forecasts_fail():
     """Windows of 8 against one step at a time, by other numbers: the distances that kernels of three widths see, beyond
     what two halves of one sample show; points that are never replaced fail.
     """
-    count, steps = 40_000, 12
+    count, steps = 20_000, 12
     sch = schedule(steps)
 
     def ends(window, seed, accept=False):

@@ -8,7 +8,7 @@ from types import SimpleNamespace as Bag
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.doubles import Double
@@ -64,7 +64,6 @@ def test_drafting_costs_three_per_cent_at_most(costs, rate):
     assert seconds <= 1.03
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     turns=st.lists(st.tuples(st.integers(20, 400), st.sampled_from([0.0, 0.2, 0.5, 0.8, 0.95])), min_size=1),
     slope=st.floats(0.0, 0.5), step=st.floats(0.0, 1.0), price=st.floats(0.0, 0.4), seed=st.integers(0, 99),
@@ -281,7 +280,7 @@ def looked_up(texts, careless):
 def test_no_pass_is_widened_by_look_ups_that_are_seldom_right():
     """One in 91 is."""
     random = Random(0)
-    texts = [[random.randrange(5, 96) for _ in range(100)] for _ in range(30)]
+    texts = [[random.randrange(5, 96) for _ in range(100)] for _ in range(15)]
     (widened, _), (careless, _) = looked_up(texts, False), looked_up(texts, True)
     assert widened <= 0.005 < careless, (widened, careless)
 
