@@ -15,7 +15,7 @@ from visspec.models.block import drafter as dflash
 from visspec.models.block.diffusion import DiffusionModel, denoises
 from visspec.models.decoder.shared_cache import SharedCache, shares_cache
 from visspec.models.decoder.small_model import SmallModel
-from visspec.models.eagle.layout import list_of
+from visspec.models.drafting.published_config import list_of
 from visspec.types import Drafter
 
 

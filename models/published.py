@@ -14,8 +14,8 @@ from visspec.io.checkpoint import check_folder, read_json, read_shapes, shown
 from visspec.models import assistants
 from visspec.models.block import layout as dflash_layouts
 from visspec.models.drafting.checkpoint import CONFIG
+from visspec.models.drafting.published_config import list_of, object_of, unprefixed
 from visspec.models.eagle import layout as eagle_layouts
-from visspec.models.eagle.layout import list_of, object_of, unprefixed
 from visspec.types import Drafter
 
 SPECULATORS = {"eagle3": "eagle", "dflash": "dflash"}  # `speculators_model_type`: the reader of its layout

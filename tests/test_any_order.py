@@ -25,12 +25,12 @@ from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import RejectedRegions, ZipAR
 from visspec.loop.setup import build_setup, check_order
 from visspec.loop.visits import HaltonOrder, ListedOrder, SpreadOrder, halton, spread
-from visspec.models.families import family_of
+from visspec.models.image_codes.families import family_of
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.llamagen.network import LlamaGenConfig
+from visspec.models.llamagen.randar import RandAR
 from visspec.models.lookup.neighbours import Neighbours, Patchwork
 from visspec.models.randar.ahead import Ahead
-from visspec.models.randar.network import RandAR
 from visspec.models.randar.target import RandARTarget
 from visspec.types import FREE, Draft, DrafterTraits, Request, Sampling
 

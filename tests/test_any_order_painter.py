@@ -18,8 +18,8 @@ from visspec.api import loading, zoo
 from visspec.api.image_call import ORIGINS
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
+from visspec.models.llamagen.randar import RandAR
 from visspec.models.randar.model import RandARImageConfig, RandARImageModel, load
-from visspec.models.randar.network import RandAR
 from visspec.toys.recipes import any_order_card, any_order_data, any_order_draw, any_order_painter, painter_tokens
 from visspec.toys.recipes.painter_build import build_processor
 

@@ -14,7 +14,7 @@ from visspec.cli import bench_image, bench_image_table
 from visspec.distributions import Denoising, DenoisingSteps, asked
 from visspec.models.continuous.drafter import ContinuousDrafter
 from visspec.models.continuous.model import ContinuousImageModel, Sampler
-from visspec.models.continuous.target import ContinuousAR
+from visspec.models.vectors.target import ContinuousAR
 from visspec.sampling import Normals
 from visspec.toys.recipes import continuous_card, continuous_draw
 from visspec.toys.recipes.painter_tokens import without_words

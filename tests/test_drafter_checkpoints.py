@@ -19,7 +19,7 @@ from visspec.models.drafting.checkpoint import read_config, write
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
-from visspec.models.families import family_of
+from visspec.models.image_codes.families import family_of
 from visspec.models.lowres import drafter as lowres
 from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 

@@ -35,8 +35,9 @@ from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.target import MARImages, MARTarget
+from visspec.models.scales.target import ScaleTarget
 from visspec.models.var.drafter import SmallVAR
-from visspec.models.var.target import VARImages, VARTarget
+from visspec.models.var.target import VARImages
 from visspec.tree import roots
 from visspec.types import Request, RuleTraits, Sampling, Verdict
 
@@ -238,7 +239,7 @@ def of_mar():
 
 def of_scales():
     model = test_scales.network(0)
-    target = VARTarget(VARImages(model, codec=test_scales.vae()))
+    target = ScaleTarget(VARImages(model, codec=test_scales.vae()))
 
     def asked(rows):
         return test_scales.request([(1, 4, 0)[row] for row in rows], Sampling(0.0, guidance=2.0))

@@ -18,8 +18,9 @@ from visspec.loop.decode import apply_verdict, open_request, retire
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle.drafter import FeatureDrafter, config_for
-from visspec.models.eagle.feature_head import FeatureHead, FusedWeights, rotations, rotations_at, staggered
+from visspec.models.eagle.feature_head import FeatureHead, FusedWeights, staggered
 from visspec.models.eagle.sequence import layer_inputs, plan
+from visspec.models.layers import rotations, rotations_at
 from visspec.toys.world.render import to_image
 from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed
 

@@ -22,7 +22,7 @@ from visspec.loop.orders import RejectedRegions
 from visspec.loop.out_of_order import decode_wavefront
 from visspec.loop.read_only import ReadOnlyNoise, ReadOnlyState
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.families import family_of
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Uniform
 from visspec.types import Draft, DrafterTraits, Request, Sampling, Tree

@@ -32,7 +32,7 @@ from visspec.api import image_call, presets, saving, zoo
 from visspec.api.images import ImagePipeline
 from visspec.loop.orders import ZipAR
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
-from visspec.models.families import family_of, prompt_of
+from visspec.models.image_codes.families import family_of, prompt_of
 from visspec.models.image_codes.target import Family
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import State

@@ -18,7 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from visspec import tree as trees
 from visspec.cache import visibility
 from visspec.io import convert_checkpoint
-from visspec.models import layouts
+from visspec.models import published_tensors as layouts
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.codecs import vq_layout as layouts_vq
 from visspec.models.codecs import vqgan

@@ -26,7 +26,7 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.codecs.vqgan import ImageCodec, VQShape
-from visspec.models.families import FAMILIES, family_of
+from visspec.models.image_codes.families import FAMILIES, family_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR, ImageLayout
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.llamagen.network import LlamaGen, LlamaGenConfig

@@ -22,7 +22,7 @@ from visspec.models.infinity.network import InfinityConfig, reach_of, schedule
 from visspec.models.scales.kv_budget import CacheBudget
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.reading import ConditionState
-from visspec.models.var.target import ScaleSettings, VARTarget
+from visspec.models.scales.target import ScaleSettings, ScaleTarget
 from visspec.types import Request, Sampling
 
 SCALES = ScaleSizes(((1, 1), (2, 2), (3, 2), (4, 3)))
@@ -316,7 +316,7 @@ def test_the_refiner_reads_the_scales_so_far_as_a_full_pass_does(parts, tmp_path
     model, vae = parts
     tensors = published(scale=0.25, seed=5)
     small = load(tmp_path, tensors)
-    target = VARTarget(targets.InfinityImages(model, features_of, vae, refiner=small, handover=2))
+    target = ScaleTarget(targets.InfinityImages(model, features_of, vae, refiner=small, handover=2))
     prompt = target.family.prompt(["snow"], False)
     bits = torch.randint(2, (1, SCALES.total * BITS))
     reading = target.reading(prompt, Sampling(1.0), small)

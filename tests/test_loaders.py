@@ -27,7 +27,7 @@ from tests.test_image_nets import (
 from visspec.api.images import ImagePipeline
 from visspec.io import checkpoint, convert_checkpoint
 from visspec.io.convert_checkpoint import convert
-from visspec.models import layouts
+from visspec.models import published_tensors as layouts
 from visspec.models.codecs import vq_layout as layouts_vq
 from visspec.models.emu3 import layout as layouts_emu3
 from visspec.models.janus import layout as layouts_janus

@@ -20,7 +20,7 @@ from visspec.api.images import ImagePipeline
 from visspec.models.attention.hooks import DecoderRecorder
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
-from visspec.models.families import family_of
+from visspec.models.image_codes.families import family_of
 from visspec.models.lowres.drafter import LowRes
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}

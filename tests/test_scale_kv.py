@@ -10,8 +10,9 @@ from visspec.models.scales import kv_budget as scale_kv
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget, attention, centres, pooled, selectivity
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.reading import ConditionState
+from visspec.models.scales.target import ScaleTarget
 from visspec.models.var.drafter import SmallVAR
-from visspec.models.var.target import VARImages, VARTarget
+from visspec.models.var.target import VARImages
 from visspec.types import Sampling
 
 LONG = ScaleSizes.square(1, 2, 3, 4, 6, 8)  # caches of 1, 5, 14, 30, 66 tokens
@@ -23,7 +24,7 @@ def model():
 
 
 def target(model, budget=None):
-    return VARTarget(VARImages(model, codec=vae(), budget=budget))
+    return ScaleTarget(VARImages(model, codec=vae(), budget=budget))
 
 
 def uniform(tokens, scales=LONG, depth=2, window=4):

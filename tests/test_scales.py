@@ -22,9 +22,10 @@ from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import build_setup
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.scales.reading import ConditionState
+from visspec.models.scales.target import ScaleSettings, ScaleTarget
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.network import VAR, VARConfig
-from visspec.models.var.target import ScalePrompt, ScaleSettings, VARImages, VARTarget
+from visspec.models.var.target import ScalePrompt, VARImages
 from visspec.types import Draft, Request, Sampling
 
 SIDES = (1, 2, 3, 4)
@@ -132,7 +133,7 @@ SETTINGS = ScaleSettings(temperature=(1.0, 1.3, 0.7, 1.0), top_k=(0, 5, 9, 3), t
 def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
     """Rows at different scales, chains of drafts, settings by scale."""
     torch.manual_seed(0)
-    target = VARTarget(VARImages(model, codec=vae(), per_scale=SETTINGS, ramp=ramp))
+    target = ScaleTarget(VARImages(model, codec=vae(), per_scale=SETTINGS, ramp=ramp))
     classes, gained = [1, 4, CLASSES], [1, 0, 2]  # scales that were read before
     codes = torch.randint(16, (3, 30))
     maps = torch.zeros(3, 4, 16, dtype=torch.long)
@@ -165,7 +166,7 @@ def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_a_row_is_drawn_alike_alone_and_in_a_batch(model, guidance):
-    target, sampling = VARTarget(VARImages(model, codec=vae())), Sampling(1.0, guidance=guidance)
+    target, sampling = ScaleTarget(VARImages(model, codec=vae())), Sampling(1.0, guidance=guidance)
     together = images(plain(target, [1, 4, 0], sampling))
     alone = request([4], sampling)
     alone.generators = generators(3)[1:2]
@@ -178,7 +179,7 @@ def test_a_row_is_drawn_alike_alone_and_in_a_batch(model, guidance):
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(0.8, top_k=6, guidance=2.0)])
 def test_drafted_scales_are_those_of_plain_decoding(model, sampling):
-    target, classes = VARTarget(VARImages(model, codec=vae())), [1, 4, 0, 2, 3, 1, 0, 4]
+    target, classes = ScaleTarget(VARImages(model, codec=vae())), [1, 4, 0, 2, 3, 1, 0, 4]
     wanted = images(plain(target, classes, sampling))
     itself = drafted(target, model, classes, sampling)
     near = drafted(target, moved(model, 0.003), classes, sampling)
@@ -196,7 +197,7 @@ def test_a_drafter_follows_rounds_of_any_depth(model):
         def depth(self, state):
             return (0, 2, 1)[len(state.trace.rounds) % 3]
 
-    target, sampling, classes = VARTarget(VARImages(model, codec=vae())), Sampling(1.0), [1, 4, 0, 2]
+    target, sampling, classes = ScaleTarget(VARImages(model, codec=vae())), Sampling(1.0), [1, 4, 0, 2]
     for small in (model, moved(model, 0.003), network(7)):
         drafter = SmallVAR(small)
         drafter.attach(target.family)
@@ -248,7 +249,7 @@ def fits(counts, distribution):
 @pytest.mark.parametrize("rule", [Exact, Repaired])
 def test_drafted_scales_have_the_law_of_the_target(rule):
     large, small = network(0, TOY, codes=3, scale=0.15), network(5, TOY, codes=3, scale=0.15)
-    target = VARTarget(VARImages(large, codec=vae(3)))
+    target = ScaleTarget(VARImages(large, codec=vae(3)))
     state = drafted(target, small, [1] * 6000, Sampling(1.0), levels=2, rule=rule(), scales=3)
     counts = counted(state, 3)
     assert fits(counts, joint(large, large, TOY, 3, 3)) > 1e-3
@@ -258,7 +259,7 @@ def test_drafted_scales_have_the_law_of_the_target(rule):
 
 
 def test_repaired_scales_in_the_loop(model):
-    target, classes = VARTarget(VARImages(model, codec=vae())), [1, 4, 0, 2]
+    target, classes = ScaleTarget(VARImages(model, codec=vae())), [1, 4, 0, 2]
     state = drafted(target, moved(model, 0.003), classes, Sampling(1.0, guidance=2.0), rule=Repaired())
     assert images(state).shape == (4, 30) and state.trace.faults == 0
     assert max(count for r in state.trace.rounds for count in r.committed) == 3
@@ -270,7 +271,7 @@ def test_repaired_scales_in_the_loop(model):
 
 
 def composed(large, small, handover, codes=16):
-    return VARTarget(VARImages(large, codec=vae(codes), refiner=small, handover=handover))
+    return ScaleTarget(VARImages(large, codec=vae(codes), refiner=small, handover=handover))
 
 
 @torch.no_grad()
@@ -299,7 +300,7 @@ def test_the_refiner_reads_the_scales_so_far_as_a_full_pass_does(model, guidance
 
 def test_a_composition_of_all_scales_is_the_model_and_of_none_the_refiner(model):
     small, sampling, classes = network(3, depth=1), Sampling(1.0, top_k=9, guidance=2.0), [1, 4, 0]
-    alone = {net: images(plain(VARTarget(VARImages(net, codec=vae())), classes, sampling)) for net in (model, small)}
+    alone = {net: images(plain(ScaleTarget(VARImages(net, codec=vae())), classes, sampling)) for net in (model, small)}
     assert torch.equal(images(plain(composed(model, small, 4), classes, sampling)), alone[model])
     assert torch.equal(images(plain(composed(model, small, 0), classes, sampling)), alone[small])
     assert not torch.equal(alone[model], alone[small])
@@ -353,8 +354,8 @@ def test_wrong_compositions_are_refused(model):
         ("top_k: got 3 numbers, expected 4", lambda: images(ScaleSettings(top_k=(1, 2, 3)))),
         ("top_p: got 2.0", lambda: images(ScaleSettings(top_p=(1.0, 2.0, 1.0, 1.0)))),
         ("temperature: got 0 for a scale", lambda: images(ScaleSettings((0.0, 1.0, 1.0, 1.0)))),
-        ("reads hidden states", lambda: VARTarget(VARImages(model, codec=vae()), features=True)),
-        ("compile: got True", lambda: VARTarget(VARImages(model, codec=vae()), compiles=True)),
+        ("reads hidden states", lambda: ScaleTarget(VARImages(model, codec=vae()), features=True)),
+        ("compile: got True", lambda: ScaleTarget(VARImages(model, codec=vae()), compiles=True)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words) as error:
             make()
@@ -362,7 +363,7 @@ def test_wrong_compositions_are_refused(model):
 
 
 def test_wrong_requests_are_refused_before_any_pass(model):
-    target = VARTarget(VARImages(model, codec=vae()))
+    target = ScaleTarget(VARImages(model, codec=vae()))
     more = request([1], Sampling(1.0), scales=5)
     shaped = request([1], Sampling(1.0))
     shaped.inputs = ScalePrompt(torch.tensor([1, 2]), torch.tensor([5]))
@@ -447,6 +448,6 @@ def test_the_guarantee_is_the_weakest(model):
     def made(target, rule):
         return build_setup(None, "none", rule, target.family, lambda traits: target).guarantee
 
-    exact, joined = VARTarget(VARImages(model, codec=vae())), composed(model, network(3), 2)
+    exact, joined = ScaleTarget(VARImages(model, codec=vae())), composed(model, network(3), 2)
     assert made(exact, Exact()) == "exact" == made(exact, Repaired())
     assert made(joined, Exact()) == "exact for the declared target"

@@ -17,7 +17,7 @@ from visspec.models.distilled.drafter import DistilledDrafter
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
-from visspec.models.families import FAMILIES
+from visspec.models.image_codes.families import FAMILIES
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
 from visspec.models.lookup.recycling import Recycling

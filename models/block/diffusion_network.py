@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import ModernBertConfig, ModernBertModel
 
 from visspec.io.checkpoint import check_positive, check_whole, shown
-from visspec.models.eagle.feature_head import MOST_LAYERS
+from visspec.models.layers import MOST_LAYERS
 from visspec.types import MAX_NODES
 
 

@@ -24,6 +24,7 @@ from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argume
 from visspec.models.block.fused_pass import BlockPass, foldable, stamp
 from visspec.models.decoder.target import describe
 from visspec.models.drafting import level_tree as block_tree
+from visspec.models.drafting import published_config
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.models.drafting.memory import accepted, packed, prompt_first
 from visspec.models.drafting.structure import Chain, StructuredDrafter
@@ -108,9 +109,8 @@ class BlockModel(StructuredDrafter):
         names the target, or "transformers". Raises ValueError where a form has no place for what the drafter is.
         """
         from visspec.models.block import layout as dflash_layouts
-        from visspec.models.eagle import layout as eagle_layouts
 
-        eagle_layouts.check_verifier_named(self.model, form, verifier)
+        published_config.check_verifier_named(self.model, form, verifier)
         dflash_layouts.write(self, folder, form, verifier)
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
-from visspec.models.eagle.feature_head import MOST_LAYERS
+from visspec.models.layers import MOST_LAYERS
 from visspec.types import MAX_NODES
 
 

@@ -31,8 +31,7 @@ from visspec.io.checkpoint import (
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
-from visspec.models.eagle.feature_head import MOST_LAYERS
-from visspec.models.eagle.layout import (
+from visspec.models.drafting.published_config import (
     VERSION,
     check_verifier,
     entry,
@@ -41,7 +40,8 @@ from visspec.models.eagle.layout import (
     rope_of,
     speculators_config,
     unprefixed,
-)  # fmt: skip
+)
+from visspec.models.layers import MOST_LAYERS
 
 FORMS = ("dflash", "speculators", "transformers")
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}

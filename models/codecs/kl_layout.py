@@ -15,7 +15,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from visspec.models.codecs.vq_layout import fitted, stock_rules
-from visspec.models.layouts import GROUPS, count, multipliers, need, place, read_published, rename
+from visspec.models.published_tensors import GROUPS, count, multipliers, need, place, read_published, rename
 
 NOT_WEIGHTS = r"loss\."  # the discriminator and perceptual loss of training
 

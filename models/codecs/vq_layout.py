@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec.models.codecs.vqgan import ImageCodec, VQShape
-from visspec.models.layouts import Rules, count, multipliers, need, place, read_published, rename
+from visspec.models.published_tensors import Rules, count, multipliers, need, place, read_published, rename
 
 NOT_WEIGHTS = r"loss\.|quantize\.codebook_used$"  # training losses, and a histogram of used codes
 CODEBOOK = "quantize.embedding.weight"

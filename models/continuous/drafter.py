@@ -21,8 +21,9 @@ from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Denoising, Trajectory
 from visspec.models.continuous.model import ContinuousImageModel, load
-from visspec.models.continuous.target import ContinuousAR, ContinuousImages
+from visspec.models.continuous.target import ContinuousImages
 from visspec.models.image_codes.target import EncodedPrompt
+from visspec.models.vectors.target import ContinuousAR
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
 

@@ -33,8 +33,8 @@ from visspec.distributions import Categorical
 from visspec.grammar import held
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig, DistilledHead
 from visspec.models.drafting import checkpoint
-from visspec.models.eagle.image_drafter import IMPOSSIBLE, check_grid, check_target, embedding, warn_of_guidance
-from visspec.models.families import family_of
+from visspec.models.image_codes.drafting import IMPOSSIBLE, check_grid, check_target, embedding, warn_of_guidance
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.sampling import Gumbel, derived, warp
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec.io.checkpoint import check_positive, check_whole, shown
-from visspec.models.eagle.feature_head import MOST_LAYERS, FeatureRMSNorm, rotate, rotations
+from visspec.models.layers import MOST_LAYERS, FeatureRMSNorm, rotate, rotations
 from visspec.types import MAX_NODES
 
 BEFORE = 64  # positions of rotations before the first code; longer prompts share the first of them

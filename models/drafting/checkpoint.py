@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from visspec.io import hub
 from visspec.io.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors, shown
-from visspec.models.eagle.feature_head import FeatureHead, HeadConfig
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
 NAMES = {
@@ -41,7 +40,7 @@ class SavedHead:
         return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
 
 
-def read_config(folder: str | Path, kind: type[Any] = FeatureHead) -> Any:
+def read_config(folder: str | Path, kind: type[Any]) -> Any:
     """A `kind.config_class` of a network of this kind. Raises ValueError for unknown, missing and mistyped entries."""
     data = read_json(check_folder(folder), CONFIG)
     if data.pop("kind", None) != kind.kind:
@@ -86,7 +85,7 @@ def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torc
     (root / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
 
 
-def check_target(config: HeadConfig, **found: Any) -> None:
+def check_target(config: Any, **found: Any) -> None:
     """Raises ValueError if the drafter was made for another target: `found` are fields of the configuration."""
     for key, value in found.items():
         if (wanted := getattr(config, key)) != value:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
-from visspec.models.eagle.feature_head import MOST_LAYERS
+from visspec.models.layers import MOST_LAYERS, OPTIONAL_FACTORS, ROPE_SCALINGS
 from visspec.types import MAX_NODES
 
 IMAGES = {  # slots of an image in the draft sequence
@@ -20,12 +20,6 @@ IMAGES = {  # slots of an image in the draft sequence
     "blind": "no elements, and no features of the target in place of which zeros stand: a control",
 }
 COMPRESSED = ("latents", "queries", "gated")  # values of `images` with `image_latents`
-SCALED: dict[str, set[str]] = {
-    "default": set(), "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {"factor", "original_max_position_embeddings"},
-}  # fmt: skip
-TUNED = {"yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}}  # may be left out
 FLAGS = (
     "fc_bias", "qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
     "norm_input", "own_embedding", "mrope_interleaved",
@@ -39,7 +33,7 @@ class EagleConfig:
     fusion: how embedding and feature come together, see `eagle_head`. feature_layers: indices into the target's
     hidden_states (-1: last, after the final norm; with fusion "cross" one before it is a target of training alone).
     draft_vocab: ids that the network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the
-    product of two matrices (SlimSpec); 0: one matrix. rope_scaling: one of `SCALED` with its factors by name.
+    product of two matrices (SlimSpec); 0: one matrix. rope_scaling: one of `ROPE_SCALINGS` with its factors by name.
     partial_rotary_factor: share of a head's channels that are rotated, the first ones. mrope_section: rotary channels
     per position row if the drafter's positions are M-RoPE's, else (). positions: "target", or "index", the number of
     the slot in the prompt, as ViSpec and MSD count. block: tokens of a pass, by FLASH's semi-autoregressive head.
@@ -182,11 +176,11 @@ class EagleConfig:
         if scaling is None:
             return
         kind: Any = scaling.get("rope_type") if isinstance(scaling, dict) else None
-        needed = SCALED.get(kind) if isinstance(kind, str) else None
-        if needed is None or not needed <= (names := set(scaling) - {"rope_type"}) <= needed | TUNED.get(kind, set()):
-            raise ValueError(
-                f"rope_scaling: got {shown(scaling)}, expected the rope_type {', '.join(SCALED)} with its factors"
-            )
+        needed = ROPE_SCALINGS.get(kind) if isinstance(kind, str) else None
+        names = set(scaling) - {"rope_type"}
+        if needed is None or not needed <= names <= needed | OPTIONAL_FACTORS.get(str(kind), set()):
+            kinds = ", ".join(ROPE_SCALINGS)
+            raise ValueError(f"rope_scaling: got {shown(scaling)}, expected the rope_type {kinds} with its factors")
         for name in names:
             check_positive(name, scaling[name])
 

@@ -24,7 +24,8 @@ from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.static_tree import MOST_CHILDREN
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.eagle import sequence as layouts
-from visspec.models.eagle.feature_head import FusedWeights, rotate, rotations, rotations_at, staggered, unit
+from visspec.models.eagle.feature_head import FusedWeights, staggered
+from visspec.models.layers import rotate, rotations, rotations_at, unit
 from visspec.sampling import warp
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 

@@ -23,6 +23,7 @@ from visspec.models.decoder.target import content_ids, vocabulary
 from visspec.models.drafting import checkpoint
 from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.drafting.published_config import check_verifier_named
 from visspec.models.drafting.structure import Chain
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import COMPRESSED, EagleConfig
@@ -79,7 +80,7 @@ class EagleDrafter(FeatureDrafter):
         """
         from visspec.models.eagle import layout as eagle_layouts
 
-        eagle_layouts.check_verifier_named(self.model, form, verifier)
+        check_verifier_named(self.model, form, verifier)
         eagle_layouts.write(self, folder, form, verifier)
 
     @torch.no_grad()

@@ -10,7 +10,6 @@ Shapes: B rows, L prompt, T positions of the image, d hidden size, F features, V
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,13 @@ from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
-from visspec.models.families import family_of
+from visspec.models.image_codes.drafting import IMPOSSIBLE, check_grid, check_target, embedding, warn_of_guidance
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family, ImageAR
 from visspec.sampling import Gumbel, derived
 from visspec.types import FREE, Draft, Outcome, Request, Scores, State, Verdict
 
 TREES = ("chain", "dynamic", "static")
-OTHER_SCALE = 1.5  # warn if the guidance differs by more than this factor from training
-IMPOSSIBLE = -1e4  # logit of grammar ids, which are never drafted: probability 0 in float32
 
 
 class ImageMemory(FeatureMemory):
@@ -194,43 +192,6 @@ class CaptureTarget(ImageAR):
             "embeddings": request.inputs.embeds[:rows],
         }
         return state, dataclasses.replace(scores, aux=aux)
-
-
-@torch.no_grad()
-def embedding(family: Family, vocab: int) -> nn.Embedding:
-    """Embedding table of a family's ids."""
-    ids = torch.arange(vocab, device=next(family.decoder.parameters()).device)
-    return nn.Embedding.from_pretrained(family.embed(ids).detach())
-
-
-def check_target(config: Any, family: Family) -> None:
-    """Raises ValueError if the drafter was made for another model."""
-    decoder, vocab = family.decoder.config, family.codes + family.grammar
-    layers = decoder.num_hidden_layers
-    checkpoint.check_target(
-        config, family=family.name, hidden=decoder.hidden_size, codes=family.codes, vocab=vocab, target_layers=layers
-    )
-
-
-def check_grid(config: Any, request: Request) -> None:
-    """Raises ValueError for images of another size than a drafter, with `rows` and `columns`, was trained on."""
-    grid = request.grid
-    stride = None if grid is None else request.max_new_tokens // grid[0]
-    if grid is None or (grid[0], stride) != (config.rows, config.columns):
-        found = None if grid is None else (grid[0], stride)
-        raise ValueError(f"grid: got {found}, expected {(config.rows, config.columns)}, which it was trained on")
-
-
-def warn_of_guidance(config: Any, scale: float) -> bool:
-    """Warn of a guidance scale far from that of a drafter's training; returns whether it did."""
-    taught = config.guidance
-    if taught / OTHER_SCALE <= scale <= taught * OTHER_SCALE:
-        return False
-    warnings.warn(
-        f"guidance: got {scale}, the drafter was trained with {taught}; fewer of its drafts will be accepted",
-        RuntimeWarning, stacklevel=3,
-    )  # fmt: skip
-    return True
 
 
 def config_for(family: Family, **options: Any) -> ImageHeadConfig:

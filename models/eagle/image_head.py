@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from visspec.io.checkpoint import check_positive, check_whole, shown
-from visspec.models.eagle.feature_head import TINY, FeatureHead, HeadConfig
+from visspec.models.eagle.feature_head import FeatureHead, HeadConfig
+from visspec.models.layers import TINY
 
 SPREAD = 6.0  # scales the difference of the two states to about their magnitude
 

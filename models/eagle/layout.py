@@ -21,10 +21,20 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import Value, check_shapes, check_wholes, load_strictly, read_tensors, shown, unwrapped
+from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shown
 from visspec.models.decoder.target import content_ids, vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
-from visspec.models.eagle.config import SCALED, TUNED, EagleConfig
+from visspec.models.drafting.published_config import (
+    VERSION,
+    check_verifier,
+    entry,
+    list_of,
+    object_of,
+    rope_of,
+    speculators_config,
+    unprefixed,
+)
+from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.head_drafter import EagleDrafter, check_target
 
@@ -34,7 +44,6 @@ MIDLAYER, LAYER, EMBEDDING = "midlayer.", "layers.0.", "embed_tokens.weight"
 LLAVA, PADDED = "LlavaLlamaForCausalLM", 64  # LLaVA's own class, and ids that it gains at most in transformers
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # which speculators may have saved too
 DEPTHS = {"eagle": 5, "eagle3": 7, "speculators": 5}  # drafted by their own defaults
-VERSION = "0.9.0"  # of speculators, whose layout is written
 IDS = "eagle_aux_hidden_state_layer_ids"
 MODELOPT = {  # flags of its `eagle_config`, and their values in an EAGLE-3 head
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
@@ -86,19 +95,6 @@ def read(
     load_strictly(head, {own: tensors[name] for name, own in names.items()}, folder, named)
     check_ids(head, folder)
     return EagleDrafter(head, model, **options)
-
-
-def unprefixed(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
-    """Tensors of a drafter, or their shapes, by its own names: without the prefixes of wrappers, and without `model.`.
-    Raises ValueError if two get the same name.
-    """
-    found = unwrapped(tensors, folder)
-    if "model.fc.weight" not in found:
-        return found
-    bare = {name.removeprefix("model."): value for name, value in found.items()}
-    if len(bare) < len(found):
-        raise ValueError(f"checkpoint: {folder} holds tensors with and without 'model.', expected one set of weights")
-    return bare
 
 
 def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
@@ -194,24 +190,6 @@ def config_of(
     )
 
 
-def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
-    """An entry that has to be there."""
-    if type(data.get(name)) is not kind:
-        words = {int: "a whole number", dict: "an object", list: "a list"}[kind]
-        raise ValueError(f"drafter: {name} of {folder} is {shown(data.get(name))}, expected {words}")
-    return data[name]
-
-
-def object_of(value: Any) -> dict:
-    """A JSON object, or an empty one in place of anything else."""
-    return value if isinstance(value, dict) else {}
-
-
-def list_of(value: Any) -> list:
-    """A JSON list, or an empty one in place of anything else."""
-    return value if isinstance(value, list) else []
-
-
 def _check_layer(folder: Path, layer: dict) -> None:
     """Raises ValueError for a decoder layer that we don't have."""
     sliding = "sliding_attention" in list_of(layer.get("layer_types")) or layer.get("use_sliding_window")
@@ -231,48 +209,6 @@ def _check_flags(folder: Path, flags: dict) -> None:
         found = flags.get(name)
         if found is not None and found != wanted:
             raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
-
-
-def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
-    """Raises ValueError if a checkpoint names a target of another class or with another number of layers."""
-    named = list_of(object_of(object_of(data.get("speculators_config")).get("verifier")).get("architectures"))
-    text: Any = model.config.get_text_config()
-    kind, depth = data.get("target_model_type"), data.get("num_target_layers")
-    for name, wanted, *found in (
-        ("class", named, type(model).__name__),
-        ("model_type", [kind] if kind else [], model.config.model_type, text.model_type),
-        ("number of layers", [depth] if depth else [], text.num_hidden_layers),
-    ):
-        if wanted and not any(one in wanted for one in found):
-            got = found[0]
-            raise ValueError(f"drafter: {folder} is made for a target of the {name} {shown(wanted[0])}, got {got!r}")
-
-
-def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool, float]:
-    """(theta, scaling, sections of M-RoPE, whether they are interleaved, the share of channels that are rotated), of
-    both generations of configurations.
-    """
-    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"drafter: rope_scaling of {folder} is {shown(given)}, expected an object")
-    given = {name: value for name, value in given.items() if value is not None}
-    theta = given.pop("rope_theta", layer.get("rope_theta", 10000.0))
-    old = given.pop("type", "default")
-    kind = given.pop("rope_type", old)
-    section, interleaved = given.pop("mrope_section", ()), bool(given.pop("mrope_interleaved", False))
-    kind = "default" if kind == "mrope" else kind
-    if not isinstance(kind, str) or kind not in SCALED:
-        raise ValueError(
-            f"drafter: rope_scaling of {folder} is {shown(kind)}, expected {', '.join([*SCALED, 'mrope'])}"
-        )
-    factors = [*SCALED[kind], *(name for name in TUNED.get(kind, ()) if name in given)]
-    scaling = None if kind == "default" else {"rope_type": kind, **{name: given.get(name) for name in factors}}
-    if given.get("truncate", True) is not True:
-        raise ValueError(f"drafter: truncate of {folder} is {shown(given['truncate'])}, expected true")
-    theta = float(theta) if isinstance(theta, int) else theta
-    partial = given.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
-    partial = 1.0 if partial is None else float(partial) if type(partial) is int else partial
-    return theta, scaling, check_wholes("mrope_section", section, 0, 1 << 14), interleaved, partial
 
 
 def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tuple[int, ...]:
@@ -357,12 +293,6 @@ def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | 
     (root / CONFIG).write_text(json.dumps(data, indent=2) + "\n")
 
 
-def check_verifier_named(model: Any, form: str, verifier: str | None) -> None:
-    """Raises ValueError where other engines could not find the target, whose embeddings and head they load by name."""
-    if form == "speculators" and not (verifier or model.config.name_or_path):
-        raise ValueError("verifier: got None, expected the name or the path of the target, which is loaded by it")
-
-
 def check_form(config: EagleConfig, form: str) -> None:
     """Raises ValueError if a published form can't hold a configuration."""
     if form not in FORMS:
@@ -439,18 +369,6 @@ def described(config: EagleConfig, model: Any, form: str, verifier: str | None) 
         "transformer_layer_config": layer,
         "speculators_config": speculators_config("eagle3", config.levels, model, verifier),
     }
-
-
-def speculators_config(algorithm: str, tokens: int, model: Any, verifier: str | None) -> dict[str, Any]:
-    """What speculators and vLLM read of an algorithm and its target."""
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}],
-        "verifier": {
-            "name_or_path": verifier or model.config.name_or_path or None, "architectures": [type(model).__name__],
-        },
-    }  # fmt: skip
 
 
 def _rope(config: EagleConfig) -> dict[str, Any] | None:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from visspec.cache import packed, to_device
 from visspec.kernels.common import next_power_of_2
 from visspec.models.drafting.memory import FeatureMemory
-from visspec.models.eagle.feature_head import TINY, FusedWeights, unit
+from visspec.models.eagle.feature_head import FusedWeights
+from visspec.models.layers import TINY, unit
 from visspec.models.runner.buffer_pool import GraphBufferPool, one_line
 from visspec.models.runner.compiled import CompiledFunctions, close
 from visspec.replay import REPLAYING, Recording, stream

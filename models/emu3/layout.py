@@ -11,7 +11,7 @@ from transformers import Emu3Config, Emu3ForConditionalGeneration
 from transformers.models.emu3.configuration_emu3 import Emu3TextConfig, Emu3VQVAEConfig
 
 from visspec.io.checkpoint import read_json
-from visspec.models.layouts import (
+from visspec.models.published_tensors import (
     Named,
     Rules,
     count,

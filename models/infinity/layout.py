@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visspec.models.codecs.vq_layout import stock_rules
 from visspec.models.infinity.network import Infinity, InfinityConfig, schedule
-from visspec.models.layouts import Named, count, multipliers, need, place, read_published, rename
+from visspec.models.published_tensors import Named, count, multipliers, need, place, read_published, rename
 from visspec.models.scales.bsq import BSQVAE, BSQShape
 from visspec.models.scales.multiscale import ScaleSizes
 

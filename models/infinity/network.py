@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_whole
-from visspec.models.eagle.feature_head import rotate
+from visspec.models.layers import rotate
+from visspec.models.scales.blocks import EPSILON, VARMLP, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
-from visspec.models.var.network import EPSILON, VARMLP, Attend, ModulatedNorm, VARAttention, norm
 
 BASE = 10000.0  # of rotations
 LONGEST = 512  # text tokens
@@ -196,7 +196,7 @@ class InfinityBlock(nn.Module):
         return x_RQC + self.ffn(norm(x_RQC) * (scale2 + 1) + shift2) * gamma2
 
 
-class Infinity(nn.Module):
+class Infinity(NextScale):
     """Logits of a scale's bits, two for each."""
 
     def __init__(self, config: InfinityConfig):
@@ -220,14 +220,6 @@ class Infinity(nn.Module):
         self.spot_L2: Tensor
         self.register_buffer("level_L", torch.tensor(config.scales.levels), persistent=False)
         self.register_buffer("spot_L2", spots(config), persistent=False)
-
-    @property
-    def device(self) -> torch.device:
-        return self.pos_start.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.pos_start.dtype
 
     def given(self, texts: Texts) -> TextConditions:
         """Raises ValueError for texts that are longer than the model's."""

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.infinity.network import Texts
+from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.bsq import BSQVAE
 from visspec.models.scales.kv_budget import CacheBudget
-from visspec.models.scales.reading import NextScale
-from visspec.models.var.target import ScaleSettings, VARImages
+from visspec.models.scales.target import ScaleImages, ScaleSettings
 
 GUIDANCE = 3.0  # of the published commands
 Features = tuple[Tensor, Tensor]  # (B, T, F), which are real (B, T) bool
@@ -103,7 +103,7 @@ def _wide(x: Tensor, most: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 2) + (0, lacking))
 
 
-class InfinityImages(VARImages):
+class InfinityImages(ScaleImages):
     """Prompts are texts; an empty negative prompt is the model's own features for none.
 
     processor: texts -> features (B, T, F) and which are real (B, T), padded on the right (`T5Features`). codec:

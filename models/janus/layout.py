@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from visspec.io.checkpoint import read_json
-from visspec.models.layouts import (
+from visspec.models.published_tensors import (
     Named,
     Rules,
     count,

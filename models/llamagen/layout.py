@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visspec.io.checkpoint import read_json
-from visspec.models.layouts import count, need, place, read_published, rename
 from visspec.models.llamagen.network import SIZES, LlamaGen, LlamaGenConfig
-from visspec.models.randar.network import RandAR
+from visspec.models.llamagen.randar import RandAR
+from visspec.models.published_tensors import count, need, place, read_published, rename
 
 CONFIG, WEIGHTS, KIND = "config.json", "model.safetensors", "llamagen"
 IMAGENET = 1000  # classes of the published models

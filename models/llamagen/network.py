@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from visspec.models.eagle.feature_head import rotate
+from visspec.models.layers import rotate
 
 SIZES = {  # name: (layers, heads, hidden size); the first five are class-conditional in the paper
     "B": (12, 12, 768),

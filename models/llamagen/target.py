@@ -11,19 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 from visspec.models.llamagen.network import LlamaGen, left_padded
 
 GUIDANCE = {"class": 4.0, "caption": 7.5}  # of the authors' sampling scripts
 FACTOR = 16  # pixels per code, along a side, of the published codec
-
-
-def class_numbers(texts: list[str], classes: int, name: str) -> Tensor:
-    """(B,) int64. Raises ValueError for a text that is no number of a class; `name` is the argument's."""
-    wrong = [text for text in texts if not (text.strip().isdecimal() and int(text) < classes)]
-    if wrong:
-        raise ValueError(f"{name}: got {wrong[0]!r}, expected a class number 0..{classes - 1}")
-    return torch.tensor([int(text) for text in texts])
 
 
 class LlamaGenImages(Family):

@@ -26,7 +26,7 @@ from visspec.accept.exact import Exact
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.models.drafting import checkpoint as feature_checkpoint
-from visspec.models.families import prompt_of
+from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR
 from visspec.models.lowres.upsampler import Upsampler
 from visspec.sampling import derived as spending

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
-from visspec.models.llamagen.target import class_numbers
 from visspec.models.mar.model import MARImageModel
 from visspec.models.mar.target import ClassPrompt, MARImages
 

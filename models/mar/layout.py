@@ -12,8 +12,8 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from visspec.models.codecs.kl_layout import load_kl
-from visspec.models.layouts import count, need, place, read_published, rename
 from visspec.models.mar.network import MAR, SIZES, MARConfig
+from visspec.models.published_tensors import count, need, place, read_published, rename
 
 SCALING = 0.2325  # of the published latents
 HEAD = "diffloss.net."

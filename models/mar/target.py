@@ -22,13 +22,13 @@ from torch.nn.utils.rnn import pad_sequence
 from visspec.cache import to_device
 from visspec.distributions import Denoising
 from visspec.loop.output import VectorBuffer
-from visspec.models.continuous.target import check_vectors
+from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import Family, ImageLayout
-from visspec.models.llamagen.target import class_numbers
 from visspec.models.mar.network import MAR, UNCONDITIONAL
 from visspec.models.vectors.diffusion_head import Schedule, schedule
 from visspec.models.vectors.head_distribution import HeadLaws
 from visspec.models.vectors.latents import pixels, unpatched
+from visspec.models.vectors.target import check_vectors
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
 

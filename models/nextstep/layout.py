@@ -17,8 +17,17 @@ from transformers import Qwen2Config
 
 from visspec.io.checkpoint import check_positive, read_json
 from visspec.models.codecs.kl_layout import load_kl
-from visspec.models.layouts import Rules, count, llama_fields, need, one_sentence, place, read_published, rename
 from visspec.models.nextstep.network import NextStep, NextStepConfig
+from visspec.models.published_tensors import (
+    Rules,
+    count,
+    llama_fields,
+    need,
+    one_sentence,
+    place,
+    read_published,
+    rename,
+)
 
 RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
 HEAD, TABLE = "image_head.net.", "gen_pos_embed"

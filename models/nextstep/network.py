@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2Model
 
 from visspec.io.checkpoint import check_whole
-from visspec.models.layouts import stock
+from visspec.models.published_tensors import stock
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from visspec.distributions import Denoising
-from visspec.models.continuous.target import ContinuousAR, check_vectors
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 from visspec.models.nextstep.flow import flow_schedule
 from visspec.models.nextstep.network import NextStep
 from visspec.models.vectors.diffusion_head import Schedule
 from visspec.models.vectors.head_distribution import HeadLaws
 from visspec.models.vectors.latents import pixels, unpatched
+from visspec.models.vectors.target import ContinuousAR, check_vectors
 from visspec.types import Draft, Sampling, Scores, State
 
 GUIDANCE, STEPS, SIDE = 7.5, 50, 512  # of the authors' examples

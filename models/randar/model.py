@@ -16,7 +16,7 @@ from transformers import JanusVQVAE, JanusVQVAEConfig, PreTrainedConfig
 from visspec.io.checkpoint import check_whole
 from visspec.models.folders import OwnImageModel, load_own
 from visspec.models.llamagen.network import LlamaGenConfig
-from visspec.models.randar.network import DEVIATION, RandAR
+from visspec.models.llamagen.randar import DEVIATION, RandAR
 
 
 class RandARImageConfig(PreTrainedConfig):

@@ -28,8 +28,8 @@ from visspec.cache import SlotCache, to_device
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeated, _twice
+from visspec.models.llamagen.randar import RandAR
 from visspec.models.llamagen.target import LlamaGenImages
-from visspec.models.randar.network import RandAR
 from visspec.sampling import warp
 from visspec.types import FREE, Draft, DrafterTraits, Outcome, Request, Scores, State, Target, Tree
 

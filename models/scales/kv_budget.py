@@ -22,10 +22,11 @@ from torch.nn import functional as F
 
 from visspec.cache import to_device
 from visspec.io.checkpoint import check_whole
+from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.bsq import BitQuantizer
 from visspec.models.scales.cache import ScaleCache, kept
 from visspec.models.scales.multiscale import Quantizer, ScaleSizes
-from visspec.models.scales.reading import ConditionState, NextScale
+from visspec.models.scales.reading import ConditionState
 
 WINDOW = 16  # as published
 POOL = 3  # side of the neighbourhood that attention is averaged over

@@ -13,13 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.cache import to_device
-from visspec.models.infinity.network import Infinity
+from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.bsq import BitQuantizer
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import Quantizer
-from visspec.models.var.network import VAR
-
-NextScale = VAR | Infinity
 
 
 class DistanceGroup(NamedTuple):

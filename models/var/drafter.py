@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Maps
-from visspec.models.scales.reading import ConditionState, DistanceGroup, NextScale, ReadingPosition, stacked
+from visspec.models.scales.blocks import NextScale
+from visspec.models.scales.reading import ConditionState, DistanceGroup, ReadingPosition, stacked
+from visspec.models.scales.target import ScaleImages, check_alike
 from visspec.models.var.model import VARImageModel, check_codebook, load
-from visspec.models.var.target import VARImages, check_alike
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -31,7 +32,7 @@ class SmallVAR(Drafter):
 
     def __init__(self, small: NextScale):
         self.small = small
-        self.family: VARImages | None = None
+        self.family: ScaleImages | None = None
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Any) -> SmallVAR:
@@ -44,7 +45,7 @@ class SmallVAR(Drafter):
             check_codebook("drafter", found, target)
         return cls(found.var)
 
-    def attach(self, target: VARImages) -> None:
+    def attach(self, target: ScaleImages) -> None:
         """Raises ValueError unless both draw the same maps, and the target is a model by itself."""
         check_alike("drafter", self.small, target.model)
         if not target.plain:

@@ -14,9 +14,10 @@ import torch
 
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
+from visspec.models.scales.target import ScaleSettings
 from visspec.models.var.model import VARImageModel, check_codebook, load
 from visspec.models.var.network import VAR
-from visspec.models.var.target import ScaleSettings, VARImages
+from visspec.models.var.target import VARImages
 
 CALIBRATED = 8  # images that selectivity is measured on
 INCLUDED = Path(__file__).parents[1] / "zoo"

@@ -18,7 +18,7 @@ from torch import Tensor
 from visspec.io.checkpoint import check_folder, check_whole, check_wholes, load_strictly, read_json, read_tensors
 from visspec.io.files import write_json
 from visspec.models.codecs.vq_layout import CODEBOOK, fitted, stock_rules
-from visspec.models.layouts import count, multipliers, need, place, read_published, rename
+from visspec.models.published_tensors import count, multipliers, need, place, read_published, rename
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import VAR, VARConfig
 

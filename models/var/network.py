@@ -18,15 +18,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_whole
+from visspec.models.scales.blocks import VARMLP, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
-
-EPSILON = 1e-6  # of layer norms
-SHARPEST = math.log(100)  # largest logarithm of a head's scale of attention
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v (R, H, Q, E) -> (R, H, Q, E); unscaled
 
 
 @dataclass(frozen=True)
@@ -60,35 +55,6 @@ class VARConfig:
         return cls(64 * depth, depth, depth, scales, shared=shared)
 
 
-class VARAttention(nn.Module):
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.scale_mul_1H11 = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4)))
-        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
-        self.zero_k_bias: Tensor
-        self.register_buffer("zero_k_bias", torch.zeros(width))
-        self.mat_qkv = nn.Linear(width, 3 * width, bias=False)
-        self.proj = nn.Linear(width, width)
-
-    def forward(self, x_RQC: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        bias = torch.cat([self.q_bias, self.zero_k_bias, self.v_bias])
-        qkv = F.linear(x_RQC, self.mat_qkv.weight, bias).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        q = F.normalize(q, dim=-1) * self.scale_mul_1H11.clamp(max=SHARPEST).exp()
-        return self.proj(attend(q, F.normalize(k, dim=-1), v).transpose(1, 2).flatten(2))
-
-
-class VARMLP(nn.Module):
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
 class VARBlock(nn.Module):
     """A block of a transformer whose norms are modulated by the class: its own way, or shared and shifted."""
 
@@ -111,23 +77,7 @@ class VARBlock(nn.Module):
         return x_RQC + self.ffn(norm(x_RQC) * (scale2 + 1) + shift2) * gamma2
 
 
-class ModulatedNorm(nn.Module):
-    """The modulated norm before the head."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
-
-    def forward(self, x_RQC: Tensor, given_RC: Tensor) -> Tensor:
-        scale, shift = self.ada_lin(given_RC)[:, None].chunk(2, dim=-1)
-        return norm(x_RQC) * (scale + 1) + shift
-
-
-def norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], eps=EPSILON)
-
-
-class VAR(nn.Module):
+class VAR(NextScale):
     """Logits of a scale's codes. The class number `classes` is none."""
 
     def __init__(self, config: VARConfig):
@@ -150,14 +100,6 @@ class VAR(nn.Module):
         self.head = nn.Linear(width, config.codes)
         self.level_L: Tensor
         self.register_buffer("level_L", torch.tensor(scales.levels), persistent=False)
-
-    @property
-    def device(self) -> torch.device:
-        return self.pos_start.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.pos_start.dtype
 
     def given(self, classes_R: Tensor) -> Tensor:
         """Embedded classes (R, C)."""

@@ -1,88 +1,19 @@
-"""VAR as a target of the loop: a node is a scale, the map of codes that one pass gives at once.
-
-The distribution after a node is that of the next scale's codes, which are independent given the scales before
-(`distributions.Maps`); one block-causal pass verifies a chain of drafted scales. Guidance grows with the scale, as
-published: u + t (c - u) with t = 1 + (guidance - 1) k / (K - 1), so the published `cfg` of 1.5 is a guidance of 2.5.
-
-With a `refiner` the declared target is a composition (CoDe, arXiv 2411.17787): scales below `handover` have the
-distribution of the model, later ones that of the refiner, each given all scales before it,
-
-    p(r_1 .. r_K) = prod_(k <= N) p_model(r_k | r_<k)  prod_(k > N) p_refiner(r_k | r_<k),
-
-which is neither model's own. The refiner reads the scales so far in one pass, and the model's cache is freed.
-
-Shapes: B images, R = B or 2 B rows, N nodes, S codes of the largest scale, V codes, K scales.
-"""
+"""VAR as a family of images: prompts are class numbers. (Tian et al., arXiv 2404.02905)"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from visspec.distributions import Maps
-from visspec.loop.output import ScaleBuffer
-from visspec.models.image_codes.target import Family, ImageLayout
-from visspec.models.llamagen.target import class_numbers
-from visspec.models.scales.cache import ScaleCache
-from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
-from visspec.models.scales.multiscale import MultiScaleVAE, ScaleSizes
-from visspec.models.scales.reading import ConditionState, DistanceGroup, NextScale, stacked
-from visspec.sampling import warp
-from visspec.types import FREE, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
+from visspec.models.image_codes.class_numbers import class_numbers
+from visspec.models.image_codes.target import ImageLayout
+from visspec.models.scales.multiscale import MultiScaleVAE
+from visspec.models.scales.target import ScaleImages
 
-RAMPS = ("linear", "constant")  # guidance by scale
 GUIDANCE = 2.5  # of the published evaluation
-
-
-@dataclass(frozen=True)
-class ScaleSettings:
-    """Settings of each scale in place of the call's, where given: one number for each of the K scales."""
-
-    temperature: tuple[float, ...] | None = None
-    top_k: tuple[int, ...] | None = None
-    top_p: tuple[float, ...] | None = None
-
-    def check(self, scales: int) -> None:
-        """Raises ValueError for lists of another length, and for numbers that are none of their kind."""
-        for name in ("temperature", "top_k", "top_p"):
-            values = getattr(self, name)
-            if values is not None and len(values) != scales:
-                raise ValueError(f"{name}: got {len(values)} numbers, expected {scales}, one for each scale")
-            for value in values or ():
-                Sampling(**{name: value})
-        if self.temperature is not None and 0 in self.temperature:
-            raise ValueError("temperature: got 0 for a scale, expected positive numbers (or 0 for the call: greedy)")
-
-    def of(self, sampling: Sampling, scale: int) -> Sampling:
-        """The settings of a scale. A greedy call stays greedy."""
-        found = {name: values[scale] for name, values in vars(self).items() if values is not None}
-        if sampling.greedy:
-            found.pop("temperature", None)
-        return replace(sampling, **found) if found else sampling
-
-
-@dataclass(frozen=True)
-class ScaleLayout(ImageLayout):
-    """An image of K nodes with `total` codes together; `grid` is that of the last scale."""
-
-    total: int = 0
-
-    @property
-    def length(self) -> int:
-        return self.total
-
-    def codes(self, values: Tensor) -> Tensor:
-        return values
-
-    def latents(self, codes: Tensor) -> Tensor:
-        return codes
-
-    def placed(self, items: np.ndarray) -> np.ndarray:
-        return items[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,61 +49,15 @@ class ScalePrompt:
             raise ValueError(f"classes: got {int(low)}..{int(high)}, expected 0..{none}, the last for none")
 
 
-class VARImages(Family):
+class VARImages(ScaleImages):
     """Prompts are class numbers ("207"), negative ones too; an empty negative prompt is no class.
 
-    codec: the autoencoder (`visspec.models.var.layout.load_var_vae`), needed to draw. ramp: guidance by scale.
-    refiner, handover: a model for the scales from number `handover` on (CoDe). budget: tokens to keep in the cache by
-    layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes the guarantee approximate.
+    codec: `visspec.models.var.layout.load_var_vae`.
     """
 
     name = "var"
-    draws = "maps"
-    default_drafter, default_rule = "none", "scales"
     default_guidance = GUIDANCE
-    autoencoder: tuple[type, str] = MultiScaleVAE, "VAR's autoencoder (visspec.models.var.layout.load_var_vae)"
-
-    def __init__(
-        self, model: NextScale, processor: Any = None, codec: Any = None, per_scale: ScaleSettings | None = None,
-        ramp: str = "linear", refiner: NextScale | None = None, handover: int | None = None,
-        budget: CacheBudget | None = None,
-    ):  # fmt: skip
-        if ramp not in RAMPS:
-            raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
-        if not isinstance(codec, self.autoencoder[0]):
-            raise ValueError(f"codec: got {type(codec).__name__}, expected {self.autoencoder[1]}")
-        self.model: Any = model
-        self.codec: Any = codec
-        self.processor = processor
-        self.per_scale, self.ramp = per_scale or ScaleSettings(), ramp
-        self.refiner, self.handover, self.budget = refiner, handover, budget
-        self.scales, self.codes = model.config.scales, model.config.codes
-        self.sizes = tuple(size * model.config.each for size in self.scales.sizes)  # codes of each map
-        self.per_scale.check(len(self.scales))
-        check_codec(model, codec)
-        if (refiner is None) != (handover is None):
-            raise ValueError(f"handover: got {handover}, expected a refiner and its first scale's number, or neither")
-        if refiner is not None and handover is not None:
-            check_alike("refiner", refiner, model)
-            if not 0 <= handover <= len(self.scales):
-                raise ValueError(f"handover: got {handover}, expected 0..{len(self.scales)}, the scales of the model")
-            if budget is not None:
-                raise ValueError("budget: got one beside a refiner, expected one of the two")
-        if budget is not None:
-            budget.check(self.scales, model.config.depth)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the target is the model's own distribution."""
-        return self.refiner is None and self.budget is None
-
-    def layout(self, height: int | None = None, width: int | None = None) -> ScaleLayout:
-        rows, columns = self.scales.grids[-1]
-        wanted = rows * self.codec.factor, columns * self.codec.factor
-        if (height or wanted[0], width or wanted[1]) != wanted:
-            found = f"{height} x {width}"
-            raise ValueError(f"height, width: got {found}, expected {wanted[0]} x {wanted[1]}, the size of the scales")
-        return ScaleLayout((rows, columns), torch.full((len(self.scales),), FREE), total=sum(self.sizes))
+    autoencoder = MultiScaleVAE, "VAR's autoencoder (visspec.models.var.layout.load_var_vae)"
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
@@ -184,149 +69,3 @@ class VARImages(Family):
             if worded:
                 against[worded] = class_numbers([negative[b] for b in worded], count, "negative_prompt")
         return ScalePrompt(classes.to(self.model.device), against.to(self.model.device))
-
-    def check(self, prompt: Any, layout: ImageLayout, guidance: float) -> None:
-        """Nothing depends on the length of prompts."""
-
-    def guidance(self, guidance: float, scale: int) -> float:
-        """Of a scale."""
-        last = len(self.scales) - 1
-        return guidance if self.ramp == "constant" or last == 0 else 1 + (guidance - 1) * scale / last
-
-    def warped(self, sampling: Sampling, logits_RSV: Tensor, scale: int) -> Tensor:
-        """(B, S, V): guidance, then the scale's temperature and cuts."""
-        own = self.per_scale.of(sampling, scale)
-        if sampling.guidance == 1.0:
-            return warp(logits_RSV, own)
-        given, uncond = logits_RSV.chunk(2)
-        own = replace(own, guidance=self.guidance(sampling.guidance, scale))
-        return warp(given.contiguous(), own, uncond.contiguous())
-
-    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
-        return self.codec.decode(tokens, self.scales).float() / 2 + 0.5
-
-
-def check_codec(model: NextScale, codec: Any) -> None:
-    """Raises ValueError unless the codes are the model's."""
-    found, wanted = (codec.shape.codes, codec.shape.size), (model.config.codes, model.config.code_size)
-    if found != wanted:
-        raise ValueError(f"codec: got {found[0]} codes of {found[1]}, expected the model's {wanted[0]} of {wanted[1]}")
-
-
-def check_alike(name: str, other: NextScale, model: NextScale) -> None:
-    """Raises ValueError unless both models draw the same maps of the same prompts."""
-    if type(other) is not type(model):
-        raise ValueError(f"{name}: got {type(other).__name__}, expected {type(model).__name__} as the model is")
-    for what in model.config.ALIKE:
-        found, wanted = getattr(other.config, what), getattr(model.config, what)
-        if found != wanted:
-            shown = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (found, wanted))
-            raise ValueError("{}: got {} {}, expected {} as the model has".format(name, what, *shown))
-
-
-class VARTarget(Target):
-    """`VARImages` as a target of the loop. Drafts are chains of scales."""
-
-    def __init__(self, family: VARImages, features: bool = False, compiles: bool = False):
-        if compiles:
-            raise ValueError("compile: got True, expected False: VAR's passes are not compiled")
-        if features:
-            raise ValueError("drafter: got one that reads hidden states, expected one that reads none: VAR keeps none")
-        self.family, self.model, self.scales = family, family.model, family.scales
-        self.capabilities = Capabilities(
-            trees=False, vocab=family.codes, distribution=Maps, scales=family.sizes, **declared(family)
-        )
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    def prefill(self, request: Request) -> tuple[State, Scores]:
-        """`request.inputs` is the family's prompt. Scores: distributions (B, 1) of the first scale."""
-        check(request, self.family)
-        prompt = request.inputs
-        first = self.family.refiner if self.family.handover == 0 else None
-        reading = self.reading(prompt, request.sampling, first or self.model)
-        images, size = len(prompt), max(self.family.sizes)
-        state = State(
-            request,
-            torch.zeros(images, size, dtype=torch.long, device=self.device),
-            torch.full((images,), -1, device=self.device),
-            reading,
-            list(range(images)),
-            ScaleBuffer(request, images, self.family.sizes),
-        )
-        return state, self._scores(state, reading.read(), 1)
-
-    def reading(self, prompt: Any, sampling: Sampling, model: NextScale) -> ConditionState:
-        """An empty reading of a model."""
-        cache: Any = None
-        if self.family.budget is not None:
-            cache = BudgetedCache(self.scales, self.family.budget)
-        elif self.family.refiner is not None and model is self.model:
-            cache = ScaleCache(self.scales, model.config.depth, self.family.handover)
-        rows = prompt.rows(sampling.guidance != 1.0)
-        return ConditionState(model, self.family.codec.quantize, rows, len(prompt), cache)
-
-    def verify(self, state: State, draft: Draft) -> Scores:
-        """One block-causal pass over all nodes, with guidance over two rows of each image."""
-        reading, nodes = state.cache, draft.tree.size
-        if nodes > 1 and not self.family.plain:
-            raise ValueError(f"draft: got {nodes - 1} scales, expected none: this target takes one at a time")
-        if len(state.tokens[state.rows[0]]) == self.family.handover:
-            return self._scores(state, self._hand_over(state), 1)
-        found = self._scores(state, reading.read(draft.value), nodes)
-        self._report(state)
-        return found
-
-    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
-        state.cache.keep([len(path) for path in outcome.path])
-
-    def select(self, state: State, keep: list[int]) -> None:
-        state.cache.select(keep)
-
-    def _hand_over(self, state: State) -> list[DistanceGroup]:
-        """The refiner reads all scales so far in one pass, of which only the last is asked; the model's cache goes."""
-        assert self.family.refiner is not None
-        maps_BNS = torch.stack([state.output.maps(row) for row in state.rows])
-        prompt, before = state.request.inputs.of(state.rows), state.cache.cache.bytes
-        state.cache = reading = self.reading(prompt, state.request.sampling, self.family.refiner)
-        groups = reading.read(maps_BNS, last=True)
-        reading.pass_over(maps_BNS.shape[1] - 1)
-        state.trace.memory["freed"] = before
-        self._report(state)
-        return groups
-
-    def _report(self, state: State) -> None:
-        """Bytes of keys and values: the most between passes, and the most in one."""
-        cache, memory = state.cache.cache, state.trace.memory
-        memory["cache"] = max(memory.get("cache", 0), cache.bytes)
-        memory["pass"] = max(memory.get("pass", 0), cache.peak)
-
-    def _scores(self, state: State, groups: list[DistanceGroup], nodes: int) -> Scores:
-        sampling = state.request.sampling
-        return Scores(Maps(*stacked(groups, len(state.rows), nodes, lambda x, k: self.family.warped(sampling, x, k))))
-
-
-def declared(family: VARImages) -> dict[str, Any]:
-    """What a setup may promise of the target, and the target's distribution in words."""
-    count = len(family.scales)
-    if family.refiner is not None:
-        words = f"scales 1..{family.handover} by the model, the others of {count} by the refiner, each given all before"
-        return {"guarantee": "exact for the declared target", "declared": words}
-    if family.budget is not None and not family.budget.whole(family.scales):
-        return {"guarantee": "approximate", "declared": "the model with a part of its cache"}
-    return {}
-
-
-def check(request: Request, family: VARImages) -> None:
-    """Raises ValueError for what a next-scale model can't draw, before any pass. Synchronises once."""
-    count = len(family.scales)
-    request.inputs.check(len(request.prompt), family.model)
-    if request.max_new_tokens > count:
-        raise ValueError(f"max_new_tokens: got {request.max_new_tokens}, expected at most the image's {count} scales")
-    if request.sampling.processors:
-        raise ValueError("logits_processor: got one, expected none: a scale's codes have no order to be processed in")
-
-
-VARImages.target = VARTarget

@@ -18,7 +18,7 @@ from visspec.api import requests
 from visspec.api.inpainting import InpaintingStart
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
-from visspec.models.families import prompt_of
+from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.types import Sampling, State, Trace
 

@@ -35,7 +35,7 @@ from visspec.api.inpainting import InpaintingStart, picture_of
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.visits import VisitOrder
-from visspec.models.families import family_of, prompt_of
+from visspec.models.image_codes.families import family_of, prompt_of
 from visspec.models.image_codes.target import Family
 from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State, Target
 

@@ -8,7 +8,7 @@ from typing import Any
 from visspec.eval.bench import paired as speed
 from visspec.eval.bench.paired import ArmRun
 from visspec.loop.setup import DecodingSetup
-from visspec.models.families import family_of
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.models.runner.compiled import stepwise
 

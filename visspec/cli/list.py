@@ -14,7 +14,7 @@ def run(arguments: argparse.Namespace) -> None:
     from rich.table import Column, Table
 
     from visspec.api import presets, zoo
-    from visspec.models.families import FAMILIES
+    from visspec.models.image_codes.families import FAMILIES
 
     view = Table("kind", "name", Column("what it is", overflow="fold"))
     for kind, entries in (("drafter", zoo.DRAFTERS), ("acceptance", zoo.ACCEPTANCE), ("order", zoo.ORDERS)):

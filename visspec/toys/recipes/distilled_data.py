@@ -17,7 +17,7 @@ from visspec.accept.exact import Exact
 from visspec.api.loading import load_image_model
 from visspec.io.files import replacing
 from visspec.models.eagle.image_drafter import CaptureTarget
-from visspec.models.families import family_of
+from visspec.models.image_codes.families import family_of
 from visspec.models.janus.target import Janus
 from visspec.sampling import Gumbel
 from visspec.toys.recipes.painter_drafter import Pictures, held_out, request_of

@@ -29,7 +29,7 @@ from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.models.eagle.image_drafter import CaptureTarget, ImageFeatureDrafter
 from visspec.models.eagle.image_head import ImageHeadConfig
-from visspec.models.families import family_of
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
 from visspec.toys.recipes import cards

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from visspec.api.train_vq import PATIENCE, RESTARTS, quantised
 from visspec.models.codecs.vq_layout import fitted, stock_rules
-from visspec.models.layouts import rename
+from visspec.models.published_tensors import rename
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE
 from visspec.models.var.layout import load_var_vae, save_vae
 from visspec.toys.recipes.any_order_data import included_vq

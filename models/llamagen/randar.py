@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from visspec.models.eagle.feature_head import rotate
+from visspec.models.layers import rotate
 from visspec.models.llamagen.network import LlamaGen, LlamaGenConfig
 
 DEVIATION = 0.02  # of initial weights

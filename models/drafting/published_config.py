@@ -1,0 +1,105 @@
+"""Entries of published drafters' configurations that several forms share, read strictly and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from visspec.io.checkpoint import Value, check_wholes, shown, unwrapped
+from visspec.models.layers import OPTIONAL_FACTORS, ROPE_SCALINGS
+
+VERSION = "0.9.0"  # of speculators, whose layout is written
+
+
+def unprefixed(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
+    """Tensors of a drafter, or their shapes, by its own names: without the prefixes of wrappers, and without `model.`.
+    Raises ValueError if two get the same name.
+    """
+    found = unwrapped(tensors, folder)
+    if "model.fc.weight" not in found:
+        return found
+    bare = {name.removeprefix("model."): value for name, value in found.items()}
+    if len(bare) < len(found):
+        raise ValueError(f"checkpoint: {folder} holds tensors with and without 'model.', expected one set of weights")
+    return bare
+
+
+def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
+    """An entry that has to be there."""
+    if type(data.get(name)) is not kind:
+        words = {int: "a whole number", dict: "an object", list: "a list"}[kind]
+        raise ValueError(f"drafter: {name} of {folder} is {shown(data.get(name))}, expected {words}")
+    return data[name]
+
+
+def object_of(value: Any) -> dict:
+    """A JSON object, or an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def list_of(value: Any) -> list:
+    """A JSON list, or an empty one in place of anything else."""
+    return value if isinstance(value, list) else []
+
+
+def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
+    """Raises ValueError if a checkpoint names a target of another class or with another number of layers."""
+    named = list_of(object_of(object_of(data.get("speculators_config")).get("verifier")).get("architectures"))
+    text: Any = model.config.get_text_config()
+    kind, depth = data.get("target_model_type"), data.get("num_target_layers")
+    for name, wanted, *found in (
+        ("class", named, type(model).__name__),
+        ("model_type", [kind] if kind else [], model.config.model_type, text.model_type),
+        ("number of layers", [depth] if depth else [], text.num_hidden_layers),
+    ):
+        if wanted and not any(one in wanted for one in found):
+            got = found[0]
+            raise ValueError(f"drafter: {folder} is made for a target of the {name} {shown(wanted[0])}, got {got!r}")
+
+
+def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool, float]:
+    """(theta, scaling, sections of M-RoPE, whether they are interleaved, the share of channels that are rotated), of
+    both generations of configurations.
+    """
+    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"drafter: rope_scaling of {folder} is {shown(given)}, expected an object")
+    given = {name: value for name, value in given.items() if value is not None}
+    theta = given.pop("rope_theta", layer.get("rope_theta", 10000.0))
+    old = given.pop("type", "default")
+    kind = given.pop("rope_type", old)
+    section, interleaved = given.pop("mrope_section", ()), bool(given.pop("mrope_interleaved", False))
+    kind = "default" if kind == "mrope" else kind
+    if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
+        raise ValueError(
+            f"drafter: rope_scaling of {folder} is {shown(kind)}, expected {', '.join([*ROPE_SCALINGS, 'mrope'])}"
+        )
+    factors = [*ROPE_SCALINGS[kind], *(name for name in OPTIONAL_FACTORS.get(kind, ()) if name in given)]
+    scaling = None if kind == "default" else {"rope_type": kind, **{name: given.get(name) for name in factors}}
+    if given.get("truncate", True) is not True:
+        raise ValueError(f"drafter: truncate of {folder} is {shown(given['truncate'])}, expected true")
+    theta = float(theta) if isinstance(theta, int) else theta
+    partial = given.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
+    partial = 1.0 if partial is None else float(partial) if type(partial) is int else partial
+    return theta, scaling, check_wholes("mrope_section", section, 0, 1 << 14), interleaved, partial
+
+
+def check_verifier_named(model: Any, form: str, verifier: str | None) -> None:
+    """Raises ValueError where other engines could not find the target, whose embeddings and head they load by name."""
+    if form == "speculators" and not (verifier or model.config.name_or_path):
+        raise ValueError("verifier: got None, expected the name or the path of the target, which is loaded by it")
+
+
+def speculators_config(algorithm: str, tokens: int, model: Any, verifier: str | None) -> dict[str, Any]:
+    """What speculators and vLLM read of an algorithm and its target."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}],
+        "verifier": {
+            "name_or_path": verifier or model.config.name_or_path or None, "architectures": [type(model).__name__],
+        },
+    }  # fmt: skip

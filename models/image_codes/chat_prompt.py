@@ -1,0 +1,83 @@
+"""Image models whose prompts are chats of a processor, of Janus's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
+
+
+class ChatPromptFamily(Family):
+    """Prompts end with the begin-of-image token; the unconditional prompt is the same with its words padded out.
+
+    `processor` is the model's own (`JanusProcessor`), or anything that turns texts into left-padded ids. A negative
+    prompt is a prompt like any other; an empty one is the unconditional prompt.
+    """
+
+    def __init__(self, model: Any, processor: Any, side: int, pixel_side: int, settings: Any = None):
+        self.model, self.processor, self.name = model, processor, model.config.model_type
+        self.side, self.pixel_side = side, pixel_side
+        settings = settings or model.generation_config
+        self.default_guidance = float(settings.guidance_scale or 5.0)  # generate's own default
+        more = getattr(settings, "generation_kwargs", None) or {}  # only where the checkpoint's file has them
+        self.keeps = (settings.bos_token_id, more.get("boi_token_id"))
+        self.pad = settings.pad_token_id
+        ids = {"bos_token_id": self.keeps[0], "pad_token_id": self.pad}
+        ids["generation_kwargs={'boi_token_id': ...}"] = self.keeps[1]
+        if missing := [name for name, value in ids.items() if value is None]:
+            raise ValueError(
+                f"generation_config: got no {', '.join(missing)}, expected the ids of the model's tokenizer: set"
+                " model.generation_config = GenerationConfig(bos_token_id=..., pad_token_id=...,"
+                " generation_kwargs={'boi_token_id': ...}) first"
+            )
+
+    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
+        side = self.pixel_side
+        if (height or side, width or side) != (side, side):
+            raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, as it was trained")
+        return ImageLayout.plain(self.side, self.side)
+
+    def prompt(
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
+        if negative is None or not guided:
+            batch = self._asked(texts)
+            return self.from_ids(batch["input_ids"], batch["attention_mask"].bool(), guided)
+        batch, count = self._asked([*texts, *negative]), len(texts)
+        (ids, other), (seen, real) = (x.split(count) for x in (batch["input_ids"], batch["attention_mask"].bool()))
+        worded_B1 = torch.tensor([[bool(text.strip())] for text in negative], device=ids.device)
+        other = torch.where(worded_B1, other, self._without_words(ids))
+        return self.from_ids(ids, seen, guided, other, torch.where(worded_B1, real, seen))
+
+    def _asked(self, texts: list[str]) -> dict[str, Tensor]:
+        batch = self.asked()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
+        return {name: batch[name].to(self.decoder.device) for name in ("input_ids", "attention_mask")}
+
+    def from_ids(
+        self,
+        ids: Tensor,
+        attention: Tensor,
+        guided: bool,
+        negative: Tensor | None = None,
+        negative_attention: Tensor | None = None,
+    ) -> EncodedPrompt:
+        """From ids (B, L) that end with the begin-of-image token, as stock `generate` takes them, and negative ids of
+        the same shape (None: the unconditional prompt).
+        """
+        rows = ids
+        if guided:
+            rows = torch.cat([ids, self._without_words(ids) if negative is None else negative])
+            attention = torch.cat([attention, attention if negative_attention is None else negative_attention])
+        return EncodedPrompt(ids, self.embed_prompt(rows), attention, tokens=rows)
+
+    def embed_prompt(self, ids: Tensor) -> Tensor:
+        """Ids of prompts (R, L) -> the decoder's inputs (R, L, d)."""
+        return self.model.get_input_embeddings()(ids)
+
+    def _without_words(self, ids: Tensor) -> Tensor:
+        """The unconditional prompt, as stock `generate` makes it."""
+        kept = (ids == self.keeps[0]) | (ids == self.keeps[1])
+        return torch.where(kept, ids, self.pad)

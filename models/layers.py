@@ -1,0 +1,65 @@
+"""Parts of networks: a root-mean-square norm, and rotary embeddings of adjacent channels.
+
+Shapes: B rows, T elements, H heads, E head size, P positions, C = E / 2 channels of a rotation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+TINY = 1e-6
+MOST_LAYERS = 1 << 14  # maximum number of layers of a target
+ROPE_SCALINGS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+}
+OPTIONAL_FACTORS = {
+    "yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+}  # may be left out
+
+
+def unit(x: Tensor) -> Tensor:
+    """x divided by its root mean square, along the last dimension."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=TINY)
+    return x * (math.sqrt(x.shape[-1]) / norm).to(x.dtype)
+
+
+class FeatureRMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return unit(x) * self.weight
+
+
+def rotations(length: int, size: int, theta: float, device: torch.device | str) -> Tensor:
+    """exp(i * position * frequency) for positions [0, length), complex64 (length, size / 2)."""
+    frequency = theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def rotations_at(rope_table_PC: Tensor, position: Tensor, section: tuple[int, ...]) -> Tensor:
+    """Rotations of elements, (B, T, C): position is (B, T), or (3, B, T) with `section` channels per row."""
+    if position.dim() == 2:
+        return rope_table_PC[position]
+    if not section:
+        return rope_table_PC[position[0]]
+    starts = [sum(section[:i]) for i in range(len(section))]
+    return torch.cat(
+        [rope_table_PC[position[i]][..., s : s + n] for i, (s, n) in enumerate(zip(starts, section))], dim=-1
+    )
+
+
+def rotate(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
+    """Rotate pairs of adjacent channels. Out of place, differentiable, in float32."""
+    pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn_BTC[..., None, :]).flatten(-2).to(x_BTHE.dtype)
