@@ -5,6 +5,10 @@ import warnings
 from setuptools import find_packages, setup
 
 FOLDERS = ("models", "kernels", "eval")
+WEIGHTS = [  # of models/zoo: those of the demo and the README, and their drafters; the repository has the others
+    *("captioner", "captioner-vispec", "captioner-emoji", "captioner-emoji-vispec"),
+    *("painter", "painter-eagle", "painter-lowres", "painter-upsampler", "painter-emoji", "painter-emoji-eagle"),
+]
 
 # an editable install warns that ./visspec comes first where the repository is the working folder; it may, see __init__
 warnings.filterwarnings("ignore", message="Editable installation")
@@ -16,7 +20,7 @@ setup(
     package_dir={"visspec": "visspec", **{f"visspec.{name}": name for name in FOLDERS}},
     include_package_data=False,  # package_data names all of it; setuptools would take data folders for lost packages
     package_data={
-        "visspec.models.zoo": ["*/*"],
+        "visspec.models.zoo": [f"{name}/*" for name in WEIGHTS],
         "visspec.eval.report": ["templates/*"],
         "visspec.toys.world.emoji": ["atlas.*", "OFL.txt"],
     },

@@ -22,7 +22,7 @@ from visspec.types import Request, Sampling
 
 PROMPTS = ["a photo of a red ring", "a photo of a star and a bar", "a photo of a blue square"]
 VECTOR_RULES = [
-    name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.distribution is Denoising
+    name for name, entry in zoo.ACCEPTANCE.items() if zoo.load(entry.reference).traits.distribution is Denoising
 ]
 
 

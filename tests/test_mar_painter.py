@@ -123,9 +123,15 @@ def test_a_drafter_of_another_kind_is_refused_before_work_starts(pipe, sizes, me
 
 def test_presets_have_the_drafter_of_the_painter(pipe):
     drafters = {name: zoo.preset(name, "vectors", pipe.model).drafter for name in presets.VECTORS}
+    assert set(drafters.values()) == {"none", "mar"}, "none is included for this one"
+    assert zoo.preset("coupled", "vectors").drafter == "continuous"
+    with pytest.raises(ValueError, match=r"^drafter: got 'mar', which has to be trained, expected the folder") as error:
+        pipe(PROMPTS[0], **zoo.method(str(zoo.preset("coupled", "vectors", pipe.model))))
+    one_sentence(error)
+    model = ImagePipeline.from_pretrained("painter-mar").model
+    drafters = {name: zoo.preset(name, "vectors", model).drafter for name in presets.VECTORS}
     assert set(drafters.values()) == {"none", "painter-mar-drafter"}
-    assert zoo.preset("coupled", "vectors").drafter == "painter-continuous-drafter"
-    assert bench_image.chosen("coupled", "vectors", pipe.model)[1].startswith("painter-mar-drafter/")
+    assert bench_image.chosen("coupled", "vectors", model)[1].startswith("painter-mar-drafter/")
 
 
 # --- several tokens in a pass -----------------------------------------------------------------------------------------

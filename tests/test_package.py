@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from visspec.cli import doctor
+from visspec.cli import demo, doctor
+from visspec.io import included
 
 ROOT = Path(__file__).resolve().parent.parent
+LARGEST = 75_000_000  # bytes of a wheel; package indexes refuse more than 100 MB
 PARTS = ("visspec", "models", "kernels", "eval", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
@@ -30,6 +32,13 @@ def copied(source: Path, *without: str) -> Path:
     return source
 
 
+def packaged() -> set[str]:
+    """The included models that a wheel holds: those of the demo, their drafters, and what else presets need of them."""
+    shown = {captioner for captioner, _ in demo.WORLDS.values()} | set(demo.PAINTERS)
+    of_shown = {name: row.kind for name, row in included.table().models.items() if row.target in shown}
+    return shown | {name for name, kind in of_shown.items() if kind not in ("assistant", "distilled")}
+
+
 @pytest.mark.parametrize("kind", ["editable", "wheel"])
 def test_a_build_warns_of_nothing_and_holds_the_data(kind, tmp_path):
     source = copied(tmp_path / "source", "*.safetensors")
@@ -41,11 +50,14 @@ def test_a_build_warns_of_nothing_and_holds_the_data(kind, tmp_path):
     assert "Warning" not in run.stderr and "****" not in run.stderr  # the frame around setuptools' warnings
     if kind == "wheel":
         held = zipfile.ZipFile(tmp_path / run.stdout.splitlines()[-1]).namelist()
-        data = [*(ROOT / "models" / "zoo").glob("*/*"), *(ROOT / "eval" / "report" / "templates").iterdir()]
-        data += (ROOT / "eval" / "world" / "emoji").iterdir()
+        data = [file for name in packaged() for file in included.folder(name).iterdir()]
+        data += (ROOT / "eval" / "report" / "templates").iterdir()
+        data += [ROOT / "visspec/toys/world/emoji" / name for name in ("atlas.json", "atlas.webp", "OFL.txt")]
         left_out = (".safetensors", ".pyc")
         wanted = {f"visspec/{p.relative_to(ROOT)}" for p in data if p.is_file() and p.suffix not in left_out}
         assert wanted and wanted <= set(held)
+        folders = {name.split("/")[3] for name in held if name.startswith("visspec/models/zoo/") and name.count("/") > 3}
+        assert folders == {included.folder(name).name for name in packaged()}
 
 
 def test_a_checkout_that_comes_before_the_package_finds_its_parts(tmp_path):
@@ -71,8 +83,13 @@ def test_a_checkout_that_comes_before_the_package_finds_its_parts(tmp_path):
 @pytest.mark.slow
 def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
     source, site = copied(tmp_path / "source"), tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(source)]
-    subprocess.run(pip, check=True, capture_output=True, timeout=300)
+    pip = [sys.executable, "-m", "pip"]
+    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
+    subprocess.run(build, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size <= LARGEST
+    install = [*pip, "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, timeout=300)
     program = (
         "import sys, visspec, visspec.api.zoo as zoo\n"
         f"assert visspec.__file__.startswith({str(site)!r}), visspec.__file__\n"
@@ -81,6 +98,7 @@ def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
         "from visspec.toys.world.render import to_image\n"
         "from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed\n"
         "to_image(scene_from_seed(HELD_OUT_SEED)).save('scene.png')\n"
+        "assert main(['generate', 'x', '--model', 'painter-mar']) == 2\n"
         "sys.exit(main(['caption', 'scene.png']))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
@@ -94,6 +112,8 @@ def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert "shapes" in run.stdout
+    (missing,) = [line for line in run.stderr.splitlines() if "painter-mar" in line]
+    assert "whose weights are not in this installation" in missing and "the repository has them" in missing
 
 
 NOT_IMPORTED = {  # by our code

@@ -208,7 +208,7 @@ def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
 def test_presets_of_scales():
     names = {"plain", "scales", "repaired", "code", "scalekv"}
     assert set(presets.MAPS) == names
-    assert zoo.preset("code", "maps").parts["refiner"] == "painter-var-small"
+    assert zoo.preset("code", "maps").parts["refiner"] == "var"
     with pytest.raises(ValueError, match="preset: got 'gumbel', expected one of plain, scales"):
         zoo.preset("gumbel", "maps")
 
@@ -486,7 +486,8 @@ def test_the_shipped_pair_draws_in_every_way(included):
     assert all(torch.equal(a, b) for a, b in zip(drafted.tokens, plain.tokens)) and drafted.traces[0].faults == 0
     repaired = included(texts, drafter="painter-var-small", acceptance="repaired", **options)
     assert repaired.stats[0].guarantee == "exact" and repaired.traces[0].faults == 0
-    whole = zoo.preset("code", "maps").parts | {"handover": 8}
+    whole = zoo.preset("code", "maps", included.model).parts | {"handover": 8}
+    assert whole["refiner"] == "painter-var-small"
     for parts, same in ((whole, True), (zoo.preset("code", "maps").parts, False)):
         out = included.parted(parts)(texts, **options)
         assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens)) == same

@@ -15,6 +15,7 @@ from tests.test_cli import refused
 from visspec.api import best_of, loading, verdict
 from visspec.api.verdict import Member, Panel, answer_of, choose, disagreement, likelihood
 from visspec.cli.main import main
+from visspec.toys import judges
 from visspec.toys.world.captions import questions
 from visspec.toys.world.render import to_image
 from visspec.toys.world.scene import held_out_scenes
@@ -158,17 +159,17 @@ def test_the_best_of_several_pictures():
         best_of.scorer("taste", ["x"])
     with pytest.raises(ValueError, match="not a sentence of the shape world's grammar"):
         best_of.scorer("detector", ["a dog"])
-    assert best_of.by_detector([right, wrong], "a photo of a red ring") == [-1.0, -1.0]
+    assert judges.by_detector([right, wrong], "a photo of a red ring") == [-1.0, -1.0]
     scene = next(s for s in held_out_scenes(40) if len(s.shapes) >= 2)
     kinds = [shape.kind for shape in scene.shapes]
     one = next(k for k in kinds if kinds.count(k) == 1)
-    assert best_of.by_detector([wrong, to_image(scene)], f"a photo of a {one}") == [-1.0, 1.0]
+    assert judges.by_detector([wrong, to_image(scene)], f"a photo of a {one}") == [-1.0, 1.0]
 
 
 def test_best_of_in_generate(folder, tmp_path, capsys, monkeypatch):
     argv = ["generate", "a photo of a red ring", "-n", "2", "--model", str(folder), "-o"]
     assert main([*argv, str(tmp_path / "all"), "--seed", "3"]) in (0, None)
-    monkeypatch.setattr(best_of, "by_detector", lambda images, prompt: [float(i == 1) for i in range(len(images))])
+    monkeypatch.setattr(judges, "by_detector", lambda images, prompt: [float(i == 1) for i in range(len(images))])
     record = tmp_path / "r.json"
     best = [*argv, str(tmp_path / "best"), "--best-of", "3", "--scorer", "detector", "--seed", "2", "--batch-size", "2"]
     assert main([*best, "--json", str(record)]) in (0, None)

@@ -7,8 +7,9 @@ from tests import tiny_images
 from tests.test_image_targets import CASES, draw, made
 from tests.tiny import model_of
 from visspec.accept.graphed_rule import GraphedRule
-from visspec.api import presets, zoo
+from visspec.api import entries, presets, zoo
 from visspec.distributions import Categorical
+from visspec.io import included
 from visspec.loop.setup import build_setup, check
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
@@ -55,7 +56,7 @@ ELSEWHERE = {"continuous", "mar", "mtp", "ahead", "neighbours", "var"}
 TOKENS_ALONE = {"distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
 ANY_ORDER = {"spread", "halton"}  # orders of `test_any_order`
 CODE_RULES = [
-    name for name, (reference, _) in zoo.ACCEPTANCE.items() if zoo.load(reference).traits.distribution is Categorical
+    name for name, entry in zoo.ACCEPTANCE.items() if zoo.load(entry.reference).traits.distribution is Categorical
 ]
 RULES = {  # options that a codebook of 24 codes has room for
     "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",
@@ -66,7 +67,7 @@ SMALL = {"k=100": "k=5", "k=20": "k=5", "k=10": "k=5", "k=8": "k=3"}  # a preset
 def tiny_drafter(spec):
     """The drafter of a zoo name, tiny; a shipped one is a fresh network of its kind."""
     name, options = zoo.parse(spec or "none")
-    return DRAFTERS[zoo.SHIPPED[name][0] if name in zoo.SHIPPED else name](**options)
+    return DRAFTERS[zoo.SHIPPED[name].kind if name in zoo.SHIPPED else name](**options)
 
 
 def janus_pair(drafter, rule, order=None):
@@ -96,17 +97,14 @@ def drawn(setup, rows, seed=0, temperature=1.0, guidance=3.0):
 
 def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
     assert set(DRAFTERS) == set(zoo.DRAFTERS) - ELSEWHERE
-    for name, (reference, what) in zoo.DRAFTERS.items():
-        assert what and (reference is None or issubclass(zoo.load(reference), Drafter)), name
-    for name, (reference, what) in zoo.ACCEPTANCE.items():
-        assert what and issubclass(zoo.load(reference), Acceptance), name
-    for name, (reference, what) in zoo.ORDERS.items():
-        assert what and issubclass(zoo.load(reference), Order), name
-    for name, (kind, folder, target, what) in zoo.SHIPPED.items():
-        assert what and kind in zoo.DRAFTERS and (zoo.CHECKPOINTS / folder / "config.json").is_file(), name
-        assert (zoo.CHECKPOINTS / target / "config.json").is_file(), name
+    bases = {"drafter": Drafter, "acceptance": Acceptance, "order": Order}
+    for kind, table in entries.TABLES.items():
+        for name, (reference, what, _, _) in table.items():
+            assert what and (name == "none" or issubclass(zoo.load(reference), bases[kind])), name
+    for name, model in zoo.SHIPPED.items():
+        assert model.what and model.kind in zoo.DRAFTERS and model.target in included.table().models, name
     assert not set(zoo.DRAFTERS) & (set(zoo.SHIPPED) | set(zoo.ORDERS))
-    assert {kind for kind, *_ in zoo.SHIPPED.values()} <= set(zoo.KINDS.values()) <= set(zoo.DRAFTERS)
+    assert {model.kind for model in zoo.SHIPPED.values()} <= set(zoo.KINDS.values()) <= set(zoo.DRAFTERS)
     families = {type(made(name).family) for name in CASES}
     listed = {zoo.load(reference) for reference in FAMILIES.values()}
     # tests of their own have those of vectors (`test_continuous_painting`, `test_continuous_families`), of scales

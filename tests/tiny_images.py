@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -71,6 +72,7 @@ def sibling(side: int = 2, seed: int = 1):
 
 def painter(where) -> None:
     """A tiny random model of the painter's kind, as a checkpoint folder."""
+    pytest.importorskip("visspec.toys")
     from visspec.toys.recipes.painter_build import build_processor, generation_config, model_config
 
     torch.manual_seed(0)

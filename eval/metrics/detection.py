@@ -1,4 +1,4 @@
-"""Interfaces of GenEval's detector and colour classifier, and their implementation for rendered shapes."""
+"""Interfaces of GenEval's detector and colour classifier, and colours that a detector has measured itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,6 @@ from typing import Protocol
 
 import numpy as np
 from PIL import Image
-
-from visspec.toys.world.detector import OFF_PALETTE, ShapeDetector
 
 UNKNOWN = "unknown"  # for objects with none of the ten colours
 
@@ -75,38 +73,6 @@ def file_digest(path: str | Path, algorithm: str = "sha256") -> str:
 
     with open(path, "rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
-
-
-class ShapeWorldDetector:
-    """The exact detector of rendered shapes with GenEval's interface; detects all eight classes and their colours."""
-
-    name = "shapes"
-    closed_set = True
-    original = False
-    max_overlap = 1.0
-
-    def __init__(self, detector: ShapeDetector | None = None):
-        self.detector = detector or ShapeDetector()
-        d = self.detector
-        self.fingerprint = digest("shapes-1", d.min_radius, d.max_radius, d.score, d.max_unexplained)
-
-    def threshold(self, tag: str) -> float:
-        """The same for all tasks; `ShapeDetector.score` has already been applied."""
-        return 0.0
-
-    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
-        """All shapes of the image; refused if too many pixels are unexplained."""
-        seen = self.detector.analyse(image)
-        detections = tuple(
-            Detection(s.label, s.score, s.box, mask > 0.5, s.colour if s.off_palette < OFF_PALETTE else UNKNOWN)
-            for s, mask in zip(seen.shapes, seen.coverage)
-        )
-        refused = ""
-        if seen.unexplained > self.detector.max_unexplained:
-            refused = (
-                f"{seen.unexplained:.1%} of the pixels are unexplained, more than {self.detector.max_unexplained:.1%}"
-            )
-        return DetectionResult(detections, refused)
 
 
 class DetectedColours:

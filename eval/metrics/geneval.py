@@ -24,10 +24,10 @@ from visspec.eval.metrics.detection import (
     Detection,
     DetectionResult,
     Detector,
-    ShapeWorldDetector,
     digest,
 )
 from visspec.eval.metrics.results import Progress, Rows
+from visspec.io import included
 from visspec.io.images import MAX_PIXELS, inside, open_image
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -293,10 +293,10 @@ def evaluate(
     """Score every image under `root`, or of the given prompts, and append each row to the JSONL file `results`.
 
     Images already in `results` with unchanged bytes are not scored again. A broken image counts as not correct and is
-    listed as a problem, as is a folder without usable metadata or images. Detector and colours default to those of the
-    rendered shapes. `progress` is called with (done, total).
+    listed as a problem, as is a folder without usable metadata or images. Detector and colours default to the
+    included ones. `progress` is called with (done, total).
     """
-    detector, colours = detector or ShapeWorldDetector(), colours or DetectedColours()
+    detector, colours = detector or included.detector(), colours or DetectedColours()
     prompts = read_prompts(root) if isinstance(root, (str, Path)) else list(root)
     evaluator = digest(detector.name, detector.fingerprint, colours.name, colours.fingerprint)
     done = Rows(results, evaluator, "filename")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.eval.metrics import clipscore, detection, detectors, features
+from visspec.io import included
 
 
 def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
@@ -47,16 +48,17 @@ DETECTORS: dict[str, tuple[type, str]] = {  # name: class, transformers' class o
 
 
 def detector(spec: str, device: str = "cpu") -> detection.Detector:
-    """ "shapes" (included), "KIND:MODEL" with a kind of DETECTORS, or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
+    """An included one by name, "KIND:MODEL" with a kind of DETECTORS, or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
     kind, _, rest = spec.partition(":")
-    if spec == "shapes":
-        return detection.ShapeWorldDetector()
+    own = included.table().detectors
+    if spec in own:
+        return included.load(own[spec])()
     if kind == "mmdet":
         config, _, weights = rest.partition(":")
         return _tried("detector", spec, lambda: detectors.MMDetMask2Former(config, weights, device))
     if kind not in DETECTORS or not rest:
-        known = ", ".join(f"{name}:MODEL" for name in DETECTORS)
-        raise ValueError(f"detector: got {spec!r}, expected shapes, {known} or mmdet:CONFIG:CHECKPOINT")
+        known = ", ".join([*own, *(f"{name}:MODEL" for name in DETECTORS)])
+        raise ValueError(f"detector: got {spec!r}, expected {known} or mmdet:CONFIG:CHECKPOINT")
     made, loader = DETECTORS[kind]
     return made(*_transformers("detector", rest, loader, "AutoProcessor", device), rest)
 

@@ -1,13 +1,11 @@
 """Vision-language tasks: samples with images and answers, a prompt, a scorer, and a resumable evaluation loop.
 
 A task is data and two functions. `generate(image, question) -> text` is the caller's model (for samples with several
-images it gets a list); for tasks without a rule the judge is also passed by the caller. The caption and question tasks
-on rendered shapes need no download.
+images it gets a list); for tasks without a rule the judge is also passed by the caller.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,6 @@ from visspec.eval.metrics import text_scores
 from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.results import Progress, Rows
 from visspec.io.images import MAX_PIXELS, open_image
-from visspec.toys.world import captions
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
 
 Score = Callable[["Sample", str], float | None]
 
@@ -178,38 +173,3 @@ def mme_scores(samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, flo
         every = [v for values in images.values() for v in values]
         points[category] = 100 * float(np.mean(every)) + 100 * float(np.mean([min(v) for v in images.values()]))
     return {f"mme/{category}": value for category, value in points.items()} | {"mme": sum(points.values())}
-
-
-# --- the shape world: nothing to download ---
-
-
-def shape_captions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
-    """Caption held-out scenes; the score of a caption is the F1 of its facts against the scene's."""
-
-    def score(sample: Sample, text: str) -> float:
-        right, stated = captions.score(text, sample.extra["scene"])
-        total = len(captions.facts(sample.extra["scene"])) + stated
-        return 2 * right / total
-
-    samples = tuple(
-        Sample(
-            f"scene-{i}",
-            partial(to_image, scene, size),
-            captions.REQUESTS[0],
-            (captions.caption(scene),),
-            (),
-            {"scene": scene},
-        )
-        for i, scene in enumerate(held_out_scenes(count, seed))
-    )
-    return Task("shape-captions", samples, 128, score)
-
-
-def shape_questions(count: int = 100, size: int = 96, seed: int = 0) -> Task:
-    """One question with an exact answer about each of `count` held-out scenes."""
-    rng, samples = np.random.default_rng(seed), []
-    for i, scene in enumerate(held_out_scenes(count, seed)):
-        pairs = captions.questions(scene)
-        question, answer = pairs[int(rng.integers(len(pairs)))]
-        samples.append(Sample(f"scene-{i}", partial(to_image, scene, size), question, (answer,), (), {"scene": scene}))
-    return Task("shape-questions", tuple(samples), 16, exact)

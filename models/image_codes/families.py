@@ -26,6 +26,12 @@ FAMILIES = {
     "Infinity": "visspec.models.infinity.target:InfinityImages",
     "NextStep": "visspec.models.nextstep.target:NextStepImages",
 }
+LOADERS = {  # of folders with a network of ours: (folder, dtype) -> model
+    "continuous_image": "visspec.models.continuous.model:load",
+    "mar_image": "visspec.models.mar.model:load",
+    "randar_image": "visspec.models.randar.model:load",
+    "var_image": "visspec.models.var.model:load",
+}
 
 
 def family_of(model: Any, processor: Any, **parts: Any) -> Family:

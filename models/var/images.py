@@ -6,12 +6,11 @@ A smaller model of the same maps is its refiner (CoDe) or its drafter; a number 
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from visspec.io import included
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.scales.target import ScaleSettings
@@ -20,7 +19,6 @@ from visspec.models.var.network import VAR
 from visspec.models.var.target import VARImages
 
 CALIBRATED = 8  # images that selectivity is measured on
-INCLUDED = Path(__file__).parents[1] / "zoo"
 
 
 class LabelledVARImages(VARImages):
@@ -69,15 +67,16 @@ class LabelledVARImages(VARImages):
 
 
 def small(other: Any, model: VARImageModel) -> Any:
-    """The network of a smaller model; of an included one by its name, on the model's device and in its dtype.
+    """The network of a smaller model; of an included one by its name, or by its kind ("var") the one that is made for
+    the model, on the model's device and in its dtype.
 
     No other folder is opened: a saved pipeline names its parts, and may come from anyone.
     """
     if isinstance(other, str):
-        folder = INCLUDED / other
-        if not re.fullmatch(r"[\w-]+", other) or not (folder / "config.json").is_file():
+        name = included.made_for(other, model) or other
+        if name not in included.table().models:
             raise ValueError(f"refiner: got {other!r}, expected a model or the name of an included one")
-        small: Any = load(folder, model.dtype)
+        small: Any = load(included.check("refiner", name), model.dtype)
         other = small.to(model.device)
     if not isinstance(other, VARImageModel):
         return other

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from visspec.eval.metrics import geneval
-from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult, ShapeWorldDetector
+from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
+from visspec.toys.judges import ShapeWorldDetector
 from visspec.toys.world import lattice, suite
 
 

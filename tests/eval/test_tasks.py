@@ -12,6 +12,7 @@ from PIL import Image
 
 from visspec.eval.metrics import readers, tasks, text_scores
 from visspec.eval.metrics.text_scores import bleu, cider_d, letter, normalised, rouge_l, vqa_accuracy, yes_no
+from visspec.toys import tasks as shapes
 from visspec.toys.world import captions
 
 
@@ -237,9 +238,9 @@ def test_run_resumes_after_a_torn_line_and_lists_broken_images(tmp_path: Path):
 def test_a_killed_run_loses_no_finished_answer(tmp_path: Path):
     """SIGKILL in the middle of a question; answers reported finished are kept and not asked again."""
     code = (
-        "import sys\nfrom visspec.eval.metrics import tasks\n"
+        "import sys\nfrom visspec.eval.metrics import tasks\nfrom visspec.toys import tasks as shapes\n"
         "def generate(image, text):\n    print(1, flush=True)\n    sys.stdin.readline()\n    return 'x'\n"
-        "tasks.run(tasks.shape_questions(8), generate, sys.argv[1], 'm')\n"
+        "tasks.run(shapes.shape_questions(8), generate, sys.argv[1], 'm')\n"
     )
     results = tmp_path / "r.jsonl"
     command = [sys.executable, "-P", "-c", code, str(results)]
@@ -253,13 +254,13 @@ def test_a_killed_run_loses_no_finished_answer(tmp_path: Path):
     process.communicate()
     assert process.returncode == -signal.SIGKILL and results.read_bytes().count(b"\n") == 3
     asked = []
-    out = tasks.run(tasks.shape_questions(8), lambda image, text: asked.append(text) or "x", results, "m")
+    out = tasks.run(shapes.shape_questions(8), lambda image, text: asked.append(text) or "x", results, "m")
     assert len(asked) == 5 and out["n"] == 8
 
 
 def test_ranks_results_in_one_file_count_once(tmp_path: Path):
     """Three ranks of a sampler that pads with repeats: their files one after the other are one run."""
-    task, files = tasks.shape_questions(8), []
+    task, files = shapes.shape_questions(8), []
     for rank, chosen in enumerate([(0, 3, 6), (1, 4, 7), (2, 5, 0)]):
         part = tasks.Task(**{**vars(task), "samples": tuple(task.samples[i] for i in chosen)})
         files.append(tmp_path / f"{rank}.jsonl")
@@ -281,7 +282,7 @@ def test_judge_is_the_callers_function(tmp_path: Path):
 
 
 def test_shape_tasks_score_the_truth_one_and_a_lie_less(tmp_path: Path):
-    truth, questions = tasks.shape_captions(6), tasks.shape_questions(6)
+    truth, questions = shapes.shape_captions(6), shapes.shape_questions(6)
     for task in (truth, questions):
         assert len(task.samples) == 6
         scores = [task.score(s, s.answers[0]) for s in task.samples]

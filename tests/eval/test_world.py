@@ -9,8 +9,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult, ShapeWorldDetector
+from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
 from visspec.eval.metrics.geneval import judge, kept, strictly
+from visspec.toys.judges import ShapeWorldDetector
 from visspec.toys.world import detector, lattice, robustness, suite
 from visspec.toys.world.components import components
 from visspec.toys.world.detector import Analysis, ShapeDetector, _moments, noise_level

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from PIL import Image
 
-from visspec.eval.metrics import geneval, named
-from visspec.toys.world import suite
+from visspec.eval.metrics import named
+from visspec.io import included
 
 Score = Callable[[Sequence[Image.Image], str], list[float]]  # images of one prompt: the higher, the better
 NAMES = "detector, or clip:MODEL"
@@ -19,24 +19,12 @@ def scorer(name: str, prompts: Sequence[str], device: str = "cpu") -> Score:
     """A score by name. Raises ValueError for an unknown one, and for prompts that it can't judge."""
     kind, _, model = name.partition(":")
     if kind == "detector" and not model:
-        for prompt in prompts:
-            suite.parse(prompt)
-        return by_detector
+        if not included.table().scorer:
+            raise ValueError(f"scorer: got {name!r} where no detector is included, expected {NAMES}")
+        return included.load(included.table().scorer)(prompts)
     if kind == "clip" and model:
         return by_clip(model, device)
     raise ValueError(f"scorer: got {name!r}, expected {NAMES}")
-
-
-def by_detector(images: Sequence[Image.Image], prompt: str) -> list[float]:
-    """Rendered shapes: 1 for a picture that is what its prompt says and 2 if nothing else is on it; for others, minus
-    the number of things that are not as they should be.
-    """
-    detector, colours, metadata = named.detector("shapes"), named.colours("detected"), suite.parse(prompt)
-    found = []
-    for image in images:
-        correct, strict, reasons, _ = geneval.judged(image, metadata, detector, colours)
-        found.append(1.0 + bool(strict) if correct else -1.0 - reasons.count("\n"))
-    return found
 
 
 def by_clip(model: str, device: str = "cpu") -> Score:

@@ -32,6 +32,7 @@ from visspec.api.image_call import (
 )
 from visspec.api.image_call import image_seeds as image_seeds
 from visspec.api.inpainting import InpaintingStart, picture_of
+from visspec.io import included
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.visits import VisitOrder
@@ -92,14 +93,16 @@ class ImagePipeline(Rebuildable):
         self._progress, self._home = state["_progress"], state["_home"]
 
     @classmethod
-    def from_pretrained(cls, where: str = "painter", *, device: str = "cpu", dtype: Any = "auto", **options):
-        """Load an included model ("painter"), a folder or a hub id. Safetensors only; `options` as in the constructor,
-        and `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch dtype. Of a folder that
-        `save_pretrained` wrote, drafter, acceptance, levels and parts are read too; those given here win.
+    def from_pretrained(cls, where: str | None = None, *, device: str = "cpu", dtype: Any = "auto", **options):
+        """Load a folder, a hub id or an included model by name (None: the one that draws). Safetensors only; `options`
+        as in the constructor, and `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch
+        dtype. Of a folder that `save_pretrained` wrote, drafter, acceptance, levels and parts are read too; those given
+        here win.
         """
         from visspec.api.loading import load_image_model
 
         remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
+        where = where or included.image_model()
         options = saving.read(str(where), options)
         model, processor = load_image_model(where, device=device, dtype=dtype, trust_remote_code=remote)
         return cls(model, processor, **options)
@@ -362,9 +365,14 @@ class ImagePipeline(Rebuildable):
 
         name, options = zoo.parse(spec)
         dtype = str(self.model.dtype).removeprefix("torch.")  # codebooks are compared
-        sibling = load_image_model(options.pop("model", "painter-lowres"), device=str(self.device), dtype=dtype)
+        own = options.pop("model", included.made_for("lowres", self.model))
+        if own is None:
+            raise ValueError(
+                f"drafter: got {spec!r} for a model that none is included for, expected lowres:model=FOLDER"
+            )
+        sibling = load_image_model(own, device=str(self.device), dtype=dtype)
         if "upsample" in options:
-            options["upsample"] = str(zoo.located(str(options["upsample"])))
+            options["upsample"] = str(zoo.located(zoo.made_for(str(options["upsample"]), self.model)))
         return zoo.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
     def _batch(self, job: ImageJob, rows: slice, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:

@@ -14,23 +14,19 @@ import torch
 
 from visspec.api import zoo
 from visspec.api.sources import need
-from visspec.io import checkpoint
+from visspec.io import checkpoint, included
+from visspec.models.families import LOADERS
 
 SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
     "tp": {"tp_plan": "auto"},
 }
-OWN = {  # networks that transformers does not have
-    "continuous_image": "visspec.models.continuous.model:load",
-    "mar_image": "visspec.models.mar.model:load",
-    "randar_image": "visspec.models.randar.model:load",
-    "var_image": "visspec.models.var.model:load",
-}
 logger = logging.getLogger(__name__)
 
 
 def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code: bool = False):
-    """(model, processor), ready for `accelerate`. `spec`: None for the included captioner, a folder or a hub id.
+    """(model, processor), ready for `accelerate`. `spec`: an included model by name (None: the one that
+    captions), a folder or a hub id.
 
     device: of torch, or "auto" (layers over all devices, `device_map`), or "tp" (each layer over the processes of
     torchrun, `tp_plan`).
@@ -40,19 +36,19 @@ def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", t
     """
     from transformers import AutoModelForImageTextToText
 
-    return _load(spec or "captioner", AutoModelForImageTextToText, device, dtype, trust_remote_code)
+    return _load(spec or included.text_model(), AutoModelForImageTextToText, device, dtype, trust_remote_code)
 
 
 def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code=False):
-    """(model, processor) of an image generator, for `ImagePipeline`. None is the embedded painter; else as `load`."""
+    """(model, processor) of an image generator, for `ImagePipeline`. None: the included one that draws. As `load`."""
     import transformers
 
-    where = str(spec or "painter")
+    where = str(spec or included.image_model())
     folder = zoo.located(where)
     config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
     named = config.get("architectures")
-    if config.get("model_type") in OWN:
-        return _load_own(folder, OWN[config["model_type"]], device, dtype)
+    if reader := LOADERS.get(config.get("model_type")):
+        return _load_own(folder, reader, device, dtype)
     kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
 
@@ -105,7 +101,7 @@ def _load(where: str, kind: Any, device: str, dtype: Any, trust_remote_code: boo
         transformers_logging.disable_progress_bar()
 
     shipped = zoo.located(where)
-    where = str(shipped) if shipped.is_relative_to(zoo.CHECKPOINTS) else where  # a hub id stays as it was written
+    where = str(shipped) if shipped.is_relative_to(included.FOLDER) else where  # a hub id stays as it was written
     local = Path(where).exists() or where.startswith((".", "/"))
     if local:
         checkpoint.check_folder(where)
@@ -120,7 +116,10 @@ def _load(where: str, kind: Any, device: str, dtype: Any, trust_remote_code: boo
                 where, dtype=precision, use_safetensors=True, output_loading_info=True, **options, **spread
             )
     except (RuntimeError, OSError, KeyError, SafetensorError) as error:
-        raise ValueError(f"model: {where} could not be loaded, {_first_line(error)}") from None
+        known = ", ".join(included.table().models) or "none here"
+        expected = f", expected a folder, a hub id or an included model ({known})"
+        why = _first_line(error) + ("" if local or "/" in where else expected)
+        raise ValueError(f"model: {where} could not be loaded, {why}") from None
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             name = sorted(map(str, info[what]))[0]

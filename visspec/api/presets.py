@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 
 class Preset(NamedTuple):
-    """Settings of a published method of image generation."""
+    """Settings of a published method of image generation. What has to be trained is named by its kind: a drafter of
+    `entries.DRAFTERS`, or an "upsampler"; `zoo.preset` fills in the included one that is made for the model at hand.
+    """
 
     drafter: str
     acceptance: str
@@ -28,17 +30,13 @@ CODES = {  # docs/presets.md compares them
     "sjd": Preset("jacobi:redraw=independent,start=random,window=16", "rejection", "SJD (ICLR 2025)"),
     "gsd": Preset("jacobi:redraw=independent,start=random,window=16", "grouped:group=14", "GSD (ICCV 2025)"),
     "sjd-sv": Preset("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),
-    "drafter": Preset(
-        "painter-eagle:levels=8", "exact", "the trained drafter, chains coupled to the target's own noise"
-    ),
-    "distilled": Preset(
-        "painter-distilled", "exact", "Distilled Decoding (arXiv 2412.17153) as a drafter; token-identical"
-    ),
-    "naive": Preset("painter-eagle:tree=dynamic", "rejection", "EAGLE-2 trees, exact rejection"),
-    "lantern": Preset("painter-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),
-    "lantern++": Preset("painter-eagle:tree=static", "lantern_plus:k=10,lam=2.0", "LANTERN++ (ICLR-W 2025)"),
-    "cool": Preset("painter-eagle", "cool:omega=1.1,nu=0.7", "COOL-SD (AAAI 2026)"),
-    "mulo": Preset("lowres:upsample=painter-upsampler", "local:tau=0.05,k=8,radius=1,window=2", "MuLo-SD (CVPR 2026)"),
+    "drafter": Preset("image-eagle:levels=8", "exact", "the trained drafter, chains coupled to the target's own noise"),
+    "distilled": Preset("distilled", "exact", "Distilled Decoding (arXiv 2412.17153) as a drafter; token-identical"),
+    "naive": Preset("image-eagle:tree=dynamic", "rejection", "EAGLE-2 trees, exact rejection"),
+    "lantern": Preset("image-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),
+    "lantern++": Preset("image-eagle:tree=static", "lantern_plus:k=10,lam=2.0", "LANTERN++ (ICLR-W 2025)"),
+    "cool": Preset("image-eagle", "cool:omega=1.1,nu=0.7", "COOL-SD (AAAI 2026)"),
+    "mulo": Preset("lowres:upsample=upsampler", "local:tau=0.05,k=8,radius=1,window=2", "MuLo-SD (CVPR 2026)"),
     "zipar": Preset("none", "exact", "ZipAR (ICML 2025)", "zipar:window=4"),
     "coupled-lantern": Preset(
         "jacobi:redraw=maximal,window=16",
@@ -47,22 +45,20 @@ CODES = {  # docs/presets.md compares them
     ),
     "budget": Preset("jacobi:redraw=maximal,window=16", "budget:drift=0.05", "ours: mass moves least in latent space"),
 }
-VECTORS = {  # of painters of vectors; a drafter stands for that of the painter at hand
+VECTORS = {  # of models of vectors; their drafters are smaller ones of the same type
     "plain": Preset("none", "coupled:window=1", "no drafting, one step of a chain in a pass of the head"),
     "denoise": Preset("none", "coupled:window=32", "accelerated diffusion by speculative sampling, on every vector"),
-    "coupled": Preset(
-        "painter-continuous-drafter", "coupled:window=16", "drafted vectors, chains coupled step by step"
-    ),
-    "surrogate": Preset("painter-continuous-drafter", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
-    "legacy": Preset("painter-continuous-drafter", "legacy", "CSpD, as its code does"),
+    "coupled": Preset("continuous", "coupled:window=16", "drafted vectors, chains coupled step by step"),
+    "surrogate": Preset("continuous", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
+    "legacy": Preset("continuous", "legacy", "CSpD, as its code does"),
 }
-MAPS = {  # of next-scale painters; drafter and refiner are the included one's
+MAPS = {  # of next-scale models; drafter and refiner are a smaller one
     "plain": Preset("none", "scales", "no drafting, a scale in a pass"),
-    "scales": Preset("painter-var-small", "scales", "drafted scales, code for code those of plain decoding"),
-    "repaired": Preset("painter-var-small", "repaired", "drafted scales, maximal coupling of each code"),
+    "scales": Preset("var", "scales", "drafted scales, code for code those of plain decoding"),
+    "repaired": Preset("var", "repaired", "drafted scales, maximal coupling of each code"),
     "code": Preset(
         "none", "scales", "CoDe (arXiv 2411.17787): the small model draws the last scales",
-        parts={"refiner": "painter-var-small", "handover": 5},
+        parts={"refiner": "var", "handover": 5},
     ),
     "scalekv": Preset(
         "none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,142 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from visspec.api.entries import ACCEPTANCE, DRAFTERS, KINDS, ORDERS
 from visspec.api.presets import IMAGES, TRAINED, Preset, TrainedPreset
-from visspec.io import hub
+from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
+from visspec.io.included import load
 from visspec.types import Order
 
-ACCEPTANCE = {
-    "exact": ("visspec.accept.exact:Exact", "greedy and sampling, chains and trees; token-identical to plain decoding"),
-    "rejection": (
-        "visspec.accept.rejection:Rejection",
-        "exact, with coins of its own: for drafts sampled from a reported law",
-    ),
-    "typical": ("visspec.accept.typical:Typical", "keeps what the target finds plausible; drift is measured"),
-    "lantern": ("visspec.accept.lantern:Lantern", "image codes borrow up to delta from k codebook neighbours"),
-    "lantern_plus": ("visspec.accept.lantern:LanternPlus", "the same, up to lam times a code's own probability"),
-    "grouped": ("visspec.accept.grouped:Grouped", "image codes judged by their group: ranks of p, or clusters"),
-    "cool": ("visspec.accept.cool:Cool", "ratios loosened by a factor that decays with depth"),
-    "budget": (
-        "visspec.accept.budget:Budget",
-        "image codes receive mass from their nearest ones; drift per code at most `drift`, by construction",
-    ),
-    "run_product": (
-        "visspec.accept.run_product:RunProduct",
-        "confident runs of a chain judged by one product of ratios",
-    ),
-    "coupled": (
-        "visspec.accept.coupled:Coupled",
-        "vectors: denoising chains coupled step by step with the drafter's; exact; several steps in a pass",
-    ),
-    "surrogate": ("visspec.accept.surrogate:Surrogate", "vectors: the published ratio (CSpD); drift is measured"),
-    "legacy": (
-        "visspec.accept.legacy:Legacy",
-        "vectors: the published code of CSpD, for comparison only; drift is not measured",
-    ),
-    "scales": ("visspec.accept.scales:Scales", "scales of codes; exact, code for code as plain decoding draws them"),
-    "repaired": (
-        "visspec.accept.scales:Repaired",
-        "scales of codes, rejected codes drawn again; exact, with coins of its own",
-    ),
-    "local": ("visspec.accept.local:Local", "drafted images judged place by place; rejected islands are drawn again"),
-}
-DRAFTERS = {
-    "none": (None, "plain decoding in our loop"),
-    "ngram": ("visspec.models.lookup.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
-    "suffix": (
-        "visspec.models.lookup.suffix:SuffixDrafter",
-        "what followed the longest ending seen before; shared=true: in all requests",
-    ),
-    "recycling": (
-        "visspec.models.lookup.recycling:Recycling",
-        "trees of what the target ranked highest after each token in earlier passes; shared=true: of all requests",
-    ),
-    "layers": (
-        "visspec.models.decoder.layer_skip:LayerSkip",
-        "text: the target itself with layers left out, chosen on the fly (every=3), or an early exit (exit=4)",
-    ),
-    "mtp": (
-        "visspec.models.decoder.mtp:MultiToken",
-        "text: layers of the target's own checkpoint that predict several tokens (`use_mtp` in transformers)",
-    ),
-    "jacobi": ("visspec.models.jacobi.drafter:Jacobi", "images: the target's own laws of the last pass; no training"),
-    "lowres": ("visspec.models.lowres.drafter:LowRes", "images: a low-resolution sibling draws all of it, enlarged"),
-    "eagle": ("visspec.models.eagle.drafter:FeatureDrafter", "on the target's hidden states (EAGLE, ViSpec); trained"),
-    "eagle-head": (
-        "visspec.models.eagle.head_drafter:EagleDrafter",
-        "the same in the published forms (EAGLE-1 to 3, MSD, ViSpec, FLASH, DREAM, ...); trained, or one of others",
-    ),
-    "block-head": (
-        "visspec.models.block.trained:BlockDrafter",
-        "several places in one pass, with the target's hidden states as context (DFlash, DSpark); trained",
-    ),
-    "diffusion-lm": (
-        "visspec.models.block.diffusion_trained:DiffusionDrafter",
-        "text: a block of masks denoised in one pass or a few, by a masked diffusion language model (DEER); trained",
-    ),
-    "image-eagle": (
-        "visspec.models.eagle.image_drafter:ImageFeatureDrafter",
-        "images: on the target's hidden states; trained; tree=chain, dynamic or static",
-    ),
-    "distilled": (
-        "visspec.models.distilled.drafter:DistilledDrafter",
-        "images: from the noise of many places to their codes, in a few passes of a small network; trained",
-    ),
-    "continuous": (
-        "visspec.models.continuous.drafter:ContinuousDrafter",
-        "vectors: a small model of the painter's form; its denoising chains are the drafts; trained",
-    ),
-    "mar": ("visspec.models.mar.drafter:SmallMAR", "vectors: a smaller MAR, in the order of the row; trained"),
-    "var": (
-        "visspec.models.var.drafter:SmallVAR",
-        "scales: a smaller next-scale model, several scales ahead; trained",
-    ),
-    "ahead": (
-        "visspec.models.randar.ahead:Ahead",
-        "any-order images: the target's own laws of later codes, at no further pass (ASSD); no training",
-    ),
-    "neighbours": (
-        "visspec.models.lookup.neighbours:Neighbours",
-        "any-order images: what was seen beside the codes around, in the same image (a context n-gram)",
-    ),
-}
-ORDERS = {  # order of generation of an image's positions
-    "raster": ("visspec.loop.orders:Raster", "row by row, through the loop; the default"),
-    "zipar": ("visspec.loop.orders:ZipAR", "a row starts `window` codes after the last; drafts nothing"),
-    "islands": (
-        "visspec.loop.orders:RejectedRegions",
-        "a drafted image is judged at once, what is rejected is drawn again; of lowres with local by itself",
-    ),
-    "spread": ("visspec.loop.visits:SpreadOrder", "any-order images: every place as far as can be from those before"),
-    "halton": ("visspec.loop.visits:HaltonOrder", "any-order images: points of the Halton sequence"),
-}
-SHIPPED = {  # trained drafters of the package: the drafter, its checkpoint, that of its target, what it is
-    "vispec": ("eagle", "captioner-vispec", "captioner", "the embedded captioner's"),
-    "vispec-emoji": ("eagle", "captioner-emoji-vispec", "captioner-emoji", "that of the emoji's captioner"),
-    "painter-eagle": ("image-eagle", "painter-eagle", "painter", "the embedded painter's"),
-    "painter-emoji-eagle": ("image-eagle", "painter-emoji-eagle", "painter-emoji", "that of the emoji's painter"),
-    "painter-distilled": ("distilled", "painter-distilled", "painter", "the embedded painter's"),
-    "painter-continuous-drafter": (
-        "continuous",
-        "painter-continuous-drafter",
-        "painter-continuous",
-        "the embedded continuous painter's",
-    ),
-    "painter-mar-drafter": ("mar", "painter-mar-drafter", "painter-mar", "the embedded MAR's"),
-    "painter-var-small": ("var", "painter-var-small", "painter-var", "the embedded VAR's, a painter by itself"),
-}
-KINDS = {
-    "feature_drafter": "eagle",
-    "eagle_head": "eagle-head",
-    "block_drafter": "block-head",
-    "diffusion_lm": "diffusion-lm",
-    "image_drafter": "image-eagle",
-    "distilled_drafter": "distilled",
-    "continuous_image": "continuous",
-    "mar_image": "mar",
-    "var_image": "var",
-}  # of a checkpoint: the drafter that reads it
+SHIPPED = {name: row for name, row in included.table().models.items() if name in included.table().drafters}
 SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
     "int": (int, "a whole number"),
@@ -155,27 +26,15 @@ VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a con
     "bool": (bool, "true or false"),
     "str": (str, "a name"),
 }
-NOT_ARCHITECTURE = {
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "_name_or_path",
-    "attn_implementation",
-} | {f"{kind}_token_id" for kind in ("pad", "bos", "eos")}
-CHECKPOINTS = Path(next(iter(importlib.import_module("visspec.models.zoo").__path__)))
-
-
-def load(reference: str) -> Any:
-    """The object behind "module:name"."""
-    module, name = reference.split(":")
-    return getattr(importlib.import_module(module), name)
+CHECKPOINTS = included.FOLDER  # of the included models, a folder each
 
 
 def located(name: str) -> Path:
-    """The folder of a shipped checkpoint by its name; any other name is a path."""
-    shipped = CHECKPOINTS / name
-    return shipped if "/" not in name and (shipped / "config.json").is_file() else Path(name)
+    """The folder of an included checkpoint by its name; any other name is a path. Raises ValueError for the name of an
+    included one that this installation lacks.
+    """
+    own = "/" not in name and (included.present(name) or (name in included.table().models and not Path(name).exists()))
+    return included.check("checkpoint", name) if own else Path(name)
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -228,40 +87,40 @@ def _pick(table: dict, what: str, name: str):
 def acceptance(text: str, what: str = "acceptance") -> Any:
     """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
     name, options = parse(text)
-    reference, _ = _pick(ACCEPTANCE, what, name)
-    return make(what, name, load(reference), options)
+    return make(what, name, load(str(_pick(ACCEPTANCE, what, name).reference)), options)
 
 
 def preset(name: str, draws: str = "any order", model: Any = None) -> Preset:
-    """A preset of image generation, for a family that `draws` codes, codes in any order, vectors or maps; its drafter
-    is that of `model`, where one is included. Raises ValueError for an unknown name.
+    """A preset of image generation, for a family that `draws` codes, codes in any order, vectors or maps. Drafters that
+    have to be trained are named by kind; with a `model`, by the included one of that kind that is made for it, where
+    one is. Raises ValueError for an unknown name.
     """
     found = _pick(IMAGES[draws], "preset", name)
-    return found if model is None else found._replace(drafter=_drafter_of(found.drafter, model))
+    if model is None:
+        return found
+    parts = {part: made_for(value, model) if part == "refiner" else value for part, value in found.parts.items()}
+    return found._replace(drafter=_drafter_of(found.drafter, model), parts=parts)
 
 
 def _drafter_of(spec: str, model: Any) -> str:
-    """`spec`, or the included drafter of the same kind that is made for `model`."""
-    from transformers import PreTrainedModel
+    """`spec` with the included model that is made for `model` in place of each kind of one."""
+    name, options = parse(spec)
+    if DRAFTERS[name].of == "vectors":  # their drafters are models of the same type
+        name = KINDS.get(kind_of(model), name)
+    words = ",".join(f"{key}={made_for(str(value), model)}" for key, value in options.items())
+    name = made_for(name, model) if DRAFTERS[name].checkpoint else name
+    return f"{name}:{words}" if words else name
 
-    name, colon, options = spec.partition(":")
-    if name not in SHIPPED or not isinstance(model, PreTrainedModel):
-        return spec
-    of_type = KINDS.get(kind_of(model))  # painters of vectors: their drafters are models of the same type
-    for own, (kind, _, target, _) in SHIPPED.items():
-        if kind == of_type or (kind == SHIPPED[name][0] and _differs(CHECKPOINTS / target, model) is None):
-            return own + colon + options
-    return spec
+
+def made_for(kind: str, model: Any) -> str:
+    """The included model of a kind that is made for `model`; the kind itself, where none is."""
+    return included.made_for(kind, model) or kind
 
 
 def included_drafter(model: Any, kind: str = "eagle") -> str | None:
     """The included drafter of a kind that is made for a model, by its configuration; None where there is none."""
-    if not hasattr(getattr(model, "config", None), "to_dict"):
-        return None
-    own = (
-        name for name, (of, _, target, _) in SHIPPED.items() if of == kind and not _differs(CHECKPOINTS / target, model)
-    )
-    return next(own, None)
+    own = included.made_for(kind, model)
+    return own if own and included.present(own) else None
 
 
 def trained(name: str) -> TrainedPreset:
@@ -290,8 +149,7 @@ def order(spec: Any) -> Any:
     if not isinstance(spec, str):
         return load("visspec.loop.visits:ListedOrder")(spec)
     name, options = parse(str(spec))
-    reference, _ = _pick(ORDERS, "order", name)
-    return make("order", name, load(reference), options)
+    return make("order", name, load(str(_pick(ORDERS, "order", name).reference)), options)
 
 
 def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
@@ -311,15 +169,19 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
         return _from_folder(hub.fetched(name), model, options), name.rpartition("/")[2]
     if name in ORDERS:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
+    if name in KINDS.values():
+        own = included.made_for(name, model)
+        if own is None:
+            some = f" or one of {', '.join(SHIPPED)}, each for its own model" if SHIPPED else ""
+            expected = f"expected the folder of its weights{some}"
+            raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, {expected}")
+        name = own
     if name in SHIPPED:
-        _, folder, target, _ = SHIPPED[name]
-        if apart := _differs(CHECKPOINTS / target, model):
+        folder, target = included.check("drafter", name), SHIPPED[name].target
+        if apart := included.difference(target, model):
             where, value, found = apart
             raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
-        return _from_folder(CHECKPOINTS / folder, model, options), name
-    if name in KINDS.values():
-        expected = f"expected the folder of its weights or one of {', '.join(SHIPPED)}"
-        raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, {expected}")
+        return _from_folder(folder, model, options), name
     if name in DRAFTERS:
         return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
@@ -328,7 +190,7 @@ def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
 
 def drafter_class(name: str) -> Any:
     """The class of a drafter of `DRAFTERS`. Raises ValueError for "none"."""
-    reference, _ = DRAFTERS[name]
+    reference = DRAFTERS[name].reference
     if reference is None:
         raise ValueError(f"drafter: got {name!r} with options, expected {name!r} alone")
     return load(reference)
@@ -351,16 +213,3 @@ def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any
         name = next(iter(later))
         raise ValueError(f"{name}: got {later[name]} for {folder.name}, expected a drafter that builds its drafts")
     return make("drafter", folder.name, found.shaped, later)
-
-
-def _differs(folder: Path, model: nn.Module) -> tuple[str, Any, Any] | None:
-    """Where the model's configuration differs from that of an included checkpoint: what, there and here."""
-    config: Any = model.config
-    there, here = read_json(folder, "config.json"), config.to_dict()
-    for part in ("", "text_config", "vision_config"):
-        wanted, found = (there.get(part) or {}, here.get(part) or {}) if part else (there, here)
-        for key, value in wanted.items():
-            architecture = isinstance(value, (int, str)) and key not in NOT_ARCHITECTURE
-            if architecture and found.get(key) != value:
-                return f"{part}.{key}" if part else key, value, found.get(key)
-    return None

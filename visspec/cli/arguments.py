@@ -53,7 +53,7 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
 
 def add_captioning(parser: argparse.ArgumentParser) -> None:
     """The model that captions, its drafter and rule, and how it decodes."""
-    parser.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
+    parser.add_argument("--model", help="folder or hub id of a vision-language model (default: an included one)")
     parser.add_argument("--drafter", help="name with options, or folder (default: the model's own, else ngram)")
     parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
     add_hardware(parser)

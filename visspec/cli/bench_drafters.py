@@ -128,7 +128,7 @@ def about(spec: str) -> dict[str, Any]:
     picture; None where it has none, or does not say.
     """
     name = zoo.parse(spec)[0]
-    folder = zoo.CHECKPOINTS / zoo.SHIPPED[name][1] if name in zoo.SHIPPED else Path(name)
+    folder = zoo.located(name)
     if not (folder / "config.json").is_file():
         return dict.fromkeys(("parameters", "training_s", "sees_image"))
     told = folder / "provenance.json"

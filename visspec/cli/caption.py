@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from visspec.cli.arguments import add_captioning, add_ray, load, positive
+from visspec.io import included
 from visspec.io.files import Results
 
-LOOKS = 4  # files looked at, at most, to see whether the embedded captioner was made for such images
-SIDE = 96  # pixels of a rendered scene
-FOREIGN = (
-    "visspec: the embedded captioner knows rendered scenes of coloured shapes only, so what it says of {} is made up;"
-    " --model names another"
-)
+LOOKS = 4  # files looked at, at most, to see whether the included model was made for such images
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
     request = arguments.prompt or PROMPT
     about = described(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
-    if arguments.model is None and (strange := foreign(arguments.image, arguments.max_pixels)) is not None:
-        print(FOREIGN.format(strange), file=sys.stderr)
+    warn_of_foreign(arguments, arguments.image[:LOOKS])
     stream = caption_files(
         fast, processor, arguments.image, request=request, batch_size=arguments.batch_size,
         max_pixels=arguments.max_pixels, **options,
@@ -95,7 +90,7 @@ def described(arguments: argparse.Namespace, fast: Any, request: str, options: d
     from visspec.io.provenance import provenance
 
     return {
-        "model": arguments.model or "captioner", "prompt": request, "drafter": fast.name,
+        "model": arguments.model or included.text_model(), "prompt": request, "drafter": fast.name,
         "acceptance": arguments.acceptance, "guarantee": fast.rule.traits.guarantee, "sampling": options,
         "provenance": provenance(fast.model),
     }  # fmt: skip
@@ -128,17 +123,8 @@ def decode_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def foreign(paths: Sequence[Path], max_pixels: int) -> Path | None:
-    """The first of the first few images that is no rendered scene of shapes; files that can't be read are passed by."""
-    from visspec.io.images import open_image
-    from visspec.toys.world.detector import ShapeDetector
-
-    detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # of caption scenes
-    for path in paths[:LOOKS]:
-        try:
-            image = open_image(path, max_pixels).resize((SIDE, SIDE))
-        except (ValueError, OSError):
-            continue
-        if detector.analyse(image).unexplained > detector.max_unexplained:
-            return path
-    return None
+def warn_of_foreign(arguments: argparse.Namespace, files: Iterable[Path]) -> None:
+    """Say so if the included model is asked about images that it was not made for."""
+    check = included.table().foreign if arguments.model is None else ""
+    if check and (why := included.load(check)(files, arguments.max_pixels)) is not None:
+        print(f"visspec: {why}", file=sys.stderr)

@@ -13,6 +13,7 @@ from visspec.api.shards import EXTRA, Shards
 from visspec.cli.arguments import load
 from visspec.cli.caption_records import COLUMNS, row_of, warn_of_foreign
 from visspec.cli.ray_shards import refuse, write
+from visspec.io import included
 
 
 def run_ray(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
@@ -23,7 +24,7 @@ def run_ray(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     warn_of_foreign(arguments)
     request = arguments.prompt or PROMPT
     about = {
-        "model": arguments.model or "captioner", "prompt": request, "drafter": arguments.drafter,
+        "model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter,
         "acceptance": arguments.acceptance, "sampling": options,
     }  # fmt: skip
     given = argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k != "run"})

@@ -81,12 +81,9 @@ def row_of(made: Caption) -> dict[str, Any]:
 
 
 def warn_of_foreign(arguments: argparse.Namespace) -> None:
-    """Say so if the embedded captioner is asked about images that it was not made for."""
-    if arguments.model is None:
-        found = islice(sources.records(local(arguments.image)), caption.LOOKS)
-        files = [record.image for record in found if record.error is None]
-        if (strange := caption.foreign(files, arguments.max_pixels)) is not None:
-            print(caption.FOREIGN.format(strange), file=sys.stderr)
+    """The same of the first of the sources that are files and folders."""
+    found = islice(sources.records(local(arguments.image)), caption.LOOKS)
+    caption.warn_of_foreign(arguments, (record.image for record in found if record.error is None))
 
 
 def local(given: Iterable[Path]) -> list[Path]:

@@ -95,14 +95,14 @@ def captioned(name: str, count: int, console: Console) -> Section:
     from visspec.api import loading
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
+    from visspec.io import included
     from visspec.loop.stats import COLOURS
-    from visspec.toys.world.worlds import world
 
+    images = included.scenes(name).images(count, first=FIRST)
     captioner, drafter = WORLDS[name]
     model, processor = loading.load(captioner)
     fast = accelerate(model, drafter, tokenizer=processor.tokenizer)
     options = {"max_new_tokens": 128, "do_sample": False}
-    images = [world(name).to_image(scene) for scene in world(name).scenes(count, first=FIRST)]
     inputs = [prepare(processor, [image], PROMPT, model) for image in images]
     for generate in (model.generate, fast.generate, fast.generate):
         generate(**inputs[0], **options)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.cli.arguments import positive
+from visspec.io import included
 from visspec.io.files import write_json
 
 Row = dict[str, Any]  # metric, value, n, and what the metric says beside them
@@ -24,7 +25,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {  # of the extra `eval`, by metric or ta
     **dict.fromkeys(("kid", "precision-recall", "inception-score"), ("torch_fidelity",)),
     **dict.fromkeys(("captions", "coco-captions"), ("sacrebleu", "pycocoevalcap")),
 }
-SUITES = ("shape-questions", "shape-captions")  # tasks that need no files
 TASKS = {  # reader of `eval.metrics.readers`: the flags it takes, in order
     "coco-captions": ("questions", "images"),
     "textvqa": ("questions", "images"),
@@ -76,19 +76,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     one = _metric(metrics, "geneval", "GenEval of a folder in its own layout, or flat with --prompts", gen_eval)
     one.add_argument("generated", type=Path, help=FOLDER)
     one.add_argument("--prompts", type=Path, help="JSONL of {image, prompt, ...}, or JSON of visspec generate")
-    one.add_argument("--detector", default="shapes", help="shapes (embedded), mask2former:MODEL, owlv2:MODEL, ...")
+    one.add_argument("--detector", help="mask2former:MODEL, owlv2:MODEL, ..., or an included one (default)")
     one.add_argument("--colours", default="detected", help="detected, or a CLIP model")
     one.add_argument("--results", type=Path, help="rows of finished images (default: beside the folder)")
     one = _metric(metrics, "dpg", "DPG-Bench of a folder", dense_prompts)
-    _judged(one, "a vision-language model that answers (default: the embedded captioner)")
+    _judged(one, "a vision-language model that answers (default: an included one)")
     one.add_argument("--questions", type=Path, required=True, help="dpg_bench.csv")
     one.add_argument("--resolution", type=positive, help="pixels of one of four samples in a 2 x 2 grid")
     one = _metric(metrics, "captions", "BLEU, ROUGE-L and CIDEr-D of captions against references", caption_scores)
     one.add_argument("generated", type=Path, help="JSON of visspec caption, or JSONL of {image, caption}")
     one.add_argument("--references", type=Path, required=True, help="JSONL of {image, captions}, or COCO's JSON")
     one = _metric(metrics, "vqa", "a vision-language task answered by a model", answered)
-    one.add_argument("task", choices=[*SUITES, *TASKS])
-    one.add_argument("--model", help="folder or hub id (default: the embedded captioner)")
+    one.add_argument("task", choices=[*included.table().tasks, *TASKS])
+    one.add_argument("--model", help="folder or hub id (default: an included one)")
     one.add_argument("--drafter", help="as in visspec caption")
     for flag, what in (("questions", "file"), ("annotations", "file"), ("images", "folder")):
         one.add_argument(f"--{flag}", type=Path, help=f"{what} of the benchmark")
@@ -208,18 +208,22 @@ def human_preference(arguments) -> Row:
 
 def gen_eval(arguments) -> Row:
     from visspec.eval.metrics import geneval, named
-    from visspec.toys.world import suite
 
     images_in("generated", arguments.generated)
     where: Any = arguments.generated
     if arguments.prompts is not None:
         rows = rows_with("prompt", arguments.prompts, "--prompts")
         try:
-            rows = [row if "include" in row else suite.parse(row["prompt"]) | {"image": row["image"]} for row in rows]
+            rows = [
+                row if "include" in row else included.parse(row["prompt"]) | {"image": row["image"]} for row in rows
+            ]
         except ValueError as error:
-            raise ValueError(f"--prompts: {error}, expected GenEval's metadata or a prompt of the shapes") from None
+            raise ValueError(
+                f"--prompts: {error}, expected GenEval's metadata or a prompt of an included world"
+            ) from None
         where = geneval.read_flat(where, rows)
-    detector, colours = named.detector(arguments.detector, arguments.device), named.colours(arguments.colours)
+    spec, colours = arguments.detector, named.colours(arguments.colours)
+    detector = included.detector() if spec is None else named.detector(spec, arguments.device)
     with bar(0) as progress:
         report = geneval.evaluate(where, results(arguments, "geneval"), detector, colours, progress=progress)
     s = report.summary
@@ -268,9 +272,8 @@ def caption_scores(arguments) -> Row:
 def answered(arguments) -> Row:
     from visspec.eval.metrics import readers, tasks
 
-    if arguments.task in SUITES:
-        made = {"shape-questions": tasks.shape_questions, "shape-captions": tasks.shape_captions}[arguments.task]
-        task = made(arguments.n or 100)
+    if made := included.table().tasks.get(arguments.task):  # they need no files
+        task = included.load(made)(arguments.n or 100)
     else:
         given = {flag: getattr(arguments, flag) for flag in TASKS[arguments.task]}
         for flag, value in given.items():
@@ -304,7 +307,7 @@ def answerer(arguments, max_new_tokens: int) -> tuple[Callable[[Any, str], str],
         ids = fast.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         return processor.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
-    return answer, arguments.model or "captioner"
+    return answer, arguments.model or included.text_model()
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", type=Path, default=Path("out/images"), help="folder of the PNG files")
     parser.add_argument("--grid", type=Path, help="also write one picture of all images")
     parser.add_argument("--maps", action="store_true", help="beside each image, where its tokens came from")
-    parser.add_argument("--model", default="painter", help="shipped name, folder or hub id of an image model")
+    parser.add_argument("--model", help="included name, folder or hub id of an image model (default: an included one)")
     add_drawing(parser)
     parser.add_argument("--top-k", type=int, help="default: the model's own")
     parser.add_argument("--top-p", type=float, help="default: the model's own")
@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--best-of", type=positive, default=1, help="draw so many for each image, keep the best (selection)"
     )
-    parser.add_argument("--scorer", help="which is the best: detector (rendered shapes) or clip:MODEL")
+    parser.add_argument("--scorer", help="which is the best: detector (of what the included model draws) or clip:MODEL")
     parser.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
     parser.add_argument("--json", type=Path, help="write seeds, passes, guarantee, drift and displacement to this file")
     parser.add_argument("--workers", type=positive, default=2, help="processes, with --ray")

@@ -15,6 +15,7 @@ from visspec.api.shards import EXTRA, Shards
 from visspec.api.sources import Record, seed_of
 from visspec.cli.generate import CHOSEN, MEASURED, method, pipeline, settings
 from visspec.cli.ray_shards import refuse, write
+from visspec.io import included
 
 COLUMNS = {
     "id": "string", "prompt": "string", "seed": "int64", "image": "binary", "tokens": "int64", "rounds": "int64",
@@ -36,7 +37,7 @@ def run_ray(arguments: argparse.Namespace) -> int:
         readers.append(partial(wanted, [], arguments.prompts, arguments.n))
     drawing = settings(arguments)
     about = {
-        "model": arguments.model, "preset": arguments.preset, "seed": arguments.seed,
+        "model": arguments.model or included.image_model(), "preset": arguments.preset, "seed": arguments.seed,
         **{name: getattr(arguments, name) for name in CHOSEN},
         **{name: value for name, value in drawing.items() if name != "batch_size"},
     }  # fmt: skip

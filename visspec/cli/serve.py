@@ -20,8 +20,8 @@ MMAP_THRESHOLD = -3  # glibc's name for it in mallopt
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
-    parser.add_argument("--image-model", help="also serve images/generations: shipped name (painter), folder or hub id")
+    parser.add_argument("--model", help="folder or hub id of a vision-language model (default: an included one)")
+    parser.add_argument("--image-model", help="also serve images/generations: included name, folder or hub id")
     parser.add_argument("--drafter", help="name with options, or folder (default: the model's own, else ngram)")
     parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
     add_hardware(parser)
@@ -70,6 +70,7 @@ def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
     from visspec.api.images import ImagePipeline
     from visspec.api.server import Service
     from visspec.api.serving import BODIES, ImageWorker, RequestQueue, ServerMetrics, TextWorker
+    from visspec.io import included
 
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
@@ -84,7 +85,7 @@ def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
         pipe = ImagePipeline.from_pretrained(arguments.image_model, **hardware)
         pipe.set_progress_bar_config(disable=True)
     meters = ServerMetrics()
-    writing = TextWorker(arguments.model or "captioner", fast, processor, meters, arguments.slots, limits)
+    writing = TextWorker(arguments.model or included.text_model(), fast, processor, meters, arguments.slots, limits)
     painting = None if pipe is None else ImageWorker(arguments.image_model, pipe, meters)
     desk = RequestQueue(arguments.places, meters, limits.at_once, max(BODIES, limits.body))
     return Service(desk, writing, painting, key, local)

@@ -7,7 +7,7 @@ names and runs with that package deleted: the table is empty then.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,8 +56,7 @@ class Included:
     tasks: Mapping[str, str] = field(default_factory=dict)  # of functions: (count) -> `eval.metrics.tasks.Task`
     parse: str = ""  # of a function: a prompt -> GenEval's metadata; ValueError for one that it can't read
     scorer: str = ""  # of a function: (prompts) -> `api.best_of.Score`
-    foreign: str = ""  # of a function: pictures -> the number of the first that `text_model` was not made for, or None
-    warning: str = ""  # what is said of that one, with a place for its name
+    foreign: str = ""  # of a function: (files, most pixels) -> why `text_model` can't caption one of them, or None
 
 
 class Scenes(Protocol):
@@ -109,6 +108,37 @@ def folder(name: str) -> Path:
     return FOLDER / (row.folder if row and row.folder else name)
 
 
+def text_model() -> str:
+    """The included model that captions. Raises ValueError where none is included."""
+    return _default(table().text_model)
+
+
+def image_model() -> str:
+    """The included model that draws. Raises ValueError where none is included."""
+    return _default(table().image_model)
+
+
+def detector() -> Any:
+    """The first of the included detectors. Raises ValueError where none is included."""
+    found = next(iter(table().detectors.values()), None)
+    if found is None:
+        raise ValueError(f"detector: got none, expected one: no detector is included without {PACKAGE}")
+    return load(found)()
+
+
+def parse(prompt: str) -> dict[str, Any]:
+    """GenEval's metadata of a prompt. Raises ValueError for one that none of the included worlds knows."""
+    if not table().parse:
+        raise ValueError(f"prompt: got {prompt!r}, expected GenEval's metadata beside it: no world is included")
+    return load(table().parse)(prompt)
+
+
+def _default(name: str) -> str:
+    if not name:
+        raise ValueError(f"model: got none, expected a folder or a hub id: no model is included without {PACKAGE}")
+    return name
+
+
 def present(name: str) -> bool:
     """Whether this installation has the weights of an included model."""
     return (folder(name) / "config.json").is_file()
@@ -124,11 +154,11 @@ def check(what: str, name: str) -> Path:
     return folder(name)
 
 
-def made_for(kinds: Iterable[str], model: Any) -> str | None:
-    """The included model of one of these kinds that is made for a model, by its configuration; None where none is."""
+def made_for(kind: str, model: Any) -> str | None:
+    """The included model of a kind that is made for a model, by its configuration; None where none is."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return None
-    rows = ((name, row) for name, row in table().models.items() if row.kind in kinds and row.target)
+    rows = ((name, row) for name, row in table().models.items() if row.kind == kind and row.target)
     return next((name for name, row in rows if present(row.target) and not difference(row.target, model)), None)
 
 

@@ -36,4 +36,12 @@ INCLUDED = Included(
     image_model="painter",
     worlds=("shapes", "emoji"),
     scenes="visspec.toys.scenes:scenes_of",
+    detectors={"shapes": "visspec.toys.judges:ShapeWorldDetector"},
+    tasks={
+        "shape-questions": "visspec.toys.tasks:shape_questions",
+        "shape-captions": "visspec.toys.tasks:shape_captions",
+    },
+    parse="visspec.toys.world.suite:parse",
+    scorer="visspec.toys.judges:scorer",
+    foreign="visspec.toys.foreign:foreign",
 )

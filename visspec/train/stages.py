@@ -1,4 +1,4 @@
-"""What the training stages of captioner and painter share: learning rate, checkpoints, several one-thread processes.
+"""What training stages share: learning rate, checkpoints, several one-thread processes.
 
 Each worker is one process with one thread: at this size that is faster than two threads inside each operation, and it
 suffers less from other work on the machine. Workers hold equal weights and average their gradients.

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visspec.eval.metrics.detection import DetectedColours, Detector, ShapeWorldDetector
+from visspec.eval.metrics.detection import DetectedColours, Detector
 from visspec.eval.metrics.geneval import judge, kept, summarise
+from visspec.toys.judges import ShapeWorldDetector
 from visspec.toys.world.suite import Metadata
 
 JUDGED_AT = 96  # smaller pictures are enlarged to this side before the detector sees them

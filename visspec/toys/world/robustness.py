@@ -13,8 +13,9 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from visspec.eval.metrics.detection import DetectedColours, ShapeWorldDetector
+from visspec.eval.metrics.detection import DetectedColours
 from visspec.eval.metrics.geneval import judge, kept
+from visspec.toys.judges import ShapeWorldDetector
 from visspec.toys.world import lattice
 from visspec.toys.world.detector import blurred
 from visspec.toys.world.palette import GROUNDS

@@ -103,7 +103,7 @@ def _emoji() -> World:
 
 
 def _shape_detector() -> Detector:
-    from visspec.eval.metrics.detection import ShapeWorldDetector
+    from visspec.toys.judges import ShapeWorldDetector
 
     return ShapeWorldDetector()
 

@@ -1,0 +1,123 @@
+"""The library without its toys: with `visspec/toys` and the included weights deleted, the rest imports, runs and passes
+its tests, and says in a sentence what is missing.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import NEED_TOYS
+from tests.test_layers import ROOT, imports, sources
+
+HERE = Path(__file__).resolve().parent
+PRELUDE = (  # as in a folder of its own: an editable install would find what was deleted
+    "import sys\n"
+    "sys.meta_path = [f for f in sys.meta_path if 'editable' not in f.__module__]\n"
+    "import visspec\n"
+    "assert visspec.__file__.startswith(sys.argv[1]), visspec.__file__\n"
+)
+EVERYTHING = (
+    "import importlib, pkgutil\n"
+    "for module in pkgutil.walk_packages(visspec.__path__, 'visspec.'):\n"
+    "    importlib.import_module(module.name)\n"
+)
+GENERATION = (
+    "import torch\n"
+    "from transformers import LlamaConfig, LlamaForCausalLM\n"
+    "sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)\n"
+    "model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()\n"
+    "ids = torch.tensor([[5, 6, 7, 5, 6]])\n"
+    "fast = visspec.accelerate(model, 'ngram')\n"
+    "ours = fast.generate(input_ids=ids, max_new_tokens=12, do_sample=False)\n"
+    "assert torch.equal(ours, model.generate(ids, max_new_tokens=12, do_sample=False))\n"
+    "assert visspec.accelerate(model).name == 'ngram'\n"
+    "assert not visspec.zoo.SHIPPED and visspec.zoo.preset('naive', model=model).drafter == 'image-eagle:tree=dynamic'\n"
+)
+COMMAND = "from visspec.cli.main import main\nsys.exit(main(sys.argv[2:]))\n"
+TESTS = ("test_draft_length.py", "test_shapes.py", "test_rules.py", "test_jacobi.py", "eval/test_images.py")
+TOY_WORDS = re.compile(r"captioner|painter|emoji|\btoys\b|rendered shapes|shape[- ]world|[\"']shapes[\"']", re.I)
+MAY_NAME = {"visspec/toys", "visspec/cli/demo.py", "visspec/io/included.py"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The packages without the toys, as a wheel has them, and the tests."""
+    where = tmp_path_factory.mktemp("site")
+    caches = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "visspec", where / "visspec", ignore=shutil.ignore_patterns("__pycache__", "toys"))
+    for part in ("models", "kernels", "eval"):
+        weights = shutil.ignore_patterns("__pycache__", "captioner*", "painter*")
+        shutil.copytree(ROOT / part, where / "visspec" / part, ignore=weights)
+    shutil.copytree(HERE, where / "tests", ignore=caches)
+    shutil.copy(ROOT / "pyproject.toml", where)
+    return where
+
+
+def run(site, program, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", PRELUDE + program, str(site), *arguments],
+        cwd=site, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_the_rest_imports_and_generates(site):
+    done = run(site, EVERYTHING + GENERATION)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [["list"], ["doctor"], ["bench", "kernels", "--help"], ["eval", "vqa", "--help"]])
+def test_commands_run(site, command):
+    done = run(site, COMMAND, *command)
+    assert done.returncode == 0 and len(done.stdout) > 200, done.stderr
+
+
+@pytest.mark.parametrize("command,message", [
+    (["caption", "x.png"], r"model: got none, expected a folder or a hub id: no model is included .*"),
+    (["generate", "x"], r"model: got none, expected a folder or a hub id: no model is included .*"),
+    (["generate", "x", "--model", "painter"],
+     r"model: painter could not be loaded, .*, expected a folder, a hub id or an included model \(none here\)"),
+    (["generate", "x", "--best-of", "2", "--scorer", "detector"],
+     r"scorer: got 'detector' where no detector is included, expected detector, or clip:MODEL"),
+    (["demo"], r"world: got 'shapes' where no scenes are included, expected the package visspec\.toys"),
+])  # fmt: skip
+def test_what_is_missing_is_said_in_a_sentence(site, command, message):
+    done = run(site, COMMAND, *command)
+    assert done.returncode == 2 and re.fullmatch(f"visspec: {message}\n", done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_tests_of_the_rest_pass(site):
+    program = "import pytest\nsys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[2:]]))\n"
+    done = run(site, program, "-m", "not slow", *(f"tests/{name}" for name in TESTS))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not set(TESTS) & set(NEED_TOYS)
+
+
+def test_the_files_that_need_the_toys_are_listed():
+    """Those left out where the toys are deleted; a listed one that needs none of them would be left out for nothing."""
+    found = set()
+    for file in sorted(HERE.rglob("test_*.py")):
+        modules = {".".join(path[:2]) for path in imports(ast.parse(file.read_text()))}
+        if "visspec.toys" in modules:
+            found.add(str(file.relative_to(HERE)))
+    assert found <= set(NEED_TOYS)
+    assert all((HERE / name).is_file() for name in NEED_TOYS)
+
+
+def test_nothing_but_the_toys_knows_their_names():
+    """In code or in documentation of the code; `io.included` is where they are looked up."""
+    found = []
+    for file, _ in sources():
+        where = str(file.relative_to(ROOT))
+        if not any(where.startswith(own) for own in MAY_NAME):
+            lines = enumerate(file.read_text().splitlines(), 1)
+            found += [f"{where}:{n}: {line.strip()}" for n, line in lines if TOY_WORDS.search(line)]
+    assert not found, "\n".join(found)
+    assert TOY_WORDS.search('detector("shapes")') and not TOY_WORDS.search("Shapes: B rows, N nodes")

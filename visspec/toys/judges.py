@@ -1,0 +1,67 @@
+"""Judges of pictures of shapes: the detector with GenEval's interface, and the score of `generate --best-of`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from visspec.eval.metrics import geneval
+from visspec.eval.metrics.detection import UNKNOWN, DetectedColours, Detection, DetectionResult, digest
+from visspec.toys.world import suite
+from visspec.toys.world.detector import OFF_PALETTE, ShapeDetector
+
+if TYPE_CHECKING:
+    from visspec.api.best_of import Score
+
+
+class ShapeWorldDetector:
+    """The exact detector of rendered shapes with GenEval's interface; detects all eight classes and their colours."""
+
+    name = "shapes"
+    closed_set = True
+    original = False
+    max_overlap = 1.0
+
+    def __init__(self, detector: ShapeDetector | None = None):
+        self.detector = detector or ShapeDetector()
+        d = self.detector
+        self.fingerprint = digest("shapes-1", d.min_radius, d.max_radius, d.score, d.max_unexplained)
+
+    def threshold(self, tag: str) -> float:
+        """The same for all tasks; `ShapeDetector.score` has already been applied."""
+        return 0.0
+
+    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
+        """All shapes of the image; refused if too many pixels are unexplained."""
+        seen = self.detector.analyse(image)
+        detections = tuple(
+            Detection(s.label, s.score, s.box, mask > 0.5, s.colour if s.off_palette < OFF_PALETTE else UNKNOWN)
+            for s, mask in zip(seen.shapes, seen.coverage)
+        )
+        refused = ""
+        if seen.unexplained > self.detector.max_unexplained:
+            refused = (
+                f"{seen.unexplained:.1%} of the pixels are unexplained, more than {self.detector.max_unexplained:.1%}"
+            )
+        return DetectionResult(detections, refused)
+
+
+def scorer(prompts: Sequence[str]) -> Score:
+    """A score by the detector. Raises ValueError for a prompt that it can't judge."""
+    for prompt in prompts:
+        suite.parse(prompt)
+    return by_detector
+
+
+def by_detector(images: Sequence[Image.Image], prompt: str) -> list[float]:
+    """1 for a picture that is what its prompt says and 2 if nothing else is on it; for others, minus the number of
+    things that are not as they should be.
+    """
+    detector, colours, metadata = ShapeWorldDetector(), DetectedColours(), suite.parse(prompt)
+    found = []
+    for image in images:
+        correct, strict, reasons, _ = geneval.judged(image, metadata, detector, colours)
+        found.append(1.0 + bool(strict) if correct else -1.0 - reasons.count("\n"))
+    return found
