@@ -14,6 +14,7 @@ from tests.tiny import model_of, prompt, shapes
 from visspec.api import loading as targets
 from visspec.api.captions import prepare
 from visspec.api.train_drafter import request_of
+from visspec.io import included
 from visspec.loop.decode import apply_verdict, open_request, retire
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.memory import FeatureMemory
@@ -21,8 +22,6 @@ from visspec.models.eagle.drafter import FeatureDrafter, config_for
 from visspec.models.eagle.feature_head import FeatureHead, FusedWeights, staggered
 from visspec.models.eagle.sequence import layer_inputs, plan
 from visspec.models.layers import rotations, rotations_at
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed
 
 CASES = [("llava", "several", 3), ("llava", "ragged", 1), ("qwen2_5_vl", "ragged", 2), ("llama", "ragged", 0)]
 NEW = 16
@@ -403,7 +402,7 @@ def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captione
     model, processor = captioner
     fast = visspec.accelerate(model, "vispec")
     assert fast.name == "vispec" and fast.length_policy.levels == fast.drafter.inner.traits.levels
-    images = [to_image(scene_from_seed(HELD_OUT_SEED + 5000 + i)) for i in range(3)]
+    images = included.scenes().images(3, first=5000)
     inputs = prepare(processor, images, "describe the picture in detail .", model)
     assert torch.equal(fast.generate(**inputs), model.generate(**inputs))
     assert fast.last_stats.faults == 0 and fast.last_stats.tau > 4.0

@@ -56,7 +56,9 @@ def test_a_build_warns_of_nothing_and_holds_the_data(kind, tmp_path):
         left_out = (".safetensors", ".pyc")
         wanted = {f"visspec/{p.relative_to(ROOT)}" for p in data if p.is_file() and p.suffix not in left_out}
         assert wanted and wanted <= set(held)
-        folders = {name.split("/")[3] for name in held if name.startswith("visspec/models/zoo/") and name.count("/") > 3}
+        folders = {
+            name.split("/")[3] for name in held if name.startswith("visspec/models/zoo/") and name.count("/") > 3
+        }
         assert folders == {included.folder(name).name for name in packaged()}
 
 

@@ -15,7 +15,7 @@ import torch
 from visspec.api import zoo
 from visspec.api.sources import need
 from visspec.io import checkpoint, included
-from visspec.models.families import LOADERS
+from visspec.models.image_codes.families import LOADERS
 
 SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
@@ -47,7 +47,7 @@ def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str
     folder = zoo.located(where)
     config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
     named = config.get("architectures")
-    if reader := LOADERS.get(config.get("model_type")):
+    if reader := LOADERS.get(str(config.get("model_type"))):
         return _load_own(folder, reader, device, dtype)
     kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
