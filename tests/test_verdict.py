@@ -157,7 +157,7 @@ def test_the_best_of_several_pictures():
     assert best_of.best([1.0, 3.0, 3.0]) == 1
     with pytest.raises(ValueError, match="scorer: got 'taste', expected detector, or clip:MODEL"):
         best_of.scorer("taste", ["x"])
-    with pytest.raises(ValueError, match="not a sentence of the shape world's grammar"):
+    with pytest.raises(ValueError, match="expected a sentence of the shape world's grammar"):
         best_of.scorer("detector", ["a dog"])
     assert judges.by_detector([right, wrong], "a photo of a red ring") == [-1.0, -1.0]
     scene = next(s for s in held_out_scenes(40) if len(s.shapes) >= 2)

@@ -14,12 +14,10 @@ from visspec.eval.metrics.geneval import judge, kept
 from visspec.toys.recipes.captioner import Naming
 from visspec.toys.recipes.captioner_build import build_tokenizer
 from visspec.toys.recipes.captioner_vision import patch_labels
-from visspec.toys.world.emoji import atlas, captions, suite
+from visspec.toys.world.emoji import atlas
 from visspec.toys.world.emoji.detector import EmojiDetector
 from visspec.toys.world.emoji.render import ground, render, stamp
-from visspec.toys.world.emoji.robustness import wrong_passes
 from visspec.toys.world.emoji.scene import (
-    GRID,
     GROUNDS,
     SIZES,
     TINTS,
@@ -29,7 +27,13 @@ from visspec.toys.world.emoji.scene import (
     sample_scene,
     scene_from_seed,
 )
+from visspec.toys.world.emoji.suite import subjects
+from visspec.toys.world.robustness import wrong_passes
+from visspec.toys.world.scene import GRID
 from visspec.toys.world.worlds import WORLDS, world
+
+EMOJI = world("emoji")
+captions, suite = EMOJI.captions, EMOJI.suite
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -183,7 +187,7 @@ def test_suite_is_fixed_and_read_back():
     assert len(rows) == 360 and len({row["prompt"] for row in rows}) == 360
     assert all(suite.parse(row["prompt"]) == row for row in rows)
     assert all(set(row["prompt"].split()) <= set(suite.vocabulary()) for row in rows)
-    assert len(suite.subjects()) == 104
+    assert len(subjects()) == 104
 
 
 @pytest.mark.parametrize(
@@ -253,13 +257,13 @@ def test_grounds_and_noise_hold_nothing(detector):
 
 
 def test_the_wrong_prompt_does_not_pass(detector):
-    right, wrong = wrong_passes(2, detector)
+    right, wrong = wrong_passes(EMOJI, 2, detector)
     assert right == 2 and wrong == 0
 
 
 @pytest.mark.slow
 def test_clean_renders_pass_and_no_wrong_prompt_does(detector):
-    right, wrong = wrong_passes(150, detector)
+    right, wrong = wrong_passes(EMOJI, 150, detector)
     assert right >= 148 and wrong == 0
 
 

@@ -32,7 +32,7 @@ class CaptionBatch:
 def _turns(world: World, scene, rng: np.random.Generator) -> list[tuple[str, str]]:
     """(request, answer) turns of one row: a caption, or several questions in random order."""
     if rng.random() >= QUESTION_SHARE:
-        requests = world.captions.REQUESTS
+        requests = world.captions.requests
         return [(requests[int(rng.integers(len(requests)))], world.captions.caption(scene, rng))]
     asked = world.captions.questions(scene)
     return [asked[i] for i in rng.permutation(len(asked))[:7]]

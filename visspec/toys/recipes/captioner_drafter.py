@@ -56,7 +56,7 @@ class Scenes:
             asked = [self.world.captions.questions(s) for s in scenes]
             texts = [turns[int(rng.integers(len(turns)))][0] for turns in asked]
         else:
-            requests = self.world.captions.REQUESTS
+            requests = self.world.captions.requests
             texts = [requests[int(rng.integers(len(requests)))]] * self.rows
         inputs = prepare(self.processor, [self.world.to_image(s) for s in scenes], texts, self.model)
         return request_of(self.model, inputs, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=seed)

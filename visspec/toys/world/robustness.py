@@ -1,7 +1,8 @@
-"""Robustness table of the shape detector: the share of correct verdicts after damage that doesn't change the content.
+"""Robustness of the worlds' detectors: shares of correct verdicts after damage that doesn't change the content.
 
-`python -m visspec.toys.world.robustness` prints the table as Markdown; a verdict is correct if the damaged image
-still passes its own prompt.
+`python -m visspec.toys.world.robustness [--world emoji]` prints a table as Markdown, and with --wrong how many of so
+many clean renders pass a prompt that they do not show. A verdict is correct if the damaged image still passes its own
+prompt; of a captioned scene, which has none, if exactly its things are found.
 """
 
 import argparse
@@ -9,21 +10,30 @@ import io
 import json
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from visspec.eval.metrics.detection import DetectedColours
+from visspec.eval.metrics.detection import DetectedColours, Detector
 from visspec.eval.metrics.geneval import judge, kept
-from visspec.toys.judges import ShapeWorldDetector
 from visspec.toys.world import lattice
 from visspec.toys.world.detector import blurred
 from visspec.toys.world.palette import GROUNDS
 from visspec.toys.world.render import render
-from visspec.toys.world.suite import Metadata, free_scene, suite
+from visspec.toys.world.suite import SHAPES, Metadata, wanted
+from visspec.toys.world.worlds import WORLDS, World, world
 
 Damage = Callable[[np.ndarray, np.random.Generator], np.ndarray]
-TIERS = (("lattice", 64), ("free plain", 64), ("free", 64), ("free", 96), ("free", 128))
+TIERS = {
+    "shapes": (("lattice", 64), ("free plain", 64), ("free", 64), ("free", 96), ("free", 128)),
+    "emoji": (("prompts", 96), ("prompts", 128), ("captions", 120)),
+}
+# Strengths of a world's columns.
+NOISE = {"shapes": (8, 16, 32), "emoji": (8, 16)}
+BLUR = {"shapes": (0.8, 1.2), "emoji": (0.8,)}
+JPEG = {"shapes": (75, 40), "emoji": (90, 75)}
+BLANKS = {"shapes": 100, "emoji": 10}  # images of pure noise; the emoji's detector takes a second for one
 
 
 def _clipped(image: np.ndarray) -> np.ndarray:
@@ -109,62 +119,112 @@ def vector_quantised(training: list[np.ndarray], k: int = 512, size: int = 4, se
     return damage
 
 
+class Render(NamedTuple):
+    """A clean picture: its pixels, the names it shows, and its prompt if it has one."""
+
+    pixels: np.ndarray
+    names: list[str]
+    row: Metadata | None
+
+
 def pictures(tier: str, side: int, rows: list[Metadata], seed: int) -> list[np.ndarray]:
-    """One clean render per prompt; the tier "free plain" has no ground texture."""
+    """One clean render of shapes per prompt; the tier "free plain" has no ground texture."""
     rng = np.random.default_rng(seed)
     if tier == "lattice":
         return [lattice.picture(lattice.sample_scene(row, rng)) for row in rows]
     grounds = ("plain",) if tier == "free plain" else GROUNDS
-    return [render(free_scene(row, rng, grounds), side) for row in rows]
+    return [render(SHAPES.free_scene(row, rng, grounds), side) for row in rows]
 
 
-def damages(tier: str, training: list[np.ndarray]) -> dict[str, Damage]:
+def renders(place: World, tier: str, side: int, count: int, seed: int) -> list[Render]:
+    """So many clean pictures of a tier."""
+    if tier == "captions":
+        scenes = place.scenes(count)
+        return [
+            Render(place.render(s, side), [getattr(t, place.captions.named) for t in s.things], None) for s in scenes
+        ]
+    rows = place.suite.suite()
+    rows = rows[:: max(1, len(rows) // count)][:count]
+    if place.name == "shapes":
+        drawn = pictures(tier, side, rows, seed)
+    else:
+        rng = np.random.default_rng(seed)
+        drawn = [place.render(place.suite.free_scene(row, rng), side) for row in rows]
+    return [Render(pixels, [kind for kind, _ in wanted(row)], row) for pixels, row in zip(drawn, rows)]
+
+
+def damages(place: World, tier: str, side: int, seed: int) -> dict[str, Damage]:
     """The columns of the table."""
     out: dict[str, Damage] = {"clean": lambda image, rng: image}
-    out |= {f"noise {s}": noise(s) for s in (8, 16, 32)}
-    out |= {f"blur {s}": blur(s) for s in (0.8, 1.2)}
-    out |= {f"JPEG {q}": jpeg(q) for q in (75, 40)}
-    out |= {"half size": halved, "VQ 512": vector_quantised(training)}
+    out |= {f"noise {s}": noise(s) for s in NOISE[place.name]} | {f"blur {s}": blur(s) for s in BLUR[place.name]}
+    out |= {f"JPEG {q}": jpeg(q) for q in JPEG[place.name]}
+    out["half size"] = halved
+    if place.name == "shapes":
+        out["VQ 512"] = vector_quantised(pictures(tier, side, SHAPES.suite(), seed))
     if tier == "lattice":
         out |= {f"{n} wrong": wrong_tokens(n) for n in (1, 2, 4, 8)}
     return out
 
 
-def table(count: int = 368, detector: ShapeWorldDetector | None = None, seed: int = 0) -> list[dict]:
-    """One dictionary per tier: correct verdicts by damage, results for pure noise, processor milliseconds (clean)."""
-    detector, colours = detector or ShapeWorldDetector(), DetectedColours()
-    rows = suite()[:: max(1, 368 // count)][:count]
+def table(count: int = 368, detector: Detector | None = None, seed: int = 0, place: World | None = None) -> list[dict]:
+    """One dictionary per tier: correct verdicts by damage, share of things found, results for pure noise, processor
+    milliseconds (clean).
+    """
+    place = place or world("shapes")
+    detector, colours = detector or place.detector(), DetectedColours()
     out = []
-    for tier, side in TIERS:
-        clean = pictures(tier, side, rows, seed)
-        line: dict = {"tier": tier, "side": side, "n": len(rows), "right": {}}
-        for name, damage in damages(tier, pictures(tier, side, suite(), seed + 1)).items():
-            rng, right = np.random.default_rng(seed + 2), 0
-            start = time.process_time()
-            for image, row in zip(clean, rows):
-                found = detector.detect(Image.fromarray(damage(image, rng)))
-                right += not found.refused and judge(None, kept(found, 0.0), row, colours)[0]
-            line["right"][name] = right / len(rows)
-            line.setdefault("ms", (time.process_time() - start) / len(rows) * 1e3)  # for the clean column
+    for tier, side in TIERS[place.name]:
+        clean = renders(place, tier, side, count, seed)
+        line: dict = {"tier": tier, "side": side, "n": len(clean), "right": {}, "found": {}}
+        for name, damage in damages(place, tier, side, seed + 1).items():
+            rng, start = np.random.default_rng(seed + 2), time.process_time()
+            right = held = shown = 0
+            for image, names, row in clean:
+                seen = detector.detect(Image.fromarray(damage(image, rng)), names)
+                labels = [d.label for d in seen.detections]
+                passed = judge(None, kept(seen, 0.0), row, colours)[0] if row else sorted(labels) == sorted(names)
+                right, shown = right + (passed and not seen.refused), shown + len(names)
+                held += sum(min(names.count(each), labels.count(each)) for each in set(names))
+            line["right"][name], line["found"][name] = right / len(clean), held / shown
+            line.setdefault("ms", (time.process_time() - start) / len(clean) * 1e3)  # for the clean column
         rng = np.random.default_rng(seed + 3)
-        answers = [
-            detector.detect(Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8))) for _ in range(100)
-        ]
+        n = BLANKS[place.name]
+        blanks = (Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in range(n))
+        answers = [detector.detect(blank) for blank in blanks]
         line["pure_noise"] = {
-            "refused": sum(bool(a.refused) for a in answers) / 100,
-            "with_detections": sum(bool(a.detections) for a in answers) / 100,
+            "refused": sum(bool(a.refused) for a in answers) / n,
+            "with_detections": sum(bool(a.detections) for a in answers) / n,
         }
         out.append(line)
     return out
 
 
+def wrong_passes(
+    place: World, count: int, detector: Detector | None = None, side: int = 96, seed: int = 0
+) -> tuple[int, int]:
+    """Of `count` clean renders of the suite's prompts, those that pass their own and those that pass another prompt,
+    whose things are none of theirs.
+    """
+    detector, colours, rows = detector or place.detector(), DetectedColours(), place.suite.suite()
+    rng, right, wrong = np.random.default_rng(seed), 0, 0
+    for i in range(count):
+        row = rows[int(rng.integers(len(rows)))] if count != len(rows) else rows[i]
+        names = [kind for kind, _ in wanted(row)]
+        image = Image.fromarray(place.render(place.suite.free_scene(row, rng), side))
+        objects = kept(detector.detect(image, names), 0.0)
+        right += judge(None, objects, row, colours)[0]
+        others = [other for other in rows if not {kind for kind, _ in wanted(other)} <= set(names)]
+        wrong += judge(None, objects, others[int(rng.integers(len(others)))], colours)[0]
+    return right, wrong
+
+
 def markdown(lines: list[dict]) -> str:
-    """The table as Markdown."""
+    """The table as Markdown: verdicts, and things found in brackets."""
     names = list(dict.fromkeys(name for line in lines for name in line["right"]))
     head = ["tier", "px", "n", *names, "pure noise refused", "ms"]
     body = [
         [line["tier"], str(line["side"]), str(line["n"])]
-        + [f"{line['right'][name]:.3f}" if name in line["right"] else "–" for name in names]
+        + [f"{line['right'][name]:.3f} ({line['found'][name]:.3f})" if name in line["right"] else "–" for name in names]
         + [f"{line['pure_noise']['refused']:.2f}", f"{line['ms']:.1f}"]
         for line in lines
     ]
@@ -172,16 +232,23 @@ def markdown(lines: list[dict]) -> str:
 
 
 def main() -> None:
-    """Command line: print the table, optionally write it as JSON."""
+    """Command line: print the table and the wrong passes, optionally write both as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=368, help="prompts of the suite to render, at most 368")
-    parser.add_argument("--json", help="file for the table as JSON")
+    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose detector")
+    parser.add_argument("--count", type=int, default=368, help="renders a tier, at most the prompts of the suite")
+    parser.add_argument("--wrong", type=int, default=0, help="renders that are judged by another prompt")
+    parser.add_argument("--json", help="file for the figures as JSON")
     args = parser.parse_args()
-    lines = table(args.count)
+    place, found = world(args.world), {}
+    if args.wrong:
+        right, wrong = wrong_passes(place, args.wrong)
+        print(f"{right} of {args.wrong} clean renders pass their own prompt, {wrong} pass another", flush=True)
+        found = {"own": right, "other": wrong, "renders": args.wrong}
+    lines = table(args.count, place=place)
     print(markdown(lines))
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(lines, file, indent=1)
+            json.dump(found | {"table": lines}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -31,14 +31,36 @@ HELD_OUT_PAIRS = frozenset(
 )
 
 
-def cell_of(x: float, y: float) -> int:
-    """Index 0..8 of the layout cell that holds a point, in raster order; of the nearest cell if none does."""
-    column, row = (min(GRID - 1, max(0, int(v * GRID))) for v in (x, y))
-    return row * GRID + column
+class PlacedThing:
+    """What stands somewhere on a canvas."""
+
+    x: float
+    y: float
+
+    @property
+    def cell(self) -> int:
+        """Index 0..8 of the layout cell that holds the centre, in raster order; of the nearest cell if none does."""
+        column, row = (min(GRID - 1, max(0, int(v * GRID))) for v in (self.x, self.y))
+        return row * GRID + column
+
+
+class Scene:
+    """Things in raster order on one ground, of either world."""
+
+    ground: str
+
+    @property
+    def things(self) -> tuple:
+        """All of them."""
+        raise NotImplementedError
+
+    def at(self, cell: int):
+        """What is in a layout cell, or None."""
+        return next((thing for thing in self.things if thing.cell == cell), None)
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(PlacedThing):
     """One shape: class name, colour name, centre and radius (fractions of the canvas side)."""
 
     kind: str
@@ -52,23 +74,19 @@ class Shape:
         """`small` or `large`, whichever nominal radius is nearer."""
         return "small" if self.radius < sum(RADIUS.values()) / 2 else "large"
 
-    @property
-    def cell(self) -> int:
-        """Index 0..8 of the layout cell that holds the centre, in raster order."""
-        return cell_of(self.x, self.y)
-
 
 @dataclass(frozen=True)
-class ShapeScene:
+class ShapeScene(Scene):
     """Shapes in raster order on one ground; `texture_seed` fixes the ground's pixels."""
 
     shapes: tuple[Shape, ...]
     ground: str = "plain"
     texture_seed: int = 0
 
-    def at(self, cell: int) -> Shape | None:
-        """The shape in a layout cell, or None."""
-        return next((shape for shape in self.shapes if shape.cell == cell), None)
+    @property
+    def things(self) -> tuple[Shape, ...]:
+        """The shapes."""
+        return self.shapes
 
 
 def allowed_pairs(pairs: str = "any") -> list[tuple[str, str]]:

@@ -1,41 +1,44 @@
-"""Prompts about rendered shapes in GenEval's format: a grammar with generator and parser, a fixed suite, and scenes.
+"""Prompts in GenEval's format: a grammar with generator and parser, a fixed suite, and scenes. `Suite` is what both
+worlds share, `SHAPES` that of rendered shapes.
 
 A prompt is GenEval's metadata dictionary: {"tag", "include": [{"class", "count", "color"?, "position"?}], "exclude"?,
 "prompt"}; a prompt file has one JSON object per line. Tags, wording and field names are those of GenEval
-(Ghosh et al. 2023, arXiv 2310.11513); only the classes differ.
+(Ghosh et al. 2023, arXiv 2310.11513); only the classes differ. `ground` (texture, tint) is a field of ours in some
+prompts of one object.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import permutations, product
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS
-from visspec.toys.world.scene import HELD_OUT_PAIRS, Shape, ShapeScene
+from visspec.toys.world.scene import HELD_OUT_PAIRS, Scene, Shape, ShapeScene
 
-TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 RELATIONS = ("left of", "right of", "above", "below")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
-SIZES = {"single_object": 8, "two_object": 56, "counting": 24, "colors": 80, "position": 100, "color_attr": 100}
-SUITE_SEED = 20260101
+SPLITS = ("all", "train", "held_out")
 
-# The free tier: continuous centres, radii and gaps as fractions of the side.
+# Scenes of prompts: continuous centres, radii and gaps as fractions of the side.
 FREE_RADIUS = (0.11, 0.16)
 FREE_GAP = 0.04
 FREE_MARGIN = 0.02
 
-Metadata = dict
+Metadata = dict[str, Any]
 
 
-def _article(word: str) -> str:
-    return f"an {word}" if word[0] in "aeiou" else f"a {word}"
+def with_article(word: str) -> str:
+    return f"an {word}" if word[0] in "aeio" else f"a {word}"
 
 
-def _plural(word: str) -> str:
-    return word + ("es" if word.endswith(("s", "x")) else "s")
+def _any(words: Iterable[str]) -> str:
+    """A pattern of any of these words, the longest first; of none, one that never matches."""
+    return "|".join(sorted(map(re.escape, words), key=len, reverse=True)) or "(?!)"
 
 
 def _item(kind: str, colour: str | None = None, count: int = 1, position: list | None = None) -> dict:
@@ -47,106 +50,7 @@ def _item(kind: str, colour: str | None = None, count: int = 1, position: list |
     return item
 
 
-def prompt_text(metadata: Metadata) -> str:
-    """The sentence of a prompt's metadata, from its `tag` and `include` alone."""
-    items = metadata["include"]
-    if metadata["tag"] == "counting":
-        return f"a photo of {NUMBERS[items[0]['count']]} {_plural(items[0]['class'])}"
-    names = [_article(" ".join(filter(None, (item.get("color"), item["class"])))) for item in items]
-    if metadata["tag"] == "position":  # the reference object is listed first, the subject second
-        return f"a photo of {names[1]} {items[1]['position'][0]} {names[0]}"
-    return "a photo of " + " and ".join(names)
-
-
-def make(tag: str, include: list[dict]) -> Metadata:
-    """Metadata of a tag and its objects, with GenEval's `exclude` for counting and the sentence."""
-    out: Metadata = {"tag": tag, "include": include}
-    if tag == "counting":
-        out["exclude"] = [_item(include[0]["class"], count=include[0]["count"] + 1)]
-    return out | {"prompt": prompt_text(out)}
-
-
-def every(tag: str) -> Iterator[Metadata]:
-    """Every prompt of one task: 8, 56, 24, 80, 224 or 5,040 of them, in a fixed order."""
-    pairs = list(permutations(CLASSES, 2))
-    if tag == "single_object":
-        yield from (make(tag, [_item(a)]) for a in CLASSES)
-    elif tag == "two_object":
-        yield from (make(tag, [_item(a), _item(b)]) for a, b in pairs)
-    elif tag == "counting":
-        yield from (make(tag, [_item(a, count=n)]) for a in CLASSES for n in NUMBERS)
-    elif tag == "colors":
-        yield from (make(tag, [_item(a, c)]) for a in CLASSES for c in COLOURS)
-    elif tag == "position":
-        yield from (make(tag, [_item(b), _item(a, position=[r, 0])]) for (a, b), r in product(pairs, RELATIONS))
-    elif tag == "color_attr":
-        colours = list(permutations(COLOURS, 2))
-        yield from (make(tag, [_item(a, c), _item(b, d)]) for (a, b), (c, d) in product(pairs, colours))
-    else:
-        raise ValueError(f"tag must be one of {TASKS}, not {tag!r}")
-
-
-def held_out(metadata: Metadata) -> bool:
-    """Whether a prompt has a (colour, class) pair that is excluded from training."""
-    return any((item.get("color"), item["class"]) in HELD_OUT_PAIRS for item in metadata["include"])
-
-
-@cache
-def _suite() -> tuple[str, ...]:
-    rng = np.random.RandomState(SUITE_SEED)  # the stream of the legacy generator is stable
-    out = []
-    for tag in TASKS:
-        rows = list(every(tag))
-        if len(rows) > SIZES[tag]:
-            rows = [rows[i] for i in sorted(rng.permutation(len(rows))[: SIZES[tag]])]
-        out += [json.dumps(row) for row in rows]
-    return tuple(out)
-
-
-def suite(split: str = "all") -> list[Metadata]:
-    """The fixed suite: all 368 prompts, or those in (`train`) or excluded from (`held_out`) training."""
-    if split not in ("all", "train", "held_out"):
-        raise ValueError(f"split must be 'all', 'train' or 'held_out', not {split!r}")
-    rows = [json.loads(line) for line in _suite()]
-    return rows if split == "all" else [row for row in rows if held_out(row) == (split == "held_out")]
-
-
-_NOUN = rf"an? (?:({'|'.join(COLOURS)}) )?({'|'.join(CLASSES)})"
-_ONE = re.compile(f"a photo of {_NOUN}")
-_TWO = re.compile(f"a photo of {_NOUN} (and|{'|'.join(RELATIONS)}) {_NOUN}")
-_MANY = re.compile(f"a photo of ({'|'.join(NUMBERS.values())}) ({'|'.join(map(_plural, CLASSES))})")
-
-
-def parse(prompt: str) -> Metadata:
-    """Metadata of a sentence of the grammar; ValueError for any other sentence."""
-    if many := _MANY.fullmatch(prompt):
-        count = next(n for n, word in NUMBERS.items() if word == many[1])
-        return make("counting", [_item(next(k for k in CLASSES if _plural(k) == many[2]), count=count)])
-    if one := _ONE.fullmatch(prompt):
-        out = make("colors" if one[1] else "single_object", [_item(one[2], one[1])])
-    elif two := _TWO.fullmatch(prompt):
-        first, second = _item(two[2], two[1]), _item(two[5], two[4])
-        if two[3] != "and":
-            out = make("position", [second, first | {"position": [two[3], 0]}])
-        else:
-            out = make("color_attr" if two[1] else "two_object", [first, second])
-    else:
-        raise ValueError(f"the prompt {prompt!r} is not a sentence of the shape world's grammar")
-    coloured = [("color" in item) for item in out["include"]]
-    wants_colour = out["tag"] in ("colors", "color_attr")
-    distinct = len({item["class"] for item in out["include"]}) == len(out["include"])
-    if out["prompt"] != prompt or any(c != wants_colour for c in coloured) or not distinct:
-        raise ValueError(f"the prompt {prompt!r} is not a sentence of the shape world's grammar")
-    return out
-
-
-def vocabulary() -> list[str]:
-    """Every word a prompt can use, sorted."""
-    words = "a an photo of and " + " ".join((*RELATIONS, *NUMBERS.values(), *COLOURS, *CLASSES, *map(_plural, CLASSES)))
-    return sorted(set(words.split()))
-
-
-def wanted(metadata: Metadata) -> list[tuple[str, str | None]]:
+def wanted(metadata: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     """(class, colour or None) of every object in the prompt, subject and reference in the order of `include`."""
     return [(item["class"], item.get("color")) for item in metadata["include"] for _ in range(item["count"])]
 
@@ -158,6 +62,228 @@ def holds(relation: str, subject: tuple[float, float], reference: tuple[float, f
     return main > 0 and abs(cross) < main / 2
 
 
+def placements(
+    metadata: Mapping[str, Any], rng: np.random.Generator, sizes: tuple[float, float], half: float, gap: float
+) -> list[tuple[float, float, float]]:
+    """Centre and size of every object in the prompt, with `gap` between their boxes and in its relation if it has one.
+
+    sizes: least and largest; half: what of a size is half the side of its box.
+    """
+    count = len(wanted(metadata))
+    relation = next((item["position"][0] for item in metadata["include"] if "position" in item), None)
+    while True:
+        placed: list[tuple[float, float, float]] = []
+        for _ in range(count):
+            size = float(rng.uniform(*sizes))
+            reach = size * half
+            x, y = (float(v) for v in rng.uniform(reach + FREE_MARGIN, 1 - reach - FREE_MARGIN, size=2))
+            if any(max(abs(x - u), abs(y - v)) < reach + s * half + gap for u, v, s in placed):
+                break
+            placed.append((x, y, size))
+        if len(placed) == count and (relation is None or holds(relation, placed[1][:2], placed[0][:2])):
+            return placed
+
+
+class Suite:
+    """The prompts of one world: every sentence of its tasks, a fixed suite of them, and scenes that show them."""
+
+    world: str  # as messages call it
+    sizes: Mapping[str, int]  # prompts of each task in the fixed suite
+    seed: int  # of the fixed suite
+    colours: tuple[str, ...] = ()
+    grounds: tuple[tuple[str, str], ...] = ()  # texture and tint that prompts of one object may name
+    words: str = ""  # of sentences, beside names, colours, numbers, relations and those that all have
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Their tags."""
+        return tuple(self.sizes)
+
+    def names(self) -> tuple[str, ...]:
+        """Classes that prompts are made of."""
+        raise NotImplementedError
+
+    def alone(self) -> tuple[str, ...]:
+        """Those of prompts of one object."""
+        return self.names()
+
+    def known(self) -> tuple[str, ...]:
+        """Classes that are understood in a sentence."""
+        return self.names()
+
+    def many(self, kind: str, count: int) -> str:
+        """Several objects of a class, in words."""
+        raise NotImplementedError
+
+    def free_scene(self, metadata: Mapping[str, Any], rng: np.random.Generator) -> Scene:
+        """A scene that matches a prompt exactly."""
+        raise NotImplementedError
+
+    def prompt_text(self, metadata: Metadata) -> str:
+        """The sentence of a prompt's metadata, from its other fields."""
+        items = metadata["include"]
+        heads = [with_article(" ".join(filter(None, (item.get("color"), item["class"])))) for item in items]
+        if metadata["tag"] == "counting":
+            text = self.many(items[0]["class"], items[0]["count"])
+        elif metadata["tag"] == "position":  # the reference object is listed first, the subject second
+            text = f"{heads[1]} {items[1]['position'][0]} {heads[0]}"
+        else:
+            text = " and ".join(heads)
+        if "ground" in metadata:
+            text += " on a {} {} ground".format(*metadata["ground"])
+        return f"a photo of {text}"
+
+    def make(self, tag: str, include: list[dict], ground: tuple[str, str] | None = None) -> Metadata:
+        """Metadata of a tag and its objects, with GenEval's `exclude` for counting and the sentence."""
+        out: Metadata = {"tag": tag, "include": include}
+        if tag == "counting":
+            out["exclude"] = [_item(include[0]["class"], count=include[0]["count"] + 1)]
+        if ground:
+            out["ground"] = list(ground)
+        return out | {"prompt": self.prompt_text(out)}
+
+    def every(self, tag: str) -> Iterator[Metadata]:
+        """Every prompt of one task, in a fixed order."""
+        if tag not in self.sizes:
+            raise ValueError(f"tag: got {tag!r}, expected one of {self.tasks}")
+        names, make = self.names(), self.make
+        pairs = list(permutations(names, 2))
+        if tag == "single_object":
+            yield from (make(tag, [_item(a)], ground) for a in self.alone() for ground in (None, *self.grounds))
+        elif tag == "two_object":
+            yield from (make(tag, [_item(a), _item(b)]) for a, b in pairs)
+        elif tag == "counting":
+            yield from (make(tag, [_item(a, count=n)]) for a in names for n in NUMBERS)
+        elif tag == "colors":
+            yield from (make(tag, [_item(a, c)]) for a in names for c in self.colours)
+        elif tag == "position":
+            yield from (make(tag, [_item(b), _item(a, position=[r, 0])]) for (a, b), r in product(pairs, RELATIONS))
+        else:
+            colours = list(permutations(self.colours, 2))
+            yield from (make(tag, [_item(a, c), _item(b, d)]) for (a, b), (c, d) in product(pairs, colours))
+
+    def chosen(self, tag: str, rng: np.random.RandomState) -> list[Metadata]:
+        """Those of a task that the fixed suite has."""
+        return some(list(self.every(tag)), self.sizes[tag], rng)
+
+    def suite(self, split: str = "all") -> list[Metadata]:
+        """The fixed suite: all of its prompts, or those in (`train`) or excluded from (`held_out`) training."""
+        if split not in SPLITS:
+            raise ValueError(f"split: got {split!r}, expected one of {SPLITS}")
+        rows = [json.loads(line) for line in _suite(self)]
+        return rows if split == "all" else [row for row in rows if held_out(row) == (split == "held_out")]
+
+    def parse(self, prompt: str) -> Metadata:
+        """Metadata of a sentence of the grammar; ValueError for any other sentence."""
+        one, two = (pattern.fullmatch(prompt) for pattern in _patterns(self))
+        out = None
+        if prompt in _counted(self):
+            out = self.make("counting", [_item(*_counted(self)[prompt])])
+        elif one:
+            ground = (one[3], one[4]) if one[3] else None
+            out = self.make("colors" if one[1] else "single_object", [_item(one[2], one[1])], ground)
+        elif two:
+            first, second = _item(two[2], two[1]), _item(two[5], two[4])
+            if two[3] != "and":
+                out = self.make("position", [second, first | {"position": [two[3], 0]}])
+            else:
+                out = self.make("color_attr" if two[1] else "two_object", [first, second])
+        if out is not None and out["prompt"] == prompt:
+            coloured = out["tag"] in ("colors", "color_attr")
+            distinct = len({item["class"] for item in out["include"]}) == len(out["include"])
+            if distinct and all(("color" in item) == coloured for item in out["include"]):
+                return out
+        raise ValueError(f"prompt: got {prompt!r}, expected a sentence of the {self.world} world's grammar")
+
+    def vocabulary(self) -> list[str]:
+        """Every word a prompt can use, sorted."""
+        words = (*RELATIONS, *NUMBERS.values(), *self.colours, *self.names(), self.words)
+        return sorted(set(f"a an photo of and {' '.join(words)}".split()))
+
+    def sample_prompt(self, rng: np.random.Generator, split: str = "all", tag: str | None = None) -> Metadata:
+        """A prompt of the whole grammar: task uniform unless given, then uniform in the task and the split."""
+        chosen = tag or self.tasks[int(rng.integers(len(self.tasks)))]
+        rows = _grammar(self, chosen)
+        while True:
+            row = json.loads(rows[int(rng.integers(len(rows)))])
+            if split == "all" or held_out(row) == (split == "held_out"):
+                return row
+            if split == "held_out" and chosen not in ("colors", "color_attr"):
+                raise ValueError(f"no prompt of the task {chosen!r} is held out: it names no colour")
+
+
+def some(rows: list[Metadata], count: int, rng: np.random.RandomState) -> list[Metadata]:
+    """So many of the rows, in their order; all where there are no more."""
+    return rows if len(rows) <= count else [rows[i] for i in sorted(rng.permutation(len(rows))[:count])]
+
+
+def held_out(metadata: Metadata) -> bool:
+    """Whether a prompt has a (colour, class) pair that is excluded from training."""
+    return any((item.get("color"), item["class"]) in HELD_OUT_PAIRS for item in metadata["include"])
+
+
+# Rows are kept as text: whoever gets one may change it.
+@cache
+def _suite(own: Suite) -> tuple[str, ...]:
+    rng = np.random.RandomState(own.seed)  # the stream of the legacy generator is stable
+    return tuple(json.dumps(row) for tag in own.tasks for row in own.chosen(tag, rng))
+
+
+@cache
+def _grammar(own: Suite, tag: str) -> tuple[str, ...]:
+    return tuple(json.dumps(row) for row in own.every(tag))
+
+
+@cache
+def _counted(own: Suite) -> dict[str, tuple[str, None, int]]:
+    """Class and number of each sentence of several objects."""
+    return {f"a photo of {own.many(kind, n)}": (kind, None, n) for kind in own.known() for n in NUMBERS}
+
+
+@cache
+def _patterns(own: Suite) -> tuple[re.Pattern, re.Pattern]:
+    """Sentences of one object and of two."""
+    noun = rf"an? (?:({_any(own.colours)}) )?({_any(own.known())})"
+    textures, tints = (_any({ground[i] for ground in own.grounds}) for i in (0, 1))
+    one = f"a photo of {noun}(?: on a ({textures}) ({tints}) ground)?"
+    return re.compile(one), re.compile(f"a photo of {noun} (and|{_any(RELATIONS)}) {noun}")
+
+
+class ShapeSuite(Suite):
+    """368 prompts about eight shapes and ten colours."""
+
+    world = "shape"
+    sizes: Mapping[str, int] = MappingProxyType(
+        {"single_object": 8, "two_object": 56, "counting": 24, "colors": 80, "position": 100, "color_attr": 100}
+    )
+    seed = 20260101
+    colours = tuple(COLOURS)
+
+    def names(self) -> tuple[str, ...]:
+        return CLASSES
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return " ".join(self.many(kind, 2) for kind in CLASSES)
+
+    def many(self, kind: str, count: int) -> str:
+        return f"{NUMBERS[count]} {kind}" + ("es" if kind.endswith(("s", "x")) else "s")
+
+    def free_scene(
+        self,
+        metadata: Mapping[str, Any],
+        rng: np.random.Generator,
+        grounds: tuple[str, ...] = GROUNDS,
+        pairs: str = "any",
+    ) -> ShapeScene:
+        """A scene that matches a prompt exactly, with FREE_GAP between boxes."""
+        items, placed = wanted(metadata), placements(metadata, rng, FREE_RADIUS, 1.0, FREE_GAP)
+        colours = colours_for(rng, items, pairs)
+        shapes = [Shape(kind, c, *where) for (kind, _), c, where in zip(items, colours, placed)]
+        ground = grounds[int(rng.integers(len(grounds)))]
+        return ShapeScene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), ground, int(rng.integers(1 << 31)))
+
+
 def colours_for(rng: np.random.Generator, items: list[tuple[str, str | None]], pairs: str = "any") -> list[str]:
     """A colour for each wanted object: the given one, else uniform over those of the split for its class."""
     out = []
@@ -167,42 +293,7 @@ def colours_for(rng: np.random.Generator, items: list[tuple[str, str | None]], p
     return out
 
 
-def free_scene(
-    metadata: Metadata, rng: np.random.Generator, grounds: tuple[str, ...] = GROUNDS, pairs: str = "any"
-) -> ShapeScene:
-    """A scene of the free tier that matches a prompt exactly, with FREE_GAP between boxes."""
-    items = wanted(metadata)
-    relation = next((item["position"][0] for item in metadata["include"] if "position" in item), None)
-    while True:
-        placed: list[tuple[float, float, float]] = []
-        for _ in items:
-            radius = float(rng.uniform(*FREE_RADIUS))
-            x, y = (float(v) for v in rng.uniform(radius + FREE_MARGIN, 1 - radius - FREE_MARGIN, size=2))
-            if any(max(abs(x - u), abs(y - v)) < radius + r + FREE_GAP for u, v, r in placed):
-                break
-            placed.append((x, y, radius))
-        if len(placed) < len(items):
-            continue
-        if relation is None or holds(relation, placed[1][:2], placed[0][:2]):
-            break
-    colours = colours_for(rng, items, pairs)
-    shapes = [Shape(kind, c, *where) for (kind, _), c, where in zip(items, colours, placed)]
-    ground = grounds[int(rng.integers(len(grounds)))]
-    return ShapeScene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), ground, int(rng.integers(1 << 31)))
-
-
-def sample_prompt(rng: np.random.Generator, split: str = "all", tag: str | None = None) -> Metadata:
-    """A prompt of the whole grammar: task uniform unless given, then uniform in the task and the split."""
-    chosen = tag or TASKS[int(rng.integers(len(TASKS)))]
-    rows = _grammar(chosen)
-    while True:
-        row = json.loads(rows[int(rng.integers(len(rows)))])
-        if split == "all" or held_out(row) == (split == "held_out"):
-            return row
-        if split == "held_out" and chosen not in ("colors", "color_attr"):
-            raise ValueError(f"no prompt of the task {chosen!r} is held out: it names no colour")
-
-
-@cache
-def _grammar(tag: str) -> tuple[str, ...]:
-    return tuple(json.dumps(row) for row in every(tag))
+SHAPES = ShapeSuite()
+TASKS, SIZES = SHAPES.tasks, SHAPES.sizes
+suite, every, make, parse, vocabulary = SHAPES.suite, SHAPES.every, SHAPES.make, SHAPES.parse, SHAPES.vocabulary
+free_scene, sample_prompt = SHAPES.free_scene, SHAPES.sample_prompt

@@ -1,36 +1,35 @@
 """The worlds behind one interface: scenes by seed, their pixels, captions with facts, prompts, and a detector.
 
 `world("shapes")` and `world("emoji")` are the two. A recipe, a benchmark or a test that takes a `World` works with
-either; the modules it names hold the same functions in both.
+either.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
+from functools import cache
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import Detector
+from visspec.toys.world.captions import Captions
+from visspec.toys.world.scene import HELD_OUT_SEED
+from visspec.toys.world.suite import Suite
 
 WORLDS = ("shapes", "emoji")
 
 
 @dataclass(frozen=True)
 class World:
-    """One world. `scene` has `scene_from_seed` and `held_out_scenes`, `captions` has `caption`, `questions`, `facts`,
-    `parse`, `score`, `missing`, `fact_words`, `vocabulary` and `REQUESTS`, `suite` has `suite`, `sample_prompt`,
-    `free_scene`, `parse` and `vocabulary`. A scene's `at(cell)` is what a cell of the 3 x 3 layout holds, or None.
-    """
+    """One world. A scene's `at(cell)` is what a cell of the 3 x 3 layout holds, or None."""
 
     name: str
     side: int  # pixels a side of captioned pictures
-    scene: ModuleType
-    pictures: ModuleType  # of `render` and `to_image`
-    captions: ModuleType
-    suite: ModuleType
+    captioned: Callable[[int], Any]  # the captioned scene of a number
+    draw: Callable[[Any, int], np.ndarray]  # pixels of a scene, uint8 (size, size, 3)
+    captions: Captions
+    suite: Suite
     detector: Callable[[], Detector]
     facts: dict[str, tuple[str, ...]]  # of what a cell holds: the attribute's name and all of its words
     settings: dict[str, tuple[str, ...]]  # the same, of a whole scene
@@ -38,13 +37,9 @@ class World:
     lesson: Callable[[int], Any]  # scene number n to learn to see by, with any count
     drawn: tuple[str, ...]  # tasks of the suite that its painter is taught
 
-    def captioned(self, seed: int) -> Any:
-        """The captioned scene number `seed`."""
-        return self.scene.scene_from_seed(seed)
-
     def scenes(self, count: int, first: int = 0) -> list[Any]:
         """Held-out scenes number first..first+count, on which nothing is trained."""
-        return self.scene.held_out_scenes(count, first)
+        return [self.captioned(HELD_OUT_SEED + first + i) for i in range(count)]
 
     def prompt(self, rng: np.random.Generator) -> dict:
         """A random prompt of those that the world's painter is taught, as metadata."""
@@ -56,13 +51,14 @@ class World:
 
     def render(self, scene: Any, size: int | None = None) -> np.ndarray:
         """Pixels, uint8 (size, size, 3)."""
-        return self.pictures.render(scene, size or self.side)
+        return self.draw(scene, size or self.side)
 
     def to_image(self, scene: Any, size: int | None = None) -> Image.Image:
         """The same pixels as a PIL image."""
-        return self.pictures.to_image(scene, size or self.side)
+        return Image.fromarray(self.render(scene, size))
 
 
+@cache
 def world(name: str) -> World:
     """The world of a name; ValueError for any other."""
     if name not in WORLDS:
@@ -77,29 +73,50 @@ def known_to(processor: Any, words: Callable[[World], Iterable[str]]) -> World:
     return next((world(name) for name in WORLDS if set(words(world(name))) <= there), world("shapes"))
 
 
-def _modules(package: str) -> dict[str, ModuleType]:
-    named = {"scene": "scene", "pictures": "render", "captions": "captions", "suite": "suite"}
-    return {field: import_module(f"visspec.toys.world{package}.{module}") for field, module in named.items()}
-
-
 def _shapes() -> World:
+    from visspec.toys.world import captions, suite
     from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
+    from visspec.toys.world.render import render
     from visspec.toys.world.scene import COUNTS, scene_from_seed
-    from visspec.toys.world.suite import TASKS
 
     facts = {"kind": CLASSES, "colour": tuple(COLOURS), "size": SIZES}
-    return World("shapes", 96, **_modules(""), detector=_shape_detector, facts=facts,
-                 settings={"ground": GROUNDS}, counts=COUNTS, lesson=scene_from_seed, drawn=TASKS)  # fmt: skip
+    return World(
+        "shapes",
+        96,
+        scene_from_seed,
+        render,
+        captions.SHAPES,
+        suite.SHAPES,
+        detector=_shape_detector,
+        facts=facts,
+        settings={"ground": GROUNDS},
+        counts=COUNTS,
+        lesson=scene_from_seed,
+        drawn=suite.TASKS,
+    )
 
 
 def _emoji() -> World:
     from visspec.toys.world.emoji.atlas import names
-    from visspec.toys.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS, crowded
+    from visspec.toys.world.emoji.captions import EmojiCaptions
+    from visspec.toys.world.emoji.render import render
+    from visspec.toys.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS, crowded, scene_from_seed
+    from visspec.toys.world.emoji.suite import EmojiSuite
 
-    facts = {"name": names(), "size": tuple(SIZES)}
-    return World("emoji", 120, **_modules(".emoji"), detector=_emoji_detector, facts=facts,
-                 settings={"ground": GROUNDS, "tint": tuple(TINTS)}, counts=COUNTS, lesson=crowded,
-                 drawn=("single_object",))  # fmt: skip
+    return World(
+        "emoji",
+        120,
+        scene_from_seed,
+        render,
+        EmojiCaptions(),
+        EmojiSuite(),
+        detector=_emoji_detector,
+        facts={"name": names(), "size": tuple(SIZES)},
+        settings={"ground": GROUNDS, "tint": tuple(TINTS)},
+        counts=COUNTS,
+        lesson=crowded,
+        drawn=("single_object",),
+    )
 
 
 def _shape_detector() -> Detector:

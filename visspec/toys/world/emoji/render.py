@@ -71,8 +71,3 @@ def render(scene: EmojiScene, size: int = 120) -> np.ndarray:
         part = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
         image[rows, columns] = image[rows, columns] * (1 - part[..., 3:]) + part[..., :3]
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
-
-
-def to_image(scene: EmojiScene, size: int = 120) -> Image.Image:
-    """The same pixels as a PIL image."""
-    return Image.fromarray(render(scene, size))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from visspec.toys.world.emoji.atlas import names, numbers
-from visspec.toys.world.scene import GRID, HELD_OUT_SEED, cell_of
+from visspec.toys.world.scene import GRID, PlacedThing, Scene
 
 SIZES = {"small": 0.2, "large": 0.28}
 SIZE_JITTER = 0.01
@@ -30,7 +30,7 @@ HELD_OUT_PICTURES, HELD_OUT_COMBINATIONS = (16, 7), (8, 3)
 
 
 @dataclass(frozen=True)
-class PlacedEmoji:
+class PlacedEmoji(PlacedThing):
     """One picture: its name in the atlas, centre, side of its tile, turn."""
 
     name: str
@@ -44,14 +44,9 @@ class PlacedEmoji:
         """`small` or `large`, whichever nominal side is nearer."""
         return "small" if self.side < sum(SIZES.values()) / 2 else "large"
 
-    @property
-    def cell(self) -> int:
-        """Index 0..8 of the layout cell that holds the centre, in raster order."""
-        return cell_of(self.x, self.y)
-
 
 @dataclass(frozen=True)
-class EmojiScene:
+class EmojiScene(Scene):
     """Pictures in raster order on one ground; `texture_seed` fixes the ground's pixels."""
 
     pictures: tuple[PlacedEmoji, ...]
@@ -59,9 +54,10 @@ class EmojiScene:
     tint: str = "grey"
     texture_seed: int = 0
 
-    def at(self, cell: int) -> PlacedEmoji | None:
-        """The picture in a layout cell, or None."""
-        return next((picture for picture in self.pictures if picture.cell == cell), None)
+    @property
+    def things(self) -> tuple[PlacedEmoji, ...]:
+        """The pictures."""
+        return self.pictures
 
 
 def check(scene: EmojiScene) -> EmojiScene:
@@ -127,8 +123,3 @@ def crowded(seed: int) -> EmojiScene:
 def scene_from_seed(seed: int, split: str = "any") -> EmojiScene:
     """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
     return sample_scene(np.random.default_rng(seed), split)
-
-
-def held_out_scenes(count: int, first: int = 0) -> list[EmojiScene]:
-    """Held-out scenes number first..first+count, on which nothing is trained."""
-    return [scene_from_seed(HELD_OUT_SEED + first + i) for i in range(count)]
