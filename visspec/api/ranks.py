@@ -1,7 +1,7 @@
 """Acceptance by rank: how often the target takes the first, the second, ... candidate of a drafter at each depth.
 
 A drafter is run with a wide static tree. Every node that is reached says of each of its children whether it was
-accepted. `models.drafters.shapes` makes the optimal static tree of these rates (Sequoia).
+accepted. `models.drafting.structure` makes the optimal static tree of these rates (Sequoia).
 """
 
 from __future__ import annotations
